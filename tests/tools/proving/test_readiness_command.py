@@ -1,6 +1,7 @@
 """Findings and exit codes of ``pdrelay check``."""
 
 import socket
+from contextlib import ExitStack
 
 import pytest
 
@@ -179,6 +180,53 @@ def test_a_request_that_fails_is_shown_in_the_words_of_the_engine(check, engines
     assert [line for line in lines if "to decode" in line] == [
         f"FAILED   prefill-0 to decode-{number}: {said}" for number in range(2)
     ]
+
+
+def _counting(engine, most):
+    """Note in a list how many requests for text the engine has at a time."""
+    under_way = 0
+
+    async def app(scope, receive, send):
+        nonlocal under_way
+        is_request = scope["type"] == "http" and scope["method"] == "POST"
+        under_way += is_request
+        most.append(under_way)
+        try:
+            await engine(scope, receive, send)
+        finally:
+            under_way -= is_request
+
+    return app
+
+
+def test_pairs_of_one_prefill_engine_take_turns(check):
+    """On two cores three requests at once took longer than all of the time, and healthy engines had failed."""
+    prefill, decodes = Sim("prefill", prefill_s=0.05), [Sim("decode", token_s=0.01) for _ in range(3)]
+    for engine in (prefill, *decodes):
+        engine.loads.are_shown = True
+    most = []
+    with ExitStack() as stack:
+        at = stack.enter_context(serving(_counting(prefill, most)))
+        flags = [word for each in decodes for word in ("--decode", stack.enter_context(serving(each)))]
+        code, lines = check("--prefill", at, *flags)
+
+    assert (code, lines[-1]) == (0, "Ready: each engine exchanged KV with another one.")
+    assert max(most) == 1
+
+
+def test_what_takes_too_long_is_not_known_and_the_others_are(check, engines):
+    """An engine that is slow may be well: the line says how to give it more time."""
+    found, _, flags = engines
+    found["d0"]._token_s = 30.0
+    code, lines = check(*flags, "--seconds", "2")
+
+    more = "that is no proof of a fault, so allow more time (--seconds 12)"
+    (unknown,) = [line for line in lines if line.startswith("unknown ")]
+    assert code == 1
+    assert unknown.startswith("unknown  prefill-0 to decode-0: decode-0 gave no whole answer within ")
+    assert unknown.endswith(f": {more}")
+    assert any(line.startswith("ok       prefill-0 to decode-1: 2,000,000 bytes moved") for line in lines)
+    assert lines[-1] == "Not known: 1 of 5 findings need more time."
 
 
 def test_what_no_engine_counts_is_not_taken_for_good(check):

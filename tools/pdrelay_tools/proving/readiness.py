@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -46,6 +46,8 @@ _LOOK_SHARE: Final = 0.5  # until then an engine must have said all of it
 _ASK_SHARE: Final = 0.7  # until then the requests must have ended
 _POLL_S: Final = 0.1  # an engine publishes what it counts a moment after its answer
 _FEW_TOKENS: Final = 4  # of an answer
+_MORE_TIME: Final = 6.0  # times the seconds that were not enough: a minute for ten seconds
+_LEAST_S: Final = 0.05  # for what is asked at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _EngineMetrics:
     counters: KvCounters
     failures: dict[str, str]  # why it loads no KV, by the other engine's id
     holdings: Holdings | None
+    is_read: bool  # they were shown in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,11 @@ class _Exchange:
     pair: MemberPair
     question: Question
     reply: Reply
+
+    @property
+    def about(self) -> str:
+        """Both engines."""
+        return " to ".join(member.instance.id for member in self.pair)
 
 
 async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[ReadinessLine]:
@@ -84,7 +92,8 @@ async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[Readi
         yield ReadinessLine(Sign.FAILED, "engines", warning.text)
     for (decode, prefill), why in pair_differences(alive).items():
         yield ReadinessLine(Sign.FAILED, f"{decode} with {prefill}", f"they share no request: {why}")
-    async for line in check.exchange_kv(_first_ranks(alive)):
+    slow = [member.instance.role for member, line in zip(members, lines, strict=True) if line.is_unfinished]
+    async for line in check.exchange_kv(_first_ranks(alive), slow=slow):
         yield line
 
 
@@ -98,7 +107,12 @@ class _ReadinessCheck:
 
     def _left(self, share: float = 1.0) -> float:
         """Return the seconds until that share of all is over."""
-        return max(0.05, self._began + self._seconds * share - time.monotonic())
+        return max(_LEAST_S, self._began + self._seconds * share - time.monotonic())
+
+    def _unfinished(self, about: str, text: str) -> ReadinessLine:
+        """Say what the time was over for: engines that are slow or busy may be well."""
+        more = f"that is no proof of a fault, so allow more time (--seconds {self._seconds * _MORE_TIME:g})"
+        return ReadinessLine(Sign.UNKNOWN, about, f"{text}: {more}", is_unfinished=True)
 
     async def look(self, member: Member) -> ReadinessLine:
         """Learn what an engine is."""
@@ -113,20 +127,24 @@ class _ReadinessCheck:
         except ProbeFailed as sick:
             return ReadinessLine(Sign.FAILED, instance.id, f"{instance.address.url} {sick}")
         except TimeoutError:
-            said = f"{instance.address.url} answers too slowly: not all within {self._seconds * _LOOK_SHARE:g} s"
-            return ReadinessLine(Sign.FAILED, instance.id, said)
+            said = f"{instance.address.url} has not said all of itself within {self._seconds * _LOOK_SHARE:g} s"
+            return self._unfinished(instance.id, said)
         return engine_line(member, has_key=has_key)
 
-    async def exchange_kv(self, members: Sequence[Member]) -> AsyncGenerator[ReadinessLine]:
-        """Send a request through each pair, and look whether its KV has moved."""
+    async def exchange_kv(self, members: Sequence[Member], *, slow: Sequence[Role]) -> AsyncGenerator[ReadinessLine]:
+        """Send a request through each pair, and look whether its KV has moved.
+
+        ``slow``: roles of engines that have not said what they are.
+        """
         pairs = choose_pairs(members)
         for member in members:
-            if not any(member in pair for pair in pairs):
-                yield ReadinessLine(
-                    Sign.FAILED,
-                    member.instance.id,
-                    "it exchanged no KV: no engine of the other role that answers fits it",
-                )
+            if any(member in pair for pair in pairs):
+                continue
+            name, said = member.instance.id, "it exchanged no KV: no engine of the other role that answers"
+            if any(role is not member.instance.role for role in slow):
+                yield self._unfinished(name, f"{said} in time fits it")
+            else:
+                yield ReadinessLine(Sign.FAILED, name, f"{said} fits it")
         if not pairs:
             return
         before = await self._read_all(pairs)
@@ -134,13 +152,16 @@ class _ReadinessCheck:
         asked = await self._ask_all(pairs, prompt_length(sizes))
         counts = Counter(each.pair[1].instance.id for each in asked if not each.reply.failure())
         waiting = list(asked)
-        deadline = time.monotonic() + min(METRICS_WAIT_S, self._left() - 2 * _POLL_S)
+        patience_s = min(METRICS_WAIT_S, self._left() - 2 * _POLL_S)
+        is_cut = patience_s < METRICS_WAIT_S / 2
+        deadline = time.monotonic() + patience_s
         while True:
             is_last = time.monotonic() >= deadline
             now = await self._read_all([each.pair for each in waiting])
             left = list[_Exchange]()
             for each in waiting:
-                line = _judge(each, before, now, counts[each.pair[1].instance.id], is_last=is_last)
+                requests = counts[each.pair[1].instance.id]
+                line = self._judge(each, before, now, requests, is_last=is_last, is_cut=is_cut)
                 if line is None:
                     left.append(each)
                 else:
@@ -151,10 +172,12 @@ class _ReadinessCheck:
             await asyncio.sleep(_POLL_S)
 
     async def _ask_all(self, pairs: Sequence[MemberPair], length: int) -> Sequence[_Exchange]:
-        """Ask all of them at the same time; each engine is asked at least once."""
+        """Ask all of them, each engine at least once; pairs that share an engine take turns."""
         tls = self._engines.tls
         transport = open_transport(tls.context)
         prompts = Prompts(random.SystemRandom())
+        waiting = Counter(member.instance.id for pair in pairs for member in pair)
+        locks = {name: asyncio.Lock() for name in waiting}
 
         def server(member: Member) -> HttpServer:
             instance = member.instance
@@ -166,7 +189,13 @@ class _ReadinessCheck:
             model = common_model(pair[0].facts, pair[1].facts) or ""
             question = Question(Shape.IDS, prompts.ids(length), max_tokens=_FEW_TOKENS, logprobs=False)
             service = EnginePairs([prefill], [decode], model)
-            reply = await service.ask_pair(question, prefill, decode, timeout_s=self._left(_ASK_SHARE))
+            names = [member.instance.id for member in pair]
+            # All take the lock of a prefill engine first, so that no two wait for each other.
+            async with locks[names[0]], locks[names[1]]:
+                others_wait = any(waiting[name] > 1 for name in names)  # one that hangs leaves half of the time to them
+                timeout_s = self._left(_ASK_SHARE) / (2 if others_wait else 1)
+                reply = await service.ask_pair(question, prefill, decode, timeout_s=round(timeout_s, 2))
+                waiting.subtract(names)
             return _Exchange(pair, question, reply)
 
         try:
@@ -181,10 +210,11 @@ class _ReadinessCheck:
         return dict(zip(members, shown, strict=True))
 
     async def _read(self, member: Member) -> _EngineMetrics:
-        text = b""
+        text, is_read = b"", False
         with suppress(ProbeFailed, TimeoutError):
             async with asyncio.timeout(self._left()):
                 text = await self._engines.checks.metrics(member.instance)
+                is_read = True
         failures = {peer: trouble.why or str(trouble.reason) for peer, trouble in read_failures(text).items()}
         words = text.decode(errors="replace")
         holdings = read_holdings(words)
@@ -192,37 +222,52 @@ class _ReadinessCheck:
         with suppress(ValueError, OverflowError):  # a counter that is no number
             moved_bytes = metric_total(words)
         counters = KvCounters(read_moved(text), moved_bytes, None if holdings is None else holdings.loaded)
-        return _EngineMetrics(counters, failures, holdings)
+        return _EngineMetrics(counters, failures, holdings, is_read)
 
+    def _judge(
+        self,
+        asked: _Exchange,
+        before: Mapping[InstanceId, _EngineMetrics],
+        now: Mapping[InstanceId, _EngineMetrics],
+        requests: int,
+        *,
+        is_last: bool,
+        is_cut: bool,
+    ) -> ReadinessLine | None:
+        """Say what became of a request; None: its engines have not counted it yet.
 
-def _judge(
-    asked: _Exchange,
-    before: dict[InstanceId, _EngineMetrics],
-    now: dict[InstanceId, _EngineMetrics],
-    requests: int,
-    *,
-    is_last: bool,
-) -> ReadinessLine | None:
-    """Say what became of a request; None: its engines have not counted it yet."""
-    prefill, decode = asked.pair
-    about = f"{prefill.instance.id} to {decode.instance.id}"
-    failure = asked.reply.failure() or _malformed(asked)
-    why = failure_with(now[decode.instance.id].failures, prefill.facts.engine_id)
-    if failure:
-        return ReadinessLine(Sign.FAILED, about, f"the request failed: {failure}{f' ({why})' if why else ''}")
-    counters = PairCounters(*(seen[each.instance.id].counters for each in (prefill, decode) for seen in (before, now)))
-    tokens = len(asked.question.prompt)
-    moved = moved_between(asked.pair, counters, tokens=tokens, requests=requests)
-    if moved:
-        return ReadinessLine(Sign.OK, about, f"{moved} moved, answered in {asked.reply.seconds * 1000:.0f} ms")
-    has_metrics = all(now[each.instance.id].holdings is not None for each in asked.pair)  # what lacks will not come
-    if not why and not is_last and not (moved is None and has_metrics):
-        return None
-    if moved is None:
-        said = "answered, and neither engine counts what moves: whether KV moved cannot be known"
-        return ReadinessLine(Sign.UNKNOWN, about, said)
-    said = f"answered, and no KV moved: {decode.instance.id} computed the prompt itself"
-    return ReadinessLine(Sign.FAILED, about, f"{said}, because {why}" if why else f"{said}; its log says why")
+        ``is_cut``: this look is the last one because the time is over, and may be too early.
+        """
+        prefill, decode = asked.pair
+        why = failure_with(now[decode.instance.id].failures, prefill.facts.engine_id)
+        if asked.reply.is_late and not why:  # an engine may say later why it loads nothing
+            return self._unfinished(asked.about, asked.reply.why) if is_last else None
+        failure = asked.reply.failure() or _malformed(asked)
+        if failure:
+            said = f"the request failed: {failure}{f' ({why})' if why else ''}"
+            return ReadinessLine(Sign.FAILED, asked.about, said)
+        looks = [seen[each.instance.id] for each in (prefill, decode) for seen in (before, now)]
+        if not why and not all(look.is_read for look in looks):
+            said = "answered, and an engine has not shown in time what it counts"
+            return self._unfinished(asked.about, said) if is_last else None
+        counters = PairCounters(*(look.counters for look in looks))
+        tokens = len(asked.question.prompt)
+        moved = moved_between(asked.pair, counters, tokens=tokens, requests=requests)
+        if moved:
+            said = f"{moved} moved, answered in {asked.reply.seconds * 1000:.0f} ms"
+            return ReadinessLine(Sign.OK, asked.about, said)
+        has_metrics = all(now[each.instance.id].holdings is not None for each in asked.pair)  # what lacks will not come
+        if not why and not is_last and not (moved is None and has_metrics):
+            return None
+        if moved is None:
+            said = "answered, and neither engine counts what moves: whether KV moved cannot be known"
+            return ReadinessLine(Sign.UNKNOWN, asked.about, said)
+        if not why and is_cut:
+            return self._unfinished(
+                asked.about, "answered, and no engine had counted what moved when the time was over"
+            )
+        said = f"answered, and no KV moved: {decode.instance.id} computed the prompt itself"
+        return ReadinessLine(Sign.FAILED, asked.about, f"{said}, because {why}" if why else f"{said}; its log says why")
 
 
 def _malformed(asked: _Exchange) -> str:

@@ -23,7 +23,7 @@ class Sign(StrEnum):
 
     OK = "ok"
     FAILED = "FAILED"
-    UNKNOWN = "unknown"  # no engine shows it
+    UNKNOWN = "unknown"  # no engine shows it, or the time was over first
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class ReadinessLine:
     sign: Sign
     about: str  # an engine, or two
     text: str
+    is_unfinished: bool = False  # the time was over first
 
     def __str__(self) -> str:
         return f"{self.sign:{_WIDTH}} {self.about}: {self.text}"
@@ -138,8 +139,11 @@ def verdict(lines: Sequence[ReadinessLine]) -> str:
     """Say all of it in a sentence."""
     failed = sum(line.sign is Sign.FAILED for line in lines)
     unknown = sum(line.sign is Sign.UNKNOWN for line in lines)
+    unfinished = sum(line.is_unfinished for line in lines)
     if failed:
         return f"Not ready: {failed} of {len(lines)} findings failed."
+    if unfinished:
+        return f"Not known: {unfinished} of {len(lines)} findings need more time."
     return "Not known whether KV moves: see above." if unknown else "Ready: each engine exchanged KV with another one."
 
 

@@ -141,7 +141,7 @@ class EndpointText:
     summary: str
     answer: str  # the name of its schema
     request: str = ""  # the same; empty: its signature says it
-    example: Part | None = None  # a request that is served
+    example: Part | None = None  # a request that is served; greedy, so that a small model answers sensibly
     event: str = ""  # the name of the schema of a stream's events; empty: it says nothing of them
 
 
@@ -151,7 +151,7 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "Complete a text",
         "CompletionResponse",
         "CompletionRequest",
-        {"prompt": "Once upon a time", "max_tokens": 16},
+        {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0},
         event="CompletionStreamResponse",
     ),
     "/v1/chat/completions": EndpointText(
@@ -159,7 +159,7 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "Answer in a chat",
         "ChatCompletionResponse",
         "ChatCompletionRequest",
-        {"messages": _CHAT, "max_tokens": 16},
+        {"messages": _CHAT, "max_tokens": 16, "temperature": 0},
         event="ChatCompletionStreamResponse",
     ),
     "/v1/responses": EndpointText("create_response", "Answer, in the Responses API", "ResponseObject"),
@@ -217,7 +217,7 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "Answer in several chats",
         "ChatCompletionResponse",
         "BatchChatRequest",
-        {"messages": [_CHAT, _CHAT], "max_tokens": 16},
+        {"messages": [_CHAT, _CHAT], "max_tokens": 16, "temperature": 0},
     ),
     "/tokenize": EndpointText(
         "tokenize", "Turn a text or a chat into token ids", "Tokens", "TokenizeRequest", {"prompt": "hello"}
@@ -293,9 +293,9 @@ VLLM_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 EXAMPLES: Final[Mapping[str, Part]] = {
-    "ResponsesRequest": {"input": "Say hello.", "max_output_tokens": 16},
-    "MessagesRequest": {"model": _MODEL_NAME, "messages": _CHAT, "max_tokens": 16},
-    "TokensRequest": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 16}},
+    "ResponsesRequest": {"input": "Say hello.", "max_output_tokens": 16, "temperature": 0},
+    "MessagesRequest": {"model": _MODEL_NAME, "messages": _CHAT, "max_tokens": 16, "temperature": 0},
+    "TokensRequest": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 16, "temperature": 0}},
 }
 
 

@@ -168,7 +168,10 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
         f"cached:   {size} B at {name}{f', known by {by[name]}' if name in by else ''}"
         for name, size in found["cached_bytes"].items()
     ]
-    lines += [f"cached:   {count} tokens at {name}" for name, count in found.get("cached_tokens", {}).items()]
+    lines += [
+        f"cached:   {count} token{'' if count == 1 else 's'} at {name}"
+        for name, count in found.get("cached_tokens", {}).items()
+    ]
     if expected := found.get("expected_ms"):
         lines.append("expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items()))
     lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]

@@ -220,20 +220,24 @@ def _clock_error(leg: Leg, own: Sequence[EngineEvent], end: float) -> float:
 
 def _label(before: EngineEvent, after: EngineEvent) -> tuple[str, str]:
     if before.step == "computing" and after.step in _COMPUTED:
-        return "compute", f"{before.number} tokens"
+        return "compute", _counted(before.number, "token")
     if before.step == "first_token":
-        return "decode", f"{after.number} tokens" if after.number else ""
+        return "decode", _counted(after.number, "token") if after.number else ""
     if before.step == "load_ordered" and after.step == "loaded":
-        return "wait for the writes of P", f"{before.number} tokens"
+        return "wait for the writes of P", _counted(before.number, "token")
     if after.step == "considered":
-        return _ENDED[after.step], f"{after.number} tokens cached" if after.number else ""
+        return _ENDED[after.step], f"{_counted(after.number, 'token')} cached" if after.number else ""
     if before.step == "reading" and after.step in _NEXT_PART:
-        return "read KV", f"{before.number} blocks"
+        return "read KV", _counted(before.number, "block")
     if after.step == "load_failed":
         return _ENDED[after.step], after.note
     if after.step == "load_ordered":
-        return _ENDED[after.step], f"{after.number} tokens"
+        return _ENDED[after.step], _counted(after.number, "token")
     return _ENDED[after.step], ""
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _joined(first: str, second: str) -> str:
@@ -246,7 +250,7 @@ def _span(what: str, where: str, events: Sequence[EngineEvent], first: str, last
     if not begins:
         return ()
     renewals = sum(event.step == "lease_renewed" for event in events)
-    note = f"{renewals} renewals" if what == "lease" else f"{len(begins)} parts"
+    note = _counted(renewals, "renewal") if what == "lease" else _counted(len(begins), "part")
     if not ends:
         return (Row(f"{what}, not over", where, begins[0].at, 0.0, where, note),)
     how = ends[-1].step.removeprefix("lease_") if what == "lease" else ""

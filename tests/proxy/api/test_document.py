@@ -430,7 +430,10 @@ def test_the_page_shows_every_operation_with_a_command_that_would_call_it(served
         assert f"curl '{served}{path}'" in text
     assert '-H "X-Api-Key: $ADMIN_API_KEY"' in text
     assert '-d \'{"type":"prefill","instance":"10.0.0.7:8000"}\'' in text
-    assert '-d \'{"model":"sim","messages":[{"role":"user","content":"Say hello."}],"max_tokens":16}\'' in text
+    assert (
+        '-d \'{"model":"sim","messages":[{"role":"user","content":"Say hello."}],"max_tokens":16,"temperature":0}\''
+        in text
+    )
     assert "min_tokens" in text
 
 

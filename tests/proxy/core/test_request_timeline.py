@@ -212,7 +212,7 @@ def test_the_steps_of_a_prefill_are_named_by_what_the_engine_did():
             ("wait for a step", 155, 5, ""),
             ("compute", 160, 200, "2048 tokens + 500 tokens"),
             ("answer", 360, 140, ""),
-            ("lease", 361, 539, "done, 1 renewals"),
+            ("lease", 361, 539, "done, 1 renewal"),
         ],
         [],
     )
@@ -232,7 +232,7 @@ def test_the_steps_of_a_pulled_load_are_named():
         ("allocate blocks", 1, "9 tokens"),
         ("order to the worker", 6, ""), ("handshake", 50, ""), ("wait for host memory", 1, ""),
         ("read KV", 100, "7 blocks"),
-        ("fence", 20, ""), ("wait for a step", 9, ""), ("compute", 10, "1 tokens"), ("decode", 200, "20 tokens"),
+        ("fence", 20, ""), ("wait for a step", 9, ""), ("compute", 10, "1 token"), ("decode", 200, "20 tokens"),
     ]  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def test_what_p_writes_in_push_is_a_row_beside_the_prefill():
     written = noted("prefill", [("arrived", 101), ("finished", 200, 1), ("writing", 150, 64), ("written", 220)])[0]
     waited = noted("decode", [("arrived", 101), ("queued", 101), ("load_ordered", 102, 63), ("loaded", 220)])[0]
 
-    assert ("write KV", 150, 70, "1 parts") in written
+    assert ("write KV", 150, 70, "1 part") in written
     assert ("wait for the writes of P", 102, 118, "63 tokens") in waited
 
 

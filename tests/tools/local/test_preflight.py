@@ -37,8 +37,12 @@ def test_a_good_machine_passes():
 @pytest.mark.parametrize(
     ("port", "says"),
     [
-        (8100, "port 8100 is wanted by the router and by prefill-0: choose another with --prefill-port"),
-        (70000, "port 70000 for the router is not between 1 and 65535: choose another with --port"),
+        (
+            8100,
+            "port 8100 is wanted by the router and by prefill-0: choose another with --prefill-port "
+            "(make up PREFILL_PORT=...)",
+        ),
+        (70000, "port 70000 for the router is not between 1 and 65535: choose another with --port (make up PORT=...)"),
     ],
 )
 def test_a_port_that_cannot_be_is_not_called_taken(port, says):

@@ -187,7 +187,8 @@ def test_a_taken_port_is_one_sentence_and_nothing_is_started(tmp_path):
 
     assert process.returncode == 1
     assert err == (
-        f"pdrelay up: port {port} for the router is taken: stop what listens there, or choose another with --port\n"
+        f"pdrelay up: port {port} for the router is taken: stop what listens there, or choose another with --port "
+        "(make up PORT=...)\n"
     )
     assert not (tmp_path / ".pdrelay").exists()
 

@@ -89,12 +89,17 @@ def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
     users: dict[int, str] = {}
     for port, user, option in plan.ports():
         if not 0 < port < 65536:
-            yield f"port {port} for {user} is not between 1 and 65535: choose another with {option}"
+            yield f"port {port} for {user} is not between 1 and 65535: choose another with {_choice(option)}"
         elif port in users:
-            yield f"port {port} is wanted by {users[port]} and by {user}: choose another with {option}"
+            yield f"port {port} is wanted by {users[port]} and by {user}: choose another with {_choice(option)}"
         elif port in machine.taken_ports:
-            yield f"port {port} for {user} is taken: stop what listens there, or choose another with {option}"
+            yield f"port {port} for {user} is taken: stop what listens there, or choose another with {_choice(option)}"
         users[port] = user
+
+
+def _choice(option: str) -> str:
+    """Name an option and its variable of `make up`, which most people call."""
+    return f"{option} (make up {option.removeprefix('--').replace('-', '_').upper()}=...)"
 
 
 def check_packages(connector: Connector) -> None:

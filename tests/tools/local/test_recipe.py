@@ -18,6 +18,7 @@ from pdrelay_tools.local.recipe import (
     environment,
     shell_line,
     transfer_config,
+    with_plugins,
     with_secret,
 )
 
@@ -112,6 +113,20 @@ def test_other_engines_load_the_plugins_that_they_would():
     """The variable also keeps plugins from being loaded."""
     assert "VLLM_PLUGINS" not in environment(spec(), {})
     assert "--kv-events-config" not in argv(spec())
+
+
+def test_plugins_of_the_installation_stay_loaded(tmp_path, monkeypatch):
+    """As soon as the variable names ours, vLLM loads only those that it names: a platform of its own would be gone."""
+    (tmp_path / "theirs-1.dist-info").mkdir()
+    points = "[vllm.platform_plugins]\ntheirs = theirs:register\n[vllm.endpoint_plugins]\nroute = theirs:route\n"
+    (tmp_path / "theirs-1.dist-info/entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    named = environment(spec(timelines=True), with_plugins({}))["VLLM_PLUGINS"].split(",")
+
+    assert {"theirs", "pdrelay", "pdrelay_timelines"} <= set(named)
+    assert "route" not in named, "vLLM loads it only where a user names it"
+    assert len(named) == len(set(named))
+    assert with_plugins({"VLLM_PLUGINS": "mine"}) == {"VLLM_PLUGINS": "mine"}
 
 
 def test_extra_arguments_come_last_because_the_last_one_wins():

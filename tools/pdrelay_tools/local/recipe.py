@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from pdrelay_proxy.core.model import Role
@@ -18,6 +19,8 @@ SECRET_VARIABLES = (
     "PDRELAY_CONNECTOR_SECRET_FILE",
 )  # what our connector proves itself with
 CONNECTOR_PLUGIN, KV_EVENTS_PLUGIN, TIMELINES_PLUGIN = "pdrelay", "pdrelay_kv_events", "pdrelay_timelines"
+# Whose plugins vLLM loads where no variable names any (vllm/plugins/__init__.py); those of endpoints must be named.
+PLUGIN_GROUPS = ("general_plugins", "io_processor_plugins", "platform_plugins", "stat_logger_plugins")
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package
 
 
@@ -103,6 +106,14 @@ def with_secret(inherited: Mapping[str, str], file: Path) -> dict[str, str]:
     """Return an environment in which engines share a secret: the operator's, or that of the file."""
     shared = {} if has_secret(inherited) else {SECRET_VARIABLES[1]: str(file.absolute())}
     return {**inherited, **shared}
+
+
+def with_plugins(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment that names all plugins of this installation: vLLM then loads only those that are named."""
+    if "VLLM_PLUGINS" in inherited:
+        return dict(inherited)
+    names = sorted({point.name for group in PLUGIN_GROUPS for point in entry_points(group=f"vllm.{group}")})
+    return {**inherited, "VLLM_PLUGINS": ",".join(names)} if names else dict(inherited)
 
 
 def shell_line(spec: EngineSpec) -> str:
@@ -196,8 +207,9 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
             # itself; vLLM's own lets UCX listen on every interface.
             own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
     if named := plugins_of(spec):
-        own["VLLM_PLUGINS"] = ",".join([*filter(None, [inherited.get("VLLM_PLUGINS")]), *named])
+        others = filter(None, inherited.get("VLLM_PLUGINS", "").split(","))
+        own["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, *named]))
     # A variable that somebody set for another engine would win over the arguments, and over TMPDIR.
-    others = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
-    kept = {key: value for key, value in inherited.items() if key not in others}
+    dropped = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
+    kept = {key: value for key, value in inherited.items() if key not in dropped}
     return {**kept, **own, **spec.extra_env}

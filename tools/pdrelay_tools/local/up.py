@@ -38,7 +38,7 @@ from pdrelay_tools.local.plan import (
     router_command,
 )
 from pdrelay_tools.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
-from pdrelay_tools.local.recipe import SECRET_VARIABLES, Connector, has_secret, with_secret
+from pdrelay_tools.local.recipe import SECRET_VARIABLES, Connector, has_secret, with_plugins, with_secret
 from pdrelay_tools.local.screen import Screen
 
 READY_TIMEOUT_S = 300.0
@@ -230,7 +230,9 @@ def draw_once(path: Path) -> None:
 
 def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, ready_timeout_s: float) -> None:
     start = time.monotonic()
-    shared = with_secret(os.environ, plan.secret_file) if plan.has_own_secret else os.environ
+    shared = with_plugins(os.environ)
+    if plan.has_own_secret:
+        shared = with_secret(shared, plan.secret_file)
     commands = [engine_command(plan, spec, shared) for spec in plan.engines()]
     commands.append(router_command(plan, os.environ))
     children = [fleet.start(command) for command in commands]

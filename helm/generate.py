@@ -30,8 +30,8 @@ from pdrelay_connector.settings import (  # noqa: E402 (found only now)
     FROM_ENVIRONMENT,
     Settings,
 )
+from pdrelay_proxy.declarations import ENDLESS, Kind  # noqa: E402
 from pdrelay_proxy.options import DECLARED, OPTIONS, Setting  # noqa: E402
-from pdrelay_proxy.settings import ENDLESS, Kind  # noqa: E402
 
 CHART = HERE / "pdrelay"
 OPTIONS_PAGE = HERE.parent / "docs/options.md"

@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 
-from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.roles import RolesPlan
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay

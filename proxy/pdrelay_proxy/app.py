@@ -15,18 +15,22 @@ from fastapi import FastAPI
 from pdrelay_proxy.api.applications import build_applications
 from pdrelay_proxy.api.request_context import RequestContextMiddleware
 from pdrelay_proxy.building.background import build_background
+from pdrelay_proxy.building.discovery import build_discovery
 from pdrelay_proxy.building.engines import Fabric, build_engines
 from pdrelay_proxy.building.requests import build_requests
-from pdrelay_proxy.building.routes import build_routes
+from pdrelay_proxy.building.routes import FeatureRoutes, build_routes
+from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.features import features
+from pdrelay_proxy.features.feature import Core, build_features
 from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
 from pdrelay_proxy.io.reloads import FileReloads
 from pdrelay_proxy.io.request_path.ids import new_id
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.live import Live, check
+from pdrelay_proxy.live import Live
 from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.settings import Settings
 
@@ -75,7 +79,10 @@ def build(
     clock = fabric.clock
     engines = build_engines(settings, fabric)
     serving = build_requests(settings, engines, clock, traces)
-    background = build_background(settings, engines, serving, peer_socket=peer_socket, clock=clock, wall=wall)
+    discovery = build_discovery(settings, engines.registry, clock)
+    parts = build_features(features(), Core(settings, engines, serving, discovery, clock, wall))
+    shown = [part.status for part in parts]
+    background = build_background(settings, engines, serving, discovery, shown, peer_socket=peer_socket, clock=clock)
     requests = serving.requests
     telemetry = serving.telemetry
     live_settings = requests.services.settings
@@ -100,11 +107,20 @@ def build(
             serving.releaser,
             reloads.running(),
             *background.running(),
+            *[each() for part in parts for each in part.running],
             requests,
         )
 
+    added = FeatureRoutes([each for part in parts for each in part.routes], [part.families for part in parts])
     routes = build_routes(
-        settings, engines, serving, background, admin_key=admin_key, join_key=joining_key, clock=clock
+        settings,
+        engines,
+        serving,
+        background,
+        added,
+        admin_key=admin_key,
+        join_key=joining_key,
+        clock=clock,
     )
     lifespan = _lifespan(engines.registry, running, serving.traces)
     own_name = socket.gethostname()
@@ -118,7 +134,15 @@ def build(
         request_over=telemetry.request_over,
     )
     live = Live(
-        engines.registry, live_settings, serving.gate, serving.keyring, engines.outbound, admin_key, joining_key, clock
+        engines.registry,
+        live_settings,
+        serving.gate,
+        serving.keyring,
+        engines.outbound,
+        admin_key,
+        joining_key,
+        clock,
+        check,
     )
     return Router(
         apps.main, apps.admin, requests, serving.lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls

@@ -21,10 +21,12 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.address_allowlist import AllowList
 from pdrelay_proxy.core.http.allowed_origins import is_origin
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
+from pdrelay_proxy.declarations import Kind, Option
 from pdrelay_proxy.errors import AddressError, ConfigError
+from pdrelay_proxy.features import feature_settings
 from pdrelay_proxy.io.files import read_text
 from pdrelay_proxy.io.routing_plugins import installed_policies
-from pdrelay_proxy.settings import FIRST, Kind, Option, Settings
+from pdrelay_proxy.settings import FIRST, Settings
 
 logger = logging.getLogger(__name__)
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
@@ -44,8 +46,9 @@ _WORDS: Final[Mapping[type, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field of Settings."""
+    """A field of Settings, or of those of a feature."""
 
+    owner: type[object]
     name: str
     default: object
     kind: Kind
@@ -55,6 +58,11 @@ class Setting:
     def flag(self) -> str:
         """Its argument."""
         return "--" + self.name.removesuffix("_s").replace("_", "-")
+
+    def value(self, settings: Settings) -> object:
+        """Return its value in all settings of a router."""
+        found: object = getattr(settings if self.owner is Settings else settings.of(self.owner), self.name)
+        return found
 
     @property
     def is_list(self) -> bool:
@@ -141,8 +149,7 @@ class Choices:
 
     def settings(self) -> Settings:
         """Return the settings, without what is wrong."""
-        values: dict[str, Any] = {name: choice.value for name, choice in self.right.items()}
-        return Settings(**values)
+        return with_values(Settings(), {name: choice.value for name, choice in self.right.items()})
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
@@ -264,13 +271,28 @@ def _one(path: str, name: str, value: object) -> object:
 def needs_restart(old: Settings, new: Settings) -> list[str]:
     """Name the settings that differ and take effect only when the router is started."""
     fixed = [name for name, one in OPTIONS.items() if not one.option.live]
-    return [name for name in fixed if getattr(old, name) != getattr(new, name)]
+    return [name for name in fixed if OPTIONS[name].value(old) != OPTIONS[name].value(new)]
 
 
 def without_restart(old: Settings, new: Settings) -> tuple[Settings, Sequence[str]]:
     """Return the new settings as far as a running router can go by them, and name those that need a restart."""
     fixed = needs_restart(old, new)
-    return replace(new, **{name: getattr(old, name) for name in fixed}), fixed
+    return with_values(new, {name: OPTIONS[name].value(old) for name in fixed}), fixed
+
+
+def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
+    """Return settings with other values, by the names of settings."""
+    by_owner: dict[type[object], dict[str, Any]] = {}
+    for name, value in values.items():
+        by_owner.setdefault(_BY_NAME[name].owner, {})[name] = value
+    changed = replace(settings, **by_owner.pop(Settings, {}))
+    chosen = [_replaced(changed.of(owner), some) for owner, some in by_owner.items()]
+    return changed.having(*chosen) if chosen else changed
+
+
+def _replaced(one: object, values: Mapping[str, Any]) -> object:
+    """Return the settings of a feature with other values."""
+    return replace(cast("Any", one), **values)
 
 
 def check_engines(settings: Settings, config: str | None) -> None:
@@ -401,8 +423,11 @@ def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type
     return Kind("", "NAME")
 
 
-DECLARED: Final = [
-    Setting(f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(Settings) if f.metadata
-]
+def _declared(owner: Any) -> Sequence[Setting]:  # noqa: ANN401 (dataclasses have no type of their own)
+    return [Setting(owner, f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(owner) if f.metadata]
+
+
+DECLARED: Final = [one for owner in (Settings, *feature_settings()) for one in _declared(owner)]
+_BY_NAME: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED}
 OPTIONS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if not one.option.environment}
 SECRETS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if one.option.environment}

@@ -1,16 +1,48 @@
-"""Everything a user of the router can choose, each declared once: type, default, kind, meaning, chart value, SIGHUP.
+"""What a user of the router can choose, each declared once: type, default, kind, meaning, chart value, SIGHUP.
 
 The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the flag. ``options.py``
 reads the declarations for the command line, the file and SIGHUP, ``helm/generate.py`` for the chart's schema and
-docs/options.md.
+docs/options.md. A feature declares its own (``features/*/settings.py``).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Final, TypeVar
 
-_T = TypeVar("_T")
-ENDLESS: Final = 1 << 62  # above every sensible number, and below infinity
+from pdrelay_proxy.declarations import (
+    Address,
+    Bytes,
+    Count,
+    DnsName,
+    File,
+    Group,
+    HeaderName,
+    Host,
+    Kind,
+    LabelKey,
+    Natural,
+    Network,
+    Origin,
+    Peer,
+    PoolName,
+    Port,
+    Priority,
+    Processes,
+    Rate,
+    Ratio,
+    Retries,
+    Seconds,
+    Selector,
+    SessionName,
+    SomeBytes,
+    SomeSeconds,
+    Store,
+    Switch,
+    Url,
+    WholeSeconds,
+)
+
+T = TypeVar("T")
 CONNECTIONS: Final = 16384  # of clients, where the operator sets no number
 
 
@@ -88,14 +120,6 @@ class QueueOrder(StrEnum):
     FAIR = "fair"  # one of the key that was served the fewest tokens
 
 
-class RolesMode(StrEnum):
-    """Whether the router decides which engines are prefill and which are decode engines."""
-
-    OFF = "off"
-    DRY_RUN = "dry-run"  # it says what it would do
-    AUTO = "auto"  # engines turn
-
-
 class OverloadStatus(StrEnum):
     """What a request gets that comes while the router or all engines have no room."""
 
@@ -103,50 +127,6 @@ class OverloadStatus(StrEnum):
     TOO_MANY_REQUESTS = "429"  # meshes and load balancers eject who answers 503
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One sort of value, as it is written in the file and as an argument."""
-
-    right: str  # ends the sentence about a wrong one: "'soon' is not a time: write a number of seconds above 0"
-    metavar: str  # of a text: what options.py checks it for
-    value_type: type = str  # in TOML, where a whole number may stand for a float
-    least: float = -ENDLESS
-    above: float | None = None  # less than any value
-    most: float = ENDLESS
-    choices: tuple[str, ...] = ()
-    is_open: bool = False  # there may be more choices: options.py checks for them by the metavar
-    unit: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What is declared of a setting, beside its name, type and default."""
-
-    group: "Group"
-    help: str  # the meaning
-    unset: str = "none"  # what holds without a value
-    live: bool = False  # takes effect when the file is read again (SIGHUP); the others need a restart
-    chart: str = ""  # the chart's value that sets it; empty: router.settings
-    environment: str = ""  # the variable of a secret, which is neither flag nor key
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A part of ``--help`` and of docs/options.md."""
-
-    title: str
-
-    def option(self, default: _T, help: str, *, unset: str = "none", live: bool = False, chart: str = "") -> _T:
-        """Declare a field of Settings."""
-        return field(default=default, metadata={"option": Option(self, help, unset, live, chart)})
-
-    def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
-        """Declare one that comes from the environment alone: ps shows flags, and people show files around."""
-        said = Option(self, help, unset, chart=chart, environment=environment)
-        return field(default=None, repr=False, metadata={"option": said})
-
-
-Switch = Annotated[bool, Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))]
 PolicyChoice = Annotated[
     str,
     Kind(
@@ -156,47 +136,10 @@ PolicyChoice = Annotated[
         is_open=True,
     ),
 ]
-File = Annotated[str, Kind("", "FILE")]
-LabelKey = Annotated[
-    str, Kind("the key of a label: write such as pdrelay/slice or topology.kubernetes.io/zone", "LABEL")
-]
-PoolName = Annotated[str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")]
-Selector = Annotated[str, Kind("", "LABEL=VALUE")]
-Address = Annotated[str, Kind("", "ENGINE")]
-Peer = Annotated[str, Kind("", "PEER")]
-Network = Annotated[str, Kind("", "NETWORK")]
-Origin = Annotated[str, Kind("an origin: write https://host or https://host:port, or * for all", "ORIGIN")]
-HeaderName = Annotated[str, Kind("the name of a header: write such as X-Correlation-Id", "HEADER_NAME")]
-Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
-DnsName = Annotated[str, Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME")]
-Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
-Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
-SessionName = Annotated[
-    str, Kind("a name: write a header, or body:FIELD or body:FIELD.FIELD for a field of the body", "HEADER")
-]
-Port = Annotated[int, Kind("a port: write a number from 0 to 65535", "PORT", int, 0, most=65535)]
-Bytes = Annotated[int, Kind("a size: write a whole number of bytes, 1 or more", "BYTES", int, 1, unit="B")]
-SomeBytes = Annotated[int, Kind("a size: write a whole number of bytes, 0 or more", "BYTES", int, 0, unit="B")]
-Count = Annotated[int, Kind("a count: write a whole number, 1 or more", "N", int, 1)]
-Natural = Annotated[int, Kind("a count: write a whole number, 0 or more", "N", int, 0)]
-Processes = Annotated[int, Kind("a number of workers: write one from 1 to 64", "N", int, 1, most=64)]
-Retries = Annotated[int, Kind("a number of retries: write one from 0 to 10", "N", int, 0, most=10)]
-_DIGITS: Final = 10**9 - 1
-Priority = Annotated[
-    int, Kind("a priority: write a whole number of at most 9 digits", "N", int, -_DIGITS, most=_DIGITS)
-]
-Seconds = Annotated[float, Kind("a time: write a number of seconds above 0", "SECONDS", float, above=0, unit="s")]
-SomeSeconds = Annotated[float, Kind("a time: write a number of seconds, 0 or more", "SECONDS", float, 0, unit="s")]
-WholeSeconds = Annotated[
-    int, Kind("a time: write a whole number of seconds, 1 or more", "SECONDS", int, 1, most=1 << 31, unit="s")
-]
-Ratio = Annotated[float, Kind("a share: write a number above 0, at most 1", "RATIO", float, above=0, most=1)]
-Rate = Annotated[float, Kind("a rate: write a number of requests a second, above 0", "N", float, above=0, unit="/s")]
 
 FIRST: Final = Group("what most routers need")
 ENGINES: Final = Group("engines, and how a request is split between them")
 HEALTH: Final = Group("health of engines")
-ROLES: Final = Group("roles of engines")
 RETRIES: Final = Group("retries")
 LIMITS: Final = Group("admission and limits")
 TIMEOUTS: Final = Group("timeouts")
@@ -270,11 +213,11 @@ class Settings:
         "the load of engines", chart="router.peers.enabled")
     peer_port: Port = ENGINES.option(8001,
         "UDP port on which this router listens to its peers", chart="router.peers.port")
-    decode_slots: Count | None = ENGINES.option(None,
-        "requests that a decode engine serves at the same time (its --max-num-seqs), for --roles", unset="unknown")
     drain_idle_time_s: Seconds = ENGINES.option(60.0,
         "time without a request after which a draining prefill engine counts as drained, if its metrics do not show "
         "it earlier")
+    turn_timeout_s: Seconds = ENGINES.option(120.0,
+        "time after which an engine serves its new role, even if something of the old one is left")
 
     health_check_interval_s: SomeSeconds = HEALTH.option(5.0,
         "time between two health checks of an engine; 0: no health checks")
@@ -288,17 +231,6 @@ class Settings:
     pair_rest_time_s: Seconds = HEALTH.option(30.0,
         "time before a resting pair gets one request again; doubled after each one that fails, up to 10 minutes")
 
-    roles: RolesMode = ROLES.option(RolesMode.OFF,
-        "auto: engines change between prefill and decode with the load; dry-run: the router only says which one "
-        "would")
-    target_ttft_s: Seconds | None = ROLES.option(None, "time to first token that --roles tries to keep")
-    target_itl_s: Seconds | None = ROLES.option(None, "mean time between two tokens that --roles tries to keep")
-    min_prefill: Count = ROLES.option(1, "fewest prefill engines that --roles leaves")
-    min_decode: Count = ROLES.option(1, "fewest decode engines that --roles leaves")
-    turns_per_hour: Count = ROLES.option(6, "most role changes in an hour")
-    roles_interval_s: Seconds = ROLES.option(5.0, "time between two looks at the load of all engines")
-    turn_timeout_s: Seconds = ROLES.option(120.0,
-        "time after which an engine serves its new role, even if something of the old one is left")
 
     retries: Retries = RETRIES.option(2,
         "failed legs (requests to one engine) of a client's request that are retried before it gets the error; 0: "
@@ -477,3 +409,14 @@ class Settings:
     client_write_timeout_s: float = 300.0  # in which a client must read some of its response
     client_keepalive_s: int = 75  # an idle connection of a client stays open
     request_history: int = 1000  # finished requests whose timeline pdrelay why can still show
+    features: tuple[object, ...] = ()  # settings of features that differ from their defaults, one a class
+
+    def of(self, feature: type[T]) -> T:
+        """Return the settings of a feature, by their class."""
+        return next((one for one in self.features if isinstance(one, feature)), None) or feature()
+
+    def having(self, *chosen: object) -> "Settings":
+        """Return these settings, with others of some features."""
+        kinds = {type(one) for one in chosen}
+        kept = [one for one in self.features if type(one) not in kinds]
+        return replace(self, features=(*kept, *[one for one in chosen if one != type(one)()]))

@@ -297,9 +297,9 @@ def test_help_begins_with_what_most_routers_need(capsys):
     assert len(first) == 11
     assert {"--prefill", "--decode", "--config"} < {*first}
     assert parts[5::2] == [
-        "engines, and how a request is split between them", "health of engines", "roles of engines", "retries",
+        "engines, and how a request is split between them", "health of engines", "retries",
         "admission and limits", "timeouts", "security", "admin port", "logs, metrics and traces", "workers",
-        "Kubernetes",
+        "Kubernetes", "roles of engines",
     ]  # fmt: skip
     assert "(default: 16 MiB)" in shown
     assert "(default: 5 s)" in shown

@@ -6,6 +6,7 @@ import pytest
 
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features import feature_settings
 from pdrelay_proxy.options import DECLARED, OPTIONS, SECRETS, needs_restart, read, read_file, serve_settings
 from pdrelay_proxy.settings import KvEvents, KvTransferMode, LogLevel, Settings
 
@@ -119,10 +120,12 @@ def test_every_default_could_be_written(setting):
 
 def test_every_setting_is_declared_with_a_flag_of_its_own():
     """And with a meaning; constants, which are none, have a plain type and a default."""
-    fields = dataclasses.fields(Settings)
+    fields = [field for owner in (Settings, *feature_settings()) for field in dataclasses.fields(owner)]
 
     assert [setting.name for setting in DECLARED] == [field.name for field in fields if field.metadata]
-    assert {type(field.default) for field in fields if not field.metadata} <= {bool, int, float}
+    assert len({setting.name for setting in DECLARED}) == len(DECLARED)
+    constants = [field for field in fields if not field.metadata and field.name != "features"]
+    assert {type(field.default) for field in constants} <= {bool, int, float}
     assert len({setting.flag for setting in OPTIONS.values()}) == len(OPTIONS)
     assert all(setting.option.help for setting in DECLARED)
 

@@ -38,7 +38,8 @@ def _sections(page):
 
 def _router_metrics():
     found = set()
-    for source in (ROOT / "proxy/pdrelay_proxy/io").rglob("*.py"):
+    package = ROOT / "proxy/pdrelay_proxy"
+    for source in [*(package / "io").rglob("*.py"), *(package / "features").rglob("*.py")]:
         found |= set(re.findall(r'"(pdrelay_\w+)"', source.read_text()))
     return found
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.app import Router, build
+from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
@@ -17,7 +18,6 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.peer_introductions import PeerIntroductions
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.live import check
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import Sim
 from support.cluster import free_ports

@@ -3,9 +3,9 @@
 from random import Random
 
 from pdrelay_proxy.core.model import InstanceId, Role
-from pdrelay_proxy.core.roles.engine_totals import EngineReading, EngineTotals
-from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleLimits
-from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals
+from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, RoleLimits
+from pdrelay_proxy.features.roles.work_meter import RoleTargets
 
 TARGETS = RoleTargets(ttft_s=2.0, itl_s=0.05)
 LIMITS = RoleLimits()

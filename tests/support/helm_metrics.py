@@ -15,6 +15,10 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.features.roles.role_board import RoleBoard
+from pdrelay_proxy.features.roles.role_controller import RoleDecision, Verdict
+from pdrelay_proxy.features.roles.role_split import Split
+from pdrelay_proxy.features.roles.settings import RolesMode
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.settings import Settings, SlicePairing
@@ -61,11 +65,13 @@ def router_exposition():
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
-    counters.wanted_engines[("prefill",)] = 3
-    counters.role_decisions["balanced", "none"] += 1
+    board = RoleBoard(RolesMode.DRY_RUN, 6, lambda: 0.0)
+    board.decided(RoleDecision(Verdict.BALANCED, "", Split(1, 1), None, None, Split(3, 1), 0))
     queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
-    metrics = Metrics(telemetry, registry, queue, lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)])
+    metrics = Metrics(
+        telemetry, registry, queue, lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)], [board.families]
+    )
     return metrics.exposition("")[0].decode()
 
 

@@ -48,20 +48,24 @@ def build_discovery(settings: Settings, registry: Registry, clock: Callable[[], 
     return Discovery(registry, reconciler, entries, store, feeds=feeds)
 
 
-def build_shared_text(settings: Settings) -> SharedText:
-    """Return the text beside the engines of the store; raises ConfigError: what the store needs is missing."""
+def build_shared_text(settings: Settings, name: str, *, lasts_s: float) -> SharedText:
+    """Return a text beside the engines of the store; raises ConfigError: what the store needs is missing.
+
+    ``lasts_s``: how long the lease that it is lasts, in seconds.
+    """
     kind, _, where = settings.store.partition(":")
     match kind:
         case "memory":
             return MemoryText()
         case "file":
-            return FileText(f"{where}.roles")
+            return FileText(f"{where}.{name}")
         case "kubernetes":
-            return LeaseText(Kubernetes(Cluster.around(settings.kubernetes_namespace)), where)
+            api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+            return LeaseText(api, where, f"pdrelay/{name}", lasts_s=lasts_s)
         case _:
             from pdrelay_proxy.io.discovery.stores.redis import RedisText  # noqa: PLC0415 (_store has loaded it)
 
-            return RedisText(settings.store, "roles", password=os.environ.get("PDRELAY_REDIS_PASSWORD"))
+            return RedisText(settings.store, name, password=os.environ.get("PDRELAY_REDIS_PASSWORD"))
 
 
 def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) -> Store:

@@ -1,6 +1,7 @@
 """Builds the routes of both applications: what clients, probes and operators ask for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter
 
@@ -23,9 +24,19 @@ from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.session_ids import SessionIds
+from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.probes.newcomers import Newcomers
 from pdrelay_proxy.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRoutes:
+    """What features add to the routes."""
+
+    routes: Sequence[Callable[[OperatorAccess], APIRouter]]
+    families: Sequence[Callable[[], Iterator[Family | None]]]  # of metrics
 
 
 def build_routes(
@@ -33,6 +44,7 @@ def build_routes(
     engines: EngineSide,
     serving: RequestSide,
     background: BackgroundWork,
+    added: FeatureRoutes,
     *,
     admin_key: AdminKey,
     join_key: AdminKey,
@@ -44,8 +56,8 @@ def build_routes(
     browsers = require_any_key(admin_key, keyring, by_browsers=True)
     onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
     scrapers = Onlookers() if settings.public_metrics else onlookers
-    discovery = background.discovery
-    metrics = Metrics(serving.telemetry, engines.registry, serving.gate.admission, discovery.freshness)
+    admission, discovery = serving.gate.admission, background.discovery
+    metrics = Metrics(serving.telemetry, engines.registry, admission, discovery.freshness, added.families)
     audit = Audit(serving.telemetry.admin_action, clock)
     access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
     return Routes(
@@ -54,7 +66,8 @@ def build_routes(
         operators=(
             liveness_routes(),
             page_routes(background.status, metrics, scrapers),
-            *_key_routes(settings, engines, serving, background, access=access, onlookers=onlookers, clock=clock),
+            *_key_routes(settings, engines, serving, discovery, access=access, onlookers=onlookers, clock=clock),
+            *[build(access) for build in added.routes],
         ),
         endpoints=endpoint_routes(Endpoints(requests), keys=keys),
         admin_key=admin_key,
@@ -66,7 +79,7 @@ def _key_routes(
     settings: Settings,
     engines: EngineSide,
     serving: RequestSide,
-    background: BackgroundWork,
+    discovery: Discovery,
     *,
     access: OperatorAccess,
     onlookers: Onlookers,
@@ -89,7 +102,7 @@ def _key_routes(
         engines.registry,
         explainer,
         clock,
-        background.discovery,
+        discovery,
         own,
         resumes=lambda: requests.services.settings.current.resume_streams,
         has_peers=bool(settings.peers),
@@ -99,7 +112,7 @@ def _key_routes(
         admin_routes(
             fleet,
             serving.models,
-            background.discovery,
+            discovery,
             guard=engines.guard,
             own=own,
             newcomers=Newcomers(engines.registry, engines.checks),

@@ -72,7 +72,7 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
     """Start the workers; raises ConfigError."""
     with ctrl_c_ends_at_once():
         from pdrelay_proxy import supervisor  # noqa: PLC0415 (one process alone needs none of it)
-        from pdrelay_proxy.live import check  # noqa: PLC0415
+        from pdrelay_proxy.consistency import check  # noqa: PLC0415
 
         import_module("pdrelay_proxy.server")  # with all that a router needs: workers are forks of this process
 

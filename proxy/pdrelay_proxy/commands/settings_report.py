@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdrelay_proxy.commands.tables import printable
+from pdrelay_proxy.consistency import faults
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
-from pdrelay_proxy.live import faults
 from pdrelay_proxy.options import OPTIONS, SECRETS, Choices, Setting, check_engines, choose
 from pdrelay_proxy.settings import Settings
 
@@ -65,10 +65,10 @@ def settings_text(choices: Choices) -> str:
             group = setting.option.group.title
             lines += [f"# {group[0].upper()}{group[1:]}"]
         choice = choices.right.get(setting.name)
-        lines.append(_line(setting, getattr(settings, setting.name), "default" if choice is None else choice.source))
+        lines.append(_line(setting, setting.value(settings), "default" if choice is None else choice.source))
     lines.append("# Secrets, from the environment")
     for name, secret in SECRETS.items():
-        state = "set, and not shown" if getattr(settings, name) is not None else "not set"
+        state = "set, and not shown" if secret.value(settings) is not None else "not set"
         lines.append(f"# {name}: {state} ({secret.option.environment})")
     return "".join(f"{line}\n" for line in lines)
 

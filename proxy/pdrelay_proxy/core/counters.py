@@ -107,8 +107,6 @@ class Counters:
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
     streams_moved: Counter[Key] = field(default_factory=Counter)  # MoveReason, MoveOutcome of core/request_record.py
     turns: Counter[Key] = field(default_factory=Counter)  # EngineRole, TurnState of core/fleet/turns.py or refused
-    role_decisions: Counter[Key] = field(default_factory=Counter)  # Verdict, the role that lacks an engine or none
-    wanted_engines: Counter[Key] = field(default_factory=Counter)  # role: how many it needs, now
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     # by result, of files that have changed
     file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))

@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.core.roles.role_lease import RoleHold
+from pdrelay_proxy.core.model import Instance
 
 
 class Releases(Protocol):
@@ -27,19 +26,4 @@ class SharedText(Protocol):
 
     async def aclose(self) -> None:
         """Close what it has open."""
-        ...
-
-
-class RoleTurns(Protocol):
-    """Has engines turn, for the one router that decides."""
-
-    async def hold(self) -> RoleHold:
-        """Take the lease, or go on holding it, and tell who has it; never raises."""
-        ...
-
-    async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:
-        """Write down that an engine turns, and have it begin; say why it does not. Empty: it does. Never raises.
-
-        ``counts``: it is one of the turns of an hour.
-        """
         ...

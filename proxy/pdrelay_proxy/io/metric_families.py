@@ -32,10 +32,7 @@ class CountedFamilies:
         """Make one of a field of Counters that says how something is now."""
         values: Mapping[Key, int] = getattr(self._counters, field)
         for some in self._parts(labels, values, SERIES_AT_ONCE):
-            family = GaugeMetricFamily(name, text, labels=labels)
-            for key, value in some:
-                family.add_metric(key, value)
-            yield family
+            yield gauge_family(name, text, labels, some)
 
     def histogram(self, name: str, text: str, labels: Sequence[str], field: str) -> Iterator[Family | None]:
         """Make one of a field of Counters that has histograms by key, or is one."""
@@ -65,6 +62,14 @@ def counter_family(
         for key, count in some:
             family.add_metric(key, count)
         yield family
+
+
+def gauge_family(name: str, text: str, labels: Sequence[str], values: Sequence[tuple[Key, float]]) -> Family:
+    """Make a family of gauges."""
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for key, value in values:
+        family.add_metric(key, value)
+    return family
 
 
 def parts_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

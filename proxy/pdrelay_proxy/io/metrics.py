@@ -36,7 +36,9 @@ class Metrics:
         engines: Registry,
         admission: Admission,
         sources: Callable[[], Sequence[Freshness]] = tuple,
+        features: Sequence[Callable[[], Iterator[Family | None]]] = (),
     ) -> None:
+        self._features = features
         self._telemetry = telemetry
         self._engines = engines
         self._admission = admission
@@ -62,6 +64,9 @@ class Metrics:
         collector = _Collector(counters, self._engines, self._admission, self._sources(), running)
         yield None
         yield from collector.collect()
+        for families in self._features:
+            yield from families()
+        yield from cast("Iterator[Family]", ProcessCollector(registry=None).collect())
 
 
 class _Single:
@@ -149,7 +154,6 @@ class _Collector:
         yield from self._queue()
         yield from _discovery(self._sources)
         yield from self._peers()
-        yield from cast("Iterator[Family]", ProcessCollector(registry=None).collect())
 
     def _requests(self) -> Iterator[Family | None]:
         text = "Requests that are over, by path and by how they ended for the client."
@@ -281,12 +285,6 @@ class _Collector:
         yield parts
         text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
         yield from self._counted.counter("pdrelay_slice_crossings", text, ("reason",), "slice_crossings")
-        text = "Engines that a role needs for its traffic (roles); nothing while that is not known."
-        yield from self._counted.gauge("pdrelay_wanted_engines", text, ("role",), "wanted_engines")
-        text = (
-            "Decisions on the roles of engines, each of which is a line of the log: by verdict, and by who lacks one."
-        )
-        yield from self._counted.counter("pdrelay_role_decisions", text, ("verdict", "lacks"), "role_decisions")
         yield from _speeds(members)
 
     def _queue(self) -> Iterator[Family | None]:

@@ -11,8 +11,8 @@ from pdrelay_proxy.core.fleet.pair_rows import worst_rows
 from pdrelay_proxy.core.fleet.registry import Member, Registry
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
+from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.core.schemas.pairs import PairRow
-from pdrelay_proxy.core.schemas.roles import RolesPart
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.request_path.pair_notes import PairNotes
@@ -102,7 +102,7 @@ class Snapshot:
     warnings: Sequence[str]  # what is wrong with the fleet as a whole
     groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
     pairs: PairsStatus
-    roles: RolesPart | None  # None: the router does not decide on them, or has not yet
+    features: Sequence[FeatureStatus]  # what some have to show
     queue: QueueStatus
     failures: list[Failed]
 
@@ -119,7 +119,7 @@ class Status:
         *,
         may_be_alone: Callable[[], bool] = lambda: True,
         pairs: PairNotes | None = None,
-        roles: Callable[[], RolesPart | None] = lambda: None,
+        features: Sequence[Callable[[], FeatureStatus | None]] = (),
         warnings: FleetWarnings | None = None,
     ) -> None:
         self._telemetry = telemetry
@@ -128,7 +128,7 @@ class Status:
         self._clock = clock  # the one of ``telemetry``
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
         self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
-        self._roles = roles  # what this router has decided on them; None: nothing
+        self._features = features
         self._warnings = warnings or FleetWarnings()
         self._start = clock()
 
@@ -164,7 +164,7 @@ class Status:
             warnings=self._warnings.texts,
             groups=groups,
             pairs=self._pair_status(),
-            roles=self._roles(),
+            features=[shown for part in self._features if (shown := part()) is not None],
             queue=QueueStatus(admission.waiting, admission.admitted, sum(admission.refused.values())),
             failures=[Failed(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
         )

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.consistency import check
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.worker_place import WorkerPlace, limits_of_each
-from pdrelay_proxy.live import check
 from pdrelay_proxy.settings import Settings
 
 SEVERAL = Settings(workers=3, port=8000, admin_port=9000, decode=("d:1",))

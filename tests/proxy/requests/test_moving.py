@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.lifetime import cut_short
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
@@ -20,7 +21,6 @@ from pdrelay_proxy.core.request_timeline import router_timeline
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.errors import ConfigError, EngineError
 from pdrelay_proxy.io.request_path.access_log import text
-from pdrelay_proxy.live import check
 from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.settings import Settings, SlicePairing
 from support.greedy import HALF, event, events, ids_of, read

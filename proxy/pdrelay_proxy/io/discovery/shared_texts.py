@@ -1,4 +1,4 @@
-"""One short text that processes share: where the lease on roles lies, beside the engines of a store."""
+"""One short text that routers share, beside the engines of a store: where a feature keeps a lease."""
 
 import asyncio
 from contextlib import suppress
@@ -9,13 +9,11 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.raw_json import NotJson, decode
-from pdrelay_proxy.core.roles.role_lease import LASTS_S
 from pdrelay_proxy.io.discovery.kubernetes import KubeError, Kubernetes
 from pdrelay_proxy.io.discovery.stores import StoreDown
 from pdrelay_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 _MOST_BYTES: Final = 64 * 1024
-_ANNOTATION: Final = "pdrelay/roles"
 _CONFLICT: Final = 409
 
 
@@ -102,8 +100,11 @@ class LeaseText:
     Of the API it takes get and patch of this one object. ``kubectl get lease`` shows its holder.
     """
 
-    def __init__(self, api: Kubernetes, name: str) -> None:
+    def __init__(self, api: Kubernetes, name: str, annotation: str, *, lasts_s: float) -> None:
+        """``annotation``: its key; ``lasts_s``: how long the holder that the text names has the lease."""
         self._api = api
+        self._annotation = annotation
+        self._lasts_s = lasts_s
         self._name = name
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{api.namespace}/leases/{name}"
         self._version = ""
@@ -117,10 +118,10 @@ class LeaseText:
 
     async def replace(self, text: str, /) -> bool:
         """Write it, if the object is as it was read; raises StoreDown."""
-        meta = {"resourceVersion": self._version, "annotations": {_ANNOTATION: text}}
+        meta = {"resourceVersion": self._version, "annotations": {self._annotation: text}}
         spec = {
             "holderIdentity": decode(text.encode(), _LeaseHolder).holder,
-            "leaseDurationSeconds": int(LASTS_S),
+            "leaseDurationSeconds": int(self._lasts_s),
             "renewTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         }
         try:
@@ -140,7 +141,7 @@ class LeaseText:
     def _taken(self, body: bytes) -> str:
         found = decode(body, _LeaseObject).metadata
         self._version = found.resource_version
-        return (found.annotations or {}).get(_ANNOTATION, "")
+        return (found.annotations or {}).get(self._annotation, "")
 
 
 class _LeaseHolder(msgspec.Struct):

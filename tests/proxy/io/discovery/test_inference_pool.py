@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.errors import ConfigError
@@ -14,7 +15,6 @@ from pdrelay_proxy.io.discovery.inference_pool import PoolSource
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import WatchTimes
-from pdrelay_proxy.live import check
 from pdrelay_proxy.options import OPTIONS, read
 from pdrelay_proxy.settings import Settings
 from support.kube_api import KubeApi, Refusal, pod, pool

@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdrelay_proxy.core.model import InstanceId, Role
-from pdrelay_proxy.core.roles.role_lease import LASTS_S
 from pdrelay_proxy.errors import UnknownInstance
+from pdrelay_proxy.features.roles.leased_turns import LeasedTurns
+from pdrelay_proxy.features.roles.role_lease import LASTS_S
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from pdrelay_proxy.io.discovery.role_turns import LeasedTurns
 from pdrelay_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
 from pdrelay_proxy.io.discovery.stores import StoreDown
 from pdrelay_proxy.io.discovery.stores.redis import RedisText
@@ -33,7 +33,7 @@ async def lease_texts(_):
 
     def text():
         clients.append(Kubernetes(Cluster(api.url, "default"), timeout_s=20))
-        return LeaseText(clients[-1], "r-roles")
+        return LeaseText(clients[-1], "r-roles", "pdrelay/roles", lasts_s=LASTS_S)
 
     try:
         yield text, lambda: api.delete("leases", "r-roles")
@@ -123,7 +123,7 @@ async def test_kubectl_shows_who_holds_the_lease():
     try:
         api.put("leases", "r", {"metadata": {}})
         async with Kubernetes(Cluster(api.url, "default"), timeout_s=20) as client:
-            text = LeaseText(client, "r")
+            text = LeaseText(client, "r", "pdrelay/roles", lasts_s=LASTS_S)
             await text.read()
             assert await text.replace('{"holder":"pod-1","number":1}')
         (found,) = [body for (kind, _, _), body in api.objects.items() if kind == "leases"]
@@ -143,7 +143,7 @@ async def test_a_router_without_rights_is_told_so():
         async with Kubernetes(Cluster(api.url, "default"), timeout_s=20) as client:
             api.faults.refusals.append(Refusal(403, "Forbidden"))
             with pytest.raises(StoreDown, match=r"the Lease r cannot be read: .*403"):
-                await LeaseText(client, "r").read()
+                await LeaseText(client, "r", "pdrelay/roles", lasts_s=LASTS_S).read()
     finally:
         await api.stop()
 

@@ -7,8 +7,8 @@ import pytest
 
 from pdrelay_proxy.cli import main
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.core.roles.role_controller import RoleLimits
-from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.features.roles.role_controller import RoleLimits
+from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.roles import RolesPlan
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay

@@ -10,7 +10,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Final
 
-from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_tools.planning.engine_model import EngineModel, NoEngineModel, read_engine_model
 from pdrelay_tools.planning.replay import chart
 from pdrelay_tools.planning.replay.roles import RolesPlan

@@ -12,9 +12,9 @@ from typing import Final
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.core.roles.engine_totals import EngineReading, EngineTotals
-from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleDecision, RoleLimits
-from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals
+from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, RoleDecision, RoleLimits
+from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine
 
 _SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})

@@ -1,26 +1,29 @@
 """Where decisions on roles are shown: a line of the log, metrics, and the status page."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.core.roles.role_controller import RoleDecision, Verdict
-from pdrelay_proxy.core.roles.work_meter import DecodeWork, PrefillWork
-from pdrelay_proxy.core.schemas.roles import RolesPart
+from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
+from pdrelay_proxy.features.roles.role_controller import RoleDecision, Verdict
+from pdrelay_proxy.features.roles.role_split import Split
+from pdrelay_proxy.features.roles.settings import RolesMode
+from pdrelay_proxy.features.roles.work_meter import DecodeWork, PrefillWork
 from pdrelay_proxy.io.logs import note
-from pdrelay_proxy.settings import RolesMode
+from pdrelay_proxy.io.metric_families import Family, counter_family, gauge_family
 
 LOG: Final = logging.getLogger("pdrelay.roles")
+_MINUTE_S: Final = 60
 
 
 class RoleBoard:
     """Takes in what was decided."""
 
-    def __init__(self, mode: RolesMode, counters: Counters, turns_most: int, clock: Callable[[], float]) -> None:
+    def __init__(self, mode: RolesMode, turns_most: int, clock: Callable[[], float]) -> None:
+        self.decisions = Counter[tuple[str, str]]()  # by verdict, and by the role that lacks an engine, or none
         self._mode = mode
-        self._counters = counters
         self._turns_most = turns_most
         self._clock = clock  # seconds; only differences count
         self._latest: tuple[float, RoleDecision] | None = None
@@ -31,10 +34,6 @@ class RoleBoard:
         """Show a decision. One that is as the one before, in other numbers, has no line of its own."""
         now = self._clock()
         self._latest = now, decision
-        wanted, counters = decision.wanted, self._counters
-        counters.wanted_engines.clear()
-        if wanted is not None:
-            counters.wanted_engines.update({(role.value,): wanted.of(role) for role in Role})
         if decision.turn is not None:
             would = "" if self._mode is not RolesMode.DRY_RUN else ", in a dry run"
             self._last_turn = now, f"{decision.turn.instance} to {decision.turn.role}{would}"
@@ -42,31 +41,56 @@ class RoleBoard:
         if decision.verdict is not Verdict.TURN and kind == self._noted:
             return
         self._noted = kind
-        counters.role_decisions[decision.verdict.value, str(decision.lacks or "none")] += 1
+        self.decisions[decision.verdict.value, str(decision.lacks or "none")] += 1
         note(LOG, facts(decision, self._mode), dict, _text)
 
-    def part(self) -> RolesPart | None:
+    @property
+    def latest(self) -> RoleDecision | None:
+        """The latest decision."""
+        return None if self._latest is None else self._latest[1]
+
+    def status(self) -> FeatureStatus | None:
         """Return what the status page shows; None: nothing was decided yet."""
         if self._latest is None:
             return None
         at, found = self._latest
-        last, now = self._last_turn, self._clock()
-        return RolesPart(
-            mode=self._mode,
-            verdict=found.verdict,
-            why=found.why,
-            ago_s=now - at,
-            prefill=found.engines.prefill,
-            decode=found.engines.decode,
-            prefill_busy=None if found.prefill is None else found.prefill.busy,
-            decode_busy=None if found.decode is None else found.decode.busy,
-            wanted_prefill=None if found.wanted is None else found.wanted.prefill,
-            wanted_decode=None if found.wanted is None else found.wanted.decode,
-            turns=found.turns,
-            turns_most=self._turns_most,
-            last_turn="" if last is None else last[1],
-            last_turn_ago_s=None if last is None else now - last[0],
+        now, wanted = self._clock(), found.wanted
+        last = ""
+        if self._last_turn is not None:
+            turned_at, words = self._last_turn
+            last = f"; the last one: {words}, {_span(now - turned_at)} ago"
+        return FeatureStatus(
+            title="Roles",
+            state=f"{self._mode}, {found.verdict}, {_span(now - at)} ago",
+            columns=("Role", "Engines that serve", "Busy by the traffic", "Wanted by the traffic"),
+            rows=(
+                _row(Role.PREFILL, found.engines.prefill, found.prefill, wanted),
+                _row(Role.DECODE, found.engines.decode, found.decode, wanted),
+            ),
+            sentences=(found.why, f"{found.turns} of {self._turns_most} turns in the last hour{last}"),
         )
+
+    def families(self) -> Iterator[Family]:
+        """Yield the metrics."""
+        wanted = None if self.latest is None else self.latest.wanted
+        text = "Engines that a role needs for its traffic (roles); nothing while that is not known."
+        values = [] if wanted is None else [((role.value,), float(wanted.of(role))) for role in Role]
+        yield gauge_family("pdrelay_wanted_engines", text, ("role",), values)
+        text = (
+            "Decisions on the roles of engines, each of which is a line of the log: by verdict, and by who lacks one."
+        )
+        yield from counter_family("pdrelay_role_decisions", text, ("verdict", "lacks"), [*self.decisions.items()])
+
+
+def _row(
+    role: Role, engines: int, work: PrefillWork | DecodeWork | None, wanted: Split | None
+) -> tuple[str, str, str, str]:
+    busy = "–" if work is None else f"{work.busy:.1f}"
+    return role.value, str(engines), busy, "–" if wanted is None else str(wanted.of(role))
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < _MINUTE_S else f"{seconds / _MINUTE_S:.0f} min"
 
 
 def facts(decision: RoleDecision, mode: RolesMode) -> Mapping[str, object]:

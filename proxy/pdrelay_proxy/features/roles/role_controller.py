@@ -12,9 +12,9 @@ from enum import StrEnum, auto
 from typing import Final
 
 from pdrelay_proxy.core.model import InstanceId, Role
-from pdrelay_proxy.core.roles.engine_totals import EngineReading
-from pdrelay_proxy.core.roles.role_split import OTHER, Busy, Split, is_short, lacking, wanted
-from pdrelay_proxy.core.roles.work_meter import DecodeWork, PrefillWork, RoleTargets, WorkMeter
+from pdrelay_proxy.features.roles.engine_totals import EngineReading
+from pdrelay_proxy.features.roles.role_split import OTHER, Busy, Split, is_short, lacking, wanted
+from pdrelay_proxy.features.roles.work_meter import DecodeWork, PrefillWork, RoleTargets, WorkMeter
 
 HOUR_S: Final = 3600.0
 _NAMED: Final = 3  # engines that a sentence names

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.core.roles.engine_totals import EngineReading
-from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict, WantedTurn
+from pdrelay_proxy.features.roles.engine_totals import EngineReading
+from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict, WantedTurn
 from support.fluid_fleet import FluidFleet
 from support.searching import examples
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.core.roles.role_split import MARGIN, OTHER, Busy, Split, is_short, lacking, wanted
+from pdrelay_proxy.features.roles.role_split import MARGIN, OTHER, Busy, Split, is_short, lacking, wanted
 
 P, D = Role.PREFILL, Role.DECODE
 counts = st.integers(1, 40)

@@ -8,8 +8,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import InstanceId, Role
-from pdrelay_proxy.core.roles.engine_totals import EngineReading, engine_totals
-from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, Verdict
+from pdrelay_proxy.features.roles.engine_totals import EngineReading, engine_totals
+from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, Verdict
 from support.fluid_fleet import LIMITS, TARGETS
 from support.searching import examples
 

@@ -8,10 +8,11 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.live import check
-from pdrelay_proxy.settings import RolesMode, Settings
+from pdrelay_proxy.features.roles.settings import RoleSettings, RolesMode
+from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import Sim
 from pdrelay_tools.simulated.rules import expected_text
 from support.fluid_fleet import FluidFleet
@@ -20,11 +21,10 @@ from support.sim import router, until_async
 pytestmark = pytest.mark.edges
 
 
-DRY_RUN = Settings(
-    roles=RolesMode.DRY_RUN, target_ttft_s=2.0, target_itl_s=0.05, roles_interval_s=0.01, health_check_interval_s=0.0
-)
-
-AUTO = replace(DRY_RUN, roles=RolesMode.AUTO, admin_key="sesame", drain_idle_time_s=0.1)
+WATCHES = RoleSettings(RolesMode.DRY_RUN, target_ttft_s=2.0, target_itl_s=0.05, roles_interval_s=0.01)
+TURNS = replace(WATCHES, roles=RolesMode.AUTO)
+DRY_RUN = Settings(health_check_interval_s=0.0).having(WATCHES)
+AUTO = replace(DRY_RUN, admin_key="sesame", drain_idle_time_s=0.1).having(TURNS)
 KEY = {"X-Api-Key": "sesame"}
 
 
@@ -39,6 +39,12 @@ class ShownSim(Sim):
     async def _shown(self, _):
         self.looks += 1
         return PlainTextResponse(self._fleet.exposition(self._name))
+
+
+async def roles_part(client):
+    """Return what the status page shows of roles; None: nothing."""
+    found = (await client.get("/stats")).json()["features"]
+    return next((part for part in found if part["title"] == "Roles"), None)
 
 
 def shown(fleet):
@@ -100,18 +106,15 @@ async def test_the_page_and_the_metrics_show_the_latest_decision():
     fleet = FluidFleet(4, 4)
     engines = shown(fleet)
     async with router(engines, DRY_RUN, lambda: fleet.now) as client:
-
-        async def stats():
-            return (await client.get("/stats")).json()["roles"]
-
         for _ in range(9):
             fleet.step(4.2, 0.8)
             await looked(engines)
-        found, metrics = await stats(), (await client.get("/metrics")).text
+        found, metrics = await roles_part(client), (await client.get("/metrics")).text
 
-    assert (found["mode"], found["prefill"], found["decode"]) == ("dry-run", 4, 4)
-    assert found["last_turn"] == "decode-0 to prefill, in a dry run"
-    assert f'pdrelay_wanted_engines{{role="prefill"}} {found["wanted_prefill"]}.0' in metrics
+    assert found["state"].startswith("dry-run, ")
+    assert [row[:2] for row in found["rows"]] == [["prefill", "4"], ["decode", "4"]]
+    assert "; the last one: decode-0 to prefill, in a dry run, " in found["sentences"][1]
+    assert f'pdrelay_wanted_engines{{role="prefill"}} {found["rows"][0][3]}.0' in metrics
     assert 'pdrelay_role_decisions_total{lacks="prefill",verdict="turn"} 1.0' in metrics
 
 
@@ -124,15 +127,18 @@ async def test_engines_follow_the_traffic_and_no_request_is_lost():
         prompts = [name for name, role in fleet.roles.items() if role is Role.PREFILL]
         await passes(fleet, engines, [client], (0.9, 3.9), 30)
         answers = [name for name, role in fleet.roles.items() if role is Role.PREFILL]
-        found, metrics = (await client.get("/stats")).json()["roles"], (await client.get("/metrics")).text
+        found, metrics = await roles_part(client), (await client.get("/metrics")).text
 
     assert wrong == []
     assert len(asked) > 50
     assert prompts == ["e00", "e01", "e02", "e03", "e04", "e05"]  # the first decode engines by their addresses
     assert len(answers) < 4
-    assert found["mode"] == "auto"
-    under_way = found["verdict"] == "turning"  # it counts, and is no prefill or decode engine more yet
-    assert found["turns"] == 2 + len(prompts) - len(answers) + under_way
+    mode, verdict, _ = found["state"].split(", ")
+    assert mode == "auto"
+    under_way = verdict == "turning"  # it counts, and is no prefill or decode engine more yet
+    assert found["sentences"][1].startswith(
+        f"{2 + len(prompts) - len(answers) + under_way} of 6 turns in the last hour"
+    )
     assert 'pdrelay_turns_total{outcome="turned",to="prefill"} 2.0' in metrics
 
 
@@ -146,29 +152,30 @@ async def test_of_two_routers_one_decides_and_the_other_goes_on_when_it_is_gone(
             await passes(fleet, engines, clients, (4.0, 0.8), 1)
             if len(fleet.of(Role.PREFILL)) == count:
                 return
-        raise AssertionError([(await each.get("/stats")).json()["roles"] for each in clients])
+        raise AssertionError([await roles_part(each) for each in clients])
 
     async with AsyncExitStack() as stack, AsyncExitStack() as ending:
         first = await ending.enter_async_context(router(engines, settings, lambda: fleet.now))
         await passes(fleet, engines, [first], (4.0, 0.8), 1)
         second = await stack.enter_async_context(router(engines, settings, lambda: fleet.now))
         await until_prefill(5, [first, second])
-        one, two = [(await each.get("/stats")).json()["roles"] for each in (first, second)]
+        one, two = [await roles_part(each) for each in (first, second)]
         await ending.aclose()
         await until_prefill(6, [second])
-        last = (await second.get("/stats")).json()["roles"]
+        last = await roles_part(second)
 
-    assert (one["last_turn"], two["last_turn"]) == ("decode-0 to prefill", "")
-    assert (last["last_turn"], last["turns"]) == ("decode-1 to prefill", 2)
+    assert "; the last one: decode-0 to prefill, " in one["sentences"][1]
+    assert "the last one" not in two["sentences"][1]
+    assert last["sentences"][1].startswith("2 of 6 turns in the last hour; the last one: decode-1 to prefill, ")
 
 
 async def test_a_router_without_it_decides_nothing():
     """The default: no engine is asked for its metrics more often than before."""
     async with router({"p0": Sim("prefill"), "d0": Sim("decode")}, Settings()) as client:
-        stats, metrics = (await client.get("/stats")).json(), (await client.get("/metrics")).text
+        found, metrics = await roles_part(client), (await client.get("/metrics")).text
 
-    assert stats["roles"] is None
-    assert "pdrelay_wanted_engines{" not in metrics
+    assert found is None
+    assert "pdrelay_wanted_engines" not in metrics
 
 
 @pytest.mark.parametrize("missing", ["target_ttft_s", "target_itl_s"])
@@ -177,7 +184,7 @@ def test_roles_without_a_target_are_refused(missing):
     targets = {"target_ttft_s": 2.0, "target_itl_s": 0.05} | {missing: None}
 
     with pytest.raises(ConfigError, match="roles is dry-run, and what is wanted is not known"):
-        check(Settings(roles=RolesMode.DRY_RUN, **targets))
+        check(Settings().having(RoleSettings(RolesMode.DRY_RUN, **targets)))
 
 
 def test_several_routers_without_a_shared_store_are_refused():

@@ -5,15 +5,15 @@ import logging
 import pytest
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, Role
-from pdrelay_proxy.core.roles.role_controller import RoleController
+from pdrelay_proxy.features.roles.role_board import RoleBoard
+from pdrelay_proxy.features.roles.role_controller import RoleController
+from pdrelay_proxy.features.roles.role_watch import RoleWatch
+from pdrelay_proxy.features.roles.settings import RolesMode
 from pdrelay_proxy.io.probes.checks import ProbeFailed
-from pdrelay_proxy.io.probes.role_board import RoleBoard
-from pdrelay_proxy.io.probes.role_watch import RoleWatch
-from pdrelay_proxy.settings import RolesMode, Settings, SlicePairing
+from pdrelay_proxy.settings import Settings, SlicePairing
 from support.fluid_fleet import LIMITS, TARGETS, FluidFleet
 
 
@@ -25,8 +25,8 @@ class World:
         self.registry = Registry(settings)
         for name, role in self.fleet.roles.items():
             self.registry.add(role, Address("http", name, 80))
-        self.counters, self.silent = Counters(frozenset()), set()
-        self.board = RoleBoard(RolesMode.DRY_RUN, self.counters, 6, self.clock)
+        self.silent = set()
+        self.board = RoleBoard(RolesMode.DRY_RUN, 6, self.clock)
         self.watch = RoleWatch(
             self.registry, self.metrics, RoleController(TARGETS, LIMITS), self.board,
             queued=lambda: 0, every_s=1.0, clock=self.clock,
@@ -44,23 +44,32 @@ class World:
         for _ in range(int(seconds / 10)):
             self.fleet.step(prefill_busy, decode_busy)
             await self.watch.look()
-        return self.board.part()
+        return self.board.latest
+
+    def wanted(self):
+        """How many engines of each role the metrics want."""
+        (family,) = [one for one in self.board.families() if one.name == "pdrelay_wanted_engines"]
+        return {one.labels["role"]: one.value for one in family.samples}
 
 
 async def test_a_dry_run_says_what_it_would_do_and_does_nothing(caplog):
     """In the log with its numbers, in the metrics and on the page; and it keeps to the limits it would have."""
     caplog.set_level(logging.INFO)
     world = World(8, 8)
-    part = await world.run(8.5, 2.0, 1800)
+    decision = await world.run(8.5, 2.0, 1800)
+    page = world.board.status()
     lines = [record.getMessage() for record in caplog.records if record.name == "pdrelay.roles"]
     turns = [line for line in lines if "verdict=turn" in line]
 
     assert len(world.registry.known(Role.PREFILL)) == 8
-    assert world.counters.role_decisions["turn", "prefill"] == len(turns) == 6
-    assert (part.mode, part.verdict, part.turns, part.turns_most) == ("dry-run", "spent", 6, 6)
-    assert part.last_turn == "decode-0 to prefill, in a dry run"
-    assert world.counters.wanted_engines["prefill",] == part.wanted_prefill >= 11
-    assert world.counters.wanted_engines["decode",] == part.wanted_decode <= 5
+    assert world.board.decisions["turn", "prefill"] == len(turns) == 6
+    assert (decision.verdict, decision.turns) == ("spent", 6)
+    assert page.state.startswith("dry-run, spent, ")
+    assert page.sentences[0] == decision.why
+    assert page.sentences[1].startswith("6 of 6 turns in the last hour; the last one: decode-0 to prefill")
+    assert world.wanted()["prefill"] == decision.wanted.prefill >= 11
+    assert world.wanted()["decode"] == decision.wanted.decode <= 5
+    assert [row[3] for row in page.rows] == [str(decision.wanted.prefill), str(decision.wanted.decode)]
     for fact in ("instance=decode-0", "to=prefill", "prefill_busy=8.", "decode_busy=", "itl_ms=", "queued_tokens="):
         assert fact in turns[0]
     assert "why='decode-0 to prefill: prefill lacks an engine: 8." in turns[0]
@@ -74,18 +83,18 @@ async def test_equal_decisions_are_one_line(caplog):
     verdicts = [record.facts["verdict"] for record in caplog.records if record.name == "pdrelay.roles"]
 
     assert verdicts == ["unknown", "balanced"]
-    assert sum(world.counters.role_decisions.values()) == 2
+    assert sum(world.board.decisions.values()) == 2
 
 
 async def test_engines_that_do_not_answer_are_named_and_nothing_is_wanted():
     """A sum without them would be too small; an autoscaler that is told nothing keeps what there is."""
     world = World(4, 4)
     world.silent = {"decode-2"}
-    part = await world.run(2.0, 2.0, 300)
+    decision = await world.run(2.0, 2.0, 300)
 
-    assert part.verdict == "unknown"
-    assert "decode-2" in part.why
-    assert not world.counters.wanted_engines
+    assert decision.verdict == "unknown"
+    assert "decode-2" in decision.why
+    assert world.wanted() == {}
 
 
 async def test_an_engine_that_drains_is_no_engine_of_its_role():
@@ -94,9 +103,9 @@ async def test_an_engine_that_drains_is_no_engine_of_its_role():
     await world.run(5.0, 5.0, 300)
     for number in range(4):
         world.registry.drain(f"prefill-{number}", now=world.fleet.now)
-    part = await world.run(5.0, 5.0, 60)
+    decision = await world.run(5.0, 5.0, 60)
 
-    assert part.prefill == 4
+    assert decision.engines.prefill == 4
 
 
 async def test_an_engine_that_retires_before_it_has_turned_holds_up_nothing():
@@ -108,11 +117,11 @@ async def test_an_engine_that_retires_before_it_has_turned_holds_up_nothing():
     assert (await world.run(8.5, 2.0, 60)).verdict == "turning"
 
     world.registry.retire("decode-7", now=world.fleet.now)
-    before = world.counters.role_decisions["turn", "prefill"]
+    before = world.board.decisions["turn", "prefill"]
     await world.run(8.5, 2.0, 600)
 
     assert world.registry.member("decode-7").turn is not None
-    assert world.counters.role_decisions["turn", "prefill"] > before
+    assert world.board.decisions["turn", "prefill"] > before
 
 
 @pytest.mark.parametrize(
@@ -128,24 +137,24 @@ async def test_engines_that_are_not_one_pool_are_left_alone(models, settings, wh
     for name, served in models.items():
         facts = EngineCapabilities(models=frozenset(served), adapters=frozenset())
         world.registry.learn(name, facts)
-    part = await world.run(4.0, 1.0, 200)
+    decision = await world.run(4.0, 1.0, 200)
 
-    assert (part.verdict, part.wanted_prefill) == ("unknown", None)
-    assert why in part.why
+    assert (decision.verdict, decision.wanted) == ("unknown", None)
+    assert why in decision.why
 
 
 async def test_an_engine_known_under_both_roles_is_not_counted_twice():
     """Its numbers are those of both."""
     world = World(2, 2)
     world.registry.add(Role.DECODE, Address("http", "e00", 80))
-    part = await world.run(1.0, 1.0, 100)
+    decision = await world.run(1.0, 1.0, 100)
 
-    assert part.why == "an engine has both roles at the same time"
+    assert decision.why == "an engine has both roles at the same time"
 
 
 def test_the_page_has_nothing_before_the_first_look():
     """Zeros would be a lie."""
-    assert World(1, 1).board.part() is None
+    assert World(1, 1).board.status() is None
 
 
 async def test_a_json_log_has_the_numbers_as_fields(caplog):

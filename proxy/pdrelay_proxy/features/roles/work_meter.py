@@ -13,9 +13,9 @@ from math import fsum
 from typing import Final
 
 from pdrelay_proxy.core.model import InstanceId, Role
-from pdrelay_proxy.core.roles.engine_rates import DecodeLine, PrefillRate
-from pdrelay_proxy.core.roles.engine_totals import EngineReading, EngineTotals
-from pdrelay_proxy.core.roles.traffic_change import TrafficSteps
+from pdrelay_proxy.features.roles.engine_rates import DecodeLine, PrefillRate
+from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals
+from pdrelay_proxy.features.roles.traffic_change import TrafficSteps
 
 WINDOW_S: Final = 60.0  # that numbers are the mean of, unless the traffic has changed since
 _KNOWN_S: Final = 25.0  # for which an engine was looked at, before its numbers count

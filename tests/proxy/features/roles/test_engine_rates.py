@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from pdrelay_proxy.core.roles.engine_rates import DecodeLine, PrefillRate
+from pdrelay_proxy.features.roles.engine_rates import DecodeLine, PrefillRate
 
 BASE_S, SLOPE_S, TARGET_S = 0.04, 0.004, 0.08  # 10 streams, and 125 tokens a second
 

@@ -5,15 +5,15 @@ from collections.abc import Awaitable, Callable
 
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.ports import SharedText
-from pdrelay_proxy.core.roles.role_lease import LeaseView, RoleHold, RoleLease
 from pdrelay_proxy.errors import ProxyError
+from pdrelay_proxy.features.roles.role_lease import LeaseView, RoleHold, RoleLease
 from pdrelay_proxy.io.discovery.stores import StoreDown
 
 logger = logging.getLogger(__name__)
 
 
 class LeasedTurns:
-    """A core/ports.py RoleTurns over a text that all routers share."""
+    """RoleTurns over a text that all routers share."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.roles.role_lease import LASTS_S, RoleLease
+from pdrelay_proxy.features.roles.role_lease import LASTS_S, RoleLease
 from support.searching import examples
 
 

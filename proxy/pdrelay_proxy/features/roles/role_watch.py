@@ -8,14 +8,14 @@ from typing import Final
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Member, Registry
 from pdrelay_proxy.core.model import EngineRole, Instance, Role
-from pdrelay_proxy.core.ports import RoleTurns
-from pdrelay_proxy.core.roles.engine_totals import EngineReading, EngineTotals, engine_totals
-from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, Verdict
-from pdrelay_proxy.core.roles.role_lease import RoleHold
+from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals, engine_totals
+from pdrelay_proxy.features.roles.role_board import RoleBoard
+from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, Verdict
+from pdrelay_proxy.features.roles.role_lease import RoleHold
+from pdrelay_proxy.features.roles.role_turns import RoleTurns
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.probes.metrics_round import look_at_all
-from pdrelay_proxy.io.probes.role_board import RoleBoard
 from pdrelay_proxy.settings import SlicePairing
 
 logger = logging.getLogger(__name__)

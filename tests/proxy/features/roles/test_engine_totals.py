@@ -1,6 +1,6 @@
 """What is read in the metrics of an engine, as vLLM writes them."""
 
-from pdrelay_proxy.core.roles.engine_totals import engine_totals
+from pdrelay_proxy.features.roles.engine_totals import engine_totals
 from support.fluid_fleet import FluidFleet
 
 RANKS = b"""

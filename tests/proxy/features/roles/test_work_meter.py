@@ -3,9 +3,9 @@
 import pytest
 
 from pdrelay_proxy.core.model import InstanceId, Role
-from pdrelay_proxy.core.roles.engine_totals import EngineReading, EngineTotals
-from pdrelay_proxy.core.roles.role_controller import RoleLimits
-from pdrelay_proxy.core.roles.work_meter import WorkMeter
+from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals
+from pdrelay_proxy.features.roles.role_controller import RoleLimits
+from pdrelay_proxy.features.roles.work_meter import WorkMeter
 from pdrelay_tools.planning.queueing import Spread
 from pdrelay_tools.planning.sizing import Aims, Rates, Resource, Traffic, plan
 from support.fluid_fleet import MADE, OUTPUT, PROMPT, RATE, TARGETS, FluidFleet

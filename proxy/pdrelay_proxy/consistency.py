@@ -1,0 +1,145 @@
+"""Whether settings contradict each other, or their files are wrong: those of the router, and those of its features."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pdrelay_proxy.core.http.origins import check_open
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features import features
+from pdrelay_proxy.io.files import (
+    admin_tls,
+    client_keys,
+    engine_keys,
+    engine_tls,
+    join_key,
+    operator_key,
+    server_tls,
+)
+from pdrelay_proxy.io.peers import check_peers
+from pdrelay_proxy.io.worker_place import check_workers
+from pdrelay_proxy.live import addresses_of
+from pdrelay_proxy.settings import CACHE_POLICIES, KvEvents, QueueOrder, Settings
+
+
+def check(settings: Settings) -> None:
+    """Raise ConfigError if the router would be open to others, or two settings contradict each other."""
+    for look in _checks():
+        look(settings)
+
+
+def faults(settings: Settings) -> Sequence[str]:
+    """Return what ``check`` would raise and what is wrong with the files of the settings: all of it, each once."""
+    found = dict[str, None]()
+    for look in (*_checks(), *_FILES):
+        try:
+            look(settings)
+        except ConfigError as exc:
+            found[str(exc)] = None
+    return [*found]
+
+
+def _check_limits(settings: Settings) -> None:
+    if settings.max_inflight_bytes < settings.max_body_bytes:
+        raise ConfigError(
+            f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
+            "(max_body_bytes): write at least that"
+        )
+
+
+def _check_key_limits(settings: Settings) -> None:
+    of_keys = settings.max_key_concurrency, settings.max_key_rate, settings.max_key_tokens_per_minute
+    if settings.api_keys_file is None and any(of_keys):
+        raise ConfigError(
+            "max_key_concurrency, max_key_rate and max_key_tokens_per_minute need api_keys_file: "
+            "without keys all clients are one"
+        )
+
+
+def _check_shared_limits(settings: Settings) -> None:
+    if settings.share_limits and not settings.peers:
+        raise ConfigError("share_limits needs peers: routers that do not know each other share nothing")
+
+
+def _check_queue_order(settings: Settings) -> None:
+    if settings.api_keys_file is None and settings.queue_order is QueueOrder.FAIR:
+        raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
+
+
+def _check_moves(settings: Settings) -> None:
+    if settings.move_above is not None and not settings.resume_streams:
+        raise ConfigError(
+            f"move_above is {settings.move_above:g}, and no stream could move: write resume_streams = true, too"
+        )
+
+
+def _check_caches(settings: Settings) -> None:
+    policies = {settings.prefill_policy, settings.decode_policy}
+    if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(CACHE_POLICIES):
+        raise ConfigError(
+            "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
+            "or both expected_ttft"
+        )
+
+
+def _check_pods(settings: Settings) -> None:
+    if settings.kubernetes_selector is not None and settings.kubernetes_inference_pool is not None:
+        raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
+
+
+def _check_decode_itl(settings: Settings) -> None:
+    if settings.max_decode_itl_s and settings.decode_policy not in CACHE_POLICIES:
+        raise ConfigError(
+            "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what decode engines have to "
+            "compute of a prompt"
+        )
+
+
+def check_admin_port(settings: Settings) -> None:
+    """Raise ConfigError if the settings of the admin port contradict those of the main one, or have no port."""
+    if settings.admin_port is None:
+        given = [name for name in ("admin_host", "admin_tls_cert", "admin_tls_key") if getattr(settings, name)]
+        if given:
+            raise ConfigError(f"{given[0]} is set, and admin_port is not: write the port, or leave {given[0]} out")
+        return
+    hosts = {settings.host, settings.admin_host or settings.host}
+    if len(hosts) > 1 and not hosts & {"0.0.0.0", "::"}:
+        return
+    if settings.admin_port == settings.port != 0:
+        raise ConfigError(f"port and admin_port are both {settings.port}: write two")
+    last = settings.admin_port + settings.workers - 1
+    if settings.admin_port and settings.admin_port < settings.port <= last:
+        raise ConfigError(
+            f"port is {settings.port}, and the admin ports of {settings.workers} workers are {settings.admin_port} to "
+            f"{last}: write an admin_port that leaves it out"
+        )
+
+
+def _checks() -> Sequence[Callable[[Settings], object]]:
+    return (*_CHECKS, *[feature.check for feature in features()])
+
+
+# Each raises ConfigError.
+_CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
+    check_open,
+    check_workers,
+    check_admin_port,
+    _check_limits,
+    _check_key_limits,
+    _check_shared_limits,
+    _check_queue_order,
+    check_peers,
+    _check_moves,
+    _check_caches,
+    _check_pods,
+    _check_decode_itl,
+)
+_FILES: Final[Sequence[Callable[[Settings], object]]] = (
+    addresses_of,
+    client_keys,
+    engine_keys,
+    operator_key,
+    join_key,
+    server_tls,
+    admin_tls,
+    engine_tls,
+)

@@ -1,1 +1,0 @@
-"""How many engines each role needs, and which engine should turn."""

@@ -1,0 +1,72 @@
+"""Puts the controller of roles into a router."""
+
+import secrets
+import socket
+from contextlib import aclosing
+from functools import partial
+from typing import Final
+
+from pdrelay_proxy.building.discovery import build_shared_text
+from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
+from pdrelay_proxy.core.ports import SharedText
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.feature import Core, Feature, FeatureParts, Running
+from pdrelay_proxy.features.roles.leased_turns import LeasedTurns
+from pdrelay_proxy.features.roles.role_board import RoleBoard
+from pdrelay_proxy.features.roles.role_controller import RoleController, RoleLimits
+from pdrelay_proxy.features.roles.role_lease import LASTS_S
+from pdrelay_proxy.features.roles.role_watch import RoleWatch
+from pdrelay_proxy.features.roles.settings import RoleSettings, RolesMode
+from pdrelay_proxy.features.roles.work_meter import RoleTargets
+from pdrelay_proxy.settings import Settings
+
+
+class RolesFeature(Feature):
+    """The controller of roles."""
+
+    def check(self, settings: Settings) -> None:
+        """Raise ConfigError if it does not know what is wanted, or routers cannot tell which of them decides."""
+        chosen = settings.of(RoleSettings)
+        if chosen.roles is not RolesMode.OFF and (chosen.target_ttft_s is None or chosen.target_itl_s is None):
+            raise ConfigError(
+                f"roles is {chosen.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
+            )
+        if chosen.roles is RolesMode.AUTO and settings.peers and settings.store == "memory":
+            raise ConfigError(
+                "roles is auto, and several routers (peers) would decide at the same time, because store is memory: "
+                "write kubernetes:CONFIGMAP, redis://... or file:PATH"
+            )
+
+    def build(self, core: Core) -> FeatureParts:
+        """Return what looks at the engines and decides, and where its decisions are shown."""
+        chosen = core.settings.of(RoleSettings)
+        if chosen.roles is RolesMode.OFF or chosen.target_ttft_s is None or chosen.target_itl_s is None:
+            return FeatureParts()
+        board = RoleBoard(chosen.roles, chosen.turns_per_hour, core.clock)
+        targets = RoleTargets(chosen.target_ttft_s, chosen.target_itl_s, slots=chosen.decode_slots)
+        limits = RoleLimits(chosen.min_prefill, chosen.min_decode, turns_per_hour=chosen.turns_per_hour)
+        text = build_shared_text(core.settings, "roles", lasts_s=LASTS_S) if chosen.roles is RolesMode.AUTO else None
+        admission = core.serving.gate.admission
+        watch = RoleWatch(
+            core.engines.registry,
+            core.engines.checks.metrics,
+            RoleController(targets, limits),
+            board,
+            queued=lambda: admission.waiting,
+            every_s=chosen.roles_interval_s,
+            clock=core.clock,
+            turns=None if text is None else _turns(core, text),
+        )
+        closing: tuple[Running, ...] = () if text is None else (partial(aclosing, text),)
+        return FeatureParts((*closing, watch.running), status=board.status, families=board.families)
+
+
+def _turns(core: Core, text: SharedText) -> LeasedTurns:
+    async def turn(name: InstanceId, role: Role) -> None:
+        await core.discovery.turn(name, EngineRole(role.value))
+
+    me = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    return LeasedTurns(me, text, turn, clock=core.clock, wall=core.wall)
+
+
+FEATURE: Final = RolesFeature()

@@ -1,6 +1,5 @@
 """The composition root: the one place where objects are built and connected. Its parts are in ``building``."""
 
-import asyncio
 import logging
 import socket
 import ssl
@@ -8,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -25,7 +23,7 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.features import features
-from pdrelay_proxy.features.feature import Core, build_features
+from pdrelay_proxy.features.feature import Core, Feature, Ground
 from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
 from pdrelay_proxy.io.reloads import FileReloads
 from pdrelay_proxy.io.request_path.ids import new_id
@@ -33,10 +31,6 @@ from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.live import Live
 from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.settings import Settings
-
-if TYPE_CHECKING:
-    from pdrelay_proxy.io.engine_spans import HearEnd
-    from pdrelay_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +54,9 @@ def build(
     *,
     fabric: Fabric | None = None,
     peer_socket: socket.socket | None = None,
-    traces: "Callable[[HearEnd], Traces] | None" = None,
+    make_features: Sequence[Callable[[Ground], Feature]] | None = None,
 ) -> Router:
-    """Build the router. Tests pass a fabric, and what makes traces of their own.
+    """Build the router. Tests pass a fabric, and other features than all of them.
 
     ``peer_socket``: bound where other routers reach this one; None: the settings name the port.
 
@@ -78,9 +72,14 @@ def build(
     fabric = fabric or Fabric()
     clock = fabric.clock
     engines = build_engines(settings, fabric)
-    serving = build_requests(settings, engines, clock, traces)
+    ground = Ground(settings, engines, clock)
+    added = [make(ground) for make in (features() if make_features is None else make_features)]
+    ended = [hear for feature in added if (hear := feature.hears_ended()) is not None]
+    spans = next((found for feature in added if (found := feature.spans()) is not None), None)
+    serving = build_requests(settings, engines, clock, ended=ended, spans=spans)
     discovery = build_discovery(settings, engines.registry, clock)
-    parts = build_features(features(), Core(settings, engines, serving, discovery, clock, wall))
+    core = Core(serving, discovery, wall)
+    parts = [feature.parts(core) for feature in added]
     shown = [part.status for part in parts]
     background = build_background(settings, engines, serving, discovery, shown, peer_socket=peer_socket, clock=clock)
     requests = serving.requests
@@ -111,18 +110,18 @@ def build(
             requests,
         )
 
-    added = FeatureRoutes([each for part in parts for each in part.routes], [part.families for part in parts])
+    extra = FeatureRoutes([each for part in parts for each in part.routes], [part.families for part in parts])
     routes = build_routes(
         settings,
         engines,
         serving,
         background,
-        added,
+        extra,
         admin_key=admin_key,
         join_key=joining_key,
         clock=clock,
     )
-    lifespan = _lifespan(engines.registry, running, serving.traces)
+    lifespan = _lifespan(engines.registry, running)
     own_name = socket.gethostname()
     apps = build_applications(settings, routes, lifespan, serving.lifetime, serving.keyring, own_name=own_name)
     apps.main.add_middleware(
@@ -130,7 +129,7 @@ def build(
         new_id=new_id,
         clock=clock,
         ids=requests.services.ids,
-        spans=serving.traces,
+        spans=spans,
         request_over=telemetry.request_over,
     )
     live = Live(
@@ -150,22 +149,18 @@ def build(
 
 
 def _lifespan(
-    registry: Registry, running: Callable[[], Sequence[AbstractAsyncContextManager[object]]], traces: "Traces | None"
+    registry: Registry, running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return what starts and ends with the server: what is named last ends first, and the spans go off at last."""
+    """Return what starts and ends with the server: what is named last ends first."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         for role in Role:
             for instance in registry.known(role):
                 logger.info("%s is at %s", instance.id, instance.address.url)  # everything else says only the id
-        try:
-            async with AsyncExitStack() as opened:
-                for part in running():
-                    await opened.enter_async_context(part)
-                yield
-        finally:
-            if traces is not None:
-                await asyncio.to_thread(traces.close)
+        async with AsyncExitStack() as opened:
+            for part in running():
+                await opened.enter_async_context(part)
+            yield
 
     return lifespan

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Final, NoReturn
 
 from pdrelay_proxy.commands.interrupts import INTERRUPTED, ctrl_c_ends_at_once
+from pdrelay_proxy.features import feature_commands
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # of the router: the module that declares the flags, what it does
     "serve": ("pdrelay_proxy.commands.serve", "run the router in front of running engines"),
@@ -17,7 +18,6 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # of the router: the module
         "pdrelay_proxy.commands.instances",
         "list, add, drain, change and remove the engines of a running router",
     ),
-    "why": ("pdrelay_proxy.commands.why", "show where the time of one request went"),
     "pairs": (
         "pdrelay_proxy.commands.pairs",
         "show which prefill and decode engines work together at a running router",
@@ -37,7 +37,7 @@ _INSTALL: Final = {
     "tools": "pip install 'pdrelay[tools]' or, in a checkout, pip install . ./tools",
     "connector": "pip install 'pdrelay[connector]' or, in a checkout, pip install '.[connector]'",
 }
-_EXACT: Final = ("serve", "up", "check", "chat", "why", "prove", "doctor")  # their flags are written in full
+_EXACT: Final = ("serve", "up", "check", "chat", "prove", "doctor")  # their flags are written in full
 # What the extra named proxy brings (pyproject.toml).
 _ROUTER_PACKAGES: Final = frozenset(
     {"fastapi", "httpcore", "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop"}
@@ -122,12 +122,14 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     said = "print the version, the commit, and whether the request path is compiled"
     parser.add_argument("-V", "--version", action=_ShowVersion, nargs=0, help=said)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    everything = {**_COMMANDS, **_TOOLS}
+    of_features = feature_commands()
+    own = {**_COMMANDS, **of_features}
+    everything = {**own, **_TOOLS}
     asked = next((word for word in arguments if word in everything), None)
     for name, (place, what) in everything.items():
-        command = commands.add_parser(name, help=what, allow_abbrev=name not in _EXACT)
+        command = commands.add_parser(name, help=what, allow_abbrev=name not in {*_EXACT, *of_features})
         if name == asked:
-            module = importlib.import_module(place) if name in _COMMANDS else _load_tool(name, command, place)
+            module = importlib.import_module(place) if name in own else _load_tool(name, command, place)
             add_arguments: Callable[[argparse.ArgumentParser], None] = module.add_arguments
             add_arguments(command)
     return parser

@@ -35,6 +35,7 @@ class Option:
     live: bool = False  # takes effect when the file is read again (SIGHUP); the others need a restart
     chart: str = ""  # the chart's value that sets it; empty: router.settings
     environment: str = ""  # the variable of a secret, which is neither flag nor key
+    variable: str = ""  # one that other programs read, too: it holds where neither flag nor file says anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,19 @@ class Group:
 
     title: str
 
-    def option(self, default: _T, help: str, *, unset: str = "none", live: bool = False, chart: str = "") -> _T:
-        """Declare a field of Settings."""
-        return field(default=default, metadata={"option": Option(self, help, unset, live, chart)})
+    def option(
+        self,
+        default: _T,
+        help: str,
+        *,
+        unset: str = "none",
+        live: bool = False,
+        chart: str = "",
+        variable: str = "",
+    ) -> _T:
+        """Declare a field of Settings, or of the settings of a feature."""
+        said = Option(self, help, unset, live, chart, variable=variable)
+        return field(default=default, metadata={"option": said})
 
     def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
         """Declare one that comes from the environment alone: ps shows flags, and people show files around."""

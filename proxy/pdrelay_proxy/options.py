@@ -35,7 +35,6 @@ _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")  # of Kubernetes (RFC 1123)
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
-_OTLP_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _WORDS: Final[Mapping[type, str]] = {
     str: "a string, in quotes",
     int: "a whole number",
@@ -164,9 +163,9 @@ def choose(args: argparse.Namespace) -> Choices:
     """Read environment, file and flags, of which the later ones win; raises ConfigError: the file is none."""
     right = dict[str, Choice]()
     wrong = dict[str, str]()
-    # What every program with OpenTelemetry reads in the environment; a file or an argument says it better.
-    if endpoint := os.environ.get(_OTLP_VARIABLE):
-        right["otlp_endpoint"] = Choice(endpoint, _OTLP_VARIABLE)
+    for name, one in OPTIONS.items():
+        if text := os.environ.get(one.option.variable or "-"):
+            right[name] = Choice(text, one.option.variable)
     file: str | None = args.config
     parts = [*([] if file is None else [_choices_of_file(file)]), _choices_of_flags(args)]
     for part in parts:
@@ -427,7 +426,13 @@ def _declared(owner: Any) -> Sequence[Setting]:  # noqa: ANN401 (dataclasses hav
     return [Setting(owner, f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(owner) if f.metadata]
 
 
-DECLARED: Final = [one for owner in (Settings, *feature_settings()) for one in _declared(owner)]
+def _grouped(declared: Sequence[Setting]) -> Sequence[Setting]:
+    """Have the settings of a group follow each other, whoever declares them."""
+    groups = [*dict.fromkeys([one.option.group for one in declared])]
+    return sorted(declared, key=lambda one: groups.index(one.option.group))
+
+
+DECLARED: Final = _grouped([one for owner in (Settings, *feature_settings()) for one in _declared(owner)])
 _BY_NAME: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED}
 OPTIONS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if not one.option.environment}
 SECRETS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if one.option.environment}

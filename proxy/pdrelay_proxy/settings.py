@@ -38,7 +38,6 @@ from pdrelay_proxy.declarations import (
     SomeSeconds,
     Store,
     Switch,
-    Url,
     WholeSeconds,
 )
 
@@ -379,8 +378,6 @@ class Settings:
     request_id_headers: tuple[HeaderName, ...] = TELEMETRY.option((),
         "request headers in which a client may name its request; the first that it sends counts",
         unset="X-Request-Id")
-    otlp_endpoint: Url | None = TELEMETRY.option(None,
-        "base URL of the collector that gets the spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
     server_timing: Switch | None = TELEMETRY.option(None,
         "tell clients which engines served a request, for how many milliseconds, and what they had cached "
         "(Server-Timing header)",
@@ -408,7 +405,6 @@ class Settings:
     load_reports: bool = True  # prefill engines are asked for their load, if the prefill policy uses it
     client_write_timeout_s: float = 300.0  # in which a client must read some of its response
     client_keepalive_s: int = 75  # an idle connection of a client stays open
-    request_history: int = 1000  # finished requests whose timeline pdrelay why can still show
     features: tuple[object, ...] = ()  # settings of features that differ from their defaults, one a class
 
     def of(self, feature: type[T]) -> T:

@@ -1,6 +1,7 @@
 """Settings from the file, the command line and the environment."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -122,8 +123,10 @@ def test_every_setting_is_declared_with_a_flag_of_its_own():
     """And with a meaning; constants, which are none, have a plain type and a default."""
     fields = [field for owner in (Settings, *feature_settings()) for field in dataclasses.fields(owner)]
 
-    assert [setting.name for setting in DECLARED] == [field.name for field in fields if field.metadata]
+    assert sorted(setting.name for setting in DECLARED) == sorted(field.name for field in fields if field.metadata)
     assert len({setting.name for setting in DECLARED}) == len(DECLARED)
+    groups = [group for group, _ in itertools.groupby(DECLARED, lambda one: one.option.group)]
+    assert len(set(groups)) == len(groups)
     constants = [field for field in fields if not field.metadata and field.name != "features"]
     assert {type(field.default) for field in constants} <= {bool, int, float}
     assert len({setting.flag for setting in OPTIONS.values()}) == len(OPTIONS)

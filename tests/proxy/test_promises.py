@@ -20,6 +20,7 @@ import pytest
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.model import GenerationRequest, Role
+from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.io.logs import FACTS
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
@@ -240,7 +241,9 @@ def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(options,
     slow = Act(((0.0, BEGUN + chunk(EVENT)), (0.3, DONE)) if stream else ((0.3, good("decode", b"")),))
 
     async def scene():
-        async with staged(**options, request_history=0) as stage:  # else records are kept on purpose
+        async with staged(
+            **options, features=(WhySettings(request_history=0),)
+        ) as stage:  # else records are kept on purpose
             await stage.ask(asks(stream=stream))
             await stage.settled()
             with no_collector():

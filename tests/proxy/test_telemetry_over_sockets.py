@@ -15,6 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from pdrelay_proxy.app import build
 from pdrelay_proxy.cli import build_parser
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.io.logs import JsonFormatter
 from pdrelay_proxy.options import serve_settings
 from pdrelay_proxy.settings import LogFormat, Settings
@@ -104,7 +105,7 @@ def test_spans_reach_a_collector_and_engines_join_the_trace():
     """What is left is sent when the router ends."""
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     with collector() as (url, spans):
-        with cluster(settings=Settings(otlp_endpoint=url)) as fleet:
+        with cluster(settings=Settings().having(WhySettings(url))) as fleet:
             response = httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers=headers)
         by_name = {span.name: span for span in spans}
 
@@ -119,10 +120,10 @@ def test_spans_reach_a_collector_and_engines_join_the_trace():
 def test_spans_without_their_library_are_refused_in_one_sentence(monkeypatch):
     """At the start, and not at the first request."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    monkeypatch.delitem(sys.modules, "pdrelay_proxy.io.traces", raising=False)
+    monkeypatch.delitem(sys.modules, "pdrelay_proxy.features.why.traces", raising=False)
 
     with pytest.raises(ConfigError, match=r"OpenTelemetry is not installed: pip install 'pdrelay\[tracing\]'"):
-        build(Settings(otlp_endpoint="http://collector:4318"))
+        build(Settings().having(WhySettings("http://collector:4318")))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_the_collector_is_named_as_for_every_other_program(monkeypatch, argument
     parsed = build_parser(["serve"]).parse_args(["serve", *arguments, "--log-format", "json"])
 
     settings = serve_settings(parsed)
-    assert settings.otlp_endpoint == endpoint
+    assert settings.of(WhySettings).otlp_endpoint == endpoint
     assert settings.log_format is LogFormat.JSON
 
 

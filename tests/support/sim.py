@@ -5,11 +5,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import httpx
 import uvicorn
@@ -18,12 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.app import Fabric, build
+from pdrelay_proxy.features.feature import Feature, Ground
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import Sim
-
-if TYPE_CHECKING:
-    from pdrelay_proxy.io.engine_spans import HearEnd
-    from pdrelay_proxy.io.traces import Traces  # what it imports is an extra
 
 Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
@@ -204,12 +200,12 @@ def cluster(
     y: int = 1,
     settings: Settings | None = None,
     *,
-    traces: "Callable[[HearEnd], Traces] | None" = None,
+    make_features: Sequence[Callable[[Ground], Feature]] | None = None,
     **options: object,
 ) -> Generator[Cluster]:
     """Start x prefill sims, y decode sims and a router."""
     with fleet(x, y, **options) as (engines, at, _):
-        built = build(_knowing(at, settings), traces=traces)
+        built = build(_knowing(at, settings), make_features=make_features)
         with serving(built.app) as address:
             yield Cluster(address, engines)
 

@@ -59,7 +59,6 @@ def build_background(
     every_s = settings.engine_metrics_interval_s
     metrics_watch = EngineMetricsWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
     followers = _followers(engines, serving)
-    spans = () if serving.engine_spans is None else (serving.engine_spans,)
     status = Status(
         telemetry,
         registry,
@@ -73,7 +72,6 @@ def build_background(
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         return (
-            *[each.running() for each in spans],
             discovery.running(),
             prober.running(),
             metrics_watch.running(),

@@ -21,7 +21,6 @@ from pdrelay_proxy.core.known_prompts import KnownPrompts
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
-from pdrelay_proxy.io.engine_timelines import Timelines
 from pdrelay_proxy.io.files import engine_keys, engine_tls
 from pdrelay_proxy.io.probes.checks import HttpChecks
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
@@ -66,7 +65,6 @@ class EngineSide:
     guard: Guard
     wire: WireEngines
     checks: HttpChecks
-    timelines: Timelines  # what engines noted of requests
     warnings: FleetWarnings  # of the fleet as a whole
 
 
@@ -122,7 +120,6 @@ def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
         guard,
         wire,
         checks,
-        Timelines(registry, checks, clock),
         FleetWarnings(),
     )
 

@@ -2,10 +2,10 @@
 
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Final
 
 from pdrelay_proxy.api.model_list import ModelCatalog
 from pdrelay_proxy.building.engines import EngineSide
@@ -15,34 +15,26 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.http.origins import Sites
-from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
-from pdrelay_proxy.core.request_history import RequestHistory
-from pdrelay_proxy.core.request_record import ClientIds, RequestRecord
-from pdrelay_proxy.core.request_timeline import Timeline
+from pdrelay_proxy.core.request_record import ClientIds
 from pdrelay_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.engine_spans import EngineSpans, HearEnd
-from pdrelay_proxy.io.engine_timelines import Timelines
 from pdrelay_proxy.io.files import client_keys
 from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
-from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.request_path.telemetry import HearEnded, Telemetry
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_bodies import LegBodies
 from pdrelay_proxy.requests.release import Releaser
 from pdrelay_proxy.requests.request_set import RequestSet
-from pdrelay_proxy.requests.services import LiveSettings, Services
+from pdrelay_proxy.requests.services import LiveSettings, Services, Spans
 from pdrelay_proxy.settings import PolicyName, Settings
 
-if TYPE_CHECKING:
-    from pdrelay_proxy.io.traces import Traces
-
-_PATHS = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
+PATHS: Final = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +47,6 @@ class RequestSide:
     keyring: Keyring
     models: ModelCatalog
     telemetry: Telemetry
-    traces: "Traces | None"  # None: nobody asks for spans
-    engine_spans: EngineSpans | None  # what adds the engines' rows to them
     releaser: Releaser
     reader: BodyReader
 
@@ -65,24 +55,16 @@ def build_requests(
     settings: Settings,
     engines: EngineSide,
     clock: Callable[[], float],
-    make_traces: "Callable[[HearEnd], Traces] | None",
+    *,
+    ended: Sequence[HearEnded] = (),
+    spans: Spans | None = None,
 ) -> RequestSide:
-    """Build it. Raises ConfigError.
-
-    ``make_traces``: those of a test; None: as the settings ask for.
-    """
+    """Build it; ``ended``: hear of requests that are over. Raises ConfigError."""
     fleet, pairs, wire = engines.fleet, engines.pairs, engines.wire
     gate, lifetime = Gate(settings, clock), Lifetime()
     keyring, reader = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     counters = _counters(engines)
-    history = RequestHistory(settings.request_history)
-    telemetry = Telemetry(counters, clock, history, pairs, later=fleet.later, stepped=fleet.stepped)
-    make_traces = make_traces or _trace_maker(settings)
-    engine_spans: EngineSpans | None = None
-    traces: Traces | None = None
-    if make_traces is not None:
-        engine_spans = EngineSpans(_row_reader(engines.timelines), counters, clock)
-        traces = make_traces(engine_spans.offer)
+    telemetry = Telemetry(counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended)
     releaser = Releaser(wire, told=(telemetry,))
     sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
     services = Services(
@@ -115,11 +97,11 @@ def build_requests(
         ids=ClientIds(settings.request_id_headers),
         origins=AllowedOrigins(settings.allowed_origins) if settings.allowed_origins else None,
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
-        spans=traces,
+        spans=spans,
     )
     requests = RequestSet(services)
     models = ModelCatalog(engines.registry, wire, engines.outbound, clock, model=settings.required_model)
-    return RequestSide(requests, gate, lifetime, keyring, models, telemetry, traces, engine_spans, releaser, reader)
+    return RequestSide(requests, gate, lifetime, keyring, models, telemetry, releaser, reader)
 
 
 def _counters(engines: EngineSide) -> Counters:
@@ -127,7 +109,7 @@ def _counters(engines: EngineSide) -> Counters:
     pairs = engines.pairs
     crossings = engines.fleet.crossings
     return Counters(
-        _PATHS,
+        PATHS,
         slice_crossings=Counter() if crossings is None else crossings.counted,
         lone_prompts_bound=engines.fleet.bounds,
         pair_failures=pairs.health.failures,
@@ -155,24 +137,3 @@ def _sessions(settings: Settings) -> SessionIds | None:
     """Return where sessions' ids are; None: no policy asks for them, so no request is searched."""
     by_session = PolicyName.SESSION in (settings.prefill_policy, settings.decode_policy)
     return SessionIds(settings.session_names) if by_session else None
-
-
-def _row_reader(timelines: Timelines) -> Callable[[RequestRecord, Set[InstanceId]], Awaitable[tuple[float, Timeline]]]:
-    """Return what asks the engines of a request that is over for their rows, but for some of them."""
-
-    def read(record: RequestRecord, without: Set[InstanceId]) -> Awaitable[tuple[float, Timeline]]:
-        return timelines.of(record, is_over=True, asks_engines=True, without=without)
-
-    return read
-
-
-def _trace_maker(settings: Settings) -> "Callable[[HearEnd], Traces] | None":
-    """Return what makes the traces, for what hears of requests that are over; None: nobody asks for spans."""
-    if settings.otlp_endpoint is None:
-        return None
-    try:
-        from pdrelay_proxy.io.traces import Traces  # noqa: PLC0415 (what it imports is an extra)
-    except ImportError as exc:
-        missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
-        raise ConfigError(f"{missing}: pip install 'pdrelay[tracing]'") from exc
-    return partial(Traces.to, settings.otlp_endpoint, _PATHS)

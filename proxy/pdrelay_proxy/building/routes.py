@@ -17,7 +17,6 @@ from pdrelay_proxy.api.own_engines import OwnEngines
 from pdrelay_proxy.api.page import Onlookers, page_routes
 from pdrelay_proxy.api.pairs import pair_routes
 from pdrelay_proxy.api.ready import liveness_routes, probe_routes
-from pdrelay_proxy.api.requests import request_routes
 from pdrelay_proxy.building.background import BackgroundWork
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
@@ -121,12 +120,6 @@ def _key_routes(
         ),
         instance_routes(instances, access),
         pair_routes(telemetry.settled_pairs, clock, access),
-        request_routes(
-            lambda: telemetry.history,
-            lambda: [(request.record, request.state) for request in requests],
-            engines.timelines,
-            access,
-        ),
     )
 
 

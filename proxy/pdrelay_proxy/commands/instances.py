@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pdrelay_proxy.commands.flag_values import seconds_or_none
-from pdrelay_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
-from pdrelay_proxy.commands.tables import in_lines, table
+from pdrelay_proxy.console.flag_values import seconds_or_none
+from pdrelay_proxy.console.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.console.tables import in_lines, table
 
 _COLUMNS: Final = (
     *("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode"),

@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
-from pdrelay_proxy.commands.tables import in_lines, table
+from pdrelay_proxy.console.router_client import Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.console.tables import in_lines, table
 
 _COLUMNS: Final = ("prefill", "decode", "state", "reason", "mode", "handovers", "failed", "ttft", "kv rate", "last")
 

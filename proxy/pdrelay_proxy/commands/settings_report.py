@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.commands.tables import printable
 from pdrelay_proxy.consistency import faults
+from pdrelay_proxy.console.tables import printable
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
 from pdrelay_proxy.options import OPTIONS, SECRETS, Choices, Setting, check_engines, choose
 from pdrelay_proxy.settings import Settings

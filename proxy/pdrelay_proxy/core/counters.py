@@ -122,7 +122,6 @@ class Counters:
     known_prompts: Counter[Key] = field(default_factory=Counter)  # what became of them (core/known_prompts.py)
     known_prompt_bytes: Counter[Key] = field(default_factory=Counter)  # (): now
     peers: Counter[Key] = field(default_factory=Counter)  # heard or known: other routers, now
-    trace_timelines: Counter[Key] = field(default_factory=Counter)  # what became of them (io/engine_spans.py)
     peer_datagrams: Counter[Key] = field(default_factory=Counter)  # what became of them (io/peers.py)
     connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/http/framing.py
     durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path, RequestOutcome

@@ -1,7 +1,8 @@
 """What a router does beyond serving requests. Each feature is a folder; without its folder and its line, it is gone.
 
-A folder may have ``feature.py``, with a ``Feature`` named FEATURE; ``settings.py``, with a class of declared settings
-named SETTINGS; and ``command.py``, a subcommand of ``pdrelay``, with HELP. Nothing outside of a folder imports it.
+A folder may have ``feature.py``, whose FEATURE is a class of ``Feature``; ``settings.py``, whose SETTINGS is a class of
+declared settings; and ``command.py``, a subcommand of ``pdrelay`` with the folder's name, of which COMMAND in its
+``__init__.py`` says what it does. No module outside of a folder imports one inside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,26 +15,34 @@ from typing import TYPE_CHECKING, Final, cast
 if TYPE_CHECKING:
     from pdrelay_proxy.features.feature import Feature
 
-FEATURES: Final = ("roles",)
+FEATURES: Final = (
+    "roles",
+    "why",
+)
 
 
 @lru_cache(1)
-def features() -> "Sequence[Feature]":
-    """Return all features; they import what the router consists of."""
-    return [cast("Feature", module.FEATURE) for module in _modules("feature").values()]
+def features() -> "Sequence[type[Feature]]":
+    """Return all features. Their modules import what a router consists of."""
+    return [cast("type[Feature]", module.FEATURE) for module in _modules("feature")]
 
 
 @lru_cache(1)
 def feature_settings() -> Sequence[type[object]]:
     """Return the classes of the settings of features."""
-    return [cast("type[object]", module.SETTINGS) for module in _modules("settings").values()]
+    return [cast("type[object]", module.SETTINGS) for module in _modules("settings")]
 
 
-def feature_commands() -> Mapping[str, str]:
-    """Return the modules of the subcommands of features, by name, without importing them."""
-    return {name: place for name in FEATURES if find_spec(place := f"{__name__}.{name}.command")}
+def feature_commands() -> Mapping[str, tuple[str, str]]:
+    """Return the subcommands of features by name: the module, which is not imported, and what it does."""
+    found = dict[str, tuple[str, str]]()
+    for name in FEATURES:
+        place = f"{__name__}.{name}"
+        if find_spec(f"{place}.command"):
+            found[name] = f"{place}.command", cast("str", import_module(place).COMMAND)
+    return found
 
 
-def _modules(part: str) -> Mapping[str, ModuleType]:
-    places = {name: f"{__name__}.{name}.{part}" for name in FEATURES}
-    return {name: import_module(place) for name, place in places.items() if find_spec(place)}
+def _modules(part: str) -> Sequence[ModuleType]:
+    places = [f"{__name__}.{name}.{part}" for name in FEATURES]
+    return [import_module(place) for place in places if find_spec(place)]

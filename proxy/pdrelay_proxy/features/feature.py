@@ -13,20 +13,28 @@ from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.metric_families import Family
+from pdrelay_proxy.io.request_path.telemetry import HearEnded
+from pdrelay_proxy.requests.services import Spans
 from pdrelay_proxy.settings import Settings
 
 Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]  # anew for each start of the server
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
-    """A router that is being built, for its features."""
+class Ground:
+    """What every feature is built on."""
 
     settings: Settings
     engines: EngineSide
+    clock: Callable[[], float]  # seconds; only differences count
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A router that is built but for its features."""
+
     serving: RequestSide
     discovery: Discovery
-    clock: Callable[[], float]  # seconds; only differences count
     wall: Callable[[], float]  # seconds of a clock that hosts have in common
 
 
@@ -41,17 +49,25 @@ class FeatureParts:
 
 
 class Feature:
-    """One feature. Each method may be left out."""
+    """One feature of one router. Each method may be left out."""
 
-    def check(self, settings: Settings) -> None:
+    def __init__(self, ground: Ground) -> None:
+        """Begin it, before what serves requests is built. Raises ConfigError."""
+        self.ground = ground
+
+    @staticmethod
+    def check(settings: Settings, /) -> None:
         """Raise ConfigError if settings contradict each other."""
 
-    def build(self, core: Core) -> FeatureParts:
-        """Return what the feature adds to a router with these settings. Raises ConfigError."""
+    def hears_ended(self) -> HearEnded | None:
+        """Return what is told of requests that are over, some at a time; it must not wait or raise."""
+        return None
+
+    def spans(self) -> Spans | None:
+        """Return what opens a span for each request and for each of its legs."""
+        return None
+
+    def parts(self, core: Core) -> FeatureParts:
+        """Return what it adds besides. Raises ConfigError."""
         del core
         return FeatureParts()
-
-
-def build_features(features: Sequence[Feature], core: Core) -> Sequence[FeatureParts]:
-    """Build them. Raises ConfigError."""
-    return [feature.build(core) for feature in features]

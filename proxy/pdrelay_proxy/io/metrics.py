@@ -176,8 +176,6 @@ class _Collector:
         yield from self._counted.counter("pdrelay_admin_actions", text, ("action", "outcome"), "admin")
         text = "Files of certificates or keys that changed and were read again, by result; failed: the old ones stay."
         yield from self._counted.counter("pdrelay_file_reloads", text, ("result",), "file_reloads")
-        text = "Traces to which the rows of engines were to be added, by what became of that."
-        yield from self._counted.counter("pdrelay_trace_timelines", text, ("result",), "trace_timelines")
         text = "Connections of clients that were closed before their request was served, by reason."
         yield from self._counted.counter("pdrelay_connections_refused", text, ("reason",), "connections_refused")
         text = "Legs that failed and were sent again, by the role of the engine and the reason."

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import pdrelay_proxy.api.page
 from pdrelay_proxy.api.page import content_policy
+from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
@@ -160,7 +160,7 @@ async def test_the_metrics_tell_what_became_of_requests(mode):
 async def test_an_address_that_no_collector_has_does_not_stop_the_router(monkeypatch):
     """Spans are lost then, and nothing else; the end waits for the collector no longer than the operator says."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    settings = replace(Settings(), otlp_endpoint="http://127.0.0.1:1")
+    settings = Settings().having(WhySettings("http://127.0.0.1:1"))
     async with router(sims(), settings) as client:
         response = await client.post(TEXT[0], json=TEXT[1])
 

@@ -42,10 +42,10 @@ def logger(stream):
     handler.setStream(stream)
     handler.setFormatter(logging.Formatter("%(message)s"))
     root, mine = logging.getLogger(), logging.getLogger("tests.lines")
-    root.addHandler(handler)
+    others, root.handlers = root.handlers, [handler]  # the first that formats a traceback does it for all
     mine.setLevel(logging.INFO)
     yield mine
-    root.removeHandler(handler)
+    root.handlers = others
     mine.setLevel(logging.NOTSET)
 
 
@@ -120,7 +120,7 @@ def test_text_lines_of_a_batch_are_those_of_logging(logger, stream):
     assert one.endswith(" INFO tests.lines one 1")
     assert two.endswith(" ERROR tests.lines two")
     assert rest[0] == "Traceback (most recent call last):"
-    assert rest[-1] == "ValueError: why"
+    assert rest[-1] == "  ValueError: why"
 
 
 @pytest.mark.parametrize("created", [0.0, 1e9, 1e9 + 0.0004, 1e9 + 0.9996, 1.5e9 + 0.25])

@@ -17,9 +17,9 @@ from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairState
 from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.request_record import MoveOutcome
-from pdrelay_proxy.core.request_timeline import router_timeline
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.errors import ConfigError, EngineError
+from pdrelay_proxy.features.why.request_timeline import router_timeline
 from pdrelay_proxy.io.request_path.access_log import text
 from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.settings import Settings, SlicePairing

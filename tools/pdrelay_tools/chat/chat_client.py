@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import httpx
 import msgspec
 
-from pdrelay_proxy.commands.router_client import CommandFailed
+from pdrelay_proxy.console.router_client import CommandFailed
 from pdrelay_tools.served_by import LegTiming, parse_server_timing
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
-from pdrelay_proxy.commands.flag_values import server_url
-from pdrelay_proxy.commands.router_client import ROUTER_VARIABLE, CommandFailed
-from pdrelay_proxy.commands.tables import in_lines, printable, shortened
+from pdrelay_proxy.console.flag_values import server_url
+from pdrelay_proxy.console.router_client import ROUTER_VARIABLE, CommandFailed
+from pdrelay_proxy.console.tables import in_lines, printable, shortened
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_tools.chat.chat_client import KEY_VARIABLE, ChatClient, ChatTurn, Message
 from pdrelay_tools.chat.kv_meter import KvMeter

@@ -8,7 +8,7 @@ from typing import Final
 
 import httpx
 
-from pdrelay_proxy.commands.router_client import CommandFailed, RouterClient
+from pdrelay_proxy.console.router_client import CommandFailed, RouterClient
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_tools.served_by import metric_total
 

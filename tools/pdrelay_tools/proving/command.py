@@ -17,8 +17,8 @@ from random import SystemRandom
 from types import FrameType
 from typing import Final
 
-from pdrelay_proxy.commands.flag_values import seconds, server_url
-from pdrelay_proxy.commands.tables import printable, shortened
+from pdrelay_proxy.console.flag_values import seconds, server_url
+from pdrelay_proxy.console.tables import printable, shortened
 from pdrelay_proxy.core.address import dns_name
 from pdrelay_proxy.core.admission.keys import outbound_key
 from pdrelay_proxy.core.model import Role

@@ -6,8 +6,8 @@ import sys
 from contextlib import aclosing
 from typing import Final
 
-from pdrelay_proxy.commands.flag_values import seconds
-from pdrelay_proxy.commands.tables import printable, shortened
+from pdrelay_proxy.console.flag_values import seconds
+from pdrelay_proxy.console.tables import printable, shortened
 from pdrelay_proxy.core.one_line import one_line
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
 from pdrelay_proxy.options import add_flags, serve_settings

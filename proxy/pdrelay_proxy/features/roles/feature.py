@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Final
@@ -24,7 +25,8 @@ from pdrelay_proxy.settings import Settings
 class RolesFeature(Feature):
     """The controller of roles."""
 
-    def check(self, settings: Settings) -> None:
+    @staticmethod
+    def check(settings: Settings, /) -> None:
         """Raise ConfigError if it does not know what is wanted, or routers cannot tell which of them decides."""
         chosen = settings.of(RoleSettings)
         if chosen.roles is not RolesMode.OFF and (chosen.target_ttft_s is None or chosen.target_itl_s is None):
@@ -37,36 +39,37 @@ class RolesFeature(Feature):
                 "write kubernetes:CONFIGMAP, redis://... or file:PATH"
             )
 
-    def build(self, core: Core) -> FeatureParts:
+    def parts(self, core: Core) -> FeatureParts:
         """Return what looks at the engines and decides, and where its decisions are shown."""
-        chosen = core.settings.of(RoleSettings)
+        settings, engines, clock = self.ground.settings, self.ground.engines, self.ground.clock
+        chosen = settings.of(RoleSettings)
         if chosen.roles is RolesMode.OFF or chosen.target_ttft_s is None or chosen.target_itl_s is None:
             return FeatureParts()
-        board = RoleBoard(chosen.roles, chosen.turns_per_hour, core.clock)
+        board = RoleBoard(chosen.roles, chosen.turns_per_hour, clock)
         targets = RoleTargets(chosen.target_ttft_s, chosen.target_itl_s, slots=chosen.decode_slots)
         limits = RoleLimits(chosen.min_prefill, chosen.min_decode, turns_per_hour=chosen.turns_per_hour)
-        text = build_shared_text(core.settings, "roles", lasts_s=LASTS_S) if chosen.roles is RolesMode.AUTO else None
+        text = build_shared_text(settings, "roles", lasts_s=LASTS_S) if chosen.roles is RolesMode.AUTO else None
         admission = core.serving.gate.admission
         watch = RoleWatch(
-            core.engines.registry,
-            core.engines.checks.metrics,
+            engines.registry,
+            engines.checks.metrics,
             RoleController(targets, limits),
             board,
             queued=lambda: admission.waiting,
             every_s=chosen.roles_interval_s,
-            clock=core.clock,
-            turns=None if text is None else _turns(core, text),
+            clock=clock,
+            turns=None if text is None else _turns(core, text, clock),
         )
         closing: tuple[Running, ...] = () if text is None else (partial(aclosing, text),)
         return FeatureParts((*closing, watch.running), status=board.status, families=board.families)
 
 
-def _turns(core: Core, text: SharedText) -> LeasedTurns:
+def _turns(core: Core, text: SharedText, clock: Callable[[], float]) -> LeasedTurns:
     async def turn(name: InstanceId, role: Role) -> None:
         await core.discovery.turn(name, EngineRole(role.value))
 
     me = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-    return LeasedTurns(me, text, turn, clock=core.clock, wall=core.wall)
+    return LeasedTurns(me, text, turn, clock=clock, wall=core.wall)
 
 
-FEATURE: Final = RolesFeature()
+FEATURE: Final = RolesFeature

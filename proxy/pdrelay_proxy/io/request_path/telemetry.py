@@ -8,14 +8,13 @@ get the same events from the request itself, for they have to be opened before a
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from pdrelay_proxy.core.recent_stats import RecentStats
-from pdrelay_proxy.core.request_history import RequestHistory
 from pdrelay_proxy.core.request_record import (
     MoveOutcome,
     MoveReason,
@@ -30,6 +29,7 @@ from pdrelay_proxy.io.request_path.deferred import DeferredCalls
 from pdrelay_proxy.io.request_path.pair_notes import PairNotes
 
 logger = logging.getLogger(__name__)
+HearEnded: TypeAlias = Callable[[Sequence[RequestRecord]], None]
 _OK: Final = "ok"
 _ENGINES_AT_ONCE: Final = 20
 _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up takes as long as a call
@@ -154,19 +154,20 @@ class Telemetry:
         self,
         counters: Counters,
         clock: Callable[[], float],
-        history: RequestHistory | None = None,
         pairs: PairNotes | None = None,
         *,
         later: DeferredCalls | None = None,
         stepped: Callable[[InstanceId, list[float]], None] | None = None,
+        ended: Sequence[HearEnded] = (),
     ) -> None:
         """``pairs``: is told what happens between two engines; None: nothing is.
 
         ``later``: what waits to be counted (None: only this object's). ``stepped``: gets the seconds between two reads
-        of an engine's streams; None: to count them by path will do.
+        of an engine's streams; None: to count them by path will do. ``ended``: hear of requests that are over, once
+        their lines are written.
         """
         self._counters = counters
-        self._history = RequestHistory(0) if history is None else history
+        self._ended = ended
         self._recent = RecentStats()
         self._said = dict[tuple[InstanceId, Failure], float]()  # when it was told to the operator
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
@@ -196,12 +197,6 @@ class Telemetry:
         self.later.settle()
         self._add_up()
         return self._recent
-
-    @property
-    def history(self) -> RequestHistory:
-        """The latest requests that are over, with all that has happened."""
-        self.later.settle()
-        return self._history
 
     def settled_pairs(self) -> PairNotes:
         """Return what is known of pairs of engines, with all that has happened; raises LookupError: nothing is."""
@@ -375,7 +370,8 @@ class Telemetry:
         if self._over:
             over, self._over = self._over, []
             log_requests(over)
-            self._history.add(over)
+            for hear in self._ended:
+                hear(over)
 
     def _push_over(self, record: RequestRecord) -> None:
         """Count whether the KV cache of a push arrived; its answer may tell."""

@@ -6,8 +6,6 @@ from typing import Annotated, Final
 from fastapi import APIRouter, HTTPException, Path, Query
 
 from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OPERATORS, OperatorAccess, operator_errors
-from pdrelay_proxy.api.schemas import RequestTimeline, RequestTimelines, TimelineRow
-from pdrelay_proxy.core.request_history import RequestHistory, name_begins, records_named
 from pdrelay_proxy.core.request_record import (
     CLIENT_CLOSED_REQUEST,
     PromptParts,
@@ -15,7 +13,9 @@ from pdrelay_proxy.core.request_record import (
     RequestRecord,
     written_ms,
 )
-from pdrelay_proxy.io.engine_timelines import Timelines
+from pdrelay_proxy.features.why.engine_timelines import Timelines
+from pdrelay_proxy.features.why.request_history import RequestHistory, name_begins, records_named
+from pdrelay_proxy.features.why.schemas import RequestTimeline, RequestTimelines, TimelineRow
 from pdrelay_proxy.requests.lifecycle import RequestState
 
 _CUT: Final = "..."  # behind the half of an id on the status page

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
-from pdrelay_proxy.commands.flag_values import seconds, server_url
-from pdrelay_proxy.commands.port_owners import port_owners, why_not_of
-from pdrelay_proxy.commands.tables import in_lines, printable, shortened
+from pdrelay_proxy.console.flag_values import seconds, server_url
+from pdrelay_proxy.console.port_owners import port_owners, why_not_of
+from pdrelay_proxy.console.tables import in_lines, printable, shortened
 from pdrelay_proxy.core.admission.keys import outbound_key
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import LOCAL_KEY_FILE, load_chain, read_text

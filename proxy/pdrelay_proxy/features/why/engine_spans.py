@@ -6,15 +6,17 @@ their rows, and the others are counted.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.counters import Key
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.request_timeline import Row, Timeline, legs_of
+from pdrelay_proxy.features.why.request_timeline import Row, Timeline, legs_of
 from pdrelay_proxy.io.background import meanwhile
+from pdrelay_proxy.io.metric_families import Family, counter_family
 
 logger = logging.getLogger(__name__)
 AddRows: TypeAlias = Callable[[float, Sequence[Row]], None]  # when the request began, in seconds since the epoch; rows
@@ -34,15 +36,14 @@ class EngineSpans:
     def __init__(
         self,
         ask: Callable[[RequestRecord, Set[InstanceId]], Awaitable[tuple[float, Timeline]]],
-        counters: Counters,
         clock: Callable[[], float],
         *,
         later_s: float = LATER_S,
     ) -> None:
-        self._ask, self._counters, self._clock, self._later_s = ask, counters, clock, later_s
+        self._ask, self._clock, self._later_s = ask, clock, later_s
         self._over = asyncio.Queue[tuple[float, RequestRecord, AddRows]](_MOST_WAITING)
         self._quiet = dict[InstanceId, float]()  # engines that told nothing, and until when they are not asked
-        counters.trace_timelines.update({(word,): 0 for word in ("added", "untold", "skipped")})
+        self.outcomes = Counter[Key]({("added",): 0, ("untold",): 0, ("skipped",): 0})  # traces, by what became of them
 
     def offer(self, record: RequestRecord, add: AddRows) -> None:
         """Have the rows of a request that is over added, unless its engines tell nothing or too many wait."""
@@ -52,7 +53,12 @@ class EngineSpans:
         try:
             self._over.put_nowait((now + self._later_s, record, add))
         except asyncio.QueueFull:
-            self._counters.trace_timelines["skipped",] += 1
+            self.outcomes["skipped",] += 1
+
+    def families(self) -> Iterator[Family]:
+        """Yield the metrics."""
+        text = "Traces to which the rows of engines were to be added, by what became of that."
+        yield from counter_family("pdrelay_trace_timelines", text, ("result",), self.outcomes)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -75,7 +81,7 @@ class EngineSpans:
 
     def _note(self, engines: Sequence[InstanceId], quiet: Set[InstanceId], told: Set[str]) -> None:
         """Note which engines told something."""
-        self._counters.trace_timelines["added" if told else "untold",] += 1
+        self.outcomes["added" if told else "untold",] += 1
         now = self._clock()
         for engine in set(engines) - quiet:
             self._quiet.pop(engine, None)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import httpx
 import pytest
 
+from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims, until_async
@@ -71,7 +72,7 @@ async def test_the_prompts_of_one_request_are_one_request():
 
 async def test_a_request_with_many_prompts_is_one_entry():
     """It leaves the requests before it in the history; its notes name prompts that can be asked for."""
-    async with router(sims(), replace(OPEN, request_history=4)) as client:
+    async with router(sims(), OPEN.having(WhySettings(request_history=4))) as client:
         before = (await client.post("/v1/completions", json=PROMPT)).headers["x-request-id"]
         response = await client.post("/v1/completions", json=PROMPT | {"prompt": ["hello"] * 20})
         name = response.headers["x-request-id"]
@@ -141,7 +142,7 @@ async def test_a_request_under_way_is_shown_as_far_as_it_has_come():
 
 async def test_only_the_latest_requests_are_kept():
     """The router forgets the others."""
-    settings = Settings(admin_key="sesame", health_check_interval_s=0.0, request_history=0)
+    settings = Settings(admin_key="sesame", health_check_interval_s=0.0).having(WhySettings(request_history=0))
     async with router(sims(), settings) as client:
         response = await client.post("/v1/completions", json=PROMPT)
         status, found = await ask(client, response.headers["x-request-id"])

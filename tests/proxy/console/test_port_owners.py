@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from pdrelay_proxy.cli import main
-from pdrelay_proxy.commands.port_owners import port_owners, why_not_of
+from pdrelay_proxy.console.port_owners import port_owners, why_not_of
 from pdrelay_proxy.settings import Settings
 from support.sim import cluster
 

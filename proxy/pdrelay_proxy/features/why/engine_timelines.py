@@ -12,8 +12,15 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.request_timeline import EngineEvent, Leg, Timeline, engine_rows, legs_of, router_timeline
 from pdrelay_proxy.errors import UnknownInstance
+from pdrelay_proxy.features.why.request_timeline import (
+    EngineEvent,
+    Leg,
+    Timeline,
+    engine_rows,
+    legs_of,
+    router_timeline,
+)
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
 
 MOST_EVENTS: Final = 1024  # of one leg; an engine keeps fewer

@@ -12,9 +12,10 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor
 
-from pdrelay_proxy.commands.router_client import run_command
-from pdrelay_proxy.commands.why import add_arguments, text
-from pdrelay_proxy.io.traces import Traces
+from pdrelay_proxy.console.router_client import run_command
+from pdrelay_proxy.features.why.command import add_arguments, text
+from pdrelay_proxy.features.why.feature import WhyFeature
+from pdrelay_proxy.features.why.traces import Traces
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import cluster, until
@@ -144,7 +145,7 @@ class SlowProcessor(SpanProcessor):
 
 
 def busy_after(name):
-    return {"traces": partial(Traces, frozenset(), SlowProcessor(name))}
+    return {"make_features": [partial(WhyFeature, make_traces=partial(Traces, frozenset(), SlowProcessor(name)))]}
 
 
 def retried(running):

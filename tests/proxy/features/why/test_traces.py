@@ -12,12 +12,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from pdrelay_proxy.app import build
-from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
-from pdrelay_proxy.core.request_timeline import Timeline
-from pdrelay_proxy.io.engine_spans import EngineSpans
-from pdrelay_proxy.io.traces import Traces
+from pdrelay_proxy.features.why.engine_spans import EngineSpans
+from pdrelay_proxy.features.why.feature import WhyFeature
+from pdrelay_proxy.features.why.request_timeline import Timeline
+from pdrelay_proxy.features.why.traces import Traces
 from pdrelay_proxy.settings import KvTransferMode, Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import InMemory, sims, until_async
@@ -56,7 +56,9 @@ def spans():
 async def traced_router(spans, engines, mode=KvTransferMode.PULL):
     """A client of a router in front of these engines, whose requests leave spans."""
     settings = replace(Settings(), prefill=("p0:80",), decode=("d0:80",), allowed_hosts=("*",), kv_transfer_mode=mode)
-    built = build(settings, fabric=InMemory(engines).fabric, traces=spans.make_traces)
+    built = build(
+        settings, fabric=InMemory(engines).fabric, make_features=[partial(WhyFeature, make_traces=spans.make_traces)]
+    )
     transport = httpx.ASGITransport(built.app)
     async with (
         built.app.router.lifespan_context(built.app),
@@ -164,28 +166,26 @@ async def test_engines_that_noted_nothing_are_left_alone():
         record.prefill = LegRecord("prefill-0")
         return record
 
-    spans = EngineSpans(ask, counters := Counters(frozenset()), lambda: now[0], later_s=0.0)
+    spans = EngineSpans(ask, lambda: now[0], later_s=0.0)
     async with spans.running():
         for name, at, untold in (("first", 0.0, 1), ("soon", 30.0, 1), ("later", 61.0, 2)):
             now[0] = at
             spans.offer(over(name), lambda began_at, rows: None)
-            await until_async(lambda untold=untold: counters.trace_timelines["untold",] == untold)
+            await until_async(lambda untold=untold: spans.outcomes["untold",] == untold)
 
     assert asked == ["first", "later"]
-    assert counters.trace_timelines["untold",] == 2
+    assert spans.outcomes["untold",] == 2
 
 
 async def test_more_traces_than_engines_are_asked_of_are_counted():
     """Nothing piles up behind an engine that is slow to tell."""
-    spans = EngineSpans(
-        lambda *_: asyncio.sleep(9, (0.0, Timeline(0.0))), counters := Counters(frozenset()), lambda: 0.0
-    )
+    spans = EngineSpans(lambda *_: asyncio.sleep(9, (0.0, Timeline(0.0))), lambda: 0.0)
     record = RequestRecord(RequestId("r"), PATH)
     record.prefill = LegRecord("prefill-0")
     for _ in range(100):
         spans.offer(record, lambda began_at, rows: None)
 
-    assert counters.trace_timelines["skipped",] == 36
+    assert spans.outcomes["skipped",] == 36
 
 
 async def test_a_retry_is_an_event_with_its_reason(spans):

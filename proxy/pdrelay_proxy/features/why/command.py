@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import quote
 
-from pdrelay_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
-from pdrelay_proxy.commands.tables import in_lines, widths_of
+from pdrelay_proxy.console.router_client import Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.console.tables import in_lines, widths_of
 
 _BAR: Final = 30  # characters that stand for the whole time
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import InstanceId, LegOrder, RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.request_history import RequestHistory
 from pdrelay_proxy.core.request_record import (
     PARTS_KEPT,
     LegRecord,
@@ -15,7 +14,8 @@ from pdrelay_proxy.core.request_record import (
     PromptRecord,
     RequestRecord,
 )
-from pdrelay_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
+from pdrelay_proxy.features.why.request_history import RequestHistory
+from pdrelay_proxy.features.why.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
 
 BEGAN = 1000.0
 

@@ -18,8 +18,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.request_record import RequestOutcome, RequestRecord
-from pdrelay_proxy.core.request_timeline import Row, router_timeline
-from pdrelay_proxy.io.engine_spans import HearEnd
+from pdrelay_proxy.features.why.engine_spans import HearEnd
+from pdrelay_proxy.features.why.request_timeline import Row, router_timeline
 from pdrelay_proxy.io.request_path.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate

@@ -1,0 +1,90 @@
+"""Puts timelines and traces into a router."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Set
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pdrelay_proxy.building.requests import PATHS
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.request_record import RequestRecord
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.feature import Core, Feature, FeatureParts, Ground
+from pdrelay_proxy.features.why.engine_spans import EngineSpans, HearEnd
+from pdrelay_proxy.features.why.engine_timelines import Timelines
+from pdrelay_proxy.features.why.request_history import RequestHistory
+from pdrelay_proxy.features.why.request_timeline import Timeline
+from pdrelay_proxy.features.why.requests_route import request_routes
+from pdrelay_proxy.features.why.settings import WhySettings
+from pdrelay_proxy.io.request_path.telemetry import HearEnded
+from pdrelay_proxy.requests.services import Spans
+
+if TYPE_CHECKING:
+    from pdrelay_proxy.features.why.traces import Traces
+
+
+class WhyFeature(Feature):
+    """Keeps the latest requests that are over, asks engines what they noted of one, and sends spans to a collector."""
+
+    def __init__(self, ground: Ground, make_traces: "Callable[[HearEnd], Traces] | None" = None) -> None:
+        """``make_traces``: those of a test; None: as the settings ask for. Raises ConfigError."""
+        super().__init__(ground)
+        chosen = ground.settings.of(WhySettings)
+        self._timelines = Timelines(ground.engines.registry, ground.engines.checks, ground.clock)
+        self._history = RequestHistory(chosen.request_history)
+        self._engine_spans = EngineSpans(self._rows, ground.clock)
+        make_traces = make_traces or _trace_maker(chosen.otlp_endpoint)
+        self._traces = None if make_traces is None else make_traces(self._engine_spans.offer)
+
+    def hears_ended(self) -> HearEnded:
+        """Have the history hear of them."""
+        return self._history.add
+
+    def spans(self) -> Spans | None:
+        """Return the traces; None: nobody asks for any."""
+        return self._traces
+
+    def parts(self, core: Core) -> FeatureParts:
+        """Return the route, and what adds rows of engines to traces."""
+        telemetry, requests = core.serving.telemetry, core.serving.requests
+
+        def history() -> RequestHistory:
+            telemetry.later.settle()
+            return self._history
+
+        routes = partial(
+            request_routes, history, lambda: [(each.record, each.state) for each in requests], self._timelines
+        )
+        if self._traces is None:
+            return FeatureParts(routes=(routes,))
+        running = partial(_closing, self._traces), self._engine_spans.running
+        return FeatureParts(running, (routes,), families=self._engine_spans.families)
+
+    def _rows(self, record: RequestRecord, without: Set[InstanceId]) -> Awaitable[tuple[float, Timeline]]:
+        """Ask the engines of a request that is over for their rows, but for some of them."""
+        return self._timelines.of(record, is_over=True, asks_engines=True, without=without)
+
+
+@asynccontextmanager
+async def _closing(traces: "Traces") -> AsyncGenerator[None]:
+    """Send what is left at the end."""
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(traces.close)
+
+
+def _trace_maker(endpoint: str | None) -> "Callable[[HearEnd], Traces] | None":
+    """Return what makes the traces, for what hears of requests that are over; None: nobody asks for spans."""
+    if endpoint is None:
+        return None
+    try:
+        from pdrelay_proxy.features.why.traces import Traces  # noqa: PLC0415 (what it imports is an extra)
+    except ImportError as exc:
+        missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
+        raise ConfigError(f"{missing}: pip install 'pdrelay[tracing]'") from exc
+    return partial(Traces.to, endpoint, PATHS)
+
+
+FEATURE: Final = WhyFeature

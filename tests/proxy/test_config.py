@@ -81,7 +81,6 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
         ("retry_budget_ratio = 1.1", "retry_budget_ratio: '1.1' is not a share: write a number above 0, at most 1"),
         ('model = ""', "model is not a setting"),
         ('required_model = ""', "required_model: it is empty: leave it out or write a value"),
-        ('otlp_endpoint = "collector:4318"', "otlp_endpoint: 'collector:4318' is not a URL: write http://host:port"),
         ("host = 5", "host is 5: write a string, in quotes"),
         ('connect_timeout_s = "5"', "connect_timeout_s is '5': write a number"),
         ("connect_timeout_s = inf", "connect_timeout_s: 'inf' is not a time: write a number of seconds above 0"),

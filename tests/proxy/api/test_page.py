@@ -11,8 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import pdrelay_proxy.api.page
 from pdrelay_proxy.api.page import content_policy
-from pdrelay_proxy.features.why.settings import WhySettings
-from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
 
@@ -155,13 +153,3 @@ async def test_the_metrics_tell_what_became_of_requests(mode):
     assert seen["pdrelay_instance_state", "healthy", "prefill", "prefill-0"] == 1
     assert seen["pdrelay_handoff_gap_seconds_count",] >= {"pull": 2, "push": 1}[mode]
     assert seen["pdrelay_kv_transfers_total", "decode-0", "unknown"] == 2
-
-
-async def test_an_address_that_no_collector_has_does_not_stop_the_router(monkeypatch):
-    """Spans are lost then, and nothing else; the end waits for the collector no longer than the operator says."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    settings = Settings().having(WhySettings("http://127.0.0.1:1"))
-    async with router(sims(), settings) as client:
-        response = await client.post(TEXT[0], json=TEXT[1])
-
-    assert response.status_code == 200

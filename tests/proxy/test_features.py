@@ -1,0 +1,126 @@
+"""A feature is a folder and a line: one is added as the page says, and each is removed in turn."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import pdrelay_proxy
+from pdrelay_proxy.features import FEATURES
+
+pytestmark = pytest.mark.processes
+
+PACKAGE = Path(pdrelay_proxy.__file__).parent
+TESTS = Path(__file__).parent
+PAGE = TESTS.parents[1] / "docs/features.md"
+# A little of everything: settings, the command line, the document, the page, requests of every kind.
+SOME = ("test_app.py", "test_config.py", "test_endpoints.py", "api/test_page.py", "requests/test_request.py")
+EXAMPLE = """
+import asyncio
+from pdrelay_proxy.features import features
+from pdrelay_proxy.features.slow_requests.settings import SlowSettings
+from pdrelay_proxy.settings import Settings
+from support.sim import router, sims
+
+async def main():
+    async with router(sims(), Settings().having(SlowSettings(1e-9))) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        print((await client.get("/metrics")).text)
+        print((await client.get("/stats")).json()["features"])
+        print(answer.headers["x-request-id"])
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the router that can be changed."""
+    place = tmp_path / PACKAGE.name
+    shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    return place
+
+
+def change_list(copy, old, new):
+    file = copy / "features/__init__.py"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def python(copy, *arguments):
+    """Run Python with the copy in place of the router; return its output."""
+    paths = [str(copy.parent), str(TESTS.parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def remove(copy, name):
+    shutil.rmtree(copy / "features" / name)
+    change_list(copy, f'    "{name}",\n', "")
+
+
+def names(file, name):
+    """Tell whether a test is about a feature, too: it names it, its command or one of its settings."""
+    settings = import_module(f"pdrelay_proxy.features.{name}.settings").SETTINGS
+    words = [rf"features\.{name}", f'"{name}"', *[field.name for field in fields(settings)]]
+    return re.search("|".join(words), file.read_text()) is not None
+
+
+def passed(copy, files):
+    """Run tests with the copy; return the summary's line."""
+    options = (
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not processes and not slow and not thorough",
+    )
+    return python(copy, *options, *map(str, files)).splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_without_its_folder_and_its_line_a_feature_is_gone(copy, name):
+    """The rest serves as before: its tests pass."""
+    remove(copy, name)
+    files = [file for file in map(TESTS.joinpath, SOME) if not names(file, name)]
+
+    assert " passed" in passed(copy, files)
+    assert f"--{name}" not in python(copy, "-m", "pdrelay_proxy.cli", "serve", "--help")
+
+
+@pytest.mark.slow  # all tests of the router, once for each feature
+@pytest.mark.parametrize("name", FEATURES)
+def test_all_tests_of_the_rest_pass_without_a_feature(copy, name):
+    """Other features' too: none knows another."""
+    remove(copy, name)
+    files = [file for file in sorted(TESTS.rglob("test_*.py")) if file != Path(__file__) and not names(file, name)]
+
+    assert len(files) > 100
+    assert " passed" in passed(copy, files)
+
+
+def test_the_page_s_example_is_a_feature(copy):
+    """It has a flag, a metric and a part of the status page."""
+    folder = copy / "features/slow_requests"
+    folder.mkdir()
+    (folder / "__init__.py").write_text('"""Slow requests."""\n')
+    for title, code in re.findall(r'(?ms)^```python title="(\w+\.py)"\n(.*?)^```$', PAGE.read_text()):
+        (folder / title).write_text(code)
+    change_list(copy, "FEATURES: Final = (\n", 'FEATURES: Final = (\n    "slow_requests",\n')
+
+    shown = python(copy, "-c", EXAMPLE).splitlines()
+    assert "pdrelay_slow_requests_total 1.0" in shown
+    assert f"{shown[-1]} took " in shown[-2]
+    assert "--slow-request" in python(copy, "-m", "pdrelay_proxy.cli", "serve", "--help")

@@ -18,6 +18,7 @@ CHART = ROOT / "helm/pdrelay"
 ALERTS = re.findall(r"(?m)^- alert: (\w+)", (CHART / "files/alerts.yaml").read_text())
 PARTS = ["Symptom", "Means", "Look", "Do", "Sure"]
 OTHERS = {  # what is no metric: a package, a plugin, labels of Prometheus, members of kv_transfer_params
+    "pdrelay_slow_requests",  # of the example of a feature
     *("pdrelay_connector", "pdrelay_tools", "pdrelay_timelines", "pdrelay_role", "pdrelay_release"),
     *(
         "pdrelay_expires_at",

@@ -15,10 +15,7 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.features.roles.role_board import RoleBoard
-from pdrelay_proxy.features.roles.role_controller import RoleDecision, Verdict
-from pdrelay_proxy.features.roles.role_split import Split
-from pdrelay_proxy.features.roles.settings import RolesMode
+from pdrelay_proxy.features import FEATURES
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.settings import Settings, SlicePairing
@@ -65,14 +62,27 @@ def router_exposition():
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
-    board = RoleBoard(RolesMode.DRY_RUN, 6, lambda: 0.0)
-    board.decided(RoleDecision(Verdict.BALANCED, "", Split(1, 1), None, None, Split(3, 1), 0))
     queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
     metrics = Metrics(
-        telemetry, registry, queue, lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)], [board.families]
+        telemetry,
+        registry,
+        queue,
+        lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)],
+        [_role_families] if "roles" in FEATURES else [],
     )
     return metrics.exposition("")[0].decode()
+
+
+def _role_families():
+    """Yield the metrics of the controller of roles."""
+    from pdrelay_proxy.features.roles import role_board, role_controller, role_split, settings
+
+    board = role_board.RoleBoard(settings.RolesMode.DRY_RUN, 6, lambda: 0.0)
+    engines, wanted = role_split.Split(1, 1), role_split.Split(3, 1)
+    verdict = role_controller.Verdict.BALANCED
+    board.decided(role_controller.RoleDecision(verdict, "", engines, None, None, wanted, 0))
+    return board.families()
 
 
 def _labels(exposition):

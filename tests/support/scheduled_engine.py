@@ -199,20 +199,29 @@ class ScheduledEngine:
         self.lent = {}  # lease -> its blocks and what must be in them
         TimedConnector.worlds[name] = world
         world.addresses[name] = address
-        shared, cache, structured, self._hasher = _configured()
-        config = copy.copy(shared)
-        config.kv_transfer_config = dataclasses.replace(shared.kv_transfer_config, engine_id=name)
-        self.scheduler = Scheduler(config, cache, structured, BLOCK_SIZE)
+        self.scheduler, self._hasher = self._make_scheduler()
         self.connector = self.scheduler.connector
         self.prefills, self.decodes = self.connector._scheduler._prefills, self.connector._scheduler._decodes
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self._start_threads(self.connector._engine_config, self.connector._settings)
 
+    def _make_scheduler(self):
+        """Return vLLM's scheduler, and what hashes its requests' blocks."""
+        shared, cache, structured, hasher = _configured()
+        config = copy.copy(shared)
+        config.kv_transfer_config = dataclasses.replace(shared.kv_transfer_config, engine_id=self.name)
+        return Scheduler(config, cache, structured, BLOCK_SIZE), hasher
+
+    def _allocate(self, network, _):
+        """Return the description of this engine's memory, and what moves KV in and out of it."""
+        self.memory = network.memories[self.name] = [b"zero"] * (BLOCKS * BLOCK_SIZE)
+        movers = [mover(network, self.name, self.world) for mover in (WatchedMover, WatchedReader)]
+        return rank_info(self.name, BLOCKS, width=BLOCK_BYTES), movers
+
     def _start_threads(self, engine_config, settings):
         network = self.world.network
-        self.memory = network.memories[self.name] = [b"zero"] * (BLOCKS * BLOCK_SIZE)
+        info, self.movers = self._allocate(network, engine_config)
         self.links = [InMemoryLink(network, self.name, engine=self.name) for _ in range(2)]
-        info = rank_info(self.name, BLOCKS, width=BLOCK_BYTES)
         handshakes = {0: RankHandshake(info, info, FINGERPRINT, TOKEN)}
         thread = self.connector._scheduler._control
         self.counters, self.worker_counters = Counters(), Counters()
@@ -227,7 +236,6 @@ class ScheduledEngine:
         )
         self.control_runner = thread._runner = InMemoryRunner(self.control, self.links[0], thread._after_turn)
         network.listen(self.address, self.links[0], _welcome(self.name, info))
-        self.movers = [mover(network, self.name, self.world) for mover in (WatchedMover, WatchedReader)]
         self.writer = PushWriter(
             self.links[1],
             self.movers[0],

@@ -115,10 +115,11 @@ class Fingerprint(msgspec.Struct, frozen=True):
 class Region(msgspec.Struct, frozen=True):
     """One layer's cache on one rank: ``count`` rows of ``heads`` x ``tokens`` entries of ``parts`` x ``width`` bytes.
 
-    An entry is what is kept of one token and one head: K and V side by side, or one of them, as a kernel likes it. A
-    row is what the kernel calls a block: vLLM's block ``b`` is the rows from ``b * rows`` on. Layouts differ in the
-    strides, which are bytes. Of a row that is ``opaque``, the kernel alone knows which byte belongs to whom. A
-    ``state`` is one entry of a block, however many tokens it covers.
+    An entry is what is kept of one token, or of ``covers`` tokens, and one head: K and V side by side, or one of them,
+    as a kernel likes it. A row is what the kernel calls a block: vLLM's block ``b`` is the rows from ``b * rows`` on.
+    Layouts differ in the strides, which are bytes. Of a row that is ``opaque``, the kernel alone knows which byte
+    belongs to whom. A ``state`` is one entry of a block, however many tokens it covers; its strides say how it is
+    ordered.
     """
 
     base: Annotated[int, Meta(ge=0)]  # address of row 0, head 0, token 0
@@ -137,11 +138,12 @@ class Region(msgspec.Struct, frozen=True):
     opaque: bool = False
     state: bool = False
     layer: Annotated[str, Meta(max_length=MAX_LAYER)] = ""  # vLLM's name; K and V may be two regions of one layer
+    covers: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # tokens of an entry: a compressed cache has one for several
 
     @property
     def block_size(self) -> int:
         """Tokens of one of vLLM's blocks."""
-        return self.rows * self.tokens
+        return self.rows * self.tokens * self.covers
 
     @property
     def blocks(self) -> int:

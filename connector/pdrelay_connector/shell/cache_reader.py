@@ -37,8 +37,9 @@ class _ReadableRegion:
 
     def pieces(self, block: int, start: int, stop: int) -> Iterator[torch.Tensor]:
         """Yield the bytes of the rows of a block that the tokens from ``start`` to ``stop`` of it are in."""
-        region = self.region
-        rows = range(block * region.rows + start // region.tokens, block * region.rows - (-stop // region.tokens))
+        region, first = self.region, block * self.region.rows
+        tokens = region.tokens * region.covers  # of a row
+        rows = range(first + start // tokens, first - (-stop // tokens))
         for row in rows:
             at = self.first + row * region.row_stride
             for offset, length in self.runs:

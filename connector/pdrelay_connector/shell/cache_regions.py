@@ -64,7 +64,10 @@ def describe_caches(
 def _described(
     name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int, kernel_layout: KernelLayout
 ) -> Region:
-    if engine_config.groups[engine_config.layers[name]].state:
+    group = engine_config.groups[engine_config.layers[name]]
+    if group.is_ring:
+        return _ring(name, cache, engine_config, blocks)
+    if group.state:
         return _state(name, cache, engine_config, blocks)
     return _mark_opaque(_region(name, cache, engine_config, blocks), engine_config, kernel_layout)
 
@@ -93,6 +96,32 @@ def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: 
     )
 
 
+def _ring(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
+    """Return the region of a layer that keeps a ring of the last tokens: each block is one entry, in one piece."""
+    extent = 1 + sum((number - 1) * stride for number, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
+    if cache.dim() != 4 or cache.shape[0] != blocks or extent != cache[0].numel():
+        raise UnsupportedCache(
+            f"layer {name} keeps a ring with shape {tuple(cache.shape)} and strides {cache.stride()}; expected are the "
+            f"4 dimensions blocks ({blocks}), heads, tokens and content, each block in one piece: with several heads "
+            "use a KV cache layout that ends with HNC or NHC"
+        )
+    item = cache.element_size()
+    return Region(
+        layer=name,
+        base=cache.data_ptr(),
+        count=blocks,
+        heads=1,
+        tokens=1,
+        width=extent * item,
+        row_stride=cache.stride(0) * item,
+        head_stride=cache.stride(1) * item if cache.shape[1] > 1 else 0,
+        token_stride=cache.stride(2) * item,
+        group=engine_config.layers[name],
+        all_heads=engine_config.ranks,
+        state=True,
+    )
+
+
 def _halves(region: Region, item: int) -> tuple[Region, Region]:
     """Return K and V of a layer on a CPU. In K, each dimension keeps all tokens of a row in one piece."""
     half = region.width // 2
@@ -107,7 +136,8 @@ def _mark_opaque(region: Region, engine_config: EngineConfig, kernel_layout: Ker
     is_cut = kernel_layout is KernelLayout.ENTRIES or (
         kernel_layout is KernelLayout.TRANSPOSED and region.token_stride == region.width
     )
-    return replace(region, opaque=not is_cut or region.heads != heads)
+    is_packed = region.layer in engine_config.packed_layers
+    return replace(region, opaque=not is_cut or is_packed or region.heads != heads)
 
 
 def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[MemoryKind, int]:
@@ -136,9 +166,11 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
     count, heads, tokens, content = cache.shape
     item, group = cache.element_size(), engine_config.layers[name]
     rows, block_size = count // blocks, engine_config.groups[group].block_size
-    if rows * tokens != block_size:
+    covers = engine_config.tokens_per_entry.get(name, 1)
+    if rows * tokens * covers != block_size:
         raise UnsupportedCache(
-            f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; one for each is supported"
+            f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; expected is one for each "
+            f"{covers} of them"
         )
     return Region(
         layer=name,
@@ -151,6 +183,7 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
         head_stride=cache.stride(1) * item,
         token_stride=cache.stride(2) * item,
         rows=rows,
+        covers=covers,
         group=group,
         all_heads=heads * engine_config.ranks if heads > 1 else min(engine_config.all_heads, engine_config.ranks),
     )

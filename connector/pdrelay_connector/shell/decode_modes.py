@@ -104,10 +104,11 @@ class PullDecode:
             raise InvalidKvParams(
                 f"{len(source.remote_block_ids)} KV cache groups are offered, this engine has {len(groups)}"
             )
-        if source.remote_num_tokens < prompt - 1:
-            raise InvalidKvParams(f"{source.remote_num_tokens} tokens are offered, {prompt - 1} are needed")
+        tokens = self._engine_config.loaded_tokens(prompt)
+        if source.remote_num_tokens < tokens:
+            raise InvalidKvParams(f"{source.remote_num_tokens} tokens are offered, {tokens} are needed")
         for number, group in enumerate(groups):
-            start, stop = group.missing_tokens(prompt, prompt - 1)
+            start, stop = group.missing_tokens(tokens + 1, tokens)
             held = self._offered(source, number, start, stop)
             if group.state:
                 _check_state(held, source.remote_num_tokens, stop)
@@ -132,9 +133,10 @@ class PullDecode:
         if not isinstance(source, PullParams):
             raise TypeError(f"a pull cannot load from {type(source).__name__}")
         token_ranges: list[TokenRange] = []
-        tokens = min(request.num_prompt_tokens, source.remote_num_tokens + 1)  # fewer only from a prefix cache
+        loaded = self._engine_config.loaded_tokens(request.num_prompt_tokens)
+        tokens = min(loaded, source.remote_num_tokens)  # fewer only from a prefix cache
         for number, group in enumerate(self._engine_config.groups):
-            start, stop = group.missing_tokens(tokens, external)
+            start, stop = group.missing_tokens(tokens + 1, external)
             if start < stop:
                 remote = self._offered(source, number, start, stop)
                 into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]
@@ -180,12 +182,13 @@ class PushDecode:
     ) -> Sequence[int]:
         """Register blocks at the prefill engine, which writes into them."""
         groups: list[LentBlocks] = []
+        tokens = self._engine_config.loaded_tokens(request.num_prompt_tokens)
         for group, blocks in zip(self._engine_config.groups, local, strict=True):
-            start, stop = group.missing_tokens(request.num_prompt_tokens, external)
+            start, stop = group.missing_tokens(tokens + 1, external)
             into = blocks[group.blocks_of(start, stop)] if start < stop else ()
             groups.append(LentBlocks(start, stop, tuple(BlockId(block) for block in into)))
         own, engine = RequestId(request.request_id), source.remote_engine_id
-        prompt = digest(request, moved_tokens(self._engine_config.groups, request.num_prompt_tokens))
+        prompt = digest(request, moved_tokens(request.num_prompt_tokens, self._engine_config.left_out_tokens))
         order = PushOrder(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
         self._post(lambda control, now: control.push_receiver.expect(order, now=now))
         return [block for lent in groups for block in lent.blocks]

@@ -80,6 +80,7 @@ class DecodeRequests:
     ) -> None:
         """``on_skipped`` hears of each request whose load does not begin, and why, as metrics name it."""
         self._on_skipped = on_skipped
+        self._engine_config = engine_config
         self._post = post
         self._pool = pool
         self._counters = counters
@@ -260,7 +261,7 @@ class DecodeRequests:
             return (None, False) if self._awaits_other(own) else (0, False)
         if remote_prefill.loading:
             return 0, False
-        end = request.num_prompt_tokens - 1  # the last prompt token is computed here: it needs its logits
+        end = self._engine_config.loaded_tokens(request.num_prompt_tokens)
         if isinstance(remote_prefill.source, PullParams):
             end = min(end, remote_prefill.source.remote_num_tokens)
         missing = end - computed

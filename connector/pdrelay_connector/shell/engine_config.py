@@ -3,19 +3,24 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -24,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from pdrelay_connector.core.addresses import is_wildcard
 from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.buffer_device import is_staged, with_platform
-from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.cache_groups import CacheGroup, left_out_tokens
 from pdrelay_connector.errors import SettingsError, UnsupportedCache
 from pdrelay_connector.settings import AUTO, Mode, Settings, read_settings
 from pdrelay_connector.shell import vllm_versions
@@ -38,8 +43,20 @@ SUPPORTED = (
     SlidingWindowSpec,
     SlidingWindowMLASpec,
     ChunkedLocalAttentionSpec,
+    RSWASpec,
+    CircularBufferSpec,
     MambaSpec,
 )
+# Kinds that no transfer moves, in vLLM's NixlConnector of 0.33 neither, by their classes: why not.
+_IMMOVABLE: Final[Mapping[str, str]] = {
+    "CrossAttentionSpec": "its KV is of the encoder, and vLLM allocates no block for it that a load could fill",
+    "EncoderOnlyAttentionSpec": "an encoder keeps no KV",
+    "HiddenStateCacheSpec": "it keeps hidden states for extract_hidden_states, which no decode engine reads",
+    "HiSparseHotSpec": "HiSparse keeps copies on the device that belong to one engine",
+    "HiSparseResidentSpec": "HiSparse keeps copies on the device that belong to one engine",
+    "SinkFullAttentionSpec": "its kernel keeps static sinks in the first blocks, which no block table names",
+}
+MAMBA_CACHE_MODES = ("none", "align")
 MAX_STATE_TENSORS = 2  # further ones mean something only with what the worker knows beside the cache
 
 
@@ -63,6 +80,18 @@ class EngineConfig:
     recomputes: bool = True  # a load that fails costs a prefill, not the request
     first_token: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what routers are told of it, in pull
     looks_back: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the same, in both modes
+    lookahead: int = 0  # tokens that drafts read beyond those computed
+    tokens_per_entry: Mapping[str, int] = field(default_factory=dict[str, int])  # by layer, where not 1
+    packed_layers: frozenset[str] = frozenset()  # the order within their blocks is unknown, whatever the kernel
+
+    @property
+    def left_out_tokens(self) -> int:
+        """How many of the last prompt tokens are not computed for another engine."""
+        return left_out_tokens(self.groups, self.lookahead)
+
+    def loaded_tokens(self, prompt_tokens: int) -> int:
+        """Return up to which token a prompt's KV may come from another engine: logits need at least the last one."""
+        return max(0, prompt_tokens - max(1, self.left_out_tokens))
 
 
 class WorkerRank(NamedTuple):
@@ -89,6 +118,8 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         check_events(current_platform.device_type)
     model = config.model_config
     groups = tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups)
+    lookahead = vllm_versions.drafts_lookahead(config)
+    specs = {name: spec for group in cache.kv_cache_groups for name, spec in _specs_by_layer(group)}
     engine_config = EngineConfig(
         engine=EngineId(transfer.engine_id),
         address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
@@ -105,8 +136,11 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         stages=config.parallel_config.pipeline_parallel_size,
         prefix_hash=_prefix_hash(config, settings, groups),
         recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
-        first_token=first_token(config, groups) if settings.mode.pulls else {},
+        first_token=first_token(config, left_out_tokens(groups, lookahead)) if settings.mode.pulls else {},
         looks_back=looks_back(config),
+        lookahead=lookahead,
+        tokens_per_entry={name: tokens for name, spec in specs.items() if (tokens := _tokens_per_entry(spec)) != 1},
+        packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
     )
     _check_stages(engine_config)
     return engine_config, settings
@@ -132,7 +166,9 @@ def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGrou
     reasons = {
         f"kv_role is {transfer.kv_role}, not kv_both": not (transfer.is_kv_producer and transfer.is_kv_consumer),
         "the model has several KV cache groups": len(groups) != 1,
-        "its layers do not keep all tokens": any(group.state or group.frees_early for group in groups),
+        "its layers do not keep all tokens": any(
+            group.state or group.frees_early or group.forgets_answers for group in groups
+        ),
         "speculative decoding is on": config.speculative_config is not None,
         "prefix caching is off": not config.cache_config.enable_prefix_caching,
         "VLLM_NIXL_SIDE_CHANNEL_HOST is no address that others can dial": is_wildcard(settings.host),
@@ -151,6 +187,14 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
         _check_group(group)
+    has_state = any(
+        isinstance(spec, MambaSpec) for group in cache.kv_cache_groups for spec in _specs(group.kv_cache_spec)
+    )
+    if has_state and getattr(config.cache_config, "use_kda_recoverssm", False):
+        raise UnsupportedCache(
+            "use_replayssm is on with drafts for KDA layers (RecoverSSM), whose records beside the cache do not move: "
+            "start without --use-replayssm"
+        )
     if config.model_config.enable_sleep_mode:
         raise UnsupportedCache(
             "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
@@ -164,6 +208,10 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
         raise UnsupportedCache(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}; only 1 is supported"
         )
+    if parallel.prefill_context_parallel_size != 1:
+        raise UnsupportedCache(
+            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}; only 1 is supported"
+        )
 
 
 def _check_group(group: KVCacheGroupSpec) -> None:
@@ -171,16 +219,18 @@ def _check_group(group: KVCacheGroupSpec) -> None:
     layer = f"layer {group.layer_names[0]}" if group.layer_names else "a layer of another pipeline stage"
     for spec in _specs(group.kv_cache_spec):
         kind = type(spec)
-        if isinstance(spec, MambaSpec):
-            _check_state(layer, spec)
         if kind not in SUPPORTED:
             kinds = ", ".join(supported.__name__ for supported in SUPPORTED)
-            raise UnsupportedCache(f"{layer} has a KV cache of kind {kind.__name__}; supported are {kinds}")
-        if vllm_versions.replays_window(spec):
-            # In-tree, P stops a token earlier (`_prefill_backoff` in nixl/base_scheduler.py): here it does not.
+            why = f" ({_IMMOVABLE[kind.__name__]})" if kind.__name__ in _IMMOVABLE else ""
+            raise UnsupportedCache(f"{layer} has a KV cache of kind {kind.__name__}{why}; supported are {kinds}")
+        if isinstance(spec, MambaSpec):
+            _check_state(layer, spec)
+        if isinstance(spec, CircularBufferSpec) or vllm_versions.replays_window(spec):
+            _check_told_what_is_loaded(layer, "a ring of tokens or a replayed window")
+        if isinstance(spec, AttentionSpec) and _tokens_per_entry(spec) < 1:
             raise UnsupportedCache(
-                f"{layer} has a sliding window that vLLM computes anew after a hit (bounded_replay), and which tokens "
-                "a decode engine then needs was not tried: start with --no-swa-bounded-replay"
+                f"{layer} keeps several entries for a token (tokens_per_state is {spec.tokens_per_state}); one entry "
+                "for one or more tokens is supported"
             )
     if group.host_resident:
         raise UnsupportedCache(f"{layer} has a KV cache in host memory (host_resident), which does not move")
@@ -188,17 +238,21 @@ def _check_group(group: KVCacheGroupSpec) -> None:
         raise UnsupportedCache(f"{layer} has a KV cache that vLLM keeps out of transfers (enable_kv_transfer is off)")
 
 
-def _check_state(layer: str, spec: MambaSpec) -> None:
-    """Raise if the state of a layer cannot be moved, or if moving it was not shown to be right."""
+def _check_told_what_is_loaded(layer: str, what: str) -> None:
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         raise UnsupportedCache(
-            f"{layer} keeps a state, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a load fills: "
-            "models with a state need vLLM 0.32 or later"
+            f"{layer} keeps {what}, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a load fills, or "
+            "computes them anew: models with it need vLLM 0.32 or later"
         )
-    if spec.mamba_cache_mode == "all":
+
+
+def _check_state(layer: str, spec: MambaSpec) -> None:
+    """Raise if the state of a layer cannot be moved, or if moving it was not shown to be right."""
+    _check_told_what_is_loaded(layer, "a state")
+    if spec.mamba_cache_mode not in MAMBA_CACHE_MODES:
         raise UnsupportedCache(
-            f"{layer} keeps a state and mamba_cache_mode is all, with which no text was compared: start with "
-            "--mamba-cache-mode align"
+            f"{layer} keeps a state and mamba_cache_mode is {spec.mamba_cache_mode}, which vLLM 0.32 does not have any "
+            "more: start with --mamba-cache-mode align"
         )
     if len(spec.shapes) > MAX_STATE_TENSORS:
         raise UnsupportedCache(
@@ -227,17 +281,61 @@ def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
+def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.items())
+    return [(name, spec) for name in group.layer_names]
+
+
+def _tokens_per_entry(spec: KVCacheSpec) -> int:
+    """Return how many tokens one entry stands for; 0 if there are several entries for a token."""
+    return int(spec.tokens_per_state) if isinstance(spec, AttentionSpec) else 1
+
+
+def _is_packed(spec: KVCacheSpec) -> bool:
+    """Tell whether a kernel may keep the entries of a block in several pieces, values and then scales, for example.
+
+    So do indexers (``v1/attention/ops/...indexer_k_quant_and_cache``), DeepSeek-V4's caches and NVFP4's: bytes, or
+    quantized in another way than with one scale for a tensor.
+    """
+    if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
+        return False
+    is_plain = spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR or (
+        spec.kv_quant_mode is KVQuantMode.NONE and spec.dtype is not torch.uint8
+    )
+    return not is_plain or _tokens_per_entry(spec) != 1 or getattr(spec, "model_version", None) is not None
+
+
 def _group(spec: KVCacheSpec) -> CacheGroup:
-    one = _specs(spec)[0]
+    specs = _specs(spec)
+    one = specs[0]
     if isinstance(one, MambaSpec):
-        return CacheGroup(spec.block_size, state=_state(one))
+        return CacheGroup(spec.block_size, state=", ".join(dict.fromkeys(map(_state, specs))))
+    if isinstance(one, CircularBufferSpec):
+        return CacheGroup(spec.block_size, state=", ".join(dict.fromkeys(map(_ring, specs))), is_ring=True)
     retained = getattr(one, "extra_retained_tokens", 0)
     window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
     chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
-    return CacheGroup(spec.block_size, window, chunk)
+    return CacheGroup(
+        spec.block_size,
+        window,
+        chunk,
+        forgets_answers=isinstance(one, RSWASpec),
+        is_replayed=vllm_versions.replays_window(one),
+    )
 
 
-def _state(spec: MambaSpec) -> str:
+def _ring(spec: KVCacheSpec) -> str:
+    """Return what a ring of tokens consists of: each token is at its number modulo the ring's size."""
+    if not isinstance(spec, CircularBufferSpec):
+        raise TypeError(f"{type(spec).__name__} among rings")
+    return f"ring of {spec.block_size} tokens of {spec.num_heads} x {spec.state_content_size_bytes} bytes {spec.dtype}"
+
+
+def _state(spec: KVCacheSpec) -> str:
     """Return the kind of a state, and the shape and dtype of each of its tensors on one rank."""
+    if not isinstance(spec, MambaSpec):
+        raise TypeError(f"{type(spec).__name__} among states")
     tensors = (f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     return f"{spec.mamba_type.name} state of {' and '.join(tensors)}"

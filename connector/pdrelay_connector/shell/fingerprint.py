@@ -13,7 +13,7 @@ from pdrelay_connector.settings import Mode, Settings, read_settings
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.model_files import NONE
 from pdrelay_connector.shell.model_identity import identify, is_read
-from pdrelay_connector.shell.vllm_versions import VLLM_VERSION
+from pdrelay_connector.shell.vllm_versions import VLLM_VERSION, drafts_lookahead
 
 logger = init_logger("vllm.pdrelay")
 
@@ -91,6 +91,8 @@ def _draft_model(config: VllmConfig) -> str:
         "layers": " ".join(map(str, layers)) or NONE,
         "parallel": str(speculative.parallel_drafting).lower(),
     }
+    if (lookahead := drafts_lookahead(config)) > 1:  # P leaves out as many tokens less one
+        details["lookahead"] = str(lookahead)
     return f"{speculative.method} ({', '.join(f'{name} {value}' for name, value in details.items())})"
 
 
@@ -98,5 +100,5 @@ def _kind(group: CacheGroup) -> str:
     if group.state:
         return group.state
     if group.window:
-        return f"sliding window of {group.window}"
+        return f"sliding window of {group.window}{', replayed' if group.is_replayed else ''}"
     return f"chunks of {group.chunk}" if group.chunk else "full"

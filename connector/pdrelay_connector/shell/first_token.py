@@ -5,12 +5,10 @@ by this token. That is right where the token and the limits are those that one e
 engine knows. So it is with streams that are resumed or that move, whose prompt is longer by all that was made.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm.config import ModelConfig, VllmConfig
-
-from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 PARAM: Final = "pdrelay_first_token"  # of the kv_transfer_params; routers read it, decode engines do not
 LOOKS_BACK: Final = "pdrelay_looks_back"  # as PARAM
@@ -21,14 +19,14 @@ _HARMONY: Final = "gpt_oss"  # vLLM parses its answers without being told to (en
 _LOOK_BACK: Final = frozenset({"max_tokens", "presence_penalty", "frequency_penalty"})
 
 
-def first_token(config: VllmConfig, groups: Iterable[CacheGroup]) -> Mapping[str, Any]:
+def first_token(config: VllmConfig, left_out: int) -> Mapping[str, Any]:
     """Return the params that say for which APIs the token may be shown; empty if for none.
 
-    A model with a state makes its token of a prompt without the last token. A reasoning parser may call the token of a
-    chat something else in a stream than in a whole answer.
+    An engine that leaves out the last tokens of a prompt makes its token of a shorter one. A reasoning parser may call
+    the token of a chat something else in a stream than in a whole answer.
     """
     model = config.model_config
-    if _looks_back(model) or any(group.state for group in groups):
+    if _looks_back(model) or left_out:
         return {}
     parses = config.structured_outputs_config.reasoning_parser or model.hf_config.model_type == _HARMONY
     apis = [_COMPLETIONS] if parses else [_COMPLETIONS, _CHAT]
@@ -44,4 +42,7 @@ def looks_back(config: VllmConfig) -> Mapping[str, Any]:
 
 
 def _looks_back(model: ModelConfig) -> bool:
+    """R-SWA (``rswa_window``) attends to a prompt in another way than to what was made since."""
+    if getattr(model, "rswa_window", None) is not None:
+        return True
     return bool(model.logits_processors or _LOOK_BACK & model.get_diff_sampling_param().keys())

@@ -86,10 +86,10 @@ class PrefillRequests:
 
         A request without a valid transfer id is not handed over.
         """
-        groups = self._engine_config.groups
-        if not self._engine_config.is_producer or not can_move(request, groups):
+        left_out = self._engine_config.left_out_tokens
+        if not self._engine_config.is_producer or not can_move(request, left_out):
             return  # _hand_over() says why
-        truncate(request, groups)
+        truncate(request, left_out)
         adapter_of(request)  # read before anything is computed with it: a change until the end is noticed
         if self._push_progress is None or not self._is_pushed(params):
             return
@@ -192,7 +192,7 @@ class PrefillRequests:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or not self._engine_config.is_producer:
             return None
-        if not can_move(request, self._engine_config.groups):
+        if not can_move(request, self._engine_config.left_out_tokens):
             logger.warning("pdrelay: %s is not handed over: it has computed its last token", request.request_id)
             return None
         is_pushed = self._is_pushed(params)

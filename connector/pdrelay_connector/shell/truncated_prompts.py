@@ -1,29 +1,27 @@
-"""Prompts that a prefill engine computes without their last token, because the model keeps a state.
+"""Prompts that a prefill engine computes without their last tokens: the model keeps a state, or drafts look ahead.
 
 A decode engine computes the last prompt token itself, for its logits. A state that has taken that token in already
 would take it in twice. So vLLM's NixlConnector removes it from the request before it is scheduled
 (``_truncate_request_for_prefill`` in ``kv_connector/v1/nixl/base_scheduler.py``, 0.32), and so do we.
 """
 
-from collections.abc import Sequence
-
 from vllm.v1.request import Request
 
-from pdrelay_connector.core.layout.cache_groups import CacheGroup, moved_tokens
+from pdrelay_connector.core.layout.cache_groups import moved_tokens
 
 
-def can_move(request: Request, groups: Sequence[CacheGroup]) -> bool:
+def can_move(request: Request, left_out: int) -> bool:
     """Return whether this engine can compute the KV of a new request for another one.
 
     A request for the logprobs of its prompt needs all of it, and its decode engine loads nothing: it computes the
     prompt itself (``skip_reading_prefix_cache`` in ``v1/core/sched/scheduler.py``).
     """
-    return not any(group.state for group in groups) or not request.get_skip_reading_prefix_cache()
+    return not left_out or not request.get_skip_reading_prefix_cache()
 
 
-def truncate(request: Request, groups: Sequence[CacheGroup]) -> None:
-    """Remove the last prompt token of a new request if the model keeps a state. Call this once."""
-    tokens = moved_tokens(groups, request.num_prompt_tokens)
+def truncate(request: Request, left_out: int) -> None:
+    """Remove the last prompt tokens of a new request, as many as are left out. Call this once."""
+    tokens = moved_tokens(request.num_prompt_tokens, left_out)
     if tokens == request.num_prompt_tokens:
         return
     if request.prompt_token_ids is not None:

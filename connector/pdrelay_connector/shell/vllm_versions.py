@@ -34,6 +34,11 @@ def replays_window(spec: KVCacheSpec) -> bool:
     return bool(getattr(spec, "bounded_replay", False))
 
 
+def drafts_lookahead(config: VllmConfig) -> int:
+    """Return how many tokens drafts read beyond those computed: more than 1 for MTP of several modules (from 0.32)."""
+    return int(getattr(config, "num_prefill_lookahead_tokens", 0))
+
+
 class LaterHooks:
     """Members of a connector that only some versions ask for; the others ignore them."""
 

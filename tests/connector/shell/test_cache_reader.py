@@ -35,17 +35,31 @@ def said():
     log.removeHandler(handler)
 
 
-def made(layout="LBHNC", *, blocks=5, seed=0, kernel=KernelLayout.ENTRIES, rows=1, key=(0, 1), device="cpu"):
-    """Return a cache of two layers as vLLM hands it over, and its reader; ``rows`` of the kernel make a block."""
+def made(layout="LBHNC", *, blocks=5, seed=0, kernel=KernelLayout.ENTRIES, rows=1, covers=1, key=(0, 1), device="cpu"):
+    """Return a cache of two layers as vLLM hands it over, and its reader.
+
+    ``rows`` of the kernel make a block, and an entry ``covers`` so many tokens.
+    """
     sizes = {"L": 2, "B": blocks * rows, "H": HEADS, "N": TOKENS, "C": CONTENT}
     memory = torch.rand([sizes[axis] for axis in layout], generator=torch.Generator().manual_seed(seed)).to(device)
     layers = memory.permute([layout.index(axis) for axis in "LBHNC"])
     caches = {f"l.{number}": layer for number, layer in enumerate(layers)}
     config = EngineConfig(
-        EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(TOKENS * rows),), dict.fromkeys(caches, 0), blocks, HEADS,
-        1, is_producer=True, is_consumer=True,
+        EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(TOKENS * rows * covers),), dict.fromkeys(caches, 0),
+        blocks, HEADS, 1, is_producer=True, is_consumer=True, tokens_per_entry=dict.fromkeys(caches, covers),
     )  # fmt: skip
     return layers, TensorReader(caches, describe_caches(caches, config, blocks, kernel), key)
+
+
+def test_the_tokens_of_a_compressed_cache_are_in_fewer_rows():
+    """The blocks behind it are not read: those of another request, or of no tensor."""
+    there, p = made(rows=2, covers=2, blocks=8)
+    here, d = made(rows=2, covers=2, blocks=8, seed=1)
+    here[:, 6:8] = there[:, 6:8]
+
+    assert d.block_size(0) == 4 * TOKENS
+    assert p.checksum(0, 3, 0, 4 * TOKENS) == d.checksum(0, 3, 0, 4 * TOKENS)
+    assert p.checksum(0, 7, 2 * TOKENS, 4 * TOKENS) != d.checksum(0, 7, 2 * TOKENS, 4 * TOKENS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

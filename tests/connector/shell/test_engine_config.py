@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     import torch
     from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowMLASpec
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        HiddenStateCacheSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowMLASpec,
+    )
 
+    from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.devices import check_copies, check_events, computed
     from pdrelay_connector.shell.engine_config import (
         EngineConfig,
@@ -28,14 +37,14 @@ from pdrelay_connector.settings import Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 PLAIN_SPEC = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
-REPLAYED_WINDOW = SlidingWindowMLASpec(
-    block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64, bounded_replay=True
-)
+SHAPE = {"block_size": 32, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+REPLAYED_WINDOW = SlidingWindowMLASpec(**SHAPE, sliding_window=64, bounded_replay=True)
+RING = CircularBufferSpec(**SHAPE)
 COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=print)
 
 
-def config(*, sleep=False, experts=False):
-    parallel = SimpleNamespace(decode_context_parallel_size=1)
+def config(*, sleep=False, experts=False, dcp=1, pcp=1):
+    parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp)
     switches = SimpleNamespace(enable_return_routed_experts=experts)
     model = SimpleNamespace(enable_sleep_mode=sleep)
     return SimpleNamespace(parallel_config=parallel, model_config=model, aux_output_config=switches)
@@ -65,8 +74,20 @@ def test_pipeline_stages_have_limits(changes, kind):
             r"layer l\.0 .* of kind SimpleNamespace; supported are Full",
         ),
         (
-            {"kv_cache_spec": REPLAYED_WINDOW},
-            r"layer l\.0 has a sliding window .* \(bounded_replay\).* --no-swa-bounded-replay",
+            {"kv_cache_spec": FullAttentionSpec(**SHAPE, tokens_per_state=Fraction(1, 4))},
+            r"layer l\.0 keeps several entries for a token \(tokens_per_state is 1/4\)",
+        ),
+        (
+            {"kv_cache_spec": CrossAttentionSpec(**SHAPE)},
+            r"layer l\.0 .* of kind CrossAttentionSpec \(its KV is of the encoder.*\); supported are Full",
+        ),
+        (
+            {"kv_cache_spec": SinkFullAttentionSpec(**SHAPE, sink_len=32)},
+            r"layer l\.0 .* of kind SinkFullAttentionSpec \(its kernel keeps static sinks",
+        ),
+        (
+            {"kv_cache_spec": HiddenStateCacheSpec(**SHAPE)},
+            r"layer l\.0 .* of kind HiddenStateCacheSpec \(it keeps hidden states",
         ),
         ({"host_resident": True}, r"layer l\.0 has a KV cache in host memory \(host_resident\)"),
         ({"enable_kv_transfer": False}, r"layer l\.0 .* out of transfers \(enable_kv_transfer is off\)"),
@@ -78,6 +99,26 @@ def test_a_cache_that_does_not_move_is_refused_with_its_own_reason(group, says):
     _check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**plain)]))
     with pytest.raises(UnsupportedCache, match=says):
         _check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**(plain | group))]))
+
+
+@pytest.mark.parametrize("spec", [RING, REPLAYED_WINDOW], ids=["ring", "replayed window"])
+def test_before_a_version_asks_what_is_loaded_rings_and_replayed_windows_are_refused(monkeypatch, spec):
+    """vLLM would zero what the load fills, or compute over it."""
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["l.0"], enable_kv_transfer=True, host_resident=False)
+    _check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
+    monkeypatch.setattr(vllm_versions, "ASKS_WHAT_IS_LOADED", False)
+    with pytest.raises(UnsupportedCache, match=r"layer l\.0 keeps a ring of tokens or a replayed window, and vLLM"):
+        _check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [({"dcp": 2}, "decode_context_parallel_size is 2"), ({"pcp": 2}, "prefill_context_parallel_size is 2")],
+)
+def test_an_engine_whose_ranks_share_a_context_is_refused(sizes, says):
+    """Ranks of one number would each describe another part, or the same one, of the cache."""
+    with pytest.raises(UnsupportedCache, match=f"{says}; only 1 is supported"):
+        _check_supported(config(**sizes), SimpleNamespace(kv_cache_groups=[]))
 
 
 def test_an_engine_that_may_sleep_is_refused():
@@ -142,7 +183,7 @@ def test_what_vllm_says_of_an_engine(monkeypatch, mla, ranks, number, expected):
     )  # fmt: skip
     made.parallel_config = SimpleNamespace(
         data_parallel_index=number, data_parallel_size=ranks, tensor_parallel_size=2, pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
+        decode_context_parallel_size=1, prefill_context_parallel_size=1,
     )  # fmt: skip
     made.model_config = SimpleNamespace(
         use_mla=mla, get_total_num_kv_heads=lambda: 4, enable_sleep_mode=False, max_model_len=64,
@@ -181,6 +222,7 @@ def test_an_engine_that_returns_kv_knows_its_hash(mode):
         ({}, {}, (*FULL, *FULL), "the model has several KV cache groups"),
         ({}, {}, (CacheGroup(16, window=64),), "its layers do not keep all tokens"),
         ({}, {}, (CacheGroup(16, state="x"),), "its layers do not keep all tokens"),
+        ({}, {}, (CacheGroup(16, forgets_answers=True),), "its layers do not keep all tokens"),
         ({}, {"host_staging": True, "mode": Mode.PUSH}, FULL, "KV is pushed through host memory"),
         ({}, {"host": "0.0.0.0"}, FULL, "no address that others can dial"),
     ],

@@ -12,18 +12,16 @@ with warnings.catch_warnings():
 
     from pdrelay_connector.shell.first_token import first_token, looks_back
 
-from pdrelay_connector.core.layout.cache_groups import CacheGroup
-
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-PLAIN = (CacheGroup(4), CacheGroup(4, window=8))
 
 
-def model_with(defaults, *, kind="llama", processors=None):
+def model_with(defaults, *, kind="llama", processors=None, rswa_window=None):
     """Return what vLLM knows of a model whose generation config has these defaults."""
     model = SimpleNamespace(
         max_model_len=2048,
         hf_config=SimpleNamespace(model_type=kind),
         logits_processors=processors,
+        rswa_window=rswa_window,
         generation_config="vllm",
         override_generation_config=defaults,
     )
@@ -31,11 +29,12 @@ def model_with(defaults, *, kind="llama", processors=None):
     return model
 
 
-def said(*, groups=PLAIN, reasoning="", kind="llama", processors=None, **defaults):
+def said(*, left_out=0, reasoning="", kind="llama", processors=None, rswa_window=None, **defaults):
     """What an engine says whose generation config has these defaults."""
-    model = model_with(defaults, kind=kind, processors=processors)
+    model = model_with(defaults, kind=kind, processors=processors, rswa_window=rswa_window)
     parsers = StructuredOutputsConfig(reasoning_parser=reasoning)
-    return first_token(SimpleNamespace(model_config=model, structured_outputs_config=parsers), groups)
+    config = SimpleNamespace(model_config=model, structured_outputs_config=parsers)
+    return first_token(config, left_out)
 
 
 def test_the_token_of_a_plain_model_may_be_shown():
@@ -54,7 +53,8 @@ def test_the_token_of_a_chat_that_may_reason_is_not_shown(parser):
 @pytest.mark.parametrize(
     "engine",
     [
-        {"groups": (*PLAIN, CacheGroup(4, state="MAMBA2"))},
+        {"left_out": 1},
+        {"rswa_window": 64},
         {"max_new_tokens": 50},
         {"processors": ["my.Processor"]},
     ],

@@ -45,11 +45,11 @@ PROMPT = list(range(40, 50))  # of which 9 tokens are moved: three blocks
 LENDS = {"do_remote_decode": True}
 
 
-def engine(groups=ALIGNED, *, is_producer=True):
+def engine(groups=ALIGNED, *, is_producer=True, lookahead=0):
     layers = {f"l.{number}": number for number in range(len(groups))}
     return EngineConfig(
         EngineId("e"), Address("10.0.0.1", 5600), groups, layers, BLOCKS, all_heads=1, ranks=1,
-        is_producer=is_producer, is_consumer=True,
+        is_producer=is_producer, is_consumer=True, lookahead=lookahead,
     )  # fmt: skip
 
 
@@ -62,10 +62,10 @@ def request(prompt=PROMPT, *, params=LENDS, **sampling):
 class Prefills:
     """The prefill side of a scheduler, with vLLM's real block pool."""
 
-    def __init__(self, groups=ALIGNED, *, is_producer=True, mode=Mode.PULL):
+    def __init__(self, groups=ALIGNED, *, is_producer=True, mode=Mode.PULL, lookahead=0):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         self.prefills = PrefillRequests(
-            engine(groups, is_producer=is_producer),
+            engine(groups, is_producer=is_producer, lookahead=lookahead),
             Settings(mode=mode),
             lambda _: None,
             pool=lambda: self.pool,
@@ -193,6 +193,23 @@ def test_any_other_state_costs_a_local_prefill(change):
     """One that has the last token in it would take it in twice; the text would be wrong, with HTTP 200."""
     with pytest.raises(InvalidKvParams, match="state"):
         loads(offered() | change)
+
+
+@pytest.mark.parametrize("groups", [ATTENTION, ALIGNED], ids=["attention", "state"])
+def test_drafts_that_look_three_tokens_ahead_are_computed_by_d(groups):
+    """P leaves out two tokens: it would fill the drafts' KV of them with guesses, which D would keep."""
+    p, asked = Prefills(groups, lookahead=3), request()
+    p.begin(asked)
+    table = [[1, 2, 3], [None, 5, 6]][: len(groups)]
+    params = p.finish(asked, *table)
+    d = PullDecode(engine(groups, lookahead=3), lambda _: None, Signatures(lambda: ()), lambda: 0.0)
+    ours = request(params=params)
+    d.start(ours, d.read(ours, params), 8, [[21, 22, 23], [0, 12, 13]][: len(groups)])
+    (order,) = d.metadata(SimpleNamespace(total_num_scheduled_tokens=0)).orders
+
+    assert (asked.num_prompt_tokens, params["remote_num_tokens"]) == (8, 8)
+    expected = [TokenRange(0, 0, 8, (1, 2), [21, 22]), TokenRange(1, 7, 8, (5,), [12])]
+    assert list(order.token_ranges) == expected[: len(groups)]
 
 
 def test_the_state_of_a_whole_prompt_belongs_to_another_prompt():

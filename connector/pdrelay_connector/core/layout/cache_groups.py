@@ -2,7 +2,8 @@
 
 vLLM puts layers that need the same tokens into one group with block tables of its own: those that look at everything,
 those that look back over a sliding window, those that look at their chunk only, and those that keep a state, which is
-kept in the block of the last token that it covers (``vllm/v1/kv_cache_interface.py``).
+kept in the block of the last token that it covers, or, where it is a ring of the last tokens, in the request's only
+block (``vllm/v1/kv_cache_interface.py``).
 """
 
 from collections.abc import Iterable
@@ -17,6 +18,9 @@ class CacheGroup:
     window: int = 0  # a token sees itself and the ``window - 1`` before it
     chunk: int = 0  # a token sees those of its own chunk before it
     state: str = ""  # what a state consists of, for layers that keep one instead of KV
+    is_ring: bool = False  # the state is a ring of the last tokens, in a request's only block
+    forgets_answers: bool = False  # tokens behind the prompt are freed while their request runs
+    is_replayed: bool = False  # vLLM caches no block of the window: it computes it anew after a hit, or loads all of it
 
     @property
     def frees_early(self) -> bool:
@@ -41,10 +45,13 @@ class CacheGroup:
         at any more: vLLM always computes the last prompt token itself, because it needs its logits.
         """
         computed = prompt_tokens - 1
-        return min(computed, max(computed - external_tokens, self.first_needed(computed))), computed
+        cached = 0 if self.is_replayed and external_tokens else computed - external_tokens
+        return min(computed, max(cached, self.first_needed(computed))), computed
 
     def blocks_of(self, start: int, stop: int) -> slice:
         """Return which of a request's blocks the tokens from ``start`` to ``stop`` are in."""
+        if self.is_ring:
+            return slice(0, 1)
         return slice(start // self.block_size, -(-stop // self.block_size))
 
     def new_blocks(self, tokens: int, computed: int) -> int:
@@ -52,10 +59,18 @@ class CacheGroup:
         return 1 if self.state else -(-tokens // self.block_size) - computed // self.block_size
 
 
-def moved_tokens(groups: Iterable[CacheGroup], prompt_tokens: int) -> int:
-    """Return up to which token a prompt's KV is made for another engine.
+def left_out_tokens(groups: Iterable[CacheGroup], lookahead: int) -> int:
+    """Return how many of the last prompt tokens a prefill engine must not compute for another engine.
 
     A decode engine computes the last prompt token itself. KV of that token does no harm; a state that has taken it in
-    cannot be stepped back, so with one the prefill engine leaves the token out. A prompt of one token is not moved.
+    cannot be stepped back, and a window that vLLM replays must be laid out for that token. Drafts whose modules look
+    ``lookahead`` tokens ahead (MTP) would have guesses in their KV, which a decode engine would keep. As vLLM's
+    ``_prefill_backoff`` (``kv_connector/v1/nixl/base_scheduler.py``, 0.32).
     """
-    return max(1, prompt_tokens - 1) if any(group.state for group in groups) else prompt_tokens
+    has_exact = any(group.state or group.is_replayed for group in groups)
+    return max(1 if has_exact else 0, lookahead - 1)
+
+
+def moved_tokens(prompt_tokens: int, left_out: int) -> int:
+    """Return up to which token a prompt's KV is made for another engine. A prompt of so few tokens is not moved."""
+    return prompt_tokens - left_out if prompt_tokens > left_out else prompt_tokens

@@ -157,12 +157,13 @@ def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Ite
         ("entries of {} bytes", our.width, their.width),
         ("{} KV heads on all ranks", our.all_heads, their.all_heads),
         ("KV cache group {}", our.group, their.group),
+        ("entries of {} tokens", our.covers, their.covers),
     ):
         if here != there:
             yield f"it has {text.format(there)}, ours {here}; they must be equal"
     for text, here, there in (
         ("its blocks have", our.block_size, their.block_size),
-        ("its kernel's blocks have", our.tokens, their.tokens),
+        ("its kernel's blocks have", our.tokens * our.covers, their.tokens * their.covers),
     ):
         if max(here, there) % min(here, there):
             yield f"{text} {there} tokens, ours {here}; one must be a multiple of the other"
@@ -185,15 +186,25 @@ def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
         yield f"it keeps {'a state' if their.state else 'KV'}, ours {'a state' if our.state else 'KV'}"
     if our.state and ours.ranks != theirs.ranks:
         yield f"it keeps a state on {theirs.ranks} tensor-parallel ranks, ours on {ours.ranks}; they must be equal"
+    if our.state and (our.head_stride, our.token_stride) != (their.head_stride, their.token_stride):
+        yield (
+            f"the heads and tokens of its state are {their.head_stride} and {their.token_stride} bytes apart, of ours "
+            f"{our.head_stride} and {our.token_stride}; they must be equal: use the same KV cache layout"
+        )
 
 
 def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Yield the differences that are not allowed if an attention kernel's order within a block is unknown."""
+    """Yield the differences that are not allowed if an attention kernel's order within a block is unknown.
+
+    Where the layer has one head over all ranks, each rank has the same rows, and ranks need not be equal.
+    """
+    ranks = (ours.ranks, theirs.ranks) if our.all_heads > 1 else (1, 1)
+    strides = (our.head_stride, their.head_stride) if max(our.heads, their.heads) > 1 else (0, 0)
     for text, here, there in (
         ("its blocks have {} tokens", our.block_size, their.block_size),
-        ("its kernel's blocks have {} tokens", our.tokens, their.tokens),
-        ("it has {} tensor-parallel ranks", ours.ranks, theirs.ranks),
-        ("its heads are {} bytes apart", our.head_stride, their.head_stride),
+        ("its kernel's blocks have {} tokens", our.tokens * our.covers, their.tokens * their.covers),
+        ("it has {} tensor-parallel ranks", *ranks),
+        ("its heads are {} bytes apart", *strides),
         ("its tokens are {} bytes apart", our.token_stride, their.token_stride),
     ):
         if here != there:
@@ -235,10 +246,11 @@ class _BlockGeometry(NamedTuple):
     token_stride: int
     parts: int
     part_stride: int
+    covers: int
 
     def held(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
         """Return the blocks of the tokens; raises ``ProtocolViolation`` for a missing block or the null block."""
-        size = self.rows * self.tokens
+        size = self.rows * self.tokens * self.covers
         what = f"tokens {token_range.start} to {token_range.stop} of group {token_range.group}"
         count = -(-token_range.stop // size) - token_range.start // size
         if len(blocks) < count:
@@ -256,9 +268,10 @@ class _BlockGeometry(NamedTuple):
 
     def offsets(self, token_range: TokenRange, ids: Integers, tokens: Integers) -> Integers:
         """Return the offset (bytes) of head 0 of each of these ``tokens`` from a region's base."""
-        size = self.rows * self.tokens
-        rows = ids[tokens // size - token_range.start // size] * self.rows + tokens % size // self.tokens
-        return rows * self.row_stride + tokens % self.tokens * self.token_stride
+        row = self.tokens * self.covers
+        size = self.rows * row
+        rows = ids[tokens // size - token_range.start // size] * self.rows + tokens % size // row
+        return rows * self.row_stride + tokens % row // self.covers * self.token_stride
 
 
 class _SameLayout(NamedTuple):
@@ -275,7 +288,7 @@ class _SameLayout(NamedTuple):
             token_range, token_range.remote
         )  # checks the range before an array of its size is allocated
         local = self.here.held(token_range, token_range.local)
-        unit = min(self.there.tokens, self.here.tokens)
+        unit = min(self.there.tokens, self.here.tokens) * self.here.covers
         tokens = np.arange(token_range.start // unit * unit, token_range.stop, unit, dtype=np.int64)
         there = self.there.offsets(token_range, remote, tokens)
         here = self.here.offsets(token_range, local, tokens)
@@ -364,7 +377,8 @@ def _head_address(info: RankInfo, region: Region, head: int) -> int:
 def _geometry(whose: str, region: Region) -> _BlockGeometry:
     strides = (region.row_stride, region.head_stride, region.token_stride)
     parts = region.parts, region.part_stride
-    return _BlockGeometry(whose, region.blocks, region.rows, region.tokens, region.width, *strides, *parts)
+    sizes = (region.blocks, region.rows, region.tokens, region.width)
+    return _BlockGeometry(whose, *sizes, *strides, *parts, region.covers)
 
 
 def _pattern(there: _BlockGeometry, here: _BlockGeometry, heads: int) -> Spans:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pdrelay_connector.core.layout.cache_groups import CacheGroup, moved_tokens
+from pdrelay_connector.core.layout.cache_groups import CacheGroup, left_out_tokens, moved_tokens
 from pdrelay_connector.core.layout.parts import cut
 from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route
 from pdrelay_connector.core.messages import RankInfo, Region
@@ -33,8 +33,34 @@ def test_a_prefill_leaves_out_the_last_token_where_a_group_has_a_state():
     """Of a prompt of one token nothing is left."""
     full, state = CacheGroup(4), CacheGroup(4, state="s")
 
-    assert [moved_tokens((full, state), tokens) for tokens in (1, 2, 10)] == [1, 1, 9]
-    assert [moved_tokens((full,), tokens) for tokens in (1, 2, 10)] == [1, 2, 10]
+    assert (left_out_tokens((full, state), 0), left_out_tokens((full,), 1)) == (1, 0)
+    assert [moved_tokens(tokens, 1) for tokens in (1, 2, 10)] == [1, 1, 9]
+    assert [moved_tokens(tokens, 0) for tokens in (1, 2, 10)] == [1, 2, 10]
+
+
+def test_drafts_that_look_ahead_leave_out_as_many_tokens_less_one():
+    """They would be guesses; and a replayed window must be laid out for the token that D computes."""
+    replayed = CacheGroup(4, window=8, is_replayed=True)
+
+    assert [left_out_tokens((CacheGroup(4),), lookahead) for lookahead in (0, 1, 2, 4)] == [0, 0, 1, 3]
+    assert [left_out_tokens((replayed,), lookahead) for lookahead in (0, 4)] == [1, 3]
+    assert [moved_tokens(tokens, 3) for tokens in (1, 3, 4, 10)] == [1, 3, 1, 7]
+
+
+def test_all_of_a_replayed_window_is_loaded():
+    """Whatever is cached here of other layers; of a window that is cached, only what is lacking."""
+    replayed, cached = CacheGroup(4, window=8, is_replayed=True), CacheGroup(4, window=8)
+
+    assert [replayed.missing_tokens(40, external) for external in (39, 3, 0)] == [(32, 39), (32, 39), (39, 39)]
+    assert [cached.missing_tokens(40, external) for external in (39, 3, 0)] == [(32, 39), (36, 39), (39, 39)]
+
+
+def test_a_ring_is_in_the_only_block_of_its_request():
+    """However many tokens have gone through it."""
+    ring = CacheGroup(8, state="ring", is_ring=True)
+
+    assert ring.missing_tokens(100, 5) == (98, 99)
+    assert ring.blocks_of(98, 99) == slice(0, 1)
 
 
 def test_a_state_takes_one_block():

@@ -1,0 +1,145 @@
+"""Every kind of cache that vLLM has: whatever its managers do, D computes each token from P's bytes.
+
+vLLM's scheduler and managers run, with common beginnings, hits, preemptions and small steps; each layer reads what a
+kernel of its kind reads. What moves is compared with what vLLM's NixlConnector would have moved, too.
+PDRELAY_KIND_SEEDS says how many stories each kind has.
+"""
+
+import itertools
+import logging
+import os
+import warnings
+from collections import Counter
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from pdrelay_connector.shell import vllm_versions
+
+    if not vllm_versions.ASKS_WHAT_IS_LOADED:
+        pytest.skip("models with a state are refused in this version", allow_module_level=True)
+    from vllm.v1 import kv_cache_interface
+
+    from pdrelay_connector.shell import engine_config
+    from support import kind_mutants as mutants
+    from support import kinds_table
+    from support.cache_kinds import play
+
+from pdrelay_connector.core.layout.transfer_plan import check_shapes
+from pdrelay_connector.errors import IncompatiblePeer, UnsupportedCache
+from support.kinds_table import KINDS
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", "3"))
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+MOVABLE = [name for name, kind in KINDS.items() if not kind.is_packed]
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    """Refused leases are some, and there are thousands of requests."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def stories(p, d, seeds=SEEDS, **options):
+    """Play some stories; returns what has happened in all of them."""
+    return sum((play(p, d, seed, **options).counts for seed in range(seeds)), Counter())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_token_is_computed_from_ps_bytes(name):
+    """By pull and by push, and nothing that vLLM's own connector moves to where D reads is missing."""
+    shape = KINDS[name].shape()
+    counts = stories(shape, shape)
+
+    assert counts["loads"] >= 4 * SEEDS
+    assert counts["loaded"] >= counts["loads"] // 2
+    assert counts["in-tree pairs"] >= 10 * SEEDS
+    assert counts["in-tree takes other tokens"] == 0
+    assert counts["hits"] >= (SEEDS if KINDS[name].caches else 0)
+
+
+@pytest.mark.parametrize("name", MOVABLE)
+def test_blocks_may_be_unequal(name):
+    """In size, on either side; in vLLM's layout, where one layer's heads and tokens are in one piece in all of it."""
+    kind, sides = KINDS[name], itertools.cycle([(4, 8), (8, 4)])
+    for (one, other), layout in zip(sides, ("LBNHC", "BLHNC"), strict=False):
+        is_ring = any(isinstance(spec, kv_cache_interface.CircularBufferSpec) for spec in kind.specs(4))
+        p = kind.shape(one)
+        d = kind.shape(other, layout="LBHNC" if is_ring else layout)
+        assert stories(p, d, 1, is_equal=False)["loaded"] >= 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["sliding window beside full attention", "state of Mamba 2"])
+def test_blocks_may_be_in_any_layout(name, layout):
+    """P has another one than D, and its attention kernel has smaller blocks."""
+    kind = KINDS[name]
+
+    assert stories(kind.shape(layout=layout), kind.shape(), 1)["loaded"] >= 2
+    assert stories(kind.shape(), kind.shape(layout=layout), 1)["loaded"] >= 2
+    assert stories(kind.shape(kernel=2), kind.shape(), 1)["loaded"] >= 2
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.is_packed])
+def test_a_kernels_own_order_is_not_cut(name):
+    """Values and then their scales: half of a block is not the half of a kernel's block of twice the size."""
+    kind = KINDS[name]
+    infos = [mutants.described(kind.shape(size)) for size in (4, 8)]
+
+    with pytest.raises(IncompatiblePeer, match="blocks have"):
+        check_shapes(*infos)
+
+
+def test_rings_of_another_order_are_not_taken():
+    """Their bytes are as many."""
+    infos = [mutants.described(KINDS["circular buffer"].shape(layout=layout)) for layout in ("LBHNC", "LBNHC")]
+
+    with pytest.raises(IncompatiblePeer, match="the heads and tokens of its state"):
+        check_shapes(*infos)
+
+
+def test_a_ring_in_several_pieces_is_refused_at_start():
+    """Of all layers' first heads, and then of their second ones."""
+    with pytest.raises(UnsupportedCache, match=r"layer l\.0\.1 keeps a ring with shape .* use a KV cache layout"):
+        mutants.described(KINDS["circular buffer"].shape(layout="BHLNC"))
+
+
+def test_each_class_of_vllm_is_served_or_refused():
+    """A new one is refused by its name until it is in this table."""
+    base = kv_cache_interface.KVCacheSpec
+    classes = {each for each in vars(kv_cache_interface).values() if isinstance(each, type) and issubclass(each, base)}
+    abstract = {base, kv_cache_interface.AttentionSpec}
+    played = {type(spec) for kind in KINDS.values() for spec in kind.specs(4)}
+    refused = {each for each in classes if each.__name__ in engine_config._IMMOVABLE}
+    rest = classes - abstract - {kv_cache_interface.UniformTypeKVCacheSpecs}
+
+    assert played == set(engine_config.SUPPORTED)
+    assert rest == played | refused
+
+
+def test_the_page_has_the_table():
+    """PDRELAY_WRITE_MODELS=1 writes it."""
+    if os.environ.get("PDRELAY_WRITE_MODELS"):
+        kinds_table.write()
+
+    assert kinds_table.written() == kinds_table.table()
+
+
+@pytest.mark.parametrize(("mutate", "name"), mutants.MUTANTS, ids=lambda part: getattr(part, "__name__", part))
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, name):
+    """Each is one rule of the layout turned off; its name says which."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, UnsupportedCache)):
+        most_are_loaded(KINDS[name])
+
+
+def most_are_loaded(kind):
+    """Heads and tokens of full attention are in one order here, and in another there."""
+    layout = "LBNHC" if len(kind.specs(4)) == 1 else "LBHNC"
+    counts = stories(kind.shape(), kind.shape(layout=layout), 6)
+    assert counts["loaded"] >= counts["loads"] // 2

@@ -1,0 +1,396 @@
+"""Pairs of engines with caches of any kind that vLLM has: its scheduler and managers, our whole connector, real bytes.
+
+As in :mod:`support.scheduled_engine`, whose loop and threads these engines have. Here each layer has a tensor as vLLM
+makes it (``create_kv_cache_views``), and a transfer copies between addresses. The model is played by the rules of its
+layers' kinds: what a kernel reads for the next token is compared with what it must be, byte for byte.
+"""
+
+import copy
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import random
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdrelay_connector.core.ids import Address
+from pdrelay_connector.core.messages import RankInfo
+from pdrelay_connector.io.in_memory import InMemoryNetwork, InMemoryTransferAgent
+from support.engines import Turns
+from support.in_tree_plan import InTreePlan
+from support.scheduled_engine import ScheduledEngine, TimedConnector, _configured, kv_of, next_token
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    import torch
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        MambaSpec,
+        SlidingWindowSpec,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+
+CONTEXT = 96  # tokens
+UNTOUCHED = 0xA5  # what a cache has where nothing was written
+
+
+@functools.cache
+def content(layer, head, chain, size):
+    """What a layer has of a token and a head: ``chain`` stands for all tokens up to it."""
+    digest = hashlib.blake2b(f"{layer}/{head}".encode() + chain, digest_size=32).digest()
+    return (digest * -(-size // len(digest)))[:size]
+
+
+class Layer:
+    """One layer's cache: entries by (block of vLLM's, number within the block)."""
+
+    def __init__(self, name, spec, view, blocks):
+        self.name, self.spec = name, spec
+        self.bytes = view.view(torch.uint8).numpy()  # of rows, heads, entries
+        self.rows = view.shape[0] // blocks  # of one block
+        self.per_row = view.shape[2]
+
+    def put(self, block, entry, chain):
+        assert block, f"{self.name} writes into the null block"
+        row, number = block * self.rows + entry // self.per_row, entry % self.per_row
+        for head in range(self.bytes.shape[1]):
+            wanted = content(self.name, head, chain, self.bytes.shape[3])
+            self.bytes[row, head, number] = np.frombuffer(wanted, dtype=np.uint8)
+
+    def look(self, block, entry, chain, what):
+        assert block, f"{self.name} reads {what} in the null block"
+        row, number = block * self.rows + entry // self.per_row, entry % self.per_row
+        for head in range(self.bytes.shape[1]):
+            found = self.bytes[row, head, number].tobytes()
+            assert found == content(self.name, head, chain, len(found)), f"{self.name} reads other bytes of {what}"
+
+
+class Tokens(Layer):
+    """Keeps an entry for each token, or for each group of them; the last group may be open."""
+
+    @property
+    def ratio(self):
+        return int(self.spec.tokens_per_state)
+
+    def first_read(self, start, replay):
+        spec = self.spec
+        if isinstance(spec, SlidingWindowSpec):
+            return max(0, start - spec.sliding_window + 1, replay if spec.prefix_replay_tokens else 0)
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return start // spec.attention_chunk_size * spec.attention_chunk_size
+        return 0
+
+    def compute(self, table, start, stop, chains, replay):
+        size, ratio = self.spec.block_size, self.ratio
+        for group in range(self.first_read(start, replay) // ratio, start // ratio):
+            token = (group + 1) * ratio - 1
+            self.look(table[token // size], token % size // ratio, chains[token], f"token {token} of {start}")
+        for token in range(start, stop):
+            if token % ratio == ratio - 1:
+                self.put(table[token // size], token % size // ratio, chains[token])
+
+
+class Ring(Layer):
+    """Keeps the tokens of the open group of half as many as there is room for, and others, overwritten in turn."""
+
+    @property
+    def ratio(self):
+        return self.spec.block_size // 2
+
+    def compute(self, table, start, stop, chains, _):
+        capacity = self.spec.block_size
+        (block,) = table
+        for token in range(start // self.ratio * self.ratio, start):
+            self.look(block, token % capacity, chains[token], f"token {token} of {start}")
+        for token in range(max(start, stop - capacity), stop):
+            self.put(block, token % capacity, chains[token])
+
+
+class State(Layer):
+    """Keeps what all tokens so far have made of it, in the block of the last one."""
+
+    def compute(self, table, start, stop, chains, _):
+        size = self.spec.block_size
+        if start:
+            self.look(table[(start - 1) // size], 0, chains[start - 1], f"the state after {start}")
+        self.put(table[(stop - 1) // size], 0, chains[stop - 1])
+
+
+def layer_of(name, spec, view, blocks):
+    """Return the player of a layer."""
+    if isinstance(spec, MambaSpec):
+        return State(name, spec, view, blocks)
+    return (Ring if isinstance(spec, CircularBufferSpec) else Tokens)(name, spec, view, blocks)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one engine keeps what the model needs."""
+
+    specs: tuple  # one for each KV cache group
+    layout: str = "LBHNC"
+    kernel: int = 0  # tokens of one of the attention kernel's blocks; 0: as many as of vLLM's
+    blocks: int = 56
+    depth: int = 2  # layers of each group
+    caches: bool = True  # prefixes
+
+
+def views_of(spec, names, blocks, layout, kernel):
+    """Return the tensor of each layer of one group, made as vLLM makes it."""
+    layout = KVCacheLayout[layout]
+    kernel = None if isinstance(spec, MambaSpec | CircularBufferSpec) else kernel or None
+    strides = compute_layout_strides(spec, blocks, len(names), layout)
+    place = KVCacheTensor(0, list(names), strides[0], strides[1])
+    raw = torch.full((strides[0] * len(names) + strides[1] * blocks,), UNTOUCHED, dtype=torch.uint8).view(torch.int8)
+    views = create_kv_cache_views(raw, spec, blocks, layout, place, kernel)
+    return dict(zip(names, views, strict=True))
+
+
+class Copier(InMemoryTransferAgent):
+    """Copies between addresses, as NIXL does."""
+
+    def _copy(self, flight):
+        for remote, local, size in flight.spans.tolist():
+            target, source = (remote, local) if flight.writes else (local, remote)
+            ctypes.memmove(target, source, size)
+
+
+class KindsConnector(TimedConnector):
+    """Remembers what vLLM's own connector is told, too."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.engine = None
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.engine.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output):
+        metadata = super().build_connector_meta(scheduler_output)
+        for order in metadata.orders:
+            self.engine.moved(order.token_ranges)
+        return metadata
+
+    def update_connector_output(self, connector_output):
+        self.engine.loaded |= set(connector_output.finished_recving or ()) - set(connector_output.failed_recving or ())
+        super().update_connector_output(connector_output)
+
+    def request_finished_all_groups(self, request, block_ids):
+        self.engine.finished(request, block_ids)
+        return super().request_finished_all_groups(request, block_ids)
+
+
+class KindsEngine(ScheduledEngine):
+    """One engine whose layers are of any kinds."""
+
+    def __init__(self, world, name, address, shape):
+        self.shape = shape
+        self.finished_tables, self.loaded = {}, set()
+        self.pairs = set()  # (group, P's block, D's block) of what has moved since they were last looked at
+        super().__init__(world, name, address)
+        write = self.writer._part_writer.write
+
+        def watched(ranks, token_ranges, **options):
+            self.moved(token_ranges, is_ours=False)
+            return write(ranks, token_ranges, **options)
+
+        self.writer._part_writer.write = watched
+
+    def _make_scheduler(self):
+        shared, _, structured, _ = _configured()
+        shape, config = self.shape, copy.copy(shared)
+        config.kv_transfer_config = dataclasses.replace(
+            shared.kv_transfer_config, engine_id=self.name, kv_connector=KindsConnector.__name__,
+            kv_connector_module_path=__name__,
+        )  # fmt: skip
+        has_state = any(isinstance(spec, MambaSpec) for spec in shape.specs)
+        caching = config.cache_config = copy.copy(shared.cache_config)
+        caching.block_size = shape.specs[0].block_size
+        caching.enable_prefix_caching = shape.caches
+        caching.num_gpu_blocks = shape.blocks
+        caching.mamba_cache_mode = "align" if has_state and shape.caches else "none"
+        config.model_config = copy.copy(shared.model_config)
+        config.model_config.max_model_len = CONTEXT
+        names = [[f"l.{layer}.{group}" for layer in range(shape.depth)] for group in range(len(shape.specs))]
+        groups = [KVCacheGroupSpec(each, spec) for each, spec in zip(names, shape.specs, strict=True)]
+        self.cache = KVCacheConfig(shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        size, hashed = resolve_kv_cache_block_sizes(self.cache, config)
+        self.in_tree = InTreePlan(config, self.cache)
+        return Scheduler(config, self.cache, structured, size, hashed), get_request_block_hasher(hashed, sha256)
+
+    def _allocate(self, network, engine_config):
+        shape, caches = self.shape, {}
+        self.layers = []
+        for number, group in enumerate(self.cache.kv_cache_groups):
+            views = views_of(group.kv_cache_spec, group.layer_names, shape.blocks, shape.layout, shape.kernel)
+            caches |= views
+            self.layers += [
+                (number, layer_of(name, group.kv_cache_spec, view, shape.blocks)) for name, view in views.items()
+            ]
+        heads = max((getattr(spec, "num_kv_heads", 1) for spec in shape.specs), default=1)
+        described = dataclasses.replace(engine_config, all_heads=heads)
+        regions = describe_caches(caches, described, shape.blocks, KernelLayout.ENTRIES)
+        network.memories[self.name] = []
+        self._keeps = caches  # their memory is read and written by address
+        self.connector.engine = self
+        info = RankInfo(0, 1, self.name.encode(), "DRAM", 0, regions)
+        return info, [Copier(network, self.name) for _ in range(2)]
+
+    def _compute(self, scheduled):
+        sampled = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            stop = request.num_computed_tokens
+            tokens = list(request.all_token_ids[:stop])
+            chains, tables = kv_of(tokens), self.scheduler.kv_cache_manager.get_block_ids(name)
+            replay = getattr(request, "replay_start", 0)
+            for group, layer in self.layers:
+                layer.compute(tables[group], stop - count, stop, chains, replay)
+            sampled[name] = [next_token(tokens)] if stop == request.num_tokens else []
+            self.world.counts["computed"] += count
+        return sampled
+
+    def allocated(self, request, blocks, external):
+        """VLLM has allocated the blocks of a load."""
+        self.world.counts["loads"] += external > 0
+        self.world.counts["hits"] += bool(external and request.num_prompt_tokens - 1 > external)
+        if external:
+            tables = [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(request.request_id)]
+            groups = self.connector._engine_config.groups
+            taken = self.in_tree.taken(blocks, tables, groups, request.num_prompt_tokens)
+            self.world.loading(request, tables, taken)
+
+    def moved(self, token_ranges, *, is_ours=True):
+        """Remember what moves, by blocks."""
+        for each in token_ranges:
+            self.pairs |= {
+                (each.group, *((theirs, ours) if is_ours else (ours, theirs)))
+                for theirs, ours in zip(each.remote, each.local, strict=False)
+            }
+
+    def finished(self, request, block_ids):
+        """A request ends with these blocks."""
+        self.finished_tables[request.request_id] = [list(ids) for ids in block_ids]
+        self.world.counts["preempted"] += request.num_preemptions
+
+
+class Pair(Turns):
+    """A prefill engine and a decode engine, and clients that want texts of both."""
+
+    def __init__(self, p, d):
+        self.network, self.now = InMemoryNetwork(), 0.0
+        self.addresses, self.cached, self.strays, self.counts = {}, {}, [], Counter()
+        self.p = KindsEngine(self, "p", Address("10.0.0.1", 5600), p)
+        self.d = KindsEngine(self, "d", Address("10.0.0.1", 5700), d)
+        self.asked = {}  # name -> (prompt, tokens so far, how many are wanted)
+        self.loads = []  # of D: (name, tokens of the prompt, D's tables, blocks that vLLM's own connector would fill)
+        self.awaited = {}  # name of a prefill -> what D is asked when it has ended
+
+    def ask(self, name, prompt, most, mode):
+        """Send a prompt to both engines, or to one."""
+        self.asked[name] = prompt, [], most
+        if mode in ("d", "p"):
+            (self.d if mode == "d" else self.p).ask(name, prompt, most=most)
+            return
+        params = {"do_remote_decode": True, "transfer_id": name, "transfer_mode": mode}
+        self.p.ask(f"p-{name}", prompt, most=1, params=params)
+        if mode == "push":
+            where = {"remote_engine_id": "p", "remote_host": self.p.address.host, "remote_port": self.p.address.port}
+            where |= {"do_remote_prefill": True, "transfer_id": name, "transfer_mode": "push"}
+            self.d.ask(name, prompt, most=most, params=where)
+        else:
+            self.awaited[f"p-{name}"] = lambda params: self.d.ask(name, prompt, most=most, params=params)
+
+    def round(self):
+        self.network.deliver()
+        for engine in (self.p, self.d):
+            for output in engine.turn(self.now):
+                self._heard(output)
+
+    def _heard(self, output):
+        if output.request in self.awaited:
+            self.counts["not handed over"] += output.params is None
+            self.awaited.pop(output.request)(output.params)
+        elif output.request in self.asked:
+            prompt, said, _ = self.asked[output.request]
+            for token in output.tokens:
+                assert token == next_token([*prompt, *said]), f"{output.request} has another text"
+                said.append(token)
+
+    def loading(self, request, tables, taken):
+        """D begins a load into these tables."""
+        self.loads.append((request.request_id, request.num_prompt_tokens, tables, taken))
+
+    def compare_with_in_tree(self):
+        """Compare what has moved with what vLLM's own connector would have moved, block by block.
+
+        Whatever it would put where D reads, we have put there, and from the same block; but where it takes a block of
+        other tokens, as where a window begins with the last token of a block.
+        """
+        for name, prompt, tables, taken in self.loads:
+            if f"p-{name}" not in self.p.finished_tables or name not in self.d.loaded:
+                continue  # D has computed it itself
+            source = self.p.finished_tables[f"p-{name}"]
+            groups = self.d.connector._engine_config.groups
+            lent = self.p.in_tree.lent(source, groups, prompt)
+            computed = self.d.connector._engine_config.loaded_tokens(prompt)
+            for group, remote, local in self.d.in_tree.pairs(taken, lent):
+                number = tables[group].index(local)
+                if number not in range(
+                    *groups[group].blocks_of(groups[group].first_needed(computed), computed).indices(99)
+                ):
+                    continue  # nothing reads it before it is computed here
+                self.counts["in-tree pairs"] += 1
+                if remote not in source[group] or source[group].index(remote) != number:
+                    self.counts["in-tree takes other tokens"] += 1
+                    continue
+                known = self.p.pairs | self.d.pairs
+                assert (group, remote, local) in known, f"{name}: block {number} of group {group} did not move"
+
+    @property
+    def is_done(self):
+        return all(len(said) == most for _, said, most in self.asked.values())
+
+
+def play(p, d, seed, *, requests=10, modes=("pull", "push", "pull", "push", "d", "p"), is_equal=True):
+    """Send prompts with common beginnings to a pair, some of them at once; returns what has happened.
+
+    vLLM's own connector is asked, too, where both engines ``is_equal``.
+    """
+    pair, dice = Pair(p, d), random.Random(seed)
+    trunk = [dice.randrange(3) for _ in range(CONTEXT)]
+    forks = [dice.randrange(70) for _ in range(3)]
+    for number in range(requests):
+        shared = dice.choice(forks)
+        prompt = trunk[:shared] + [dice.randrange(3) for _ in range(dice.randrange(1, 20))]
+        pair.ask(f"r{number}", prompt, dice.randrange(1, 12), dice.choice(modes))
+        for _ in range(dice.choice((0, 0, 0, 1, 6))):
+            pair.round()
+    for _ in range(60):
+        if pair.is_done:
+            break
+        pair.run(1.0)
+    assert pair.is_done, "some texts are missing"
+    pair.counts["loaded"] = len(pair.d.loaded)
+    if is_equal:
+        pair.compare_with_in_tree()
+    pair.run(40.0)
+    for engine in (pair.p, pair.d):
+        assert engine.pool.get_num_free_blocks() == engine.shape.blocks - 1, f"{engine.name} lost blocks"
+    return pair

@@ -15,7 +15,7 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry, clipped, listed
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
-from pdrelay_proxy.core.routing.compatible_groups import EngineGroups, Grouping, group_engines
+from pdrelay_proxy.core.routing.compatible_groups import Grouping, group_engines, group_known
 from pdrelay_proxy.core.routing.group_weights import FairRates, Shares, shares_of
 from pdrelay_proxy.core.routing.slices import divide_by_slice
 from pdrelay_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
@@ -47,25 +47,11 @@ class Narrowed:
     rates: Mapping[bool, FairRates]
 
 
-@dataclass(slots=True)
-class _ModelLook:
-    """What was found for a model last, for these engines or for those of before."""
-
-    model: str | None
-    groups: EngineGroups
-    narrowed: Narrowed | None = None  # None: no two engines fit
-
-
 class Candidates:
     """Some engines that can take a request, with what is known of them now."""
 
-    def __init__(
-        self, registry: Registry, prefill: Among, decode: Among, before: "Candidates | None" = None, *, is_bound: bool
-    ) -> None:
-        """``is_bound``: say how much each engine may get while revisions are mixed.
-
-        ``before``: other engines, or as they were before a change: their groups are moved on to these.
-        """
+    def __init__(self, registry: Registry, prefill: Among, decode: Among, *, is_bound: bool) -> None:
+        """``is_bound``: say how much each engine may get while revisions are mixed."""
         self.prefill, self.decode = prefill, decode
         self.version = registry.changes.count  # for which all of this is true
         self._registry, self._is_bound = registry, is_bound
@@ -77,7 +63,6 @@ class Candidates:
         self._half_open = [member for member in members if member is not None and member.life.state is _HALF_OPEN]
         self.looks = dict[_Key, Narrowed]()
         self.unmatched = dict[tuple[_Key, bool], str]()  # why no two engines fit
-        self.latest: dict[_Key, _ModelLook] = {} if before is None else before.latest
 
     @property
     def size(self) -> int:
@@ -135,31 +120,11 @@ class Candidates:
         """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
         decode, decode_facts = self._serving(Role.DECODE, key, ask)
         prefill, prefill_facts = self._serving(Role.PREFILL, key, ask)
-        latest = self._latest_of(key, ask, len(prefill) + len(decode))
-        is_other = latest.groups.move(prefill, prefill_facts, decode, decode_facts)
-        if is_other or latest.narrowed is None:
-            latest.narrowed, grouping = None, latest.groups.grouping
-            if not grouping.pairs:
-                grouping = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
-                return self._narrowed(prefill, decode, grouping, partial(_are_compatible, self._registry))
-            latest.narrowed = self._narrowed(prefill, decode, grouping, self._registry.fits)
-        return latest.narrowed
-
-    def _latest_of(self, key: _Key, ask: RoutingHints, size: int) -> _ModelLook:
-        """Return what was found for a model last; if that is nothing, what no model needs any more."""
-        latest = self.latest.pop(key, None)
-        if latest is None:
-            unused = [each for each, look in self.latest.items() if self._key(look.model, each[1]) != each]
-            if unused:
-                latest = self.latest.pop(min(unused, key=lambda each: abs(self.latest[each].groups.size - size)))
-                latest.narrowed = None
-            else:
-                latest = _ModelLook(ask.model, EngineGroups())
-        if len(self.latest) >= _MOST_LOOKS:
-            del self.latest[next(iter(self.latest))]
-        latest.model = ask.model
-        self.latest[key] = latest
-        return latest
+        grouping = group_known(prefill, prefill_facts, decode, decode_facts)
+        if grouping.pairs:
+            return self._narrowed(prefill, decode, grouping, self._registry.fits)
+        grouping = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
+        return self._narrowed(prefill, decode, grouping, partial(_are_compatible, self._registry))
 
     def _narrowed(self, prefill: Among, decode: Among, grouping: Grouping, fits: Fits) -> Narrowed:
         pairs = grouping.pairs

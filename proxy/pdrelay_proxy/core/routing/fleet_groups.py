@@ -10,7 +10,7 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.lone_engines import lone_kinds_in_steps
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, Role
-from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines_in_steps
+from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines
 from pdrelay_proxy.core.routing.group_weights import GroupShare, shares_of
 from pdrelay_proxy.core.routing.slices import SliceOf, divide_by_slice, left_out
 from pdrelay_proxy.core.steps import finish
@@ -39,8 +39,7 @@ def _grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
     members = [member for member in registry.members() if member.life.state in _SERVING]
     sides = [[one for member in members if (one := member.as_role(role)) is not None] for role in Role]
     yield
-    found = yield from group_engines_in_steps(sides[0], sides[1], registry.facts)
-    return found
+    return group_engines(sides[0], sides[1], registry.facts)
 
 
 def slices(registry: Registry) -> dict[tuple[str, Role], int]:

@@ -225,13 +225,9 @@ class PairSelector:
         for each in known:
             if each.is_for(prefill, decode):
                 return each
-        before = None  # those that were most alike before a change, or were asked for longest ago
-        size, most = len(prefill) + len(decode), 1 if known is self._whole else _MOST_PARTS
-        old = [each for each in known if each.is_old] or (known[:1] if len(known) >= most else [])
-        if old:
-            before = min(old, key=lambda each: abs(each.size - size))
-            known.remove(before)
-        found = Candidates(self.registry, prefill, decode, before, is_bound=self.bounds is not None)
+        most = 1 if known is self._whole else _MOST_PARTS
+        known[:] = [each for each in known if not each.is_old][-(most - 1) :] if most > 1 else []
+        found = Candidates(self.registry, prefill, decode, is_bound=self.bounds is not None)
         known.append(found)
         return found
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, fit, rests
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.core.routing.compatible_groups import NO_PREFILL, EngineGroups, group_engines, group_engines_in_steps
+from pdrelay_proxy.core.routing.compatible_groups import NO_PREFILL, group_engines
 from pdrelay_proxy.core.routing.group_weights import BOUND, GroupTurns, shares_of
 
 
@@ -71,37 +71,29 @@ def test_groups_are_what_comparing_all_engines_would_bring(prefill, decode):
 SLICED = FACTS.flatmap(lambda facts: st.sampled_from([None, "", "z"]).map(lambda z: replace(facts, pairs_within=z)))
 
 
-@given(st.data(), st.lists(SLICED, min_size=12, max_size=12))
-def test_groups_that_are_moved_on_are_those_that_all_engines_are_sorted_into(data, facts):
-    """From any fleet to any other, in any order, with engines that serve both roles."""
-    groups, known = EngineGroups(), dict(enumerate(facts))
-    for _ in range(data.draw(st.integers(1, 6))):
-        for number in data.draw(st.sets(st.integers(0, 11), max_size=2)):
-            known[number] = data.draw(SLICED)
-        sides = [data.draw(st.lists(st.integers(0, 11), unique=True)) for _ in Role]
-        if data.draw(st.integers(0, 5)):
-            sides = [sorted(side) for side in sides]
-        fleet = [
-            [Instance(InstanceId(f"prefill-{n}"), role, Address("http", "h", n + 1)) for n in side]
-            for role, side in zip(Role, sides, strict=True)
-        ]
-        of = [[known[n] for n in side] for side in sides]
-        groups.move(fleet[0], of[0], fleet[1], of[1])
-        anew = group_engines(*fleet, lambda one: known[int(one.id.split("-")[1])])
+@given(st.lists(SLICED, max_size=7), st.lists(SLICED, max_size=7))
+def test_slices_change_nothing_but_what_is_compared(prefill, decode):
+    """Engines of other slices are not looked at, and fit no more than if they were."""
+    found, known = grouped(prefill, decode)
+    (ps, _), (ds, _) = engines(Role.PREFILL, prefill), engines(Role.DECODE, decode)
+    met = [(p.id, d.id) for group in found.groups for p, d in itertools.product(group.prefill, group.decode)]
 
-        assert replace(groups.grouping, comparisons=0) == replace(anew, comparisons=0)
-        assert not groups.move(fleet[0], of[0], fleet[1], of[1])
+    assert sorted(met) == sorted((p.id, d.id) for p, d in itertools.product(ps, ds) if meet(p, d, known))
 
 
-def test_groups_follow_engines_that_come_in_another_order():
-    """Engines of a fleet keep theirs; whoever passes others on still gets groups in the order of the decode engines."""
-    facts = revisions(a=1, b=1)
-    (prefill, _), (decode, _) = engines(Role.PREFILL, facts), engines(Role.DECODE, facts)
-    groups = EngineGroups()
-    groups.move(prefill, facts, decode, facts)
-    groups.move(prefill, facts, decode[::-1], facts[::-1])
+@given(st.lists(SLICED, max_size=7))
+def test_an_engine_of_both_roles_is_never_paired_with_itself(facts):
+    """No request has one engine twice; those of both roles still fit each other."""
+    both = [
+        [Instance(InstanceId(f"prefill-{n}"), role, Address("http", "h", n + 1)) for n in range(len(facts))]
+        for role in Role
+    ]
+    known = dict(zip([one.id for one in both[0]], facts, strict=True))
+    found = group_engines(*both, lambda one: known[one.id])
+    met = {(p.id, d.id) for g in found.groups for p, d in itertools.product(g.prefill, g.decode) if p.id != d.id}
 
-    assert [group.name for group in groups.grouping.groups] == ["revision b", "revision a"]
+    assert met == {(p.id, d.id) for p, d in itertools.product(*both) if p.id != d.id and meet(p, d, known)}
+    assert not any(len(g.prefill) == len(g.decode) == 1 and g.prefill[0].id == g.decode[0].id for g in found.groups)
 
 
 @pytest.mark.parametrize("kinds", [1, 2, 5])
@@ -204,28 +196,4 @@ def test_racks_that_cannot_meet_are_two_groups():
     found, _ = grouped([EngineCapabilities()] * 100, decode)
 
     assert [(len(group.prefill), len(group.decode)) for group in found.groups] == [(100, 50), (50, 50)]
-    assert found.comparisons == 2
-
-
-def test_a_large_fleet_is_sorted_in_steps():
-    """The status page is in no hurry: in one go, 10,000 engines kept streams waiting for 20 ms."""
-    (ps, p_facts), (ds, d_facts) = (engines(role, revisions(a=1000, b=1000)) for role in Role)
-    known, looks, longest = p_facts | d_facts, 0, 0
-
-    def facts(instance):
-        nonlocal looks
-        looks += 1
-        return known[instance.id]
-
-    steps = group_engines_in_steps(ps, ds, facts)
-    while True:
-        before = looks
-        try:
-            next(steps)
-        except StopIteration as done:
-            found = done.value
-            break
-        longest = max(longest, looks - before)
-
-    assert (looks, longest) == (4000, 500)
-    assert [group.name for group in found.groups] == ["revision a", "revision b"]
+    assert found.comparisons == 1

@@ -14,6 +14,7 @@ import random
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +23,15 @@ from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.io.in_memory import InMemoryNetwork, InMemoryTransferAgent
 from support.engines import Turns
 from support.in_tree_plan import InTreePlan
-from support.scheduled_engine import ScheduledEngine, TimedConnector, _configured, kv_of, next_token
+from support.scheduled_engine import (
+    LEASE,
+    TRANSFER,
+    ScheduledEngine,
+    TimedConnector,
+    _configured,
+    kv_of,
+    next_token,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -148,6 +157,7 @@ class Shape:
     blocks: int = 56
     depth: int = 2  # layers of each group
     caches: bool = True  # prefixes
+    lookahead: int = 0  # tokens that drafts read beyond those computed
 
 
 def views_of(spec, names, blocks, layout, kernel):
@@ -173,9 +183,15 @@ class Copier(InMemoryTransferAgent):
 class KindsConnector(TimedConnector):
     """Remembers what vLLM's own connector is told, too."""
 
+    shapes: ClassVar = {}  # by the engine's id
+
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self.engine = None
+
+    def adjusted(self, engine_config):
+        """Drafts look as far ahead as the engine's shape says."""
+        return dataclasses.replace(engine_config, lookahead=self.shapes[engine_config.engine].lookahead)
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -231,7 +247,8 @@ class KindsEngine(ScheduledEngine):
         groups = [KVCacheGroupSpec(each, spec) for each, spec in zip(names, shape.specs, strict=True)]
         self.cache = KVCacheConfig(shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         size, hashed = resolve_kv_cache_block_sizes(self.cache, config)
-        self.in_tree = InTreePlan(config, self.cache)
+        self.in_tree = InTreePlan(config, self.cache, shape.lookahead)
+        KindsConnector.shapes[self.name] = shape
         return Scheduler(config, self.cache, structured, size, hashed), get_request_block_hasher(hashed, sha256)
 
     def _allocate(self, network, engine_config):
@@ -333,6 +350,53 @@ class Pair(Turns):
                 assert token == next_token([*prompt, *said]), f"{output.request} has another text"
                 said.append(token)
 
+    def fail(self, dice):
+        """Have something go wrong, for as long as it may take, or be right again."""
+        engine, fault = dice.choice((self.p, self.d)), dice.randrange(12)
+        if fault > 6:
+            return
+        self.counts["faults"] += 1
+        match fault:
+            case 0:
+                self.network.lose()
+            case 1:
+                self._cut(engine, is_cut=True)
+                self.run(dice.choice((1.0, LEASE + 10)))
+                self.network.time_out()
+            case 2:
+                engine.frozen = True
+                self.run(dice.choice((1.0, LEASE + 10)))
+            case 3:
+                for mover in engine.movers:
+                    mover.stuck = mover.clinging = True
+                self.run(dice.choice((1.0, TRANSFER + 5)))
+            case 4:
+                living = [name for name, (_, said, most) in self.asked.items() if len(said) < most]
+                if living:
+                    self.leave(dice.choice(living))
+            case _:
+                self.heal()
+
+    def leave(self, name):
+        """The client of a request hangs up."""
+        del self.asked[name]
+        self.awaited.pop(f"p-{name}", None)
+        for engine, leg in ((self.p, f"p-{name}"), (self.p, name), (self.d, name)):
+            if leg in engine.scheduler.requests:
+                engine.abort(leg)
+
+    def _cut(self, engine, *, is_cut):
+        for link in engine.links:
+            self.network.cut(link, is_cut=is_cut)
+
+    def heal(self):
+        """End whatever is wrong."""
+        for engine in (self.p, self.d):
+            self._cut(engine, is_cut=False)
+            engine.frozen = False
+            for mover in engine.movers:
+                mover.stuck = mover.clinging = False
+
     def loading(self, request, tables, taken):
         """D begins a load into these tables."""
         self.loads.append((request.request_id, request.num_prompt_tokens, tables, taken))
@@ -368,7 +432,10 @@ class Pair(Turns):
         return all(len(said) == most for _, said, most in self.asked.values())
 
 
-def play(p, d, seed, *, requests=10, modes=("pull", "push", "pull", "push", "d", "p"), is_equal=True):
+MODES = ("pull", "push", "pull", "push", "d", "p")
+
+
+def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=False):
     """Send prompts with common beginnings to a pair, some of them at once; returns what has happened.
 
     vLLM's own connector is asked, too, where both engines ``is_equal``.
@@ -382,7 +449,10 @@ def play(p, d, seed, *, requests=10, modes=("pull", "push", "pull", "push", "d",
         pair.ask(f"r{number}", prompt, dice.randrange(1, 12), dice.choice(modes))
         for _ in range(dice.choice((0, 0, 0, 1, 6))):
             pair.round()
-    for _ in range(60):
+            if has_faults:
+                pair.fail(dice)
+    pair.heal()
+    for _ in range(240 if has_faults else 60):
         if pair.is_done:
             break
         pair.run(1.0)
@@ -390,7 +460,7 @@ def play(p, d, seed, *, requests=10, modes=("pull", "push", "pull", "push", "d",
     pair.counts["loaded"] = len(pair.d.loaded)
     if is_equal:
         pair.compare_with_in_tree()
-    pair.run(40.0)
+    pair.run(240.0 if has_faults else 40.0)
     for engine in (pair.p, pair.d):
         assert engine.pool.get_num_free_blocks() == engine.shape.blocks - 1, f"{engine.name} lost blocks"
     return pair

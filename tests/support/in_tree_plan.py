@@ -1,6 +1,7 @@
 """Which blocks vLLM's own NixlConnector would move for a request: its scheduler's and its worker's code, not run."""
 
 import warnings
+from types import SimpleNamespace
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -13,8 +14,9 @@ with warnings.catch_warnings():
 class InTreePlan:
     """The plan of two engines whose blocks are of one size."""
 
-    def __init__(self, config, cache):
+    def __init__(self, config, cache, lookahead):
         self._scheduler = NixlPullConnectorScheduler(config, "in-tree", cache)
+        self._scheduler.vllm_config = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
         worker = self._worker = object.__new__(NixlBaseConnectorWorker)
         worker._group_spec_types = [
             get_representative_spec_type(group.kv_cache_spec) for group in cache.kv_cache_groups

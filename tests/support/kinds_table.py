@@ -37,11 +37,11 @@ class Kind(NamedTuple):
     since: str = "0.30"
     engines: str = ""  # what has run on engines with it, too
     is_packed: bool = False  # engines with other blocks or layouts are refused
-    has_state: bool = False
     caches: bool = True
+    lookahead: int = 0
 
     def shape(self, size=4, **options):
-        return Shape(self.specs(size), caches=self.caches, **options)
+        return Shape(self.specs(size), caches=self.caches, lookahead=self.lookahead, **options)
 
 
 def full(size):
@@ -82,8 +82,14 @@ KINDS = {
         lambda size: (full(size), window(size)), "Gemma 3, gpt-oss", engines=ATTENTION
     ),
     "windows of several sizes": Kind(lambda size: (full(size), window(size, 9), window(size, 5)), "Step3"),
-    "window kept longer for drafts (MTP of several modules)": Kind(
-        lambda size: (full(size), window(size, extra_retained_tokens=2)), "MiMo-V2"
+    "drafts that look ahead (MTP of several modules)": Kind(
+        lambda size: (full(size), window(size, extra_retained_tokens=2)), "MiMo-V2", lookahead=3
+    ),
+    "state, and drafts that look ahead": Kind(
+        lambda size: (full(size), state(size, num_speculative_blocks=3)),
+        "Qwen3-Next with MTP of several modules",
+        since="0.32",
+        lookahead=4,
     ),
     "sliding window of latent vectors": Kind(
         lambda size: (latent(size), SlidingWindowMLASpec(block_size=size, sliding_window=6, **LATENT)), "DeepSeek-V4"
@@ -130,50 +136,44 @@ KINDS = {
         "Granite 4-H, Falcon-H1, Nemotron-H",
         since="0.32",
         engines=STATES,
-        has_state=True,
     ),
     "state alone, without prefix caching": Kind(
         lambda size: (full(size), state(CONTEXT, mode="none")),
         "Mamba 2, Zamba 2",
         since="0.32",
         engines=STATES,
-        has_state=True,
         caches=False,
     ),
     "state of Mamba 1": Kind(
-        lambda size: (full(size), state(size, Mamba.MAMBA1, ((8, 3), (8, 4)))), "Jamba", since="0.32", has_state=True
+        lambda size: (full(size), state(size, Mamba.MAMBA1, ((8, 3), (8, 4)))), "Jamba", since="0.32"
     ),
     "state of a gated delta net": Kind(
         lambda size: (full(size), state(size, Mamba.GDN_ATTN)),
         "Qwen3-Next",
         since="0.32",
         engines=STATES,
-        has_state=True,
     ),
     "state of KDA beside latent vectors": Kind(
         lambda size: (latent(size), state(size, Mamba.GDN_ATTN, ((3, 24), (2, 8, 8)))),
         "Kimi Linear, Kimi K3",
         since="0.32",
-        has_state=True,
     ),
     "state of one tensor (short convolution, linear attention)": Kind(
         lambda size: (full(size), state(size, Mamba.SHORT_CONV, ((3, 8),))),
         "LFM2",
         since="0.32",
         engines=STATES,
-        has_state=True,
     ),
     "state with blocks for drafts": Kind(
         lambda size: (full(size), state(size, num_speculative_blocks=2)),
         "Qwen3-Next with MTP",
         since="0.32",
-        has_state=True,
     ),
     "state, window and full attention": Kind(
-        lambda size: (full(size), window(size), state(size)), "hybrids of all three", since="0.32", has_state=True
+        lambda size: (full(size), window(size), state(size)), "hybrids of all three", since="0.32"
     ),
     "state, circular buffer and full attention": Kind(
-        lambda size: (full(size), ring(size), state(size, Mamba.GDN_ATTN)), "Qwen4-exp", since="0.32", has_state=True
+        lambda size: (full(size), ring(size), state(size, Mamba.GDN_ATTN)), "Qwen4-exp", since="0.32"
     ),
 }
 REFUSED = {

@@ -123,7 +123,8 @@ class TimedConnector(PDRelayConnector):
     def __init__(self, vllm_config, role, kv_cache_config):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         assert role == KVConnectorRole.SCHEDULER
-        self._engine_config, self._settings = read_engine_config(vllm_config, kv_cache_config)
+        engine_config, self._settings = read_engine_config(vllm_config, kv_cache_config)
+        self._engine_config = self.adjusted(engine_config)
         world = self.worlds[self._engine_config.engine]
         clock = lambda: world.now  # noqa: E731
         self._engine_config = dataclasses.replace(
@@ -134,6 +135,10 @@ class TimedConnector(PDRelayConnector):
         )
         self._sides = [self._scheduler]
         self.gauges, self.seen = {}, Counter()  # what vLLM's metrics have shown of us
+
+    def adjusted(self, engine_config):
+        """Return what the configuration would say of another model."""
+        return engine_config
 
     def get_kv_connector_stats(self):
         """Remember what vLLM is about to export."""

@@ -265,7 +265,10 @@ def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings
     if not _is_staged_here(config, settings):
         return 0
     check_copies(current_platform.device_type, current_platform)
-    smallest = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    sizes = (
+        group.kv_cache_spec.block_size for group in cache.kv_cache_groups if not _group(group.kv_cache_spec).is_ring
+    )
+    smallest = min(sizes)
     return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
 
 

@@ -2,7 +2,7 @@
 
 vLLM's scheduler and managers run, with common beginnings, hits, preemptions and small steps; each layer reads what a
 kernel of its kind reads. What moves is compared with what vLLM's NixlConnector would have moved, too.
-PDRELAY_KIND_SEEDS says how many stories each kind has.
+PDRELAY_KIND_SEEDS is how many stories each kind has.
 """
 
 import itertools
@@ -60,6 +60,16 @@ def test_every_token_is_computed_from_ps_bytes(name):
     assert counts["in-tree pairs"] >= 10 * SEEDS
     assert counts["in-tree takes other tokens"] == 0
     assert counts["hits"] >= (SEEDS if KINDS[name].caches else 0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_whatever_fails_no_other_bytes_are_read(name):
+    """Connections break, engines stop past a lease, transfers hang and land late, clients leave."""
+    shape = KINDS[name].shape(blocks=120)
+    counts = stories(shape, shape, -(-SEEDS // 2), has_faults=True, is_equal=False)
+
+    assert counts["faults"] >= SEEDS
+    assert counts["loaded"] >= SEEDS
 
 
 @pytest.mark.parametrize("name", MOVABLE)

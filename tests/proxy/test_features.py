@@ -19,8 +19,8 @@ pytestmark = pytest.mark.processes
 PACKAGE = Path(pdrelay_proxy.__file__).parent
 TESTS = Path(__file__).parent
 PAGE = TESTS.parents[1] / "docs/features.md"
-# A little of everything: settings, the command line, the document, the page, requests of every kind.
-SOME = ("test_app.py", "test_config.py", "test_endpoints.py", "api/test_page.py", "requests/test_request.py")
+# A little of everything: settings, the status page and metrics, what becomes of requests.
+SOME = ("test_config.py", "api/test_page.py", "requests/test_request.py", "requests/test_streaming.py")
 EXAMPLE = """
 import asyncio
 from pdrelay_proxy.features import features

@@ -114,7 +114,7 @@ def _key_routes(
             discovery,
             guard=engines.guard,
             own=own,
-            newcomers=Newcomers(engines.registry, engines.checks),
+            newcomers=Newcomers(engines.registry, engines.checks, patience_s=settings.health_check_timeout_s),
             access=access,
             onlookers=Onlookers(access.require, keys=[OPERATOR_KEY]) if _has_open_admin_port(settings) else onlookers,
         ),

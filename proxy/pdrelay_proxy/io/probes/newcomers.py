@@ -1,5 +1,7 @@
 """Looks at an engine that was added just now, before its first probe: whether it shares a request with any other."""
 
+import asyncio
+
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -11,9 +13,10 @@ from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
 class Newcomers:
     """Answers for one router."""
 
-    def __init__(self, registry: Registry, checks: HttpChecks) -> None:
+    def __init__(self, registry: Registry, checks: HttpChecks, *, patience_s: float) -> None:
         self._registry = registry
         self._checks = checks
+        self._patience_s = patience_s  # for all that an engine says: an operator waits for it
 
     async def warning(self, role: Role, address: Address) -> str | None:
         """Say why an engine that is known by now shares no request; None: it may, as far as it tells of itself.
@@ -24,8 +27,9 @@ class Newcomers:
         if instance is None:
             return None
         try:
-            facts = await self._checks.facts(instance)
-        except ProbeFailed:  # its probes will say so
+            async with asyncio.timeout(self._patience_s):
+                facts = await self._checks.facts(instance)
+        except (ProbeFailed, TimeoutError):  # its probes will say so
             return None
         self._registry.learn(instance.id, facts)
         lone = finish(lone_engines_in_steps(self._registry))

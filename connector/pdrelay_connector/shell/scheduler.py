@@ -26,6 +26,7 @@ from pdrelay_connector.shell.control_thread import ControlThread, Handshakes
 from pdrelay_connector.shell.decode_modes import BlockTables, Clock
 from pdrelay_connector.shell.decode_requests import DecodeRequests
 from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.failed_loads import FailedLoads
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
 from pdrelay_connector.shell.prefill_requests import PrefillRequests
 from pdrelay_connector.shell.returned_prefixes import ReturnedPrefixes
@@ -83,6 +84,7 @@ class PDRelayConnectorScheduler:
             wall_clock=clock,
             on_skipped=self._notes.load_skipped,
         )
+        self._failed_loads = FailedLoads(engine_config.groups, self._block_pool)
         self._returned = ReturnedPrefixes(engine_config, self._decodes, self._control.post, self._counters)
         self._cached = CachedPrefixes(
             engine_config, self._prefills, self._control.post, pool=self._block_pool, counters=self._counters
@@ -128,7 +130,7 @@ class PDRelayConnectorScheduler:
         self._notes.considered(request, computed)
         self._prefills.considered(request, computed)
         self._cached.considered(request, computed)
-        if self._returned.searches(request, computed):
+        if self._returned.searches(request, computed) or self._failed_loads.gives_way(request, computed):
             return None, False
         found = self._decodes.matched_tokens(request, computed)
         self._notes.meeting(request, lasts=self._decodes.is_meeting(request))
@@ -136,6 +138,7 @@ class PDRelayConnectorScheduler:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
+        self._failed_loads.over(request.request_id)
         self._prefills.allocated(request)
         self._cached.allocated(request)
         self._decodes.allocated(request, blocks, external)
@@ -179,6 +182,7 @@ class PDRelayConnectorScheduler:
             self._prefills.add_sums(output.kv_connector_worker_meta.sums)
         self._notes.loads_reported(output.finished_recving or (), output.failed_recving)
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
+        self._failed_loads.ended(output.finished_recving or (), output.failed_recving, self._live)
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a prefill that a decode engine can load; None for any other request."""
@@ -187,6 +191,7 @@ class PDRelayConnectorScheduler:
         self._notes.finished(request)
         self._returned.finished(request)
         self._decodes.finished(request)
+        self._failed_loads.over(request.request_id)
         return self._prefills.finished(request, blocks)
 
     def handle_results(self) -> None:

@@ -185,7 +185,7 @@ REFUSED = {
         "--use-replayssm",
         "its ring means something only with its writer's counters",
     ),
-    "caches in host memory, HiSparse": ("--hisparse", "copies belong to one engine"),
+    "caches in host memory (HiSparse)": ("--hisparse", "vLLM's NixlConnector moves them, from 0.32 on"),
     "context parallelism (DCP, PCP)": ("any", "vLLM's NixlConnector moves it, from 0.32 on"),
     "circular buffer of Step5": ("Step5", "the model itself takes `NixlConnector` by its name, and no other"),
 }

@@ -56,6 +56,7 @@ _IMMOVABLE: Final[Mapping[str, str]] = {
     "HiSparseResidentSpec": "HiSparse keeps copies on the device that belong to one engine",
     "SinkFullAttentionSpec": "its kernel keeps static sinks in the first blocks, which no block table names",
 }
+IN_TREE: Final = "vLLM's NixlConnector of 0.32 and later moves it"
 MAMBA_CACHE_MODES = ("none", "align")
 MAX_STATE_TENSORS = 2  # further ones mean something only with what the worker knows beside the cache
 
@@ -204,14 +205,10 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
             "enable_return_routed_experts is on; which experts computed a prompt is known where it was computed and "
             "does not move with its KV, so engines with a KV connector cannot return it"
         )
-    if parallel.decode_context_parallel_size != 1:
-        raise UnsupportedCache(
-            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}; only 1 is supported"
-        )
-    if parallel.prefill_context_parallel_size != 1:
-        raise UnsupportedCache(
-            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}; only 1 is supported"
-        )
+    contexts = {"decode": parallel.decode_context_parallel_size, "prefill": parallel.prefill_context_parallel_size}
+    for name, size in contexts.items():
+        if size != 1:
+            raise UnsupportedCache(f"{name}_context_parallel_size is {size}; only 1 is supported ({IN_TREE})")
 
 
 def _check_group(group: KVCacheGroupSpec) -> None:
@@ -233,7 +230,9 @@ def _check_group(group: KVCacheGroupSpec) -> None:
                 "for one or more tokens is supported"
             )
     if group.host_resident:
-        raise UnsupportedCache(f"{layer} has a KV cache in host memory (host_resident), which does not move")
+        raise UnsupportedCache(
+            f"{layer} has a KV cache in host memory (host_resident), which does not move ({IN_TREE})"
+        )
     if not group.enable_kv_transfer:
         raise UnsupportedCache(f"{layer} has a KV cache that vLLM keeps out of transfers (enable_kv_transfer is off)")
 

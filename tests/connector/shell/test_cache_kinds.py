@@ -30,8 +30,12 @@ from pdrelay_connector.core.layout.transfer_plan import check_shapes
 from pdrelay_connector.errors import IncompatiblePeer, UnsupportedCache
 from support.kinds_table import KINDS
 
-pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", "3"))
+FEW = 3
+SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", FEW))
+pytestmark = [
+    pytest.mark.timeout(240 + 30 * (SEEDS - FEW)),  # importing vLLM takes half a minute on a busy machine
+    *([pytest.mark.slow] if SEEDS > FEW else []),  # whoever wants more has the time
+]
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 MOVABLE = [name for name, kind in KINDS.items() if not kind.is_packed]
 

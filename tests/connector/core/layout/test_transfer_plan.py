@@ -437,6 +437,7 @@ def test_a_rank_that_its_engine_does_not_have_is_refused(rank):
         ({"width": 48}, "region 0: it has entries of 48 bytes, ours 32; they must be equal"),
         ({"all_heads": 8}, "region 0: it has 8 KV heads on all ranks, ours 4; they must be equal"),
         ({"group": 1}, "region 0: it has KV cache group 1, ours 0; they must be equal"),
+        ({"covers": 2}, "region 0: it has entries of 2 tokens, ours 1; they must be equal"),
         ({"tokens": 24}, "region 0: its blocks have 24 tokens, ours 16; one must be a multiple of the other"),
         ({"rows": 4, "tokens": 12}, "its kernel's blocks have 12 tokens, ours 16; one must be a multiple of the other"),
         ({"heads": 2}, "region 0: its rank 0 of 1 keeps 2 KV heads, not 4"),
@@ -478,6 +479,33 @@ def test_rows_that_only_a_kernel_understands_move_between_twins_alone(changed, m
 def test_what_is_refused_of_such_rows_is_welcome_of_others(changed, message):
     """Else the rule would be one for all."""
     check_shapes(shaped("LBHNC"), shaped("LBHNC", **changed))
+
+
+def test_rows_that_all_ranks_have_alike_go_to_any_number_of_ranks():
+    """MLA's, whatever its kernel does with them: each rank has the one head of the layer."""
+    ours, theirs = (
+        shaped("LBHNC", heads=1, all_heads=1, opaque=True, rank=rank, ranks=ranks) for rank, ranks in ((0, 1), (1, 2))
+    )
+    check_shapes(ours, theirs)
+    check_shapes(theirs, ours)
+
+    assert len(pull_route(theirs, ours).spans([TokenRange(0, 0, 20, [7, 3], [8, 1])])) == 3 * 2
+
+
+@pytest.mark.parametrize("covers", [2, 4])
+@pytest.mark.parametrize(("rows", "rows_there"), [(1, 1), (1, 2), (4, 2)])
+def test_an_entry_of_several_tokens_moves_as_one_of_each(covers, rows, rows_there):
+    """From the first entry of which a token is lacking to the last."""
+    sizes = [{"rows": each, "tokens": 16 // each, "blocks": 20 * each} for each in (rows, rows_there)]
+    plain, compressed = (pull_route(*(shaped("LBHNC", **size, covers=each) for size in sizes)) for each in (1, covers))
+    blocks = list(range(1, 9)), list(range(9, 17))
+    for start, stop in ((0, 16 * covers), (3, 5), (covers, 50), (17, 17 + covers), (30, 31)):
+        first = start // (16 * covers)
+        ranges = [
+            TokenRange(0, begin, end, blocks[0][first:], blocks[1][first:])
+            for begin, end in ((start // covers, -(-stop // covers)), (start, stop))
+        ]
+        assert np.array_equal(plain.spans([ranges[0]]), compressed.spans([ranges[1]]))
 
 
 def test_such_rows_may_be_anywhere_and_any_number():

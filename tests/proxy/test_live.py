@@ -17,6 +17,7 @@ from pdrelay_proxy.requests import (
     attempt,
     client_response,
     dispatch,
+    engine_choice,
     gate,
     request,
     request_set,
@@ -207,7 +208,19 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     live = {name for name, setting in OPTIONS.items() if setting.option.live}
     # Requests and their gate get all settings, and read them when a request is admitted.
     modules = (
-        *(admission, attempt, client_response, dispatch, gate, request, request_set, route, stream_move, stream_moves),
+        *(
+            admission,
+            attempt,
+            client_response,
+            dispatch,
+            engine_choice,
+            gate,
+            request,
+            request_set,
+            route,
+            stream_move,
+            stream_moves,
+        ),
     )
     files = [Path(module.__file__) for module in modules]
     sources = "".join(file.with_name(file.name.partition(".")[0] + ".py").read_text() for file in files)

@@ -4,10 +4,9 @@ A request that is sent again gets another attempt, with another id for both engi
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
 from pdrelay_proxy.core.model import (
     GenerationRequest,
@@ -19,23 +18,22 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
-from pdrelay_proxy.core.protocol.handoff import handoff_timeout
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer
 from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alone, with_cache_usage
 from pdrelay_proxy.core.raw_json import Pieces
 from pdrelay_proxy.core.routing.retries import BrokenAnswer, LegFailed, RetryAttempts
-from pdrelay_proxy.core.routing.route import Route, choose_decode, route
 from pdrelay_proxy.core.schemas import Coordinates
-from pdrelay_proxy.errors import EngineError, EngineTimeout, NoInstance, NoKvParams, ProxyError, Refused, RouterFull
+from pdrelay_proxy.errors import EngineError, EngineTimeout, NoKvParams, Refused, RouterFull
 from pdrelay_proxy.io.request_path.returned_kv import cached_on
+from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.leg_bodies import prefill_body
 from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from pdrelay_proxy.requests.lent_blocks import LentBlocks
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestState
-from pdrelay_proxy.requests.stream_move import StreamMove, StuckPrompts
+from pdrelay_proxy.requests.stream_move import StreamMove
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -52,21 +50,19 @@ class Attempt(LegOwner):
     """One try. It is the LegOwner of its legs; the life's coroutine is woken when one of them has news."""
 
     __slots__ = (
-        "_expected",
         "_life",
         "_plan",
         "_services",
         "_settings",
         "_shows_token",
-        "_slot",
         "_span",
         "body",
+        "choice",
         "coordinates",
         "counted",
         "decode",
         "id",
         "is_streaming",
-        "mode",
         "move",
         "prefill",
         "record",
@@ -91,11 +87,10 @@ class Attempt(LegOwner):
         self._shows_token = shows_token
         self._life = life
         self._span = life.span
-        self._expected: ExpectedTime | None = None  # what its engines were chosen by, until the decode leg is sent
-        self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
         self.record = record
         self.retries = retries
         self.id = record.attempt_id if record.retries or record.moves else record.request_id
+        self.choice = EngineChoice(services.fleet, plan, settings, retries, record, self.id)
         self.transfer = services.new_transfer()
         self.body: Pieces = []  # of the decode leg
         self.prefill: PrefillLeg | None = None
@@ -103,7 +98,6 @@ class Attempt(LegOwner):
         self.coordinates: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
         self.counted: int | None = None  # tokens of the prompt, as the prefill engine says
         self.is_streaming = False  # a stream is being shown
-        self.mode: TransferMode | None = None  # chosen for two engines that can do either
         self.move: StreamMove | None = None  # the stream comes from an engine that drains
 
     @property
@@ -113,45 +107,6 @@ class Attempt(LegOwner):
         return [leg.instance.id for leg in legs if leg is not None and not leg.is_closed]
 
     # ---- sending
-
-    def hold_slot(self, decode: Instance) -> None:
-        """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
-        fleet = self._services.fleet
-        fleet.enter(decode, self.id)
-        self._slot = decode
-        for listener in fleet.listeners:
-            listener.slot_held(decode, self.id)
-
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
-        """Hold the slot at another decode engine, if its engine is left and another can take its place.
-
-        ``stuck``: prompts like these were tried a moment ago, and no engine could.
-        """
-        slot, prefill = self._slot, self.prefill
-        if slot is None or prefill is None or slot.id not in leaving:
-            return
-        ask, avoided = self._plan.ask, self.retries.avoided
-        kind = slot.id, prefill.instance.id, ask.model, ask.rank, frozenset(avoided)
-        if kind in stuck:
-            return
-        fleet = self._services.fleet
-        fitting = fleet.fitting(prefill.instance, self.usable(_DECODE))
-        others = fleet.nearest(prefill.instance, [one for one in fitting if one.id not in avoided])
-        try:
-            other = self.one(others) if others else None
-        except ProxyError:  # none of them serves the model, or is the rank that the client wants
-            other = None
-        if other is None:
-            stuck.add(kind)
-            return
-        self._leave_slot()
-        self.hold_slot(other)
-        self._expected = None
-        fleet.took_over(prefill.instance, other, ask)
-
-    def slot_or(self, decode: Instance) -> Instance:
-        """Return the decode engine at which a slot is held; if none is, the one that was chosen first."""
-        return self._slot or decode
 
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
@@ -175,12 +130,14 @@ class Attempt(LegOwner):
             learns=learns,
             cached_on=holder,
             ids=ids,
-            pushes=self.mode is _PUSH,
+            pushes=self.choice.mode is _PUSH,
         )
         now = services.clock()
         leg = PrefillLeg(self, prefill, now, now + seconds)
         leg.reuses, leg.shows, leg.learns = reuses, shows, learns
-        self.prefill, self.record.prefill = leg, leg.record
+        self.prefill = leg
+        self.choice.prefill = prefill
+        self.record.prefill = leg.record
         self._send(leg, body, asks_for_report=services.reports)
         return leg
 
@@ -196,7 +153,8 @@ class Attempt(LegOwner):
         leg.counts = self.record.single_reason is None
         leg.cache_usage = self._life.cache_usage
         self.decode, self.record.decode = leg, leg.record
-        leg.record.expected, self._expected = self._expected, None
+        leg.record.expected = self.choice.expected
+        self.choice.expected = None
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
             leg.follows = prefill.is_followed = True
             services.telemetry.handed_over(now - prefill.handed_over_at)
@@ -214,8 +172,8 @@ class Attempt(LegOwner):
             headers = (*headers, ASK_FOR_REPORT)
         if self._span is not None:
             leg.span, headers = self._span.leg(instance, headers)
-        if self._slot is instance:
-            self._slot = None
+        if self.choice.slot is instance:
+            self.choice.slot = None
         else:
             services.fleet.enter(instance, self.id)
         if services.fleet.listeners:
@@ -246,58 +204,6 @@ class Attempt(LegOwner):
         )
         for listener in self._services.fleet.listeners:
             listener.leg_sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
-
-    # ---- choosing
-
-    def usable(self, role: Role) -> Sequence[Instance]:
-        """List the engines of a role that may get a request now, if any."""
-        try:
-            return self._services.fleet.usable(role)
-        except NoInstance:
-            return ()
-
-    def route(self, reason: SingleEngineReason | None) -> Route:
-        """Choose the engines; ``reason``: why one must serve the request, if something of the request says so."""
-        record = self.record
-        plan = self._plan
-        found = route(self._services.fleet, plan.ask, plan.path, self.retries, self._settings, reason=reason)
-        record.single_reason = found.reason
-        if found.cached is not None:
-            record.cached = found.cached
-        self.mode = found.mode
-        self._expected = found.expected
-        return found
-
-    def one(self, among: Sequence[Instance]) -> Instance:
-        """Choose a decode engine."""
-        fleet = self._services.fleet
-        chosen = choose_decode(fleet, self._plan.ask, self._plan.path, self.retries, among)
-        self.note_expected()
-        return chosen
-
-    def note_expected(self) -> None:
-        """Keep what is expected of the engines that were just chosen."""
-        expected = self._services.fleet.take_expected(self._plan.ask)
-        if expected is not None and self.prefill is None:
-            self._expected = expected
-
-    def others(self, failed: Instance, lent_by: PrefillLeg | None) -> Sequence[Instance]:
-        """List the engines that may get the decode leg of one that could not be reached.
-
-        They must be able to read the blocks. None: it is too late for these, or another pair has better chances.
-        """
-        services = self._services
-        decodes = self.usable(Role.DECODE)
-        if self.prefill is None:
-            # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
-            return () if self.record.single_reason in _BY_CACHE else decodes
-        if lent_by is not None and lent_by.handover is not None:
-            limit = handoff_timeout(lent_by.handover.params, self._settings.handoff_timeout_s)
-            if services.clock() >= lent_by.handed_over_at + limit:
-                return ()
-        fitting = services.fleet.fitting(self.prefill.instance, decodes)
-        fresh = [instance for instance in fitting if instance.id not in self.retries.avoided | {failed.id}]
-        return services.fleet.nearest(self.prefill.instance, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
         """Tell whether a leg may be sent again, with so many engines of its role, and count it.
@@ -342,7 +248,7 @@ class Attempt(LegOwner):
         if handover is None:
             return
         tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
-        fitting = self.retries.first(self._services.fleet.fitting(leg.instance, self.usable(Role.DECODE)))
+        fitting = self.retries.first(self._services.fleet.fitting(leg.instance, self.choice.usable(Role.DECODE)))
         decodes = sorted(fitting, key=lambda instance: instance.id == tried)
         LentBlocks(self._services, self._plan, self.id, self.transfer).release(leg.instance, handover, decodes)
 
@@ -372,7 +278,7 @@ class Attempt(LegOwner):
         services.leg_bodies.note_looks_back(self._plan.ask.model, leg.instance.id, looks_back=handover.looks_back)
         if self._shows_token:
             leg.first = services.leg_bodies.first_token(
-                call, leg.instance.id, handover, shows=leg.shows, is_auto=self.mode is not None
+                call, leg.instance.id, handover, shows=leg.shows, is_auto=self.choice.mode is not None
             )
         leg.answered_s = _note_time(leg, came)
         self._note_cache(call, body)
@@ -414,7 +320,8 @@ class Attempt(LegOwner):
                 answer=body,
                 reuses=leg.reuses,
                 tells_ids=leg.shows or leg.learns,
-                is_auto=self.mode is not None or self.move is not None,  # a move asks to be lent what might be pushed
+                is_auto=self.choice.mode is not None
+                or self.move is not None,  # a move asks to be lent what might be pushed
             )
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
@@ -669,14 +576,8 @@ class Attempt(LegOwner):
                 self.close(leg)
                 if leg is self.prefill and not leg.complete:
                     self._abandon(leg)
-        if self._slot is not None:
-            self._leave_slot()
+        self.choice.leave_slot()
         self.prefill = self.decode = None  # they hold us
-
-    def _leave_slot(self) -> None:
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self._services.fleet.leave(slot, self.id)
 
 
 def _note_time(leg: EngineLeg, now: float) -> float:

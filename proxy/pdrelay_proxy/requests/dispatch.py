@@ -96,7 +96,7 @@ class Dispatch:
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
         """Let go of a decode engine that is left, while the prefill engine has not answered."""
         if self._attempt is not None:
-            self._attempt.change_slot(leaving, stuck)
+            self._attempt.choice.change_slot(leaving, stuck)
 
     def close_attempt(self) -> Attempt | None:
         """Drop what is under way; return the attempt."""
@@ -142,7 +142,7 @@ class Dispatch:
                         move.handed_over(lent_by.instance)
                     if self._hand_over(attempt, call, lent_by, decode):
                         return
-                await self._decode(attempt, call, attempt.slot_or(decode), lent_by)
+                await self._decode(attempt, call, attempt.choice.slot_or(decode), lent_by)
                 return
             except LegFailed as latest:
                 failed = latest.with_traceback(None)  # it leads here: a circle
@@ -158,7 +158,7 @@ class Dispatch:
         move = None if attempt is None else attempt.move
         if move is not None and role is _PREFILL and move.is_lent_by(failed.instance):
             move.lender_failed()
-        if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
+        if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.choice.usable(role)):
             raise failed.error
         if life.broken:  # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
             life.broken = [each for each in life.broken if each.instance is not failed.instance]
@@ -179,7 +179,7 @@ class Dispatch:
         if call is not None and single_body is not None:
             attempt.body = single_body
             home = self._home(attempt) if self._life.record.moves else None
-            return None, attempt.one(self._life.services.fleet.usable(_DECODE) if home is None else [home])
+            return None, attempt.choice.one(self._life.services.fleet.usable(_DECODE) if home is None else [home])
         if call is None:
             reason: SingleEngineReason | None = self._plan.single_reason
         elif attempt.retries.is_alone:
@@ -188,7 +188,7 @@ class Dispatch:
             fleet = self._life.services.fleet
             alone = self.settings.decode_only_fallback
             reason = None if can_split else split_reason(fleet, call.api, call.fields, may_be_alone=alone)
-        found = attempt.route(reason)
+        found = attempt.choice.route(reason)
         if found.prefill is None:
             plan = self._plan
             attempt.body = plan.body if call is None else encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
@@ -229,7 +229,7 @@ class Dispatch:
 
     def _home(self, attempt: Attempt) -> Instance | None:
         """Return the engine that a stream has moved from, if no other can go on with it now that it broke off."""
-        if any(one.id not in attempt.retries.avoided for one in attempt.usable(_DECODE)):
+        if any(one.id not in attempt.retries.avoided for one in attempt.choice.usable(_DECODE)):
             return None
         member = self._life.services.fleet.registry.get(self._life.record.moves[-1].source)
         if member is None or member.instance.id in attempt.retries.avoided:
@@ -243,11 +243,13 @@ class Dispatch:
         if single_body is None:
             pair, move.pair = move.pair, None
             pair = pair or self._pair_for_move(attempt.retries, move.lender, move.met)
-            attempt.note_expected()
+            attempt.choice.note_expected()
             return pair
         attempt.body = single_body
-        others = self._with_room([one for one in attempt.usable(_DECODE) if one.id not in attempt.retries.avoided])
-        return None, attempt.one(others or [move.source])
+        others = self._with_room(
+            [one for one in attempt.choice.usable(_DECODE) if one.id not in attempt.retries.avoided]
+        )
+        return None, attempt.choice.one(others or [move.source])
 
     def _with_room(self, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """Leave out the engines that streams leave for want of KV room, if there are others."""
@@ -264,9 +266,9 @@ class Dispatch:
         if call is None or prefill is None:
             life.on(_SINGLE)
             return None
-        attempt.hold_slot(decode)
+        attempt.choice.hold_slot(decode)
         coordinates = None
-        if attempt.move is None and attempt.mode is not _READ:
+        if attempt.move is None and attempt.choice.mode is not _READ:
             coordinates = life.services.push_coordinates.coordinates(prefill.id)
         if coordinates is not None and self._plan.learns_model:
             self._plan.ask.model = life.services.leg_bodies.model_of(prefill.id)
@@ -298,7 +300,7 @@ class Dispatch:
                 attempt.settle(leg)
                 return True
         if call is not None and leg.handover is not None:
-            self._write_body(attempt, call, leg, leg.handover, attempt.slot_or(decode))
+            self._write_body(attempt, call, leg, leg.handover, attempt.choice.slot_or(decode))
         return False
 
     def _named(self, call: GenerationRequest) -> GenerationRequest:
@@ -358,12 +360,12 @@ class Dispatch:
             raise failed
         if lent_by is not None:
             attempt.note_read(lent_by)
-        others = attempt.others(failed.instance, lent_by)
+        others = attempt.choice.others(failed.instance, lent_by, now=self._life.services.clock())
         if not others or not attempt.may_repeat(failed, others):
             raise failed
         self._life.record.set_aside(_DECODE, failed.failure)
         failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
-        decode = attempt.one(others)
+        decode = attempt.choice.one(others)
         if attempt.prefill is not None:
             self._life.services.fleet.took_over(attempt.prefill.instance, decode, self._plan.ask)
         return decode

@@ -1,0 +1,158 @@
+"""The engines of one try of a request: who is chosen, and the slot that is held at one until its leg is sent."""
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol.handoff import handoff_timeout
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.core.request_record import RequestRecord
+from pdrelay_proxy.core.routing.retries import RetryAttempts
+from pdrelay_proxy.core.routing.route import Route, choose_decode, route
+from pdrelay_proxy.errors import NoInstance, ProxyError
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.requests.intake import RequestPlan
+from pdrelay_proxy.requests.legs import PrefillLeg
+from pdrelay_proxy.requests.stream_move import StuckPrompts
+from pdrelay_proxy.settings import Settings
+
+_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
+_DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
+
+
+class EngineChoice:
+    """Chooses them, and remembers what the choice was about."""
+
+    __slots__ = (
+        "_fleet",
+        "_plan",
+        "_record",
+        "_request",
+        "_retries",
+        "_settings",
+        "expected",
+        "mode",
+        "prefill",
+        "slot",
+    )
+
+    def __init__(  # noqa: PLR0917 (by name it costs more than the rest of it)
+        self,
+        fleet: LiveFleet,
+        plan: RequestPlan,
+        settings: Settings,
+        retries: RetryAttempts,
+        record: RequestRecord,
+        request: RequestId,
+    ) -> None:
+        """``request``: what engines know this try by."""
+        self._fleet = fleet
+        self._plan = plan
+        self._settings = settings
+        self._retries = retries
+        self._record = record
+        self._request = request
+        self.expected: ExpectedTime | None = None  # what the engines were chosen by, until the decode leg is sent
+        self.mode: TransferMode | None = None  # for two engines that can do either
+        self.prefill: Instance | None = None  # the engine that the prompt was sent to
+        self.slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
+
+    def hold_slot(self, decode: Instance) -> None:
+        """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
+        fleet = self._fleet
+        fleet.enter(decode, self._request)
+        self.slot = decode
+        for listener in fleet.listeners:
+            listener.slot_held(decode, self._request)
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Hold the slot at another decode engine, if its engine is left and another can take its place.
+
+        ``stuck``: prompts like these were tried a moment ago, and no engine could.
+        """
+        slot = self.slot
+        prefill = self.prefill
+        if slot is None or prefill is None or slot.id not in leaving:
+            return
+        ask = self._plan.ask
+        avoided = self._retries.avoided
+        kind = slot.id, prefill.id, ask.model, ask.rank, frozenset(avoided)
+        if kind in stuck:
+            return
+        fleet = self._fleet
+        fitting = fleet.fitting(prefill, self.usable(_DECODE))
+        others = fleet.nearest(prefill, [one for one in fitting if one.id not in avoided])
+        try:
+            other = self.one(others) if others else None
+        except ProxyError:  # none of them serves the model, or is the rank that the client wants
+            other = None
+        if other is None:
+            stuck.add(kind)
+            return
+        self.leave_slot()
+        self.hold_slot(other)
+        self.expected = None
+        fleet.took_over(prefill, other, ask)
+
+    def slot_or(self, decode: Instance) -> Instance:
+        """Return the decode engine at which a slot is held; if none is, the one that was chosen first."""
+        return self.slot or decode
+
+    def usable(self, role: Role) -> Sequence[Instance]:
+        """List the engines of a role that may get a request now, if any."""
+        try:
+            return self._fleet.usable(role)
+        except NoInstance:
+            return ()
+
+    def route(self, reason: SingleEngineReason | None) -> Route:
+        """Choose the engines; ``reason``: why one must serve the request, if something of the request says so."""
+        record = self._record
+        plan = self._plan
+        found = route(self._fleet, plan.ask, plan.path, self._retries, self._settings, reason=reason)
+        record.single_reason = found.reason
+        if found.cached is not None:
+            record.cached = found.cached
+        self.mode = found.mode
+        self.expected = found.expected
+        return found
+
+    def one(self, among: Sequence[Instance]) -> Instance:
+        """Choose a decode engine."""
+        fleet = self._fleet
+        chosen = choose_decode(fleet, self._plan.ask, self._plan.path, self._retries, among)
+        self.note_expected()
+        return chosen
+
+    def note_expected(self) -> None:
+        """Keep what is expected of the engines that were just chosen."""
+        expected = self._fleet.take_expected(self._plan.ask)
+        if expected is not None and self.prefill is None:
+            self.expected = expected
+
+    def others(self, failed: Instance, lent_by: PrefillLeg | None, *, now: float) -> Sequence[Instance]:
+        """List the engines that may get the decode leg of one that could not be reached.
+
+        They must be able to read the blocks. None: it is too late for these, or another pair has better chances.
+        """
+        fleet = self._fleet
+        decodes = self.usable(_DECODE)
+        prefill = self.prefill
+        if prefill is None:
+            # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
+            return () if self._record.single_reason in _BY_CACHE else decodes
+        if lent_by is not None and lent_by.handover is not None:
+            limit = handoff_timeout(lent_by.handover.params, self._settings.handoff_timeout_s)
+            if now >= lent_by.handed_over_at + limit:
+                return ()
+        fitting = fleet.fitting(prefill, decodes)
+        fresh = [instance for instance in fitting if instance.id not in self._retries.avoided | {failed.id}]
+        return fleet.nearest(prefill, fresh if fresh or len(fitting) < len(decodes) else fitting)
+
+    def leave_slot(self) -> None:
+        """Give back the slot that is held, if one is."""
+        slot = self.slot
+        self.slot = None
+        if slot is not None:
+            self._fleet.leave(slot, self._request)

@@ -25,7 +25,6 @@ from benchmarks.discovery import ready, report, shared_api
 from benchmarks.discovery.pods import LIFE, line, pages_of, pod, role_of
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.discovery.pods import read_pod
 from pdrelay_proxy.core.discovery.reconcile import entry_name, entry_of
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -40,6 +39,7 @@ from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 from pdrelay_proxy.io.metrics import Metrics

@@ -77,7 +77,8 @@ def build(
     ended = [hear for feature in added if (hear := feature.hears_ended()) is not None]
     spans = next((found for feature in added if (found := feature.spans()) is not None), None)
     serving = build_requests(settings, engines, clock, ended=ended, spans=spans)
-    discovery = build_discovery(settings, engines.registry, clock)
+    feeds = [feed for feature in added if (feed := feature.feed()) is not None]
+    discovery = build_discovery(settings, engines.registry, clock, feeds)
     core = Core(serving, discovery, wall)
     parts = [feature.parts(core) for feature in added]
     shown = [part.status for part in parts]

@@ -81,11 +81,6 @@ def _check_caches(settings: Settings) -> None:
         )
 
 
-def _check_pods(settings: Settings) -> None:
-    if settings.kubernetes_selector is not None and settings.kubernetes_inference_pool is not None:
-        raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
-
-
 def _check_decode_itl(settings: Settings) -> None:
     if settings.max_decode_itl_s and settings.decode_policy not in CACHE_POLICIES:
         raise ConfigError(
@@ -130,7 +125,6 @@ _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     check_peers,
     _check_moves,
     _check_caches,
-    _check_pods,
     _check_decode_itl,
 )
 _FILES: Final[Sequence[Callable[[Settings], object]]] = (

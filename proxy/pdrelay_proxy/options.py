@@ -15,7 +15,7 @@ from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
 from pdrelay_proxy.core.address import Address, dns_name
-from pdrelay_proxy.core.discovery.pods import LABEL_KEY
+from pdrelay_proxy.core.discovery.kubernetes_objects import LABEL_KEY
 from pdrelay_proxy.core.discovery.store_url import split_prefix
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.address_allowlist import AllowList
@@ -23,7 +23,7 @@ from pdrelay_proxy.core.http.allowed_origins import is_origin
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
 from pdrelay_proxy.declarations import Kind, Option
 from pdrelay_proxy.errors import AddressError, ConfigError
-from pdrelay_proxy.features import feature_settings
+from pdrelay_proxy.features import feature_settings, features
 from pdrelay_proxy.io.files import read_text
 from pdrelay_proxy.io.routing_plugins import installed_policies
 from pdrelay_proxy.settings import FIRST, Settings
@@ -318,9 +318,9 @@ def _has_engines(settings: Settings) -> bool:
     """Tell whether there are engines, or some may come by themselves or by hand."""
     keys = settings.admin_key, settings.admin_key_file, settings.join_key_file
     is_added_by_hand = any(key is not None for key in keys)
-    finds_pods = settings.kubernetes_selector is not None or settings.kubernetes_inference_pool is not None
+    finds_engines = any(feature.finds_engines(settings) for feature in features())
     is_named = bool(settings.prefill or settings.decode)
-    return is_named or is_added_by_hand or finds_pods or settings.store != "memory"
+    return is_named or is_added_by_hand or finds_engines or settings.store != "memory"
 
 
 def read(kind: Kind, text: str) -> object:

@@ -19,12 +19,10 @@ from pdrelay_proxy.declarations import (
     HeaderName,
     Host,
     Kind,
-    LabelKey,
     Natural,
     Network,
     Origin,
     Peer,
-    PoolName,
     Port,
     Priority,
     Processes,
@@ -32,7 +30,6 @@ from pdrelay_proxy.declarations import (
     Ratio,
     Retries,
     Seconds,
-    Selector,
     SessionName,
     SomeBytes,
     SomeSeconds,
@@ -387,12 +384,6 @@ class Settings:
         "processes that serve one port, each a router with an admin port of its own: admin_port and those behind it; "
         "more than 1 on Linux only", chart="router.replicas")
 
-    kubernetes_selector: Selector | None = KUBERNETES.option(None,
-        "label selector of the pods that are engines", unset="no pods", chart="router.discovery.enabled")
-    kubernetes_inference_pool: PoolName | None = KUBERNETES.option(None,
-        "InferencePool whose pods are the engines, instead of a selector",
-        unset="no pods", chart="router.discovery.inferencePool")
-    slice_label: LabelKey = KUBERNETES.option("pdrelay/slice", "label or annotation of pods that names their slice")
     kubernetes_namespace: str | None = KUBERNETES.option(None,
         "namespace of the pods, of the InferencePool and of the store's ConfigMap",
         unset="the router's own", chart="router.discovery.enabled")

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import yaml
 
-from pdrelay_proxy.core.discovery.pods import Pod, engine_of
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.features.pods.pod import Pod, engine_of
 from pdrelay_tools.simulated.engine import Sim
 from support.certificates import Authority
 from support.chart_router import serving_chart

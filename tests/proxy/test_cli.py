@@ -11,6 +11,7 @@ import pytest
 from pdrelay_proxy import server
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
 from pdrelay_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
@@ -228,8 +229,8 @@ def test_serve_starts_the_server(monkeypatch):
         Settings(admin_key="sesame"),
         Settings(admin_key_file="key"),
         Settings(store="file:/tmp/engines"),
-        Settings(kubernetes_selector="app=pdrelay"),
-        Settings(kubernetes_inference_pool="pool"),
+        Settings().having(PodSettings("app=pdrelay")),
+        Settings().having(PodSettings(kubernetes_inference_pool="pool")),
     ],
 )
 def test_a_router_that_engines_can_come_to_may_start_without(settings, caplog):

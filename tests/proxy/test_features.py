@@ -21,6 +21,8 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parents[1] / "docs/features.md"
 # A little of everything: settings, the status page and metrics, what becomes of requests.
 SOME = ("test_config.py", "api/test_page.py", "requests/test_request.py", "requests/test_streaming.py")
+# Tests of these need the whole product: a tool may use a feature, and pages tell of all of them.
+WHOLE = ("pdrelay_tools.planning", "support.documents")
 EXAMPLE = """
 import asyncio
 from pdrelay_proxy.features import features
@@ -71,7 +73,7 @@ def remove(copy, name):
 def names(file, name):
     """Tell whether a test is about a feature, too: it names it, its command or one of its settings."""
     settings = import_module(f"pdrelay_proxy.features.{name}.settings").SETTINGS
-    words = [rf"features\.{name}", f'"{name}"', *[field.name for field in fields(settings)]]
+    words = [rf"features\.{name}", f'"{name}"', *WHOLE, *[field.name for field in fields(settings)]]
     return re.search("|".join(words), file.read_text()) is not None
 
 

@@ -237,7 +237,6 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "tls_client_ca",
         "max_body_bytes",
         "peers",
-        "kubernetes_selector",
         "of",  # the settings of features
         "move_above",
         *("workers", "admin_port", "admin_host", "admin_tls_cert", "admin_tls_key"),

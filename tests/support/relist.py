@@ -8,9 +8,9 @@ import random
 import sys
 import time
 
-from pdrelay_proxy.core.discovery.pods import read_pod
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes

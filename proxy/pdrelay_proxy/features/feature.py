@@ -11,7 +11,7 @@ from pdrelay_proxy.api.operator_route import OperatorAccess
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
-from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
 from pdrelay_proxy.requests.services import Spans
@@ -58,6 +58,16 @@ class Feature:
     @staticmethod
     def check(settings: Settings, /) -> None:
         """Raise ConfigError if settings contradict each other."""
+
+    @staticmethod
+    def finds_engines(settings: Settings, /) -> bool:
+        """Tell whether ``feed`` will name engines, so that the settings need not."""
+        del settings
+        return False
+
+    def feed(self) -> EngineFeed | None:
+        """Return what tells the router which engines there are, while it serves."""
+        return None
 
     def hears_ended(self) -> HearEnded | None:
         """Return what is told of requests that are over, some at a time; it must not wait or raise."""

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.discovery.reconcile import (
     Action,
@@ -31,6 +31,7 @@ from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.discovery.stores import Store, StoreDown
 
 logger = logging.getLogger(__name__)
+Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
 _FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
 _ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
 _AT_ONCE: Final = 20  # places that are compared in one step
@@ -376,6 +377,10 @@ class Entries:
         yield from self._reconciler.assign_in_steps({one.key: one for one in found}, view)
 
 
+# What tells a reconciler of engines: is given it, and returns what runs while the router serves. Raises ConfigError.
+EngineFeed: TypeAlias = Callable[[Reconciler], Running]
+
+
 class Discovery:
     """All sources while they run, and what an operator may change. Changes are made where all routers see them."""
 
@@ -386,7 +391,7 @@ class Discovery:
         entries: Entries,
         store: Store,
         *,
-        feeds: Sequence[Callable[[], AbstractAsyncContextManager[object]]] = (),
+        feeds: Sequence[Running] = (),
     ) -> None:
         self._registry = registry
         self._reconciler = reconciler

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.core.discovery.pods import Meta
+from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.io.discovery.kubernetes import KubeError, Kubernetes
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes

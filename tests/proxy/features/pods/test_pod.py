@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from pdrelay_proxy.core.discovery.pods import Pod, engine_of
 from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.errors import AddressError
+from pdrelay_proxy.features.pods.pod import Pod, engine_of
 from support.kube_api import pod
 
 

@@ -1,11 +1,11 @@
 """A pod as Kubernetes describes it, and the engine that it is."""
 
-import re
 from enum import StrEnum
 from typing import Final
 
 import msgspec
 
+from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.fleet.target import REVISION, Target, Wanted
 from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.core.raw_json import NotJson, decode
@@ -13,10 +13,6 @@ from pdrelay_proxy.errors import AddressError
 
 WORKER_INDEX: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 PORT_NAME: Final = "http"
-# What Kubernetes takes for the key of a label.
-LABEL_KEY: Final = re.compile(
-    r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-)
 
 
 class Mark(StrEnum):
@@ -30,17 +26,6 @@ class Mark(StrEnum):
     MODE = "pdrelay/mode"
     SCHEME = "pdrelay/scheme"
     MOVE = "pdrelay/move"
-
-
-class Meta(msgspec.Struct, rename="camel"):
-    """As much of an object's metadata as anybody here reads."""
-
-    name: str = ""
-    uid: str = ""
-    resource_version: str = ""
-    deletion_timestamp: str | None = None
-    labels: dict[str, str] | None = None
-    annotations: dict[str, str] | None = None
 
 
 class _Port(msgspec.Struct, rename="camel"):

@@ -8,10 +8,11 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from pdrelay_proxy.core.discovery.inference_pool import PATH, PoolMembers, UnusablePool, read_pool
-from pdrelay_proxy.core.discovery.pods import Mark, Meta, read_pod
+from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.fleet.target import Wanted
 from pdrelay_proxy.errors import AddressError
+from pdrelay_proxy.features.pods.inference_pool import PATH, PoolMembers, UnusablePool, read_pool
+from pdrelay_proxy.features.pods.pod import Mark, read_pod
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.discovery.kubernetes import Kubernetes
 from pdrelay_proxy.io.discovery.reconciler import Pods

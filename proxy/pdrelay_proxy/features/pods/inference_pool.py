@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.core.discovery.pods import LABEL_KEY, Meta
+from pdrelay_proxy.core.discovery.kubernetes_objects import LABEL_KEY, Meta
 from pdrelay_proxy.core.raw_json import NotJson, decode
 
 PATH: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"

@@ -11,7 +11,8 @@ from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.discovery.inference_pool import PoolSource
+from pdrelay_proxy.features.pods.pool_source import PoolSource
+from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import WatchTimes
@@ -173,7 +174,7 @@ def test_names_that_kubernetes_would_refuse_are_refused_at_the_start(name, good,
 
 def test_a_pool_and_a_selector_are_one_too_many():
     with pytest.raises(ConfigError, match="kubernetes_inference_pool has a selector of its own"):
-        check(Settings(kubernetes_selector="app=x", kubernetes_inference_pool="llm"))
+        check(Settings().having(PodSettings("app=x", "llm")))
 
 
 async def test_pods_of_a_pool_have_slices_too():

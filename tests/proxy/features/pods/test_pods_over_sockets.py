@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.app import build
+from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.rules import expected_text
 from support.kube_api import KubeApi, pod
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
-OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2, kubernetes_selector="app=pdrelay")
+OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2).having(PodSettings("app=pdrelay"))
 
 
 def engine_pod(address, role, **said):

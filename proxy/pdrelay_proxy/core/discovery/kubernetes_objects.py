@@ -1,0 +1,22 @@
+"""What all objects of Kubernetes have."""
+
+import re
+from typing import Final
+
+import msgspec
+
+# What Kubernetes takes for the key of a label.
+LABEL_KEY: Final = re.compile(
+    r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
+
+
+class Meta(msgspec.Struct, rename="camel"):
+    """As much of an object's metadata as anybody here reads."""
+
+    name: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None

@@ -1,0 +1,63 @@
+"""Has a router follow the pods of a cluster."""
+
+import random
+from functools import partial
+from typing import Final
+
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.feature import Feature
+from pdrelay_proxy.features.pods.pod import read_pod
+from pdrelay_proxy.features.pods.pool_source import PODS, PoolSource
+from pdrelay_proxy.features.pods.settings import PodSettings
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.reconciler import EngineFeed, Pods, Reconciler, Running
+from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
+from pdrelay_proxy.settings import Settings
+
+
+class PodsFeature(Feature):
+    """Engines come and go with their pods."""
+
+    @staticmethod
+    def check(settings: Settings, /) -> None:
+        """Raise ConfigError if both a selector and a pool name the pods."""
+        chosen = settings.of(PodSettings)
+        if chosen.kubernetes_selector is not None and chosen.kubernetes_inference_pool is not None:
+            raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
+
+    @staticmethod
+    def finds_engines(settings: Settings, /) -> bool:
+        """Tell whether pods are to be followed."""
+        chosen = settings.of(PodSettings)
+        return chosen.kubernetes_selector is not None or chosen.kubernetes_inference_pool is not None
+
+    def feed(self) -> EngineFeed | None:
+        """Return what follows them; None: no pods are named."""
+        return self._follow if self.finds_engines(self.ground.settings) else None
+
+    def _follow(self, reconciler: Reconciler) -> Running:
+        """Return what tells the reconciler of pods while it runs. Raises ConfigError: this is no pod."""
+        settings = self.ground.settings
+        clock = self.ground.clock
+        chosen = settings.of(PodSettings)
+        cluster = Cluster.around(settings.kubernetes_namespace)
+        seen = Pods(reconciler)
+        if chosen.kubernetes_inference_pool is not None:
+            cluster.tls()  # raises ConfigError now: the clients are made later
+            return PoolSource(
+                lambda: Kubernetes(cluster),
+                chosen.kubernetes_inference_pool,
+                seen,
+                slice_label=chosen.slice_label,
+                clock=clock,
+                chance=random.random,
+            ).running
+        what = Collection(PODS.format(cluster.namespace), {"labelSelector": chosen.kubernetes_selector or ""})
+        read = partial(read_pod, slice_label=chosen.slice_label)
+        watch = Reflector(
+            Kubernetes(cluster), what, read, seen, clock=clock, chance=random.random, changed=seen.changed
+        )
+        return watch.running
+
+
+FEATURE: Final = PodsFeature

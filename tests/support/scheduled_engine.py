@@ -240,6 +240,7 @@ class ScheduledEngine:
             last_turn=lambda: thread._last_turn,
         )
         self.control_runner = thread._runner = InMemoryRunner(self.control, self.links[0], thread._after_turn)
+        thread._outbox.wait = lambda _: self.control_runner.wake(self.world.now)  # the thread has its turn meanwhile
         network.listen(self.address, self.links[0], _welcome(self.name, info))
         self.writer = PushWriter(
             self.links[1],

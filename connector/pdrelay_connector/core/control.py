@@ -119,6 +119,10 @@ class ControlPlane:
         """Revoke unread leases in the given order until so many blocks are free."""
         self.lease_manager.revoke(candidates, blocks, now=now, is_busy=self._is_busy)
 
+    def revoke_all(self) -> None:
+        """Revoke all leases, also those that are being read or written: their KV is void."""
+        self.lease_manager.revoke_all()
+
     def _is_busy(self, request: RequestId) -> bool:
         is_written = self._push_coordinator is not None and self._push_coordinator.is_writing(request)
         return is_written or (self._staging_coordinator is not None and self._staging_coordinator.is_reading(request))

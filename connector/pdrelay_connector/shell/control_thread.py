@@ -119,6 +119,10 @@ class ControlThread:
         """Whether :meth:`take_results` would return any."""
         return bool(self._outbox)
 
+    def wait_for_results(self, seconds: float) -> None:
+        """Wait at most so long for results."""
+        self._outbox.wait(seconds)
+
     def take_results(self) -> Sequence[ControlResult]:
         """Return the results since the last call."""
         return self._outbox.take()

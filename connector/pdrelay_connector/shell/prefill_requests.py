@@ -171,6 +171,15 @@ class PrefillRequests:
         return bool(self._sampled) or (self._push_progress is not None and self._push_progress.has_pending())
 
     @property
+    def has_leases(self) -> bool:
+        """Whether blocks are held for decode engines."""
+        return len(self._held) > 0
+
+    def release_preempted(self, live: Mapping[str, Request]) -> None:
+        """Unpin sliding windows of prompts that are computed anew."""
+        self._window_pins.release_preempted(live)
+
+    @property
     def gauges(self) -> dict[str, float]:
         """Current leases and blocks."""
         return {"leases_held": float(len(self._held)), "blocks_held": float(self._held.blocks)}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +22,7 @@ from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import Fingerprint
 from pdrelay_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue, PeerLost
 from pdrelay_connector.io.secrets import secrets_in_force
+from pdrelay_connector.shell.cache_resets import before_resets
 from pdrelay_connector.shell.cached_prefixes import CachedPrefixes
 from pdrelay_connector.shell.control_thread import ControlThread, Handshakes
 from pdrelay_connector.shell.decode_modes import BlockTables, Clock
@@ -37,7 +39,11 @@ if TYPE_CHECKING:
     from pdrelay_connector.settings import Settings
     from pdrelay_connector.shell.engine_waker import EngineWaker
 
+logger = init_logger("vllm.pdrelay")
+
 MAX_IDLE_WAIT = 0.2  # s that a step without tokens waits for a push or a request
+RESET_WAIT = 0.5  # s that a reset waits for the control thread at once
+MAX_RESET_WAITS = 10  # then it fails, as vLLM's own message says
 
 
 class PDRelayConnectorScheduler:
@@ -93,8 +99,21 @@ class PDRelayConnectorScheduler:
     # ---- once, at start
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Keep vLLM's block pool."""
+        """Keep vLLM's block pool, and give up all leases before it forgets what is cached."""
         self._pool = pool
+        before_resets(pool, self._give_up_leases)
+
+    def _give_up_leases(self) -> None:
+        """End all leases. Only when the control thread says so are their blocks free: until then it confirms reads."""
+        self._prefills.release_preempted(self._live)
+        if self._prefills.has_leases:
+            logger.info("pdrelay: the prefix cache is reset: all leases are revoked")
+            self._control.post(lambda control, _: control.revoke_all())
+        for _ in range(MAX_RESET_WAITS):
+            self.handle_results()
+            if not self._prefills.has_leases:
+                return
+            self._control.wait_for_results(RESET_WAIT)
 
     def start(self, handshakes: Handshakes, fingerprint: Fingerprint) -> None:
         """Start the control thread: the workers have registered their memory. Peers compare the ``fingerprint``."""

@@ -39,9 +39,7 @@ class SlidingWindowPins:
 
     def step(self, output: SchedulerOutput, live: Mapping[str, Request]) -> None:
         """Pin the windows of the prompts whose last token this step computes."""
-        for own, pinned in list(self._pinned.items()):
-            if own not in live or live[own].num_preemptions != pinned.attempt:
-                self.release(own)  # preempted, perhaps because these blocks were lacking
+        self.release_preempted(live)
         state = output.kv_connector_block_state
         if state is None or not any(group.frees_early for group in self._groups):
             return
@@ -51,6 +49,12 @@ class SlidingWindowPins:
                 continue
             if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
                 self._pin(own, request.num_preemptions, state.resolve_block_ids(own))
+
+    def release_preempted(self, live: Mapping[str, Request]) -> None:
+        """Unpin the blocks of requests that were preempted, perhaps because these blocks were lacking."""
+        for own, pinned in list(self._pinned.items()):
+            if own not in live or live[own].num_preemptions != pinned.attempt:
+                self.release(own)
 
     def _pin(self, own: str, attempt: int, table: Sequence[Sequence[int]]) -> None:
         pinned = self._pinned.get(own)

@@ -106,6 +106,11 @@ class LeaseTable:
     def __contains__(self, request: RequestId) -> bool:
         return request in self._leases
 
+    @property
+    def requests(self) -> list[RequestId]:
+        """The requests whose blocks are held, oldest first."""
+        return list(self._leases)
+
     def grant(self, request: RequestId, *, now: float) -> None:
         """Start holding the blocks of a request."""
         if request in self._leases:

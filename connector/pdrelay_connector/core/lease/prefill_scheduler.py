@@ -203,6 +203,16 @@ class LeaseManager:
         for holder, requests in lost.items():
             self.send_leases_lost(holder, requests)
 
+    def revoke_all(self) -> None:
+        """Revoke all leases, and tell their holders: what is read of them now does not count."""
+        lost: dict[ConnId, list[RequestId]] = {}
+        for request in self.leases.requests:
+            if (holder := self.leases.holder(request)) is not None:
+                lost.setdefault(holder, []).append(request)
+            self._release([self.leases.end(request, LeaseEvent.REVOKED)])
+        for holder, requests in lost.items():
+            self.send_leases_lost(holder, requests)
+
     def finish(self, request: RequestId) -> None:
         """End a lease because everything was written to everybody who asked."""
         if request in self.leases:

@@ -83,7 +83,7 @@ def passed(copy, files):
         "-m",
         "pytest",
         "-q",
-        "-x",
+        "--maxfail=20",
         "-p",
         "no:cacheprovider",
         "-m",
@@ -103,6 +103,7 @@ def test_without_its_folder_and_its_line_a_feature_is_gone(copy, name):
 
 
 @pytest.mark.slow  # all tests of the router, once for each feature
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FEATURES)
 def test_all_tests_of_the_rest_pass_without_a_feature(copy, name):
     """Other features' too: none knows another."""

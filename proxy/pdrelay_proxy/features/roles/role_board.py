@@ -62,7 +62,7 @@ class RoleBoard:
         return FeatureStatus(
             title="Roles",
             state=f"{self._mode}, {found.verdict}, {_span(now - at)} ago",
-            columns=("Role", "Engines that serve", "Busy by the traffic", "Wanted by the traffic"),
+            columns=("Role", "Engines", "Busy", "Wanted"),
             rows=(
                 _row(Role.PREFILL, found.engines.prefill, found.prefill, wanted),
                 _row(Role.DECODE, found.engines.decode, found.decode, wanted),

@@ -13,6 +13,7 @@ from pdrelay_proxy.core.schemas import NamedMetrics, OrcaReport
 ASK_FOR_REPORT: Final = (b"endpoint-load-metrics-format", b"JSON")
 _PREFIX: Final = b"JSON "
 _MOST_BYTES: Final = 4096
+_KV_S: Final = 60.0  # seconds for which what an engine showed of its KV cache is told: metrics are read every 15
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Load:
     report: NamedMetrics | None = None
     at_peers: int = 0  # requests it has from the fleet's other routers, as they say (core/fleet/load_exchange.py)
     _reported: float = 0.0
+    _kv: tuple[float, float] | None = None  # when it showed what share of its KV cache is in use
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
 
     @property
@@ -44,6 +46,15 @@ class Load:
     def reported(self, report: NamedMetrics, *, now: float) -> None:
         """Take in what the engine said."""
         self.report, self._reported = report, now
+        self.kv_shown(report.kv_cache_usage_perc, now=now)
+
+    def kv_shown(self, share: float, *, now: float) -> None:
+        """Take in which share of its KV cache is in use, from 0 to 1."""
+        self._kv = now, share
+
+    def kv_usage(self, *, now: float) -> float | None:
+        """Return the share that it showed last; None: it showed none lately."""
+        return None if self._kv is None or now > self._kv[0] + _KV_S else self._kv[1]
 
     def waiting(self, *, now: float) -> int:
         """Return how many requests the engine says are in its queue, whoever has sent them; 0 if it does not say."""

@@ -31,3 +31,6 @@ class PolicyParts:
     dice: Callable[[int], int]  # dice(n): a random number from 0 to n-1
     turn: int  # where to begin, so that several routers do not all begin with the same engine
     caches: PromptMatches
+    # The share of an engine's KV cache in use, from 0 to 1, as it showed last: a decode engine in its metrics
+    # (engine_metrics_interval_s), a prefill engine with its answers. None: not known, or a minute old.
+    kv_usage: Callable[[Instance], float | None] = lambda _: None

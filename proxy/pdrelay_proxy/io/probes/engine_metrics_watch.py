@@ -60,6 +60,10 @@ class EngineMetricsWatch:
         refused = frozenset[str]().union(*[incompatible for incompatible, _ in looks])
         loads = {one.id: load for one, (_, load) in zip(decodes, looks, strict=True) if load is not None}
         self._registry.relief.look(loads)
+        for name, load in loads.items():
+            member = self._registry.get(name)
+            if member is not None and load.kv_usage is not None:
+                member.load.kv_shown(load.kv_usage, now=load.at)
         writers = () if self._pairs is None else self._pairs.writers(self._clock())
         await look_at_all(writers, self._look_at_writer, self._every_s)
         doubtful = () if self._pairs is None else self._pairs.end_round()

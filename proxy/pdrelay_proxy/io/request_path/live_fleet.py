@@ -59,6 +59,11 @@ class Loads:
         member = self._find(instance.id)
         return 0.0 if member is None else member.load.score(self._clock())
 
+    def kv_usage(self, instance: Instance) -> float | None:
+        """Return the share of an engine's KV cache that is in use, as it showed last; None: not known."""
+        member = self._find(instance.id)
+        return None if member is None else member.load.kv_usage(now=self._clock())
+
 
 class LiveFleet(FleetChoice):
     """Requests choose from it, and tell it what became of their legs; what it is told of removed engines is dropped."""

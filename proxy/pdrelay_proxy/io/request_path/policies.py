@@ -93,7 +93,8 @@ def fleet_of(
             registry, weighing, weighing, bound, weighing=weighing, bounds=shares, short_alone=short_alone
         )
         return build(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
-    parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
+    loads = Loads(registry, clock)
+    parts = PolicyParts(loads.of, dice, turn, caches, loads.kv_usage)
     prefill, decode = (policy_of(name, parts) for name in names)
     timing: EngineCosts | None = None
     if itl_s and settings.decode_policy == PolicyName.PREFIX:

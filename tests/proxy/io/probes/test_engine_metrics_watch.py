@@ -143,7 +143,7 @@ def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
         await asyncio.sleep(5.0 if instance.id in silent else 0.05)
         if instance.id in silent:
             raise ProbeFailed("does not answer /metrics within 5 s")
-        return b'\nvllm:num_requests_running{engine="0"} 3.0\n'
+        return b'\nvllm:num_requests_running{engine="0"} 3.0\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n'
 
     watch = EngineMetricsWatch(registry, metrics, Telemetry(Counters(frozenset()), lambda: 1.0), clock=lambda: 7.0)
     registry.relief = looks = SeenLoads(None)
@@ -151,5 +151,7 @@ def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
 
     in_a_second = max(sum(at <= other < at + 1.0 for other in asked.values()) for at in asked.values())
     assert (len(asked), looks.seen) == (500, {one.id for one in engines} - silent)
+    assert registry.member(engines[0].id).load.kv_usage(now=8.0) == 0.25
+    assert registry.member(engines[120].id).load.kv_usage(now=8.0) is None
     assert took_s < 11.0
     assert in_a_second < 150

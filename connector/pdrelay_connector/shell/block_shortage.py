@@ -46,7 +46,8 @@ class BlockShortage:
         considered, self._considered = self._considered, None
         blocks = 0
         if considered is not None:
-            blocks = self._blocks(*considered) + self._cached(pool, *considered) - pool.get_num_free_blocks()
+            cached = cached_free_blocks(pool, self._groups, *considered)
+            blocks = self._blocks(*considered) + cached - pool.get_num_free_blocks()
         if considered is None or blocks <= 0:
             self._look_at = None
             return None
@@ -61,17 +62,35 @@ class BlockShortage:
         """Return how many blocks the uncached tokens of a request need, over all KV cache groups."""
         return sum(group.new_blocks(request.num_tokens, computed) for group in self._groups)
 
-    def _cached(self, pool: BlockPool, request: Request, computed: int) -> int:
-        """Return how many free blocks are cached for a request, over all KV cache groups.
 
-        The request would use them, so they are no room for its other tokens: vLLM counts them as blocks to allocate
-        (``get_num_blocks_to_allocate`` in ``v1/core/single_type_kv_cache_manager.py``).
-        """
-        cached = 0
-        for number, group in enumerate(self._groups if computed else ()):
-            if group.block_size != pool.hash_block_size:
-                continue  # vLLM joins hashes for it; without them its blocks count as room
-            for each in request.block_hashes[group.blocks_of(group.first_needed(computed), computed)]:
-                blocks = pool.get_cached_block(each, [number])
-                cached += blocks is not None and blocks[0].ref_cnt == 0
-        return cached
+def cached_free_blocks(pool: BlockPool, groups: Sequence[CacheGroup], request: Request, computed: int) -> int:
+    """Return how many free blocks are cached for a request, over all KV cache groups.
+
+    The request would use them, so they are no room for its other tokens: vLLM counts them as blocks to allocate
+    (``get_num_blocks_to_allocate`` in ``v1/core/single_type_kv_cache_manager.py``).
+    """
+    cached = 0
+    for number, group in enumerate(groups if computed else ()):
+        if group.block_size != pool.hash_block_size:
+            continue  # vLLM joins hashes for it; without them its blocks count as room
+        for each in request.block_hashes[group.blocks_of(group.first_needed(computed), computed)]:
+            blocks = pool.get_cached_block(each, [number])
+            cached += blocks is not None and blocks[0].ref_cnt == 0
+    return cached
+
+
+def takes_the_last_blocks(
+    pool: BlockPool, groups: Sequence[CacheGroup], request: Request, computed: int, tokens: int
+) -> bool:
+    """Tell whether a load of a request's first ``tokens`` would fit, and leave less than a block for each group.
+
+    Then no request may be able to compute its next token: loaded ones keep their blocks (vLLM preempts only what runs),
+    and vLLM looks at none behind the first that lacks one. Not told of an engine that has nothing else in its blocks.
+    """
+    free = pool.get_num_free_blocks()
+    if free == pool.num_gpu_blocks - 1:
+        return False
+    left = free - sum(group.loaded_blocks(tokens, computed) for group in groups)
+    if not 0 <= left < len(groups) * (1 + -(-computed // min(group.block_size for group in groups))):
+        return False  # without a look at each cached block
+    return 0 <= left - cached_free_blocks(pool, groups, request, computed) < len(groups)

@@ -23,6 +23,7 @@ from pdrelay_connector.core.messages import MAX_ID
 from pdrelay_connector.core.results import HandshakeEnded, LoadResult, PeerLost
 from pdrelay_connector.errors import AdapterMismatch, ExpiredKvParams, ForgedKvParams, InvalidKvParams, UnsignedKvParams
 from pdrelay_connector.settings import Mode
+from pdrelay_connector.shell.block_shortage import takes_the_last_blocks
 from pdrelay_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode, digest
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
@@ -267,7 +268,8 @@ class DecodeRequests:
         missing = end - computed
         if missing <= 0:
             return 0, False
-        return (missing, True) if remote_prefill.is_met else (None, False)
+        waits = takes_the_last_blocks(self._pool(), self._engine_config.groups, request, computed, end)
+        return (missing, True) if remote_prefill.is_met and not waits else (None, False)
 
     def is_meeting(self, request: Request) -> bool:
         """Tell whether a request waits for the first handshake with its engine."""

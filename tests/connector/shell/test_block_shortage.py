@@ -14,7 +14,9 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from pdrelay_connector.shell.block_shortage import BlockShortage
+    from pdrelay_connector.shell import vllm_versions
+    from pdrelay_connector.shell.block_shortage import BlockShortage, takes_the_last_blocks
+    from pdrelay_connector.shell.engine_config import _group
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS, CACHED, WAIT = 4, 12, 4, 10.0
@@ -55,3 +57,57 @@ def test_a_request_whose_blocks_are_all_cached_lacks_none():
 def test_of_a_sliding_window_only_the_blocks_in_the_window_are_cached_for_a_request():
     """VLLM uses no block before it, though it is free and has the right KV."""
     assert short_after_a_wait(needs=CACHED + 4, group=CacheGroup(SIZE, window=SIZE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("used", "tokens", "takes"),
+    [
+        (0, 44, False),  # alone it may have all: it is preempted if that is too little
+        (1, 40, True),
+        (1, 36, False),  # a block is left
+        (1, 44, False),  # it does not fit, and vLLM keeps what waits behind it
+        (5, 24, True),
+    ],
+)
+def test_a_load_that_takes_the_last_block_waits(used, tokens, takes):
+    """With eleven blocks, none of which is cached for it."""
+    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=SIZE)
+    pool.get_new_blocks(used)
+    request = Request("waits", list(range(tokens + 1)), SamplingParams(), None)
+
+    assert takes_the_last_blocks(pool, [CacheGroup(SIZE)], request, 0, tokens) is takes
+
+
+def test_blocks_that_are_cached_for_a_load_are_not_left():
+    """They are free until it takes them."""
+    init_none_hash(sha256)
+    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=SIZE)
+    hasher = get_request_block_hasher(SIZE, sha256)
+    request = Request("waits", list(range(4 * SIZE + 1)), SamplingParams(), None, block_hasher=hasher)
+    blocks = pool.get_new_blocks(BLOCKS - 1)
+    pool.cache_full_blocks(request, blocks, 0, 2, SIZE, 0)
+    pool.free_blocks(blocks[:4])
+
+    assert takes_the_last_blocks(pool, [CacheGroup(SIZE)], request, 2 * SIZE, 4 * SIZE)
+
+
+@pytest.mark.skipif(not vllm_versions.ASKS_WHAT_IS_LOADED, reason="the stories' kinds need vLLM 0.32")
+@pytest.mark.parametrize("name", ["full attention", "chunks", "state of Mamba 2"])
+def test_loads_leave_a_block_for_the_next_token(name):
+    """Two prompts fill the cache to its end, and each needs a block of every group for the token that D computes."""
+    from support.cache_kinds import Pair
+    from support.kinds_table import KINDS
+
+    kind, prompts = KINDS[name], [[number, *[0, 1] * 28] for number in range(2)]
+    groups = kind.specs(4)
+    loaded = sum(group.loaded_blocks(56, 0) for group in map(_group, groups))
+    pair = Pair(kind.shape(blocks=200), kind.shape(blocks=1 + 2 * loaded))
+    pair.d.movers[1].stuck = True
+    for number, prompt in enumerate(prompts):
+        pair.ask(f"r{number}", prompt, 3, "pull")
+    pair.run(5.0)
+    pair.d.movers[1].stuck = False
+    pair.run(30.0)
+
+    assert pair.is_done
+    assert pair.d.loaded == {"r0", "r1"}

@@ -58,6 +58,13 @@ class CacheGroup:
         """Return how many blocks a request of so many ``tokens`` needs beside those of its ``computed`` ones."""
         return 1 if self.state else -(-tokens // self.block_size) - computed // self.block_size
 
+    def loaded_blocks(self, tokens: int, computed: int) -> int:
+        """Return how many blocks a load of the first ``tokens`` fills, if ``computed`` of them are cached here."""
+        start, stop = self.missing_tokens(tokens + 1, tokens - computed)
+        if self.state:
+            return int(start < stop)
+        return -(-stop // self.block_size) - start // self.block_size
+
 
 def left_out_tokens(groups: Iterable[CacheGroup], lookahead: int) -> int:
     """Return how many of the last prompt tokens a prefill engine must not compute for another engine.

@@ -87,7 +87,7 @@ def takes_the_last_blocks(
     Then no request may be able to compute its next token: loaded ones keep their blocks (vLLM preempts only what runs),
     and vLLM looks at none behind the first that lacks one. Not told of an engine that has nothing else in its blocks.
     """
-    free = pool.get_num_free_blocks()
+    free: int = pool.get_num_free_blocks()
     if free == pool.num_gpu_blocks - 1:
         return False
     left = free - sum(group.loaded_blocks(tokens, computed) for group in groups)

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
 
     from pdrelay_connector.core.ids import Address, EngineId
     from pdrelay_connector.shell import engine_config as config_module
+    from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
     from pdrelay_connector.shell.engine_config import EngineConfig
 
@@ -35,7 +36,7 @@ def described(shape):
         for number, spec in enumerate(shape.specs)
     ]
     specs = {name: spec for group in groups for name, spec in config_module._specs_by_layer(group)}
-    tokens_per_entry = {name: config_module._tokens_per_entry(spec) for name, spec in specs.items()}
+    tokens_per_entry = {name: vllm_versions.tokens_per_entry(spec) for name, spec in specs.items()}
     engine = EngineConfig(
         EngineId("e"), Address("10.0.0.1", 5600), tuple(config_module._group(spec) for spec in shape.specs),
         {name: number for number, group in enumerate(groups) for name in group.layer_names}, shape.blocks,
@@ -155,7 +156,7 @@ def take_the_next_block(patch):
 
 
 def take_entries_for_tokens(patch):
-    patch.setattr(f"{SHELL}.engine_config._tokens_per_entry", lambda spec: 1)
+    patch.setattr(f"{SHELL}.vllm_versions.tokens_per_entry", lambda spec: 1)
 
 
 def load_the_last_token(patch):

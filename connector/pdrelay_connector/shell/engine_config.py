@@ -140,7 +140,9 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         first_token=first_token(config, left_out_tokens(groups, lookahead)) if settings.mode.pulls else {},
         looks_back=looks_back(config),
         lookahead=lookahead,
-        tokens_per_entry={name: tokens for name, spec in specs.items() if (tokens := _tokens_per_entry(spec)) != 1},
+        tokens_per_entry={
+            name: tokens for name, spec in specs.items() if (tokens := vllm_versions.tokens_per_entry(spec)) != 1
+        },
         packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
     )
     _check_stages(engine_config)
@@ -224,7 +226,7 @@ def _check_group(group: KVCacheGroupSpec) -> None:
             _check_state(layer, spec)
         if isinstance(spec, CircularBufferSpec) or vllm_versions.replays_window(spec):
             _check_told_what_is_loaded(layer, "a ring of tokens or a replayed window")
-        if isinstance(spec, AttentionSpec) and _tokens_per_entry(spec) < 1:
+        if isinstance(spec, AttentionSpec) and vllm_versions.tokens_per_entry(spec) < 1:
             raise UnsupportedCache(
                 f"{layer} keeps several entries for a token (tokens_per_state is {spec.tokens_per_state}); one entry "
                 "for one or more tokens is supported"
@@ -290,11 +292,6 @@ def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
     return [(name, spec) for name in group.layer_names]
 
 
-def _tokens_per_entry(spec: KVCacheSpec) -> int:
-    """Return how many tokens one entry stands for; 0 if there are several entries for a token."""
-    return int(spec.tokens_per_state) if isinstance(spec, AttentionSpec) else 1
-
-
 def _is_packed(spec: KVCacheSpec) -> bool:
     """Tell whether a kernel may keep the entries of a block in several pieces, values and then scales, for example.
 
@@ -306,7 +303,7 @@ def _is_packed(spec: KVCacheSpec) -> bool:
     is_plain = spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR or (
         spec.kv_quant_mode is KVQuantMode.NONE and spec.dtype is not torch.uint8
     )
-    return not is_plain or _tokens_per_entry(spec) != 1 or getattr(spec, "model_version", None) is not None
+    return not is_plain or vllm_versions.tokens_per_entry(spec) != 1 or getattr(spec, "model_version", None) is not None
 
 
 def _group(spec: KVCacheSpec) -> CacheGroup:

@@ -5,7 +5,7 @@ from typing import Any
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -32,6 +32,14 @@ def returns_routed_experts(config: VllmConfig) -> bool:
 def replays_window(spec: KVCacheSpec) -> bool:
     """Tell whether a sliding window is computed anew after a hit (from 0.32 on, ``--swa-bounded-replay``)."""
     return bool(getattr(spec, "bounded_replay", False))
+
+
+def tokens_per_entry(spec: KVCacheSpec) -> int:
+    """Return how many tokens one entry of a layer's cache stands for; 0 if there are several entries for a token.
+
+    Where a version has no such number, ``cache_regions.py`` finds that there are too few entries.
+    """
+    return int(getattr(spec, "tokens_per_state", 1)) if isinstance(spec, AttentionSpec) else 1
 
 
 def drafts_lookahead(config: VllmConfig) -> int:

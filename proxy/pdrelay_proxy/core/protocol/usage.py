@@ -29,6 +29,10 @@ _OF_CACHE: Final[Mapping[Api, tuple[str, ...]]] = {
     Api.MESSAGES: ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
     Api.GENERATE: ("prompt_tokens_details",),
 }
+# Without these bytes a usage says nothing of caches; Anthropic's has plain numbers. vLLM's null is no object.
+_CACHE_MARKS: Final[Mapping[Api, bytes]] = {
+    api: b'"input_tokens":' if api is Api.MESSAGES else b'_tokens_details":{' for api in _OF_CACHE
+}
 _AROUND: Final = ("response", "message")  # objects of events that have a usage inside
 
 
@@ -74,7 +78,7 @@ def prompt_of(usage: Usage) -> int | None:
 
 def cache_usage(api: Api, answer: bytes) -> Fields | None:
     """Return what a prefill engine's answer says of its cache, in the fields of its usage; None: nothing."""
-    if _MARK not in answer:
+    if _MARK not in answer or _CACHE_MARKS[api] not in answer:
         return None
     said = maybe(answer, RawUsageAnswer)
     usage = None if said is None else maybe(said.usage, Fields)

@@ -446,7 +446,8 @@ def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=Fals
     for number in range(requests):
         shared = dice.choice(forks)
         prompt = trunk[:shared] + [dice.randrange(3) for _ in range(dice.randrange(1, 20))]
-        pair.ask(f"r{number}", prompt, dice.randrange(1, 12), dice.choice(modes))
+        most = min(dice.randrange(1, 12), CONTEXT - len(prompt))
+        pair.ask(f"r{number}", prompt, most, dice.choice(modes))
         for _ in range(dice.choice((0, 0, 0, 1, 6))):
             pair.round()
             if has_faults:

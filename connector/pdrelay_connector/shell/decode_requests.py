@@ -396,6 +396,11 @@ class DecodeRequests:
         """Whether only a step can end a quarantine: of a read, workers report it with their step's output."""
         return any(each.is_read for each in self._quarantined.values())
 
+    @property
+    def loading(self) -> set[str]:
+        """The requests whose load has begun and not ended."""
+        return {str(own) for own, remote_prefill in self._remote_prefills.items() if remote_prefill.loading}
+
     def may_wait(self, *, is_searching: bool = False) -> bool:
         """Whether an idle step may wait for the control thread; ``is_searching``: a request waits for its answer.
 

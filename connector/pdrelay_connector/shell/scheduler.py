@@ -30,6 +30,7 @@ from pdrelay_connector.shell.decode_requests import DecodeRequests
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.failed_loads import FailedLoads
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+from pdrelay_connector.shell.other_connectors import OtherConnectors
 from pdrelay_connector.shell.prefill_requests import PrefillRequests
 from pdrelay_connector.shell.returned_prefixes import ReturnedPrefixes
 from pdrelay_connector.shell.timeline_notes import WALL_CLOCK, TimelineNotes, are_wanted, dated
@@ -91,6 +92,7 @@ class PDRelayConnectorScheduler:
             on_skipped=self._notes.load_skipped,
         )
         self._failed_loads = FailedLoads(engine_config.groups, self._block_pool)
+        self._others = OtherConnectors(engine_config.groups, self._block_pool)
         self._returned = ReturnedPrefixes(engine_config, self._decodes, self._control.post, self._counters)
         self._cached = CachedPrefixes(
             engine_config, self._prefills, self._control.post, pool=self._block_pool, counters=self._counters
@@ -153,11 +155,14 @@ class PDRelayConnectorScheduler:
             return None, False
         found = self._decodes.matched_tokens(request, computed)
         self._notes.meeting(request, lasts=self._decodes.is_meeting(request))
+        if found[0] is not None:
+            self._others.answered(request, computed)
         return found
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         self._failed_loads.over(request.request_id)
+        self._others.allocated(request)
         self._prefills.allocated(request)
         self._cached.allocated(request)
         self._decodes.allocated(request, blocks, external)
@@ -172,6 +177,7 @@ class PDRelayConnectorScheduler:
             self._waker.wait(MAX_IDLE_WAIT)
             self.handle_results()
             self._cached.look_up()
+        self._others.step_over()
         self._notes.step(output)
         self._prefills.step(output, self._live, now=self._clock())
         metadata = self._decodes.metadata(output)
@@ -190,6 +196,7 @@ class PDRelayConnectorScheduler:
             and self._decodes.may_wait(is_searching=self._returned.is_searching)
             and not self._has_pending_results()
             and not any(request.status == RequestStatus.RUNNING for request in self._live.values())
+            and not self._others.have_work(self._live.values(), self._decodes.loading)
         )
 
     def after_step(self, output: KVConnectorOutput) -> None:

@@ -1415,6 +1415,43 @@ def test_an_engine_with_work_does_not_wait_in_its_step(pushing, why):
     assert pushing.waker.waits == []
 
 
+@pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS], ids=lambda s: s.name)
+def test_an_engine_whose_other_connector_has_work_does_not_wait_in_its_step(pushing, status):
+    """Inside MultiConnector: OffloadingConnector looks KV up and loads it step by step, and each would take 0.2 s."""
+    pushing.allocate(pushing.arrive(), 9)
+    other = pushing.request(name="d-b", status=status)
+    pushing.side.on_new_request(other)
+    pushing.side.matched_tokens(other, 0)
+    if status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        pushing.allocate(other, 0)
+    pushing.step()
+
+    assert pushing.waker.waits == []
+
+
+def test_a_request_that_lacks_blocks_does_not_keep_it_awake(pushing):
+    """VLLM asks how many tokens are loaded, allocates nothing, and asks again in the next step."""
+    pushing.allocate(pushing.arrive(), 9)
+    pushing.pool.get_new_blocks(pushing.free() - 1)
+    other = pushing.request(name="d-b", status=RequestStatus.WAITING)
+    pushing.side.on_new_request(other)
+    pushing.side.matched_tokens(other, 0)
+    pushing.step()
+
+    assert len(pushing.waker.waits) == 1
+
+
+def test_a_request_whose_push_is_awaited_does_not_keep_it_awake(pushing):
+    """It has the same status as one that another connector loads."""
+    request = pushing.arrive()
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    pushing.side.matched_tokens(request, 0)
+    pushing.allocate(request, 9)
+    pushing.step()
+
+    assert len(pushing.waker.waits) == 1
+
+
 def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
     """Otherwise one answer would cost a core for ever."""
     pushing.allocate(pushing.arrive(), 9)

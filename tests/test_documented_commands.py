@@ -18,7 +18,7 @@ from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, 
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
     "container_cpu_cfs_throttled_periods_total", "load_inplace", "max_new_tokens", "--key",
-    "--atomic", "--rollback-on-failure", "--server-side",
+    "--atomic", "--rollback-on-failure", "--server-side", "cpu_bytes_to_use", "offload_prompt_only",
 }  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def test_decode_context_parallelism_is_refused_by_ours(name):
     """Whatever vLLM allows its own and does to the interleaving for it."""
     asked = SimpleNamespace(
         kv_transfer_config=transfer(name),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=2),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1),
         model_config=SimpleNamespace(enable_sleep_mode=False),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
     )

@@ -103,7 +103,7 @@ async def test_pods_of_one_pool_get_their_roles_and_no_request_is_lost(tmp_path)
                         five = await until_given(client, urls, 5)
                         await pods.add("engine-5")
                         six = await until_given(client, urls, 6)
-                    found = [(await client.get(f"{url}/stats")).json()["roles"] for url in urls]
+                    stats = [(await client.get(f"{url}/stats")).json() for url in urls]
                 said = "".join(router.said for router in routers)
         finally:
             await asyncio.to_thread(pods.close)
@@ -114,4 +114,5 @@ async def test_pods_of_one_pool_get_their_roles_and_no_request_is_lost(tmp_path)
     assert len(asked) > 20
     assert [violation for sim in pods.sims.values() for violation in sim.violations] == []
     assert said.count("verdict=assign") == 6  # by the router that has the lease
-    assert [one["turns"] for one in found] == [0, 0]
+    parts = [part for each in stats for part in each["features"] if part["title"] == "Roles"]
+    assert [part["sentences"][1].partition(" turns")[0] for part in parts] == ["0 of 6"] * 2

@@ -4,7 +4,6 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from pdrelay_proxy.cli import main
 from pdrelay_proxy.core.discovery.store_url import split_prefix
 from pdrelay_proxy.options import OPTIONS, read
 
@@ -63,10 +62,3 @@ def test_a_password_in_an_argument_is_refused_and_not_repeated():
     with pytest.raises(ArgumentTypeError, match="PDRELAY_REDIS_PASSWORD") as info:
         store("redis://:hunter2@h:6379/0")
     assert "hunter2" not in str(info.value)
-
-
-def test_pods_without_a_cluster_are_refused_at_the_start(monkeypatch, capsys):
-    """Not when the first request comes."""
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert main(["serve", "--kubernetes-selector", "app=pdrelay"]) != 0
-    assert "KUBERNETES_SERVICE_HOST" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrelay_proxy.cli import main
 from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
@@ -187,3 +188,10 @@ async def test_pods_of_a_pool_have_slices_too():
             await world.becomes("prefill 10.0.0.1:9000")
 
         assert [member.facts.slice for member in world.registry.members()] == ["rack-1"]
+
+
+def test_pods_without_a_cluster_are_refused_at_the_start(monkeypatch, capsys):
+    """Not when the first request comes."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert main(["serve", "--kubernetes-selector", "app=pdrelay"]) != 0
+    assert "KUBERNETES_SERVICE_HOST" in capsys.readouterr().err

@@ -172,8 +172,9 @@ async def test_a_request_that_one_engine_has_to_serve_shows_what_was_expected_of
 
 async def test_a_short_new_part_goes_to_the_decode_engine_by_the_plain_threshold_too():
     """Bytes are the simple choice, and need no rates."""
-    engines = sims(2, 2)
-    async with router(engines, replace(WEIGHING, min_split_new_bytes=400)) as client:
+    clock = Clock()
+    engines = {f"{role[0]}{number}": TimedSim(role, clock, 0.02) for role in ("prefill", "decode") for number in (0, 1)}
+    async with router(engines, replace(WEIGHING, min_split_new_bytes=400), clock) as client:
         messages = [{"role": "user", "content": LONG}]
         timings = [await turn(client, messages) for _ in range(4)]
 

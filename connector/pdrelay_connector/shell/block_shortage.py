@@ -47,7 +47,7 @@ class BlockShortage:
         blocks = 0
         if considered is not None:
             cached = cached_free_blocks(pool, self._groups, *considered)
-            blocks = self._blocks(*considered) + cached - pool.get_num_free_blocks()
+            blocks = blocks_needed(self._groups, *considered) + cached - pool.get_num_free_blocks()
         if considered is None or blocks <= 0:
             self._look_at = None
             return None
@@ -58,9 +58,10 @@ class BlockShortage:
         self._look_at = now + RETRY_INTERVAL
         return ShortRequest(considered[0], blocks)
 
-    def _blocks(self, request: Request, computed: int) -> int:
-        """Return how many blocks the uncached tokens of a request need, over all KV cache groups."""
-        return sum(group.new_blocks(request.num_tokens, computed) for group in self._groups)
+
+def blocks_needed(groups: Sequence[CacheGroup], request: Request, computed: int) -> int:
+    """Return how many blocks the uncached tokens of a request need, over all KV cache groups."""
+    return sum(group.new_blocks(request.num_tokens, computed) for group in groups)
 
 
 def cached_free_blocks(pool: BlockPool, groups: Sequence[CacheGroup], request: Request, computed: int) -> int:

@@ -79,21 +79,7 @@ def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: 
             f"layer {name} keeps its states with shape {tuple(cache.shape)} and strides {cache.stride()}; expected is "
             f"one row in one piece for each of the {blocks} blocks"
         )
-    item = cache.element_size()
-    return Region(
-        layer=name,
-        base=cache.data_ptr(),
-        count=blocks,
-        heads=1,
-        tokens=1,
-        width=cache.shape[3] * item,
-        row_stride=cache.stride(0) * item,
-        head_stride=0,
-        token_stride=0,
-        group=engine_config.layers[name],
-        all_heads=engine_config.ranks,  # each rank has its own part
-        state=True,
-    )
+    return _state_region(name, cache, engine_config, cache.shape[3], (0, 0))
 
 
 def _ring(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
@@ -105,19 +91,30 @@ def _ring(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: i
             f"4 dimensions blocks ({blocks}), heads, tokens and content, each block in one piece: with several heads "
             "use a KV cache layout that ends with HNC or NHC"
         )
+    strides = cache.stride(1) if cache.shape[1] > 1 else 0, cache.stride(2)
+    return _state_region(name, cache, engine_config, extent, strides)
+
+
+def _state_region(
+    name: str, cache: torch.Tensor, engine_config: EngineConfig, width: int, strides: tuple[int, int]
+) -> Region:
+    """Return the region of a layer whose blocks are one entry each; ``width`` and ``strides`` are in elements.
+
+    ``strides``: of heads and of tokens within the entry, which two engines must have alike.
+    """
     item = cache.element_size()
     return Region(
         layer=name,
         base=cache.data_ptr(),
-        count=blocks,
+        count=cache.shape[0],
         heads=1,
         tokens=1,
-        width=extent * item,
+        width=width * item,
         row_stride=cache.stride(0) * item,
-        head_stride=cache.stride(1) * item if cache.shape[1] > 1 else 0,
-        token_stride=cache.stride(2) * item,
+        head_stride=strides[0] * item,
+        token_stride=strides[1] * item,
         group=engine_config.layers[name],
-        all_heads=engine_config.ranks,
+        all_heads=engine_config.ranks,  # each rank has its own part
         state=True,
     )
 

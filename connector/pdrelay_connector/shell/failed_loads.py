@@ -13,6 +13,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.shell.block_shortage import blocks_needed
 
 
 class FailedLoads:
@@ -38,7 +39,7 @@ class FailedLoads:
             return False
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._ended = {name: each for name, each in self._ended.items() if each.status == waiting}
-        needed = sum(group.new_blocks(request.num_tokens, computed) for group in self._groups)
+        needed = blocks_needed(self._groups, request, computed)
         return bool(self._ended) and needed > self._pool().get_num_free_blocks()
 
     def over(self, name: str) -> None:

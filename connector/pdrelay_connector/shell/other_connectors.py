@@ -15,6 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.shell.block_shortage import blocks_needed
 
 
 class OtherConnectors:
@@ -45,6 +46,5 @@ class OtherConnectors:
         self._answered.clear()
 
     def _has_room(self, request: Request, computed: int) -> bool:
-        needed = sum(group.new_blocks(request.num_tokens, computed) for group in self._groups)
         free: int = self._pool().get_num_free_blocks()
-        return needed <= free
+        return blocks_needed(self._groups, request, computed) <= free

@@ -164,8 +164,9 @@ def choose(args: argparse.Namespace) -> Choices:
     right = dict[str, Choice]()
     wrong = dict[str, str]()
     for name, one in OPTIONS.items():
-        if text := os.environ.get(one.option.variable or "-"):
-            right[name] = Choice(text, one.option.variable)
+        variable = one.option.variable
+        if variable and (text := os.environ.get(variable)):
+            right[name] = Choice(text, variable)
     file: str | None = args.config
     parts = [*([] if file is None else [_choices_of_file(file)]), _choices_of_flags(args)]
     for part in parts:

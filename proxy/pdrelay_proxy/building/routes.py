@@ -55,7 +55,8 @@ def build_routes(
     browsers = require_any_key(admin_key, keyring, by_browsers=True)
     onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
     scrapers = Onlookers() if settings.public_metrics else onlookers
-    admission, discovery = serving.gate.admission, background.discovery
+    admission = serving.gate.admission
+    discovery = background.discovery
     metrics = Metrics(serving.telemetry, engines.registry, admission, discovery.freshness, added.families)
     audit = Audit(serving.telemetry.admin_action, clock)
     access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)

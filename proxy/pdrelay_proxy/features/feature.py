@@ -1,9 +1,7 @@
 """The places where a feature may add something to a router."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from fastapi import APIRouter
 
@@ -11,13 +9,12 @@ from pdrelay_proxy.api.operator_route import OperatorAccess
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
+from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
 from pdrelay_proxy.requests.services import Spans
 from pdrelay_proxy.settings import Settings
-
-Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]  # anew for each start of the server
 
 
 @dataclass(frozen=True, slots=True)

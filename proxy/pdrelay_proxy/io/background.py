@@ -3,7 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeAlias
+
+Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]  # anew for each start of the server
 
 
 @asynccontextmanager

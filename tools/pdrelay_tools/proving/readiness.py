@@ -140,7 +140,8 @@ class _ReadinessCheck:
         for member in members:
             if any(member in pair for pair in pairs):
                 continue
-            name, said = member.instance.id, "it exchanged no KV: no engine of the other role that answers"
+            name = member.instance.id
+            said = "it exchanged no KV: no engine of the other role that answers"
             if any(role is not member.instance.role for role in slow):
                 yield self._unfinished(name, f"{said} in time fits it")
             else:
@@ -210,7 +211,8 @@ class _ReadinessCheck:
         return dict(zip(members, shown, strict=True))
 
     async def _read(self, member: Member) -> _EngineMetrics:
-        text, is_read = b"", False
+        text = b""
+        is_read = False
         with suppress(ProbeFailed, TimeoutError):
             async with asyncio.timeout(self._left()):
                 text = await self._engines.checks.metrics(member.instance)

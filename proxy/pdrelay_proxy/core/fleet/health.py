@@ -58,6 +58,9 @@ class HealthState(StrEnum):
     GONE = auto()
 
 
+SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})  # it may get requests
+
+
 class HealthEvent(StrEnum):
     """What happens to an engine."""
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import compared, differences, fit, have_common_model
-from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.health import SERVING
 from pdrelay_proxy.core.fleet.pair_health import LASTING
 from pdrelay_proxy.core.fleet.registry import Member, Registry, listed
 from pdrelay_proxy.core.model import InstanceId, Role
 
 _AT_ONCE: Final = 500  # engines
-_SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 _REASONS_MOST: Final = 3  # that are said: in a rollout of many revisions there are many
 
 AvoidedBy = Callable[[Member], frozenset[InstanceId]]  # the prefill engines with which a decode engine cannot meet
@@ -64,7 +63,7 @@ def lone_kinds_in_steps(registry: Registry, avoided: AvoidedBy) -> Generator[Non
     members = registry.members()
     decodes = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):
-        if member.as_role(Role.DECODE) is not None and member.life.state in _SERVING:
+        if member.as_role(Role.DECODE) is not None and member.life.state in SERVING:
             facts = member.facts
             decodes.setdefault((compared(facts), facts.incompatible, avoided(member) or None), []).append(member)
         if number % _AT_ONCE == 0:
@@ -73,7 +72,7 @@ def lone_kinds_in_steps(registry: Registry, avoided: AvoidedBy) -> Generator[Non
     unmet = frozenset[InstanceId]().union(*(avoided(kind[0]) for kind in decodes.values()))
     prefills = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):
-        if member.as_role(Role.PREFILL) is not None and member.life.state in _SERVING:
+        if member.as_role(Role.PREFILL) is not None and member.life.state in SERVING:
             facts = member.facts
             own = facts.engine_id if facts.engine_id in refused else None
             name = member.instance.id if member.instance.id in unmet else None

@@ -10,7 +10,7 @@ from typing import Final, NoReturn, TypeAlias
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
 from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
-from pdrelay_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
+from pdrelay_proxy.core.fleet.health import SERVING, ChangeCount, EngineHealth, HealthState
 from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.load import Load
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
@@ -23,10 +23,9 @@ from pdrelay_proxy.settings import Settings, SlicePairing
 
 _KV_BOTH: Final = "kv_both"  # vLLM's kv_role of an engine that sends and loads KV
 _HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
-_SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 _LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
 _WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
-_STAYING: Final = _SERVING | {HealthState.EJECTED}  # those that are not on their way out
+_STAYING: Final = SERVING | {HealthState.EJECTED}  # those that are not on their way out
 MOST_NAMED: Final = 16  # engines in one message
 _NAME_MOST: Final = 100  # characters of one model's name in a message
 _MOST_MODELS: Final = 10  # names in one message: an engine may have thousands of adapters
@@ -407,7 +406,7 @@ class Registry:
             return None
         for role in Role:
             one = member.as_role(role)
-            engines = [other for life, other in self._serving[role].values() if life.state in _SERVING]
+            engines = [other for life, other in self._serving[role].values() if life.state in SERVING]
             if one is not None and one in engines:
                 kept = self._without_twins([other for other in engines if self._is_same_engine(one, other)])
                 if kept and kept[0].id != name:
@@ -659,7 +658,7 @@ class Registry:
             others = [
                 other
                 for other in self._others(member, role)
-                if other.heading.serves(role) and other.life.state in _SERVING and not other.life.is_away
+                if other.heading.serves(role) and other.life.state in SERVING and not other.life.is_away
             ]
             if not others:
                 name = member.instance.id

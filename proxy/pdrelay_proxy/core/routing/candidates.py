@@ -65,11 +65,6 @@ class Candidates:
         self.unmatched = dict[tuple[_Key, bool], str]()  # why no two engines fit
 
     @property
-    def size(self) -> int:
-        """How many engines there are."""
-        return len(self.prefill) + len(self.decode)
-
-    @property
     def is_old(self) -> bool:
         """Tell whether something has changed since."""
         return self.version != self._registry.changes.count

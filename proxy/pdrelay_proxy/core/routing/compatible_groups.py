@@ -85,10 +85,6 @@ class _Part:
     fitting: Sequence[_Prefills]
     kinds: list[_Decodes]
 
-    @property
-    def size(self) -> int:
-        return sum([len(kind.places) for kind in self.kinds])
-
 
 def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts) -> Grouping:
     """Sort engines into groups, in the order of the decode engines."""
@@ -205,11 +201,15 @@ def _listed(engines: Sequence[Instance], kinds: Sequence[_Prefills] | Sequence[_
 
 def _counts(parts: Sequence[_Part]) -> Sequence[float]:
     """Divide each kind of prefill engines among the parts that it fits, in proportion to their decode engines."""
+    sizes = [sum([len(kind.places) for kind in part.kinds]) for part in parts]
     wanted = dict[int, int]()  # by the place of the first engine
-    for part in parts:
+    for part, size in zip(parts, sizes, strict=True):
         for kind in part.fitting:
-            wanted[kind.places[0]] = wanted.get(kind.places[0], 0) + part.size
-    return [fsum([len(kind.places) * part.size / wanted[kind.places[0]] for kind in part.fitting]) for part in parts]
+            wanted[kind.places[0]] = wanted.get(kind.places[0], 0) + size
+    return [
+        fsum([len(kind.places) * size / wanted[kind.places[0]] for kind in part.fitting])
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def _without_itself(group: CompatibleGroup) -> CompatibleGroup:

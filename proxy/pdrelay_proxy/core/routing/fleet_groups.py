@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
 
 from pdrelay_proxy.core.fleet.compatibility import NO_SLICE
-from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.health import SERVING
 from pdrelay_proxy.core.fleet.lone_engines import lone_kinds_in_steps
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, Role
@@ -15,8 +14,6 @@ from pdrelay_proxy.core.routing.group_weights import GroupShare, shares_of
 from pdrelay_proxy.core.routing.slices import SliceOf, divide_by_slice, left_out
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.settings import SlicePairing
-
-_SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ def grouping_now(registry: Registry) -> Grouping:
 
 
 def _grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
-    members = [member for member in registry.members() if member.life.state in _SERVING]
+    members = [member for member in registry.members() if member.life.state in SERVING]
     sides = [[one for member in members if (one := member.as_role(role)) is not None] for role in Role]
     yield
     return group_engines(sides[0], sides[1], registry.facts)
@@ -49,7 +46,7 @@ def slices(registry: Registry) -> dict[tuple[str, Role], int]:
     found = Counter[tuple[str, Role]]({(name, role): 0 for name in sorted(names) for role in Role})
     for member in members:
         name = member.facts.slice
-        if name is not None and member.life.state in _SERVING:
+        if name is not None and member.life.state in SERVING:
             for role in Role:
                 found[name, role] += member.as_role(role) is not None
     return found
@@ -57,12 +54,7 @@ def slices(registry: Registry) -> dict[tuple[str, Role], int]:
 
 def unpaired(registry: Registry) -> dict[Role, int]:
     """Count the engines that fit none of the other role's; none counts where the other role has no engine at all."""
-    steps = unpaired_in_steps(registry)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return cast("dict[Role, int]", done.value)
+    return finish(unpaired_in_steps(registry))
 
 
 def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, int]]:
@@ -77,7 +69,7 @@ def fleet_groups(registry: Registry, *, may_be_alone: bool) -> Sequence[EngineGr
 
 
 def fleet_groups_in_steps(registry: Registry, *, may_be_alone: bool) -> Generator[None, None, Sequence[EngineGroup]]:
-    """List the same in steps of a millisecond or so, also among thousands of engines."""
+    """List the same in steps; sorting, the longest of them, takes some milliseconds among thousands of engines."""
     found = yield from _grouping_in_steps(registry)
     yield
     shares = _shares(registry, found, may_be_alone=may_be_alone)

@@ -226,7 +226,9 @@ class PairSelector:
             if each.is_for(prefill, decode):
                 return each
         most = 1 if known is self._whole else _MOST_PARTS
-        known[:] = [each for each in known if not each.is_old][-(most - 1) :] if most > 1 else []
+        known[:] = [each for each in known if not each.is_old]
+        if len(known) >= most:
+            del known[0]
         found = Candidates(self.registry, prefill, decode, is_bound=self.bounds is not None)
         known.append(found)
         return found

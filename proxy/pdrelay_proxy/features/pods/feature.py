@@ -9,8 +9,9 @@ from pdrelay_proxy.features.feature import Feature
 from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.features.pods.pool_source import PODS, PoolSource
 from pdrelay_proxy.features.pods.settings import PodSettings
+from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from pdrelay_proxy.io.discovery.reconciler import EngineFeed, Pods, Reconciler, Running
+from pdrelay_proxy.io.discovery.reconciler import EngineFeed, Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 from pdrelay_proxy.settings import Settings
 

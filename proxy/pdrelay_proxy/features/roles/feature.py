@@ -11,7 +11,7 @@ from pdrelay_proxy.building.discovery import build_shared_text
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.ports import SharedText
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.features.feature import Core, Feature, FeatureParts, Running
+from pdrelay_proxy.features.feature import Core, Feature, FeatureParts
 from pdrelay_proxy.features.roles.leased_turns import LeasedTurns
 from pdrelay_proxy.features.roles.role_board import RoleBoard
 from pdrelay_proxy.features.roles.role_controller import RoleController, RoleLimits
@@ -19,6 +19,7 @@ from pdrelay_proxy.features.roles.role_lease import LASTS_S
 from pdrelay_proxy.features.roles.role_watch import RoleWatch
 from pdrelay_proxy.features.roles.settings import RoleSettings, RolesMode
 from pdrelay_proxy.features.roles.work_meter import RoleTargets
+from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.settings import Settings
 
 
@@ -41,7 +42,9 @@ class RolesFeature(Feature):
 
     def parts(self, core: Core) -> FeatureParts:
         """Return what looks at the engines and decides, and where its decisions are shown."""
-        settings, engines, clock = self.ground.settings, self.ground.engines, self.ground.clock
+        settings = self.ground.settings
+        engines = self.ground.engines
+        clock = self.ground.clock
         chosen = settings.of(RoleSettings)
         if chosen.roles is RolesMode.OFF or chosen.target_ttft_s is None or chosen.target_itl_s is None:
             return FeatureParts()

@@ -54,7 +54,8 @@ class RoleBoard:
         if self._latest is None:
             return None
         at, found = self._latest
-        now, wanted = self._clock(), found.wanted
+        now = self._clock()
+        wanted = found.wanted
         last = ""
         if self._last_turn is not None:
             turned_at, words = self._last_turn

@@ -40,7 +40,9 @@ class EngineSpans:
         *,
         later_s: float = LATER_S,
     ) -> None:
-        self._ask, self._clock, self._later_s = ask, clock, later_s
+        self._ask = ask
+        self._clock = clock
+        self._later_s = later_s
         self._over = asyncio.Queue[tuple[float, RequestRecord, AddRows]](_MOST_WAITING)
         self._quiet = dict[InstanceId, float]()  # engines that told nothing, and until when they are not asked
         self.outcomes = Counter[Key]({("added",): 0, ("untold",): 0, ("skipped",): 0})  # traces, by what became of them

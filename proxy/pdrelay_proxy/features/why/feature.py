@@ -47,7 +47,8 @@ class WhyFeature(Feature):
 
     def parts(self, core: Core) -> FeatureParts:
         """Return the route, and what adds rows of engines to traces."""
-        telemetry, requests = core.serving.telemetry, core.serving.requests
+        telemetry = core.serving.telemetry
+        requests = core.serving.requests
 
         def history() -> RequestHistory:
             telemetry.later.settle()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -27,11 +27,10 @@ from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Target, W
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
-from pdrelay_proxy.io.background import meanwhile, repeatedly
+from pdrelay_proxy.io.background import Running, meanwhile, repeatedly
 from pdrelay_proxy.io.discovery.stores import Store, StoreDown
 
 logger = logging.getLogger(__name__)
-Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
 _FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
 _ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
 _AT_ONCE: Final = 20  # places that are compared in one step

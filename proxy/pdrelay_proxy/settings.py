@@ -274,20 +274,15 @@ class Settings:
         "connections of one client address; behind a proxy all clients have the same address")
 
     connect_timeout_s: Seconds = TIMEOUTS.option(5.0, "time to open a connection to an engine")
-    prefill_timeout_s: Seconds = TIMEOUTS.option(300.0,
-        "time for a whole prefill leg, with its time in the engine's queue", live=True)
     first_token_timeout_s: Seconds = TIMEOUTS.option(300.0,
-        "time from sending a streamed decode leg to its first event", live=True)
+        "time that each engine has for its first token, with its time in the engine's queue: for a whole prefill leg, "
+        "and to the first event of a stream", live=True)
     stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "longest pause between two pieces of a stream", live=True)
     stream_comment_interval_s: SomeSeconds = TIMEOUTS.option(0.0,
         "time without an event after which a stream gets an SSE comment, for proxies that close quiet connections; 0: "
         "none", live=True)
     total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
         "time for a response that is not streamed, with all retries", live=True)
-    stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "time for a whole streamed response", live=True)
-    handoff_timeout_s: Seconds | None = TIMEOUTS.option(None,
-        "time from a prefill engine's answer until the decode leg must be sent; by default two thirds of the lease "
-        "that the engine names, or 20 s", live=True)
     head_timeout_s: Seconds = TIMEOUTS.option(10.0,
         "time to receive the head of a request, from the start of the connection or of the request")
     body_timeout_s: Seconds = TIMEOUTS.option(30.0,

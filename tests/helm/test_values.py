@@ -178,7 +178,7 @@ CONTRADICTIONS = [
     ({"prefill": {"terminationGracePeriodSeconds": 30}}, "its drain takes up to 360 s"),
     ({"decode": {"terminationGracePeriodSeconds": 599}}, "its drain takes up to 600 s"),
     ({"connector": {"leaseSeconds": 14}}, "when the KV is gone"),
-    ({"router": {"settings": {"handoff_timeout_s": 28}}}, "when the KV is gone"),
+    ({"router": {"settings": {"connect_timeout_s": 11}}}, "when the KV is gone"),
     ({"prefill": {"nodes": 2, "tensorParallel": 2}}, "only a LeaderWorkerSet"),
     ({"prefill": {"kind": "LeaderWorkerSet", "nodes": 3, "tensorParallel": 8}}, "cannot be divided"),
     ({"prefill": {"nodes": 2, "dataParallel": 2}}, "only a LeaderWorkerSet has several pods for one engine"),

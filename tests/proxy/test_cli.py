@@ -33,7 +33,7 @@ def test_every_flag_arrives(monkeypatch):
     """Addresses may be listed, repeated, or both."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
     flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --max-body-bytes 10"
-    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip --kv-transfer-mode push"
+    more = "--connect-timeout 0.5 --first-token-timeout 60 --client-kv-params strip --kv-transfer-mode push"
     most = "--required-model m --retries 0"
 
     assert settings_of(*flags.split(), *more.split(), *most.split()) == Settings(
@@ -48,7 +48,7 @@ def test_every_flag_arrives(monkeypatch):
         retries=0,
         max_body_bytes=10,
         connect_timeout_s=0.5,
-        prefill_timeout_s=60.0,
+        first_token_timeout_s=60.0,
     )
 
 
@@ -60,7 +60,7 @@ def test_every_flag_arrives(monkeypatch):
         (["--decode", "a:70000"], "argument --decode: 'a:70000' has port 70000, and a port is between 1 and 65535"),
         (["--port", "http"], "argument --port: 'http' is not a port: write a number from 0 to 65535"),
         (["--max-body-bytes", "0"], "argument --max-body-bytes: '0' is not a size: write a whole number of bytes"),
-        (["--prefill-timeout", "0"], "argument --prefill-timeout: '0' is not a time: write a number of seconds"),
+        (["--total-timeout", "0"], "argument --total-timeout: '0' is not a time: write a number of seconds"),
         (["--connect-timeout", "soon"], "argument --connect-timeout: 'soon' is not a time"),
         (
             ["--client-kv-params", "maybe"],

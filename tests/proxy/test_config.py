@@ -32,7 +32,7 @@ def test_the_names_in_the_file_are_those_of_the_settings(config):
     port = 0
     kv_transfer_mode = "push"
     connect_timeout_s = 2
-    prefill_timeout_s = 0.5
+    first_token_timeout_s = 0.5
     log_level = "debug"
     """
 
@@ -42,7 +42,7 @@ def test_the_names_in_the_file_are_those_of_the_settings(config):
         port=0,
         kv_transfer_mode=KvTransferMode.PUSH,
         connect_timeout_s=2.0,
-        prefill_timeout_s=0.5,
+        first_token_timeout_s=0.5,
         log_level=LogLevel.DEBUG,
     )
 

@@ -61,12 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="kv_lease_duration, in seconds (default: %(default)s)",
     )
-    parser.add_argument(
-        "--handoff-timeout",
-        type=float,
-        metavar="S",
-        help="the router's setting, in seconds (default: two thirds of --lease-seconds, as the router's)",
-    )
     _add_end_arguments(parser)
     _add_model_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -154,7 +148,7 @@ def _check(args: argparse.Namespace) -> None:
         raise SettingsError("say what to examine: listen, HOST[:PORT], --engine HOST:PORT or --router URL")
     for name, least, most in (
         ("memory_mib", 1, 1 << 16), ("seconds", 0.01, 15), ("timeout", 0.1, 15), ("block_size", 1, 1 << 20),
-        ("tensor_parallel", 1, 1024), ("port", 0, 65535), ("lease_seconds", 0.5, 1e9), ("handoff_timeout", 0, 1e9),
+        ("tensor_parallel", 1, 1024), ("port", 0, 65535), ("lease_seconds", 0.5, 1e9),
     ):  # fmt: skip
         value: float | None = getattr(args, name)
         if value is not None and not least <= value <= most:
@@ -189,7 +183,7 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
         shown += [text.engine_text(each) for each, _ in looks]
         findings += engines.diagnose_engines(looks)
     if args.router:
-        times = router.read_router(args.router, lease=args.lease_seconds, handoff_timeout=_handoff_timeout(args))
+        times = router.read_router(args.router, lease=args.lease_seconds)
         report["router"] = times
         shown.append(f"router {args.router}: {times.handoffs} hand-overs, {times.slow_handoffs} of them slow")
         findings += diagnose_router(times)
@@ -215,12 +209,6 @@ def _settings(args: argparse.Namespace, environment: Mapping[str, str]) -> Setti
         environment.pop(SECRET_VARIABLE, None)
         environment[SECRET_FILE_VARIABLE] = args.secret_file
     return read_settings({name: value for name, value in chosen.items() if value}, environment)
-
-
-def _handoff_timeout(args: argparse.Namespace) -> float:
-    """Return the router's setting; without one, the router follows the lease."""
-    chosen: float | None = args.handoff_timeout
-    return args.lease_seconds * 2 / 3 if chosen is None else chosen
 
 
 def _address(args: argparse.Namespace) -> Address:

@@ -18,14 +18,14 @@ _NAME: Final = "pdrelay_handoff_gap_seconds"
 _BOUND: Final = re.compile(r'[{,]le="([^"]*)"')
 
 
-def read_router(url: str, *, lease: float, handoff_timeout: float, timeout: float = TIMEOUT) -> RouterTimes:
+def read_router(url: str, *, lease: float, timeout: float = TIMEOUT) -> RouterTimes:
     """Ask a router; raises :exc:`~pdrelay_connector.errors.Unreachable`. No endpoint of it shows its settings."""
     if not url.startswith(("http://", "https://")):
         raise Unreachable(f"--router is {url!r}; it must be a URL such as http://router:8000")
     text = _fetch(f"{url.rstrip('/')}/metrics", url, timeout)
     if _NAME not in text:
         raise Unreachable(f"the metrics of {url} have no {_NAME}: is it a router?")
-    return times_in(text, lease=lease, handoff_timeout=handoff_timeout)
+    return times_in(text, lease=lease)
 
 
 def _fetch(address: str, url: str, timeout: float) -> str:
@@ -54,16 +54,16 @@ def _fetch(address: str, url: str, timeout: float) -> str:
     return found[0].decode(errors="replace")
 
 
-def times_in(text: str, *, lease: float, handoff_timeout: float) -> RouterTimes:
+def times_in(text: str, *, lease: float) -> RouterTimes:
     """Count the hand-overs that left a decode engine less than a step of the lease (Prometheus text format)."""
     buckets = sorted(_buckets(text))
     if not buckets:
-        return RouterTimes(lease, handoff_timeout)
+        return RouterTimes(lease)
     total = buckets[-1][1]
     bound, within = max(
         ((bound, count) for bound, count in buckets if bound <= max(lease - DECODE_STEP, 0)), default=(0.0, total)
     )
-    return RouterTimes(lease, handoff_timeout, int(total), int(total - within), bound)
+    return RouterTimes(lease, int(total), int(total - within), bound)
 
 
 def _buckets(text: str) -> Generator[tuple[float, float]]:

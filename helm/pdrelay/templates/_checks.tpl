@@ -74,10 +74,9 @@
 {{- fail (printf "networkPolicy.egress.enabled keeps engines from the model hub, and %s is not on a volume: name the hub (or a proxy) in networkPolicy.egress.engineTo, use model.volume, or set HF_HUB_OFFLINE in %s.extraEnv if the cache has the model" $v.model.name $role) -}}
 {{- end -}}
 {{- end -}}
-{{- $follows := divf (mulf $v.connector.leaseSeconds 2) 3 -}}
-{{- $handoff := add (ceil (get $v.router.settings "handoff_timeout_s" | default $follows)) (ceil (get $v.router.settings "connect_timeout_s" | default 5)) -}}
+{{- $handoff := add (ceil (divf (mulf $v.connector.leaseSeconds 2) 3)) (ceil (get $v.router.settings "connect_timeout_s" | default 5)) -}}
 {{- if gt (float64 $handoff) (float64 $v.connector.leaseSeconds) -}}
-{{- fail (printf "connector.leaseSeconds is %v: the router may hand over %d s after a prefill (handoff_timeout_s and connect_timeout_s of router.settings), when the KV is gone; write a longer lease or shorter timeouts" $v.connector.leaseSeconds $handoff) -}}
+{{- fail (printf "connector.leaseSeconds is %v: the router may hand over %d s after a prefill (two thirds of the lease, and connect_timeout_s of router.settings), when the KV is gone; write a longer lease or a shorter timeout" $v.connector.leaseSeconds $handoff) -}}
 {{- end -}}
 {{- if and $v.router.discovery.inferencePool (not $v.router.discovery.enabled) -}}
 {{- fail "router.discovery.inferencePool needs router.discovery.enabled: the router watches the pool" -}}

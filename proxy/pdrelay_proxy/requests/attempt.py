@@ -114,7 +114,7 @@ class Attempt(LegOwner):
         settings = self._settings
         shows = self._shows_token and services.leg_bodies.may_show(call, prefill.id)
         learns = services.fleet.learner is not None and services.fleet.asks_for_ids(call, self._plan.ask)
-        holder, ids, move, seconds = None, None, self.move, settings.prefill_timeout_s
+        holder, ids, move, seconds = None, None, self.move, settings.first_token_timeout_s
         if move is not None:
             ids, reuses, learns = move.ids, False, False
             seconds = min(seconds, move.seconds_for(prefill))
@@ -504,7 +504,7 @@ class Attempt(LegOwner):
             seconds = settings.move_timeout_s if leg is decode else self.move.seconds_for(leg.instance)
             return f"{leg.engine} did not answer within {seconds:g} s, the time for a move"
         if leg is self.prefill:
-            return f"{leg.engine} did not answer within {settings.prefill_timeout_s:g} s"
+            return f"{leg.engine} did not answer within {settings.first_token_timeout_s:g} s"
         if self.is_streaming:
             return f"{leg.engine} sent nothing for {settings.stream_idle_timeout_s:g} s"
         return f"{leg.engine} sent no token within {settings.first_token_timeout_s:g} s"

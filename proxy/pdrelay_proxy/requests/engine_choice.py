@@ -143,7 +143,7 @@ class EngineChoice:
             # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
             return () if self._record.single_reason in _BY_CACHE else decodes
         if lent_by is not None and lent_by.handover is not None:
-            limit = handoff_timeout(lent_by.handover.params, self._settings.handoff_timeout_s)
+            limit = handoff_timeout(lent_by.handover.params)
             if now >= lent_by.handed_over_at + limit:
                 return ()
         fitting = fleet.fitting(prefill, decodes)

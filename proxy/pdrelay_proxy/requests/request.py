@@ -107,8 +107,8 @@ class Request:
         self._body: bytes | Upload = b""  # as far as it has come, and is not read
         self._ticket: Ticket | None = None
         self._plan = plan  # of a part, until that is served
-        self._ends_at: float | None = None  # when all of it has taken too long
-        self._total_s: float | None = None  # seconds that it may take in all; None: for ever
+        self._ends_at: float | None = None  # when all of it has taken too long; None: it is a stream
+        self._total_s = 0.0  # seconds that it may take until then
         self._dispatch: Dispatch | None = None  # since it was admitted
         self._comments: CommentedResponse | None = None  # None: its stream has none
         self._array: PromptArray | None = None  # while each of its prompts is served by itself
@@ -279,16 +279,11 @@ class Request:
         if self._comments is not None and not self._client.is_paused:
             self._comments.look(now)
         if self._ends_at is not None and now >= self._ends_at:
-            self.interrupt(self._out_of_time())
+            self.interrupt(OutOfTime(f"the request was not done within {self._total_s:g} s"))
         elif self._array is not None:
             self._array.look(now)
         elif self._dispatch is not None:
             self._dispatch.look(now)
-
-    def _out_of_time(self) -> OutOfTime:
-        if self._client.writer.begun:
-            return OutOfTime(f"the stream was not complete within {self._total_s:g} s")
-        return OutOfTime(f"the request was not done within {self._total_s:g} s")
 
     # ---- the life
 
@@ -367,9 +362,9 @@ class Request:
         now = services.clock()
         life.record.admitted_s = now - life.record.began_at
         services.budget.came(now)
-        seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
-        if seconds is not None:
-            self._total_s, self._ends_at = seconds, now + seconds
+        if not plan.streams:  # a stream is watched piece by piece
+            self._total_s = settings.total_timeout_s
+            self._ends_at = now + self._total_s
         dispatch = self._dispatch = Dispatch(life, plan, settings, self._client)
         return dispatch
 

@@ -88,11 +88,9 @@ class RequestSet(RequestOwner):
     def _tick_s(self) -> float:
         settings = self.services.settings.current
         given = (
-            settings.prefill_timeout_s,
             settings.first_token_timeout_s,
             settings.stream_idle_timeout_s,
             settings.total_timeout_s,
-            settings.stream_timeout_s,
             settings.stream_comment_interval_s or None,
             self.services.gate.admission.limits.max_queue_wait_s,
         )

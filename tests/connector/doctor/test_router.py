@@ -22,19 +22,19 @@ pdrelay_handoff_gap_seconds_bucket{le="+Inf"} 100
 
 def test_hand_overs_that_leave_no_step_of_the_lease_are_counted():
     """Of a lease of 30 s, 25 s may pass: the bound below counts."""
-    times = times_in(TEXT, lease=30.0, handoff_timeout=20.0)
+    times = times_in(TEXT, lease=30.0)
 
     assert (times.handoffs, times.slow_handoffs, times.slow) == (100, 3, 20.0)
 
 
 def test_a_router_that_has_handed_nothing_over_says_nothing():
-    assert times_in(TEXT.replace('"} ', '"} 0e'), lease=30.0, handoff_timeout=20.0).handoffs == 0
+    assert times_in(TEXT.replace('"} ', '"} 0e'), lease=30.0).handoffs == 0
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1:1"])
 def test_what_is_no_router_is_said(url):
     with pytest.raises(Unreachable):
-        read_router(url, lease=30.0, handoff_timeout=20.0)
+        read_router(url, lease=30.0)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_what_is_no_router_is_said(url):
     ids=["no-numbers", "infinite", "labels"],
 )
 def test_lines_that_make_no_sense_are_left_out(text, handoffs):
-    assert times_in(text, lease=30.0, handoff_timeout=20.0).handoffs == handoffs
+    assert times_in(text, lease=30.0).handoffs == handoffs
 
 
 @pytest.mark.parametrize("text", ["pdrelay_handoff_gap_seconds_bucket{\n", 'pdrelay_handoff_gap_seconds_bucket{le="1,'])
 def test_many_lines_are_read_in_time(text):
     """A pattern that looks for the end of each in all that follows would take days."""
     began = time.monotonic()
-    times_in(TEXT + text * 300_000, lease=30.0, handoff_timeout=20.0)
+    times_in(TEXT + text * 300_000, lease=30.0)
 
     assert time.monotonic() - began < 20
 
@@ -83,6 +83,6 @@ def test_a_server_that_is_no_router_is_said_in_time(script, said):
     began = time.monotonic()
     timeout = 1.0 if said is TOO_LATE else 60.0  # the others answer, and a busy machine takes its time for that
     with raw_engine(script) as engine, pytest.raises(Unreachable, match=said):
-        read_router(f"http://{engine.at}", lease=30.0, handoff_timeout=20.0, timeout=timeout)
+        read_router(f"http://{engine.at}", lease=30.0, timeout=timeout)
 
     assert time.monotonic() - began < 30

@@ -13,7 +13,7 @@ from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
 
 PARTS = (Request, GenerationRequest, PrefillLeg, DecodeLeg, EngineError)
-QUICK = {"prefill_timeout_s": 0.2, "first_token_timeout_s": 0.2, "stream_idle_timeout_s": 0.2, "total_timeout_s": 1.0}
+QUICK = {"first_token_timeout_s": 0.2, "stream_idle_timeout_s": 0.2, "total_timeout_s": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ async def test_a_request_is_freed_at_once(mode, kind, failing, after, streams):
 async def test_a_leg_that_is_given_up_as_its_connection_opens_is_freed_at_once(mode, streams, limit_s):
     """The task that opens the connection keeps the CancelledError, whose traceback leads to the leg."""
     body = {"prompt": "once upon a time", "max_tokens": 4, "stream": streams}
-    limits = {"prefill_timeout_s": limit_s, "first_token_timeout_s": limit_s, "stream_idle_timeout_s": limit_s}
+    limits = {"first_token_timeout_s": limit_s, "stream_idle_timeout_s": limit_s}
     for _ in range(3):
         async with router(sims(mode=mode.value), Settings(kv_transfer_mode=mode, **limits)) as client:
             for _ in range(2):

@@ -405,7 +405,7 @@ async def test_its_time_is_that_of_all():
         await never()
 
     engines = Scripted(waiting, decode)
-    router = router_of(engines, retries=0, clock=lambda: now[0], prefill_timeout_s=30.0, total_timeout_s=100.0)
+    router = router_of(engines, retries=0, clock=lambda: now[0], first_token_timeout_s=30.0, total_timeout_s=100.0)
     client = router.start(call(prompt=PROMPTS))
     await until(lambda: len(engines.open) == 3)
     now[0] = 31.0

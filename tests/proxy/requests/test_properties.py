@@ -137,11 +137,9 @@ class World:
             retries=RETRIES,
             spans=notes,
             limits=Settings(max_concurrency=places, max_queue=2, max_queue_wait_s=1.0),
-            prefill_timeout_s=1.0,
             first_token_timeout_s=1.0,
             stream_idle_timeout_s=1.0,
             total_timeout_s=2.0,
-            stream_timeout_s=20.0,
             clock=lambda: now[0],
         )
         return cls(scripts, engines, notes, router, now, [])

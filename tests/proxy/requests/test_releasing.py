@@ -275,7 +275,7 @@ async def test_a_prefill_whose_time_is_over_is_abandoned():
     """It may have finished at that moment, or does when it goes on: a move gives an engine little time."""
     now = [0.0]
     engines = Abandoned(never, never)
-    router = router_of(engines, clock=lambda: now[0], prefill_timeout_s=5.0, decode_only_fallback=False)
+    router = router_of(engines, clock=lambda: now[0], first_token_timeout_s=5.0, decode_only_fallback=False)
     client = router.start(call(model="m"))
     await until(lambda: engines.of(Role.PREFILL))
     now[0] = 5.1

@@ -210,27 +210,6 @@ async def test_a_stream_that_another_engine_goes_on_with_counts_against_the_firs
     assert legs == {("decode-0", "decode", "bad_response"): 1} | taken_over
 
 
-async def test_another_engine_does_not_make_a_stream_live_longer():
-    """Its time counts from its first leg on."""
-    now = [0.0]
-
-    def late(stream):
-        now[0] = 150.0
-        return [*stream[:4], EngineError("broke off")]
-
-    engines = decoding(late, then=lambda stream: [*stream[:3], never()])
-    patience = {"stream_timeout_s": 200.0, "stream_idle_timeout_s": 500.0}
-    router = router_of(engines, resume_streams=True, y=2, **patience, clock=lambda: now[0])
-    client = router.start(call(**BODIES[Api.COMPLETIONS]))
-    await until(lambda: client.body.count(b"data: ") == 7)
-    client.request.look(199.9)
-    assert not client.is_over
-    client.request.look(200.0)
-
-    assert client.error == ("RequestTimeoutError", "the stream was not complete within 200 s")
-    assert router.is_idle()
-
-
 ERROR_EVENT = b'data: {"error":{"message":"dead","code":500}}\n\n'
 
 

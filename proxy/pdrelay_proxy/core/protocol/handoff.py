@@ -14,9 +14,7 @@ _LEASE_S: Final = 30.0  # of an engine that does not say: both connectors' defau
 _SHARE: Final = 2 / 3  # of the lease; the rest is for connecting and for the decode engine's step
 
 
-def handoff_timeout(params: msgspec.Raw, chosen_s: float | None) -> float:
-    """Return the operator's choice in seconds; without one, what fits the lease that an answer's ``params`` name."""
-    if chosen_s is not None:
-        return chosen_s
+def handoff_timeout(params: msgspec.Raw) -> float:
+    """Return the seconds that fit the lease that an answer's ``params`` name."""
     offer = maybe(params, LeaseOffer)
     return _SHARE * (_LEASE_S if offer is None or offer.pdrelay_lease is None else offer.pdrelay_lease)

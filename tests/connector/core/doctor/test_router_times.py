@@ -9,7 +9,7 @@ from pdrelay_connector.core.doctor.router_times import RouterTimes, diagnose_rou
     ("times", "names"),
     [
         (RouterTimes(), []),
-        (RouterTimes(lease=20.0), ["lease-handoff"]),
+        (RouterTimes(lease=14.0), ["lease-handoff"]),
         (RouterTimes(handoffs=100, slow_handoffs=3, slow=20.0), ["slow-handoffs"]),
     ],
 )

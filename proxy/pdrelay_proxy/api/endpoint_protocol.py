@@ -138,7 +138,7 @@ class _EndpointProtocol(GuardedProtocol):
         if rest is not None and not rest:
             self._unwritten = None
             if not self._busy:
-                self._go_on_behind(keep_alive=self._keeps)
+                self.answered(keep_alive=self._keeps)
 
     def shutdown(self) -> None:
         """End the connection behind the answer that is being written."""
@@ -159,10 +159,8 @@ class _EndpointProtocol(GuardedProtocol):
     def answered(self, *, keep_alive: bool) -> None:
         """Go on with what is behind the request, once all of its answer is written."""
         self._busy, self._keeps = False, keep_alive
-        if self._unwritten is None:
-            self._go_on_behind(keep_alive=keep_alive)
-
-    def _go_on_behind(self, *, keep_alive: bool) -> None:
+        if self._unwritten is not None:
+            return
         if not keep_alive and self._is_coming:  # it was refused, and the client has yet to read why
             self._stop()
             self._linger()

@@ -101,36 +101,21 @@ class MoveRecord:
         return f"{self.source} {self.outcome or 'cut'}{gap}"
 
 
-class RequestTimes:
-    """When and how long, in seconds; None: it did not come to that. RequestRecord sets them."""
-
-    __slots__ = ("admitted_s", "began_at", "duration_s", "last_token_at", "queue_s", "received_s", "ttft_s")
-
-    def __init__(self) -> None:
-        self.began_at = 0.0  # when its head came, by the router's clock
-        self.received_s: float | None = None  # until all of its body had come, if that was not at once
-        self.queue_s: float | None = None  # in the queue of the admission control
-        self.admitted_s: float | None = None  # until it had its place
-        self.ttft_s: float | None = None  # until the first event of a stream was written
-        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
-        self.duration_s = 0.0  # of the whole request, once it is over
-
-    def lasted(self, seconds: float) -> None:
-        """Note how long the whole request has taken."""
-        self.duration_s = seconds
-
-
-class RequestRecord(RequestTimes):
-    """The record of one request."""
+class RequestRecord:
+    """The record of one request. Times are seconds; None: it did not come to that."""
 
     __slots__ = (
+        "admitted_s",
         "answered",
+        "began_at",
         "cache_missed_at",
         "cached",
         "client_id",
         "decode",
+        "duration_s",
         "end",
         "error",
+        "last_token_at",
         "moves",
         "parts",
         "past",
@@ -138,12 +123,15 @@ class RequestRecord(RequestTimes):
         "prefill",
         "prefill_error",
         "push",
+        "queue_s",
+        "received_s",
         "relayed",
         "request_id",
         "retries",
         "single_reason",
         "status",
         "transfer",
+        "ttft_s",
     )
 
     def __init__(
@@ -158,7 +146,13 @@ class RequestRecord(RequestTimes):
         decode: LegRecord | None = None,
         error: str | None = None,
     ) -> None:
-        RequestTimes.__init__(self)
+        self.began_at = 0.0  # when its head came, by the router's clock
+        self.received_s: float | None = None  # until all of its body had come, if that was not at once
+        self.queue_s: float | None = None  # in the queue of the admission control
+        self.admitted_s: float | None = None  # until it had its place
+        self.ttft_s: float | None = None  # until the first event of a stream was written
+        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
+        self.duration_s = 0.0  # of the whole request, once it is over
         self.request_id = request_id
         self.path = path
         self.client_id = client_id  # what the client calls the request: for the client and the log, never for an engine
@@ -183,7 +177,7 @@ class RequestRecord(RequestTimes):
     def over(self, status: int, duration_s: float) -> None:
         """Note how it ended."""
         self.status = status
-        self.lasted(duration_s)
+        self.duration_s = duration_s
 
     @property
     def outcome(self) -> RequestOutcome:

@@ -167,7 +167,9 @@ class Attempt(LegOwner):
         plan = self._plan
         instance = leg.instance
         leg.record.name = self.id
-        headers = plan.headers_for(instance)
+        headers = plan.headers
+        if instance.rank is not None or plan.ask.rank is not None:
+            headers = plan.headers_for(instance)
         if asks_for_report:
             headers = (*headers, ASK_FOR_REPORT)
         if self._span is not None:
@@ -270,10 +272,8 @@ class Attempt(LegOwner):
         services.sender.done(leg)
         if services.reports and leg.load:
             services.fleet.reported(leg.instance, leg.load)
-        if call is None:
-            return  # it has no prefill leg
-        handover = self._read_handover(leg, call, body)
-        if handover is None:
+        handover = None if call is None else self._read_handover(leg, call, body)
+        if call is None or handover is None:
             return
         services.leg_bodies.note_looks_back(self._plan.ask.model, leg.instance.id, looks_back=handover.looks_back)
         if self._shows_token:
@@ -281,7 +281,8 @@ class Attempt(LegOwner):
                 call, leg.instance.id, handover, shows=leg.shows, is_auto=self.choice.mode is not None
             )
         leg.answered_s = _note_time(leg, came)
-        self._note_cache(call, body)
+        if self.move is None:  # an engine that hands a stream over has all of it in its own cache
+            self._life.cache_usage = cache_usage(call.api, body)
         for listener in services.fleet.listeners:
             listener.prompt_computed(leg.instance, self.id, self._plan.ask, handover.counted)
         if self.retries.accused:
@@ -292,17 +293,11 @@ class Attempt(LegOwner):
         self.close(leg)
         self.counted = leg.record.tokens = handover.counted
         if self.decode is not None:
+            self.decode.cache_usage = self._life.cache_usage
             self._compare()
         self._life.wake()
         if leg.learns:  # last: the decode leg does not wait for it
             services.fleet.learn(self._plan.ask, handover.read)
-
-    def _note_cache(self, call: GenerationRequest, answer: bytes) -> None:
-        """Note what the client is told of caches; an engine that hands a stream over has all of it in its own."""
-        if self.move is None:
-            said = self._life.cache_usage = cache_usage(call.api, answer)
-            if self.decode is not None:
-                self.decode.cache_usage = said
 
     def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
@@ -522,14 +517,14 @@ class Attempt(LegOwner):
         instance, complete, failure, answered_s = leg.instance, leg.complete, leg.failure, leg.answered_s
         leg.was_sent = complete or leg.is_sent
         leg.is_closed = True
-        held, leg.held = leg.held, 0
-        services.gate.free(held)
+        if leg.held:
+            services.gate.free(leg.held)
+            leg.held = 0
         if decode is not None and decode is leg:
             if decode.gaps is not None:
                 self.record.last_token_at = decode.read_at
-            if leg.status == _OK and leg.fault is None and self._plan.call is not None:
-                for listener in services.fleet.listeners:
-                    listener.answered(instance, self._plan.ask, self.record)
+            if services.fleet.listeners and leg.status == _OK and leg.fault is None:
+                self._tell_answered(instance)
         is_stream = decode is not None and decode is leg and decode.lines is not None
         seconds = now - leg.sent_at
         if failure is None and answered_s is not None:
@@ -543,6 +538,11 @@ class Attempt(LegOwner):
             leg.span.end(None if leg.fault is None else leg.fault.error)
         if not complete:
             leg.drop()
+
+    def _tell_answered(self, decode: Instance) -> None:
+        if self._plan.call is not None:
+            for listener in self._services.fleet.listeners:
+                listener.answered(decode, self._plan.ask, self.record)
 
     def _note_broken(self, leg: EngineLeg, failure: Failure, *, is_stream: bool) -> None:
         """Keep what an engine did not bring to its end: how the request ends shows whether it is held against it."""
@@ -576,7 +576,8 @@ class Attempt(LegOwner):
                 self.close(leg)
                 if leg is self.prefill and not leg.complete:
                     self._abandon(leg)
-        self.choice.leave_slot()
+        if self.choice.slot is not None:
+            self.choice.leave_slot()
         self.prefill = self.decode = None  # they hold us
 
 

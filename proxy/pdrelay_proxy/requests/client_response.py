@@ -221,19 +221,21 @@ class ClientResponse:
         if self.added_lines:
             last_lines += self.added_lines
         wanted = services.settings.current.server_timing
+        keys = services.intake.keyring.keys
+        troubles = services.fleet.registry.pairs.troubles
         return head_lines(
             self._life.record,
             content_type,
             shows_times=wanted is not False,
-            tells_cache=wanted is not None or not services.intake.keyring.has_several,
-            trouble=self._trouble(services.fleet.registry.pairs.troubles),
+            tells_cache=wanted is not None or keys is None or not keys.has_several,
+            trouble=self._trouble(troubles) if troubles else "",
             last_lines=last_lines,
         )
 
     def _trouble(self, troubles: Mapping[Pair, PairTrouble]) -> str:
         """Return why the request's decode engine does not load KV of its prefill engine, as it showed last."""
         record = self._life.record
-        if not troubles or record.prefill is None or record.decode is None:
+        if record.prefill is None or record.decode is None:
             return ""
         found = troubles.get((record.prefill.instance, record.decode.instance))
         return "" if found is None else found.reason.value

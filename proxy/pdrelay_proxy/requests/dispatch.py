@@ -6,6 +6,8 @@ requests/attempt.py is one try. What the client gets of it is up to requests/cli
 from collections.abc import Collection, Sequence
 from typing import Final
 
+import msgspec
+
 from pdrelay_proxy.core.model import (
     Api,
     GenerationRequest,
@@ -142,7 +144,7 @@ class Dispatch:
                         move.handed_over(lent_by.instance)
                     if self._hand_over(attempt, call, lent_by, decode):
                         return
-                await self._decode(attempt, call, attempt.choice.slot_or(decode), lent_by)
+                await self._decode(attempt, call, attempt.choice.slot or decode, lent_by)
                 return
             except LegFailed as latest:
                 failed = latest.with_traceback(None)  # it leads here: a circle
@@ -274,7 +276,8 @@ class Dispatch:
             self._plan.ask.model = life.services.leg_bodies.model_of(prefill.id)
             if self._plan.ask.model is None:
                 coordinates = None  # its answer tells which model the decode engine must serve
-            call = self._named(call)
+            else:
+                call = self._named(call, self._plan.ask.model)
         if coordinates is None:
             life.on(_PULL)
             reuses = self.settings.reuse_prompt_tokens and life.services.fleet.passes_ids(call, decode)
@@ -300,14 +303,11 @@ class Dispatch:
                 attempt.settle(leg)
                 return True
         if call is not None and leg.handover is not None:
-            self._write_body(attempt, call, leg, leg.handover, attempt.choice.slot_or(decode))
+            self._write_body(attempt, call, leg, leg.handover, attempt.choice.slot or decode)
         return False
 
-    def _named(self, call: GenerationRequest) -> GenerationRequest:
-        """Return a request that names no model with the one that its prefill engine serves, if that is known."""
-        model = self._plan.ask.model
-        if not self._plan.learns_model or model is None:
-            return call
+    def _named(self, call: GenerationRequest, model: str) -> GenerationRequest:
+        """Return a request that names no model with the one that its prefill engine serves."""
         return GenerationRequest(
             call.api, with_model(call.api, call.fields, model), call.headers, call.rank, call.shared
         )
@@ -316,7 +316,10 @@ class Dispatch:
         self, attempt: Attempt, call: GenerationRequest, leg: PrefillLeg, handover: PrefillResult, decode: Instance
     ) -> None:
         """Write a decode leg's body, as its engine can take it."""
-        life, ids, call = self._life, None, self._named(call)
+        life = self._life
+        ids: msgspec.Raw | None = None
+        if self._plan.learns_model and self._plan.ask.model is not None:
+            call = self._named(call, self._plan.ask.model)
         if attempt.move is not None:
             ids = attempt.move.ids
         elif handover.ids is not NULL and (call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode)):

@@ -95,10 +95,6 @@ class EngineChoice:
         self.expected = None
         fleet.took_over(prefill, other, ask)
 
-    def slot_or(self, decode: Instance) -> Instance:
-        """Return the decode engine at which a slot is held; if none is, the one that was chosen first."""
-        return self.slot or decode
-
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get a request now, if any."""
         try:

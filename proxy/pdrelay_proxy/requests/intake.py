@@ -56,7 +56,6 @@ _LARGE: Final = 64 * 1024  # bytes of a body; of a smaller one it costs less to 
 _RANK: Final = b"x-data-parallel-rank"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
-_NOTHING: Final[Mapping[bytes, bytes]] = {}
 _FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
 _STRIP: Final = ClientKvParams.STRIP
 _APIS: Final = {api.value: api for api in Api}
@@ -76,10 +75,6 @@ class RequestHead:
         self.coding: Coding | None = None  # of the body, once the head is judged; None: it is not compressed
         self.headers = headers
         self.shown: Mapping[bytes, bytes] = dict(reversed(headers)) if shown is None else shown
-
-    def forget(self) -> None:
-        """Let go of the headers."""
-        self.headers, self.shown = (), _NOTHING
 
 
 @dataclass(slots=True, init=False)
@@ -185,12 +180,15 @@ class Intake:
         fields = parse(body, strip_private=settings.client_kv_params is _STRIP)
         if not settings.trust_request_chat_template and not TEMPLATES.isdisjoint(fields):
             check_chat_template(fields)
-        names_media = self.salts is None or not self.salts.apply
-        if self.limits_media():
-            check_media(fields, self.media_hosts, may_have_ids=names_media)
-        elif not names_media:
-            check_media(fields, None, may_have_ids=False)
+        if self.keyring.keys is not None or self.media_hosts or settings.tls_client_ca is not None:
+            self._check_media(fields)
         return fields
+
+    def _check_media(self, fields: Fields) -> None:
+        hosts = self.media_hosts if self.limits_media() else None
+        is_kept_apart = self.salts is not None and self.salts.apply
+        if hosts is not None or is_kept_apart:
+            check_media(fields, hosts, may_have_ids=not is_kept_apart)
 
     def limits_media(self) -> bool:
         """Tell whether engines may fetch media from some hosts only; keys may come with a SIGHUP."""
@@ -218,21 +216,21 @@ class Intake:
         wanted = PASSED_ON if self.settings.forward_client_key else _WITHOUT_KEY
         passed_on = () if wanted.isdisjoint(shown) else tuple([each for each in headers if each[0] in wanted])
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
-        if self.salts is not None and self.salts.apply and path not in UNCACHED and path not in _FORMS:
-            asked = self.salts.salted(asked, caller)
+        salts = self.salts
+        is_salted = salts is not None and self.keyring.keys is not None and salts.apply
+        if salts is not None and is_salted and path not in UNCACHED and path not in _FORMS:
+            asked = salts.salted(asked, caller)
         session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown[_RANK]) if _RANK in shown else None
-        model, is_unknown, why_alone = model_of(fields), False, SingleEngineReason.ONE_LEG
+        model = model_of(fields)
+        is_unknown = False
         if model is None and self.model_of_unnamed is not None:
             model = self.model_of_unnamed()
             is_unknown = model is None
             asked = asked if api is None or model is None else with_model(api, asked, model)
-        if api is not None and is_unknown and api not in TELLS_MODEL:
-            why_alone = SingleEngineReason.UNKNOWN_MODEL
-        elif api is not None:
-            shared: Sequence[str] = ()
-            if len(body) > _LARGE:
-                shared = [name for name in long_fields(asked) if name != PROMPTS[api]]
+        may_be_split = api is not None and (not is_unknown or api in TELLS_MODEL)
+        if api is not None and may_be_split:
+            shared = [name for name in long_fields(asked) if name != PROMPTS[api]] if len(body) > _LARGE else ()
             call = GenerationRequest(api, asked, passed_on, rank, shared)
             plan = RequestPlan(path, passed_on, ask_of_call(call, session, model), priority, call, tokens)
             plan.learns_model = is_unknown
@@ -253,7 +251,7 @@ class Intake:
             body=[errand.body],
             content_type=errand.content_type,
             tokens=tokens,
-            single_reason=why_alone,
+            single_reason=SingleEngineReason.ONE_LEG if api is None else SingleEngineReason.UNKNOWN_MODEL,
         )
         plan.streams = api is not None and asked.get("stream") == TRUE
         return plan

@@ -296,10 +296,7 @@ class Request:
                 size = len(self._body)
                 is_long = size > LARGE or self._head.coding is not None
                 plan, size = await self._read_long() if is_long else (self._read(), size)
-                if self._services.fleet.missing.is_denied(plan.path):
-                    self._services.fleet.check_path(plan.path, plan.ask)
                 ticket = self._take_ticket(plan, size)
-                self._comment_when_quiet(plan)  # from here on: nothing else comes in the queue
                 if ticket.state is _WAITING:
                     await self._wait_for_turn(ticket)
                 dispatch = self._admit(plan, ticket)
@@ -320,7 +317,8 @@ class Request:
         try:
             if self._dispatch is not None:
                 self._dispatch.close_attempt()
-            self._hold_broken(status)
+            if self._life.broken:
+                self._hold_broken(status)
         finally:
             self._end(status)
 
@@ -332,23 +330,18 @@ class Request:
 
     def _hold_broken(self, status: int) -> None:
         """Hold engines to account for what they did not bring to its end."""
-        broken = self._life.broken
-        if not broken:
-            return
         served_by: InstanceId | None = None
         decode = self._life.record.decode
         if decode is not None and status == _OK and self._client.failure is None:
             served_by = decode.instance
-        for each in held_to_account(broken, served_by):
+        for each in held_to_account(self._life.broken, served_by):
             self._services.fleet.broke_off(each)
 
-    def _comment_when_quiet(self, plan: RequestPlan) -> None:
-        """Have comments in a stream, if the settings want them."""
-        interval_s = self._services.settings.current.stream_comment_interval_s
-        if plan.streams and interval_s:
-            client = self._client
-            now = self._services.clock()
-            client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
+    def _comment_when_quiet(self, interval_s: float) -> None:
+        """Have comments in a stream."""
+        client = self._client
+        now = self._services.clock()
+        client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
 
     def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:
         """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""
@@ -424,16 +417,25 @@ class Request:
         return intake.plan(head, body, fields, tokens), len(body)
 
     def _take_ticket(self, plan: RequestPlan, size: int) -> Ticket:
-        """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
+        """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused.
+
+        Raises PathNotServed.
+        """
+        services = self._services
+        if plan.path in services.fleet.missing.denials:
+            services.fleet.check_path(plan.path, plan.ask)
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
-        gate = self._services.gate
+        gate = services.gate
         if plan.prompts:
             size = size_of_array(plan, size, gate.admission.limits.max_inflight_bytes)
         caller = self._head.caller
         prompts = len(plan.prompts) or 1
         ticket = self._ticket = gate.arrive(caller, plan.priority, size, plan.tokens, prompts=prompts)
-        self._head.forget()  # the connection keeps us until its next request
+        self._head = _NO_HEAD  # the connection keeps us until its next request
+        interval_s = services.settings.current.stream_comment_interval_s
+        if interval_s and plan.streams:  # from here on: nothing else comes in the queue
+            self._comment_when_quiet(interval_s)
         return ticket
 
     async def _wait_for_turn(self, ticket: Ticket) -> None:

@@ -93,7 +93,7 @@ class HttpResponse:
 
     def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
         """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
-        is_long = len(body) > LONG_BODY and not streams
+        is_long = not streams and len(body) > LONG_BODY
         framing = _CHUNKED if self._chunks else b""
         head = [
             STATUS_LINE[status],

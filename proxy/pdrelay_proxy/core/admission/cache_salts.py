@@ -36,7 +36,8 @@ class Salts:
     @property
     def apply(self) -> bool:
         """Tell whether clients are kept apart now: keys may be replaced while requests are served."""
-        return self._always or self._keyring.has_several
+        keys = self._keyring.keys
+        return keys is not None and (self._always or keys.has_several)
 
     def salted(self, fields: Fields, caller: str) -> Fields:
         """Return a request with the salt of a client; one that it sends itself counts within its own.

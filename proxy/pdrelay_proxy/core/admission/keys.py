@@ -27,7 +27,7 @@ class Keys:
 
     owners: Mapping[bytes, str] = field(repr=False)
     least: Mapping[str, int] = field(default_factory=dict[str, int])  # by name: the least priority that it may ask for
-    has_several: bool = False  # owners: there are clients to keep apart
+    has_several: bool = False  # owners, by name: what one of them sees must not depend on another
     is_whole: bool = True  # the last line has a line break: it is not being written
 
     @classmethod
@@ -85,11 +85,6 @@ class Keyring:
     keys: Keys | None = None
     least: int = 0  # the least priority of those that have none of their own
 
-    @property
-    def has_several(self) -> bool:
-        """Tell whether there is more than one client, by name: what one of them sees must not depend on another."""
-        return self.keys is not None and self.keys.has_several
-
     def names(self) -> Collection[str]:
         """Return the names of the clients that may ask."""
         return (ANYBODY,) if self.keys is None else frozenset(self.keys.owners.values())
@@ -129,12 +124,13 @@ class Outbound:
     """
 
     def __init__(self, keys: Mapping[Role, str] | None = None, *, forwards: bool = False) -> None:
-        self._keys = dict(keys or {})
         self._forwards = forwards
+        self.change(keys or {})
 
     def change(self, keys: Mapping[Role, str]) -> None:
         """Show other keys from now on."""
         self._keys = dict(keys)
+        self.has_keys = bool(keys)  # else ``headers`` has none to add
 
     def key_of(self, role: Role) -> str | None:
         """Return the key of a pool; None: it has none of its own."""

@@ -29,7 +29,7 @@ def limited(headers: Headers, fields: Fields, least: int) -> tuple[Headers, Fiel
     Raises:
         BadRequest: the body's priority is no whole number.
     """
-    said = first_header(headers, _HEADER)
+    said = first_header(headers, _HEADER) if headers else None
     if said is None and least <= USUAL and _FIELD not in fields:
         return headers, fields, USUAL
     raw = bytes(fields.get(_FIELD, NULL))

@@ -33,19 +33,15 @@ class MissingPaths:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        # By path: there are as many as clients can reach.
-        self._denials: dict[str, dict[InstanceId, _Evidence]] = {}
+        # By path: there are as many as clients can reach. What is not in the first one no engine lacks: nearly all.
+        self.denials: dict[str, dict[InstanceId, _Evidence]] = {}
         self._served: dict[str, dict[InstanceId, _Evidence]] = {}
-
-    def is_denied(self, path: str) -> bool:
-        """Tell whether an engine may lack a path: nearly none does."""
-        return path in self._denials
 
     def denied(self, path: str, name: InstanceId, *, now: float) -> None:
         """An engine has said that it has no such path."""
         member = self._registry.get(name)
         if member is not None and not self._is_known(self._served.get(path), member, now):
-            self._note(self._denials, path, member, now)
+            self._note(self.denials, path, member, now)
 
     def served(self, path: str, name: InstanceId, *, now: float) -> None:
         """An engine has given a good answer for a path, or the beginning of one."""
@@ -63,7 +59,7 @@ class MissingPaths:
 
     def offering(self, path: str, among: Sequence[Instance], *, now: float) -> Sequence[Instance]:
         """Leave out the engines that have no such path."""
-        denials = self._denials.get(path)
+        denials = self.denials.get(path)
         if denials is None:
             return among
         members = [(one, self._registry.get(one.id)) for one in among]
@@ -75,7 +71,7 @@ class MissingPaths:
         Raises:
             PathNotServed: each has said that it has no such path.
         """
-        denials = self._denials.get(path)
+        denials = self.denials.get(path)
         if denials is None:
             return
         serving = [
@@ -86,7 +82,7 @@ class MissingPaths:
         if serving and all(self._is_known(denials, member, now) for member in serving):
             raise PathNotServed(f"no engine here that serves the model has {path}")
         if not any(self._is_known(denials, member, now) for member in self._registry.members()):
-            del self._denials[path]
+            del self.denials[path]
 
     def _is_known(self, kept: dict[InstanceId, _Evidence] | None, member: Member, now: float) -> bool:
         """Tell whether the evidence on an engine still holds."""

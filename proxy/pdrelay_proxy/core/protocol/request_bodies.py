@@ -104,13 +104,11 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     """
     check_names(body)
     try:
-        fields = _fields(body)
-    except BadRequest:
-        text = _in_utf8(body)
-        if text is None:
-            raise
-        check_names(text)
-        fields = _fields(text)
+        if not body.isascii():
+            body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
+        fields = decode(body, Fields)
+    except (NotJson, UnicodeDecodeError) as exc:
+        fields = _otherwise_encoded(body, exc)
     check_prompts(fields, len(body))
     fields = _public(fields, strip_private=strip_private, inside="")
     # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
@@ -121,15 +119,22 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     return fields
 
 
-def _fields(body: bytes) -> Fields:
+def _otherwise_encoded(body: bytes, why: NotJson | UnicodeDecodeError) -> Fields:
+    """Read a body that is no object in UTF-8; raises BadRequest: it is none in another encoding, either."""
+    text = _in_utf8(body)
+    if text is None:
+        raise _not_an_object(why) from why
+    check_names(text)
     try:
-        if not body.isascii():
-            body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
-        return decode(body, Fields)
-    except OtherJson as other:
-        raise BadRequest("the body is JSON, but not an object") from other
-    except (NotJson, UnicodeDecodeError) as exc:
-        raise BadRequest(f"the body is not JSON: {exc}") from exc
+        return decode(text, Fields)
+    except NotJson as exc:
+        raise _not_an_object(exc) from exc
+
+
+def _not_an_object(why: NotJson | UnicodeDecodeError) -> BadRequest:
+    if isinstance(why, OtherJson):
+        return BadRequest("the body is JSON, but not an object")
+    return BadRequest(f"the body is not JSON: {why}")
 
 
 def _in_utf8(body: bytes) -> bytes | None:
@@ -191,9 +196,9 @@ def prefill_fields(api: Api, fields: Fields, transfer: TransferId, *, pushes: bo
     The name of the transfer goes along in any case: whether the engine pushes is known from its answer. ``pushes``: it
     can do either, and shall push.
     """
-    kept, left_out = fields.copy(), _ONLY_FOR_DECODE[api]
-    if not left_out.isdisjoint(kept):
-        kept = {name: value for name, value in fields.items() if name not in left_out}
+    kept = fields.copy()
+    for name in _ONLY_FOR_DECODE[api].intersection(fields):
+        del kept[name]
     if kept.get("n", NULL) != NULL:
         kept["n"] = _ONE
     kept.update(_ONE_TOKEN[api])

@@ -12,10 +12,13 @@ from pdrelay_proxy.core.schemas import ErrorEvent
 from pdrelay_proxy.errors import AnswerRefused
 
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")  # at the end of a stream
+_USUAL_END: Final = b"\ndata: [DONE]\n\n"  # the same, as vLLM writes it
 _ERROR: Final = b'data: {"error":'
 _ERRORS: Final = (_ERROR, b'data:{"error":')
+_ERROR_OBJECT: Final = b'{"error":'
 _BOM: Final = b"\xef\xbb\xbf"  # may stand before a stream
 _COMMENT: Final = b":"
+_COLON: Final = 58  # begins a comment
 _DATA: Final = b"data:"
 _EVENT: Final = b"event:"
 _BACKSLASH: Final = 92
@@ -164,6 +167,8 @@ class WholeLines:
 
     def finish(self) -> tuple[bytes, bool]:
         """The stream has ended: return what is left of it, and whether it was complete."""
+        if not self._rest and self._last[-len(_USUAL_END) :] == _USUAL_END:
+            return b"", True
         rest = b"".join(self._rest)
         data = b"" if rest.startswith(_COMMENT) else rest
         is_done = _DONE.search(self._last[-_END_MOST:] + data) is not None
@@ -178,17 +183,22 @@ class WholeLines:
         else:
             if passing.find(_EVENT) >= 0 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):
                 self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
-            has_error = passing.find(_ERRORS[0]) >= 0 or passing.find(_ERRORS[1]) >= 0
-            self.erred = self.erred or self._name == b"error" or has_error
-            passing = _before_comments(passing)
-            if not passing:
-                return
+            if self._name == b"error" or (passing.find(_ERROR_OBJECT) >= 0 and _has_error(passing)):
+                self.erred = True
+            if passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing:
+                passing = _before_comments(passing)
+                if not passing:
+                    return
         self._last = passing if len(passing) >= _END_MOST else (self._last + passing)[-_END_MOST:]
+
+
+def _has_error(lines: bytes) -> bool:
+    return lines.find(_ERRORS[0]) >= 0 or lines.find(_ERRORS[1]) >= 0
 
 
 def _with_line_feeds(lines: bytes) -> bytes:
     """Return the same lines, each ended by a line feed alone."""
-    return lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if lines.find(b"\r") >= 0 else lines
+    return lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if _RETURN in lines else lines
 
 
 def _before_comments(lines: bytes) -> bytes:

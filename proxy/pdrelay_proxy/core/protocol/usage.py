@@ -78,7 +78,7 @@ def prompt_of(usage: Usage) -> int | None:
 
 def cache_usage(api: Api, answer: bytes) -> Fields | None:
     """Return what a prefill engine's answer says of its cache, in the fields of its usage; None: nothing."""
-    if _MARK not in answer or _CACHE_MARKS[api] not in answer:
+    if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0:
         return None
     said = maybe(answer, RawUsageAnswer)
     usage = None if said is None else maybe(said.usage, Fields)
@@ -111,7 +111,7 @@ def usage_alone(answer: bytes) -> bytes:
 
 def with_cache_usage_in(events: bytes, said: Fields) -> bytes:
     """Return whole lines of a stream whose usages say this of the cache."""
-    if _MARK not in events:
+    if events.find(_MARK) < 0:
         return events
     lines = events.splitlines(keepends=True)
     return b"".join([_line_with(line, said) if _MARK in line and line.startswith(_DATA) else line for line in lines])

@@ -109,7 +109,7 @@ def route(
         else:
             found = Route(prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None)
             found.cached = cached
-            found.expected = fleet.take_expected(ask)
+            found.expected = fleet.take_expected(ask) if fleet.weighs else None
             if prefill is not None:
                 found.mode = fleet.mode_of(prefill, decode)
             return found
@@ -124,7 +124,7 @@ def choose_decode(
     fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts, among: Sequence[Instance]
 ) -> Instance:
     """Choose the engine of a decode leg, or of a request that one engine serves; raises as ``route``."""
-    if fleet.missing.is_denied(path):
+    if path in fleet.missing.denials:
         among = fleet.offering(path, among) or among
     among = tries.among(among)
     if tries.avoided:
@@ -160,7 +160,7 @@ def _pair(fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts
     """Choose two engines, or a decode engine whose turn it is alone."""
     if tries.avoided:
         ask = ask.once_more()
-    elif not fleet.missing.is_denied(path):
+    elif path not in fleet.missing.denials:
         return fleet.any_pair(ask, may_be_alone=may_be_alone)
     decodes = _fresh(fleet, path, tries, _DECODE)
     prefills = _fresh(fleet, path, tries, _PREFILL)
@@ -173,7 +173,7 @@ def _fresh(fleet: FleetChoice, path: str, tries: RetryAttempts, role: Role) -> S
     One that waits for its trial gets no request that may be to blame for its failure.
     """
     usable = fleet.usable(role)
-    if fleet.missing.is_denied(path):
+    if path in fleet.missing.denials:
         usable = fleet.offering(path, usable)
         if not usable:
             raise NoInstance(f"no {role} instance that can take a request now has {path}")

@@ -19,11 +19,11 @@ _MODELS_MOST: Final = 256
 _MODEL_BYTES: Final = 256  # of a name that is remembered
 
 
-def ask_of_call(call: GenerationRequest, session: str | None = None, unnamed: str | None = None) -> RoutingHints:
-    """Describe a request that has a prompt; ``unnamed``: the model that it means if it names none."""
+def ask_of_call(call: GenerationRequest, session: str | None = None, model: str | None = None) -> RoutingHints:
+    """Describe a request that has a prompt; ``model``: the one that it names or means; None: see what it names."""
     fields = call.fields
     prompt = memoryview(fields.get(PROMPTS[call.api], _NO_PROMPT))
-    hints = RoutingHints(model_of(fields) or unnamed, session, prompt, None, call.rank)
+    hints = RoutingHints(model_of(fields) if model is None else model, session, prompt, None, call.rank)
     hints.context = fields
     return hints
 

@@ -41,7 +41,8 @@ class LegSender:
         """Post the pieces of a body. ``request`` is an id of ours, which need not be looked at."""
         peer = self._pool.peer(instance)
         heads = peer.heads
-        headers = self._outbound.headers(instance.pool, headers)
+        if headers or self._outbound.has_keys:
+            headers = self._outbound.headers(instance.pool, headers)
         length = len(body[0]) if len(body) == 1 else sum([len(piece) for piece in body])
         try:
             if content_type == _JSON:

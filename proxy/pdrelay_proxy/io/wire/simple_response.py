@@ -82,8 +82,7 @@ def parse_chunks(received: bytes, at: int, pieces: list[bytes]) -> int:
     A chunk that has the end of a line inside is left to llhttp.
     """
     lines = received[at:].split(b"\r\n")  # sizes and chunks in turn: to cut them out one by one takes longer
-    for place in range(0, len(lines) - 2, 2):
-        size, piece = lines[place], lines[place + 1]
+    for size, piece in zip(lines[:-2:2], lines[1:-1:2], strict=True):
         if not piece or _SIZES.get(size) != len(piece):
             break
         pieces.append(piece)

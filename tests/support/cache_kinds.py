@@ -269,6 +269,10 @@ class KindsEngine(ScheduledEngine):
         info = RankInfo(0, 1, self.name.encode(), "DRAM", 0, regions)
         return info, [Copier(network, self.name) for _ in range(2)]
 
+    def before_computing(self):
+        if self.world.writes_at_once:
+            self.worker_runner.turn(self.world.now)
+
     def _compute(self, scheduled):
         sampled = {}
         for name, count in scheduled.num_scheduled_tokens.items():
@@ -310,8 +314,9 @@ class KindsEngine(ScheduledEngine):
 class Pair(Turns):
     """A prefill engine and a decode engine, and clients that want texts of both."""
 
-    def __init__(self, p, d):
-        self.network, self.now = InMemoryNetwork(), 0.0
+    def __init__(self, p, d, *, writes_at_once=False):
+        """``writes_at_once``: the transfer threads are quicker than the models, else slower."""
+        self.network, self.now, self.writes_at_once = InMemoryNetwork(), 0.0, writes_at_once
         self.addresses, self.cached, self.strays, self.counts = {}, {}, [], Counter()
         self.p = KindsEngine(self, "p", Address("10.0.0.1", 5600), p)
         self.d = KindsEngine(self, "d", Address("10.0.0.1", 5700), d)
@@ -325,14 +330,23 @@ class Pair(Turns):
         if mode in ("d", "p"):
             (self.d if mode == "d" else self.p).ask(name, prompt, most=most)
             return
-        params = {"do_remote_decode": True, "transfer_id": name, "transfer_mode": mode}
-        self.p.ask(f"p-{name}", prompt, most=1, params=params)
+        self.prefill(name, prompt, mode)
         if mode == "push":
-            where = {"remote_engine_id": "p", "remote_host": self.p.address.host, "remote_port": self.p.address.port}
-            where |= {"do_remote_prefill": True, "transfer_id": name, "transfer_mode": "push"}
-            self.d.ask(name, prompt, most=most, params=where)
+            self.register(name, prompt, most)
         else:
             self.awaited[f"p-{name}"] = lambda params: self.d.ask(name, prompt, most=most, params=params)
+
+    def prefill(self, name, prompt, mode):
+        """Send the prefill leg."""
+        params = {"do_remote_decode": True, "transfer_id": name, "transfer_mode": mode}
+        self.p.ask(f"p-{name}", prompt, most=1, params=params)
+
+    def register(self, name, prompt, most):
+        """Send the decode leg of a push, which may come before the other one."""
+        self.asked[name] = prompt, [], most
+        where = {"remote_engine_id": "p", "remote_host": self.p.address.host, "remote_port": self.p.address.port}
+        where |= {"do_remote_prefill": True, "transfer_id": name, "transfer_mode": "push"}
+        self.d.ask(name, prompt, most=most, params=where)
 
     def round(self):
         self.network.deliver()
@@ -440,7 +454,7 @@ def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=Fals
 
     vLLM's own connector is asked, too, where both engines ``is_equal``.
     """
-    pair, dice = Pair(p, d), random.Random(seed)
+    pair, dice = Pair(p, d, writes_at_once=seed % 2 == 1), random.Random(seed)
     trunk = [dice.randrange(3) for _ in range(CONTEXT)]
     forks = [dice.randrange(70) for _ in range(3)]
     for number in range(requests):
@@ -464,4 +478,20 @@ def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=Fals
     pair.run(240.0 if has_faults else 40.0)
     for engine in (pair.p, pair.d):
         assert engine.pool.get_num_free_blocks() == engine.shape.blocks - 1, f"{engine.name} lost blocks"
+    return pair
+
+
+def push_at_once(shape):
+    """Push prompts with a common beginning that P begins in one step: D has lent its blocks before."""
+    pair = Pair(shape, shape, writes_at_once=True)
+    prompts = {f"r{number}": [1] * 40 + [number] * 5 for number in range(3)}
+    for name, prompt in prompts.items():
+        pair.register(name, prompt, 4)
+    for _ in range(6):
+        pair.round()
+    for name, prompt in prompts.items():
+        pair.prefill(name, prompt, "push")
+    for _ in range(60):
+        pair.round()
+    assert pair.is_done, "some texts are missing"
     return pair

@@ -4,6 +4,7 @@ As in ``support.state_mutants``; ``shell/test_cache_kinds.py`` shows that each o
 """
 
 import dataclasses
+import importlib
 import warnings
 
 from pdrelay_connector.core.layout import transfer_plan
@@ -162,6 +163,12 @@ def take_entries_for_tokens(patch):
 def load_the_last_token(patch):
     """D takes all that P has, and computes nothing of it."""
     patch.setattr(f"{SHELL}.engine_config.EngineConfig.loaded_tokens", lambda self, prompt: prompt)
+
+
+def announce_what_this_step_computes(patch):
+    """As if whatever is in the prefix cache were computed."""
+    progress = importlib.import_module(f"{SHELL}.push_progress").PushProgress
+    patch.setattr(progress, "_filled", lambda *_: frozenset())
 
 
 MUTANTS = [

@@ -296,6 +296,7 @@ class ScheduledEngine:
         scheduled = self.scheduler.schedule()
         metadata = scheduled.kv_connector_metadata
         self.worker.add_computed(metadata.pieces)
+        self.before_computing()
         sampled = self._compute(scheduled)
         self.worker.load(metadata)
         ended = self.worker.results()
@@ -314,6 +315,9 @@ class ScheduledEngine:
             for outputs in found.values()
             for each in outputs.outputs
         ]
+
+    def before_computing(self):
+        """What the transfer thread does while the model computes may come before all of it."""
 
     def _compute(self, scheduled):
         """Compute the KV of the scheduled tokens from that of those before, and sample."""

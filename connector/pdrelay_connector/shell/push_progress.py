@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -9,6 +10,10 @@ from vllm.v1.request import Request
 from pdrelay_connector.core.ids import BlockId, RequestId
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
+from pdrelay_connector.shell.vllm_versions import fills_by_other_means
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import KVConnectorBlockState
 
 
 @dataclass(slots=True)
@@ -74,18 +79,25 @@ class PushProgress:
         ``v1/core/sched/scheduler.py``), so the number excludes this step. On a GPU earlier steps may still run; the
         worker waits for them.
 
-        The computed tokens of a request in its first step are hits of the prefix cache. vLLM lets it hit blocks that
-        another request computes in the same step, so they are returned with the next step.
+        The computed tokens of a request in its first step are hits of the prefix cache: they are written while the
+        rest of the prompt is computed. vLLM lets a request hit blocks that this very step fills; those are returned
+        with the next step.
         """
         pieces, self._pending = self._pending, []
         state = output.kv_connector_block_state
         if state is None:
             return pieces
-        entering = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
-        for own in (output.num_scheduled_tokens.keys() & self._prefills.keys()) - entering:
+        cached = output.scheduled_cached_reqs
+        entering = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
+        prefills = output.num_scheduled_tokens.keys() & self._prefills.keys()
+        has_hits = any(self._prefills[own].request.num_computed_tokens for own in prefills & entering)
+        filled: frozenset[int] | None = self._filled(output, state) if has_hits else frozenset()
+        for own in prefills:
             progress = self._prefills[own]
-            computed = min(progress.request.num_computed_tokens, progress.request.num_prompt_tokens)
             table = state.resolve_block_ids(own)
+            computed = min(progress.request.num_computed_tokens, progress.request.num_prompt_tokens)
+            if own in entering:
+                computed = 0 if filled is None else self._before(filled, table, computed)
             complete = [  # a state is complete at the end of the prompt only
                 () if group.state else blocks[: computed // group.block_size]
                 for blocks, group in zip(table, self._groups, strict=True)
@@ -94,6 +106,30 @@ class PushProgress:
             if any(piece.groups):
                 pieces.append(piece)
         return pieces
+
+    def _filled(self, output: SchedulerOutput, state: "KVConnectorBlockState") -> frozenset[int] | None:
+        """Return the blocks into which this step computes KV; None if it writes into others, too."""
+        if fills_by_other_means(output):
+            return None
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        filled: set[int] = set()
+        for own, scheduled in output.num_scheduled_tokens.items():
+            first, stop = computed[own], computed[own] + scheduled
+            for blocks, group in zip(state.resolve_block_ids(own), self._groups, strict=True):
+                if not group.state:
+                    filled.update(blocks[first // group.block_size : -(-stop // group.block_size)])
+        return frozenset(filled)
+
+    def _before(self, filled: frozenset[int], table: Sequence[Sequence[int]], computed: int) -> int:
+        """Return how many of the ``computed`` tokens lie in blocks before the first one that is filled now."""
+        for blocks, group in zip(table, self._groups, strict=True):
+            if group.state:
+                continue
+            hits = blocks[: -(-computed // group.block_size)]
+            computed = next((place * group.block_size for place, block in enumerate(hits) if block in filled), computed)
+        return computed
 
     def _computed_blocks(
         self, progress: _PrefillProgress, blocks: Sequence[Sequence[int]], tokens: int, *, last: bool

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell import engine_config
     from support import kind_mutants as mutants
     from support import kinds_table
-    from support.cache_kinds import play
+    from support.cache_kinds import play, push_at_once
 
 from pdrelay_connector.core.layout.transfer_plan import check_shapes
 from pdrelay_connector.errors import IncompatiblePeer, UnsupportedCache
@@ -150,6 +150,21 @@ def test_a_broken_rule_is_noticed(monkeypatch, mutate, name):
 
     with pytest.raises((AssertionError, UnsupportedCache)):
         most_are_loaded(KINDS[name])
+
+
+def test_what_a_step_computes_is_not_pushed_in_it():
+    """Three prompts begin alike: vLLM lets one hit what another one computes in the same step."""
+    pair = push_at_once(KINDS["full attention"].shape())
+
+    assert len(pair.d.loaded) == 3
+
+
+def test_what_a_step_computes_is_noticed_if_it_is_pushed_in_it(monkeypatch):
+    """The decode engine reads what was in the blocks before."""
+    mutants.announce_what_this_step_computes(monkeypatch)
+
+    with pytest.raises(AssertionError):
+        push_at_once(KINDS["full attention"].shape())
 
 
 def most_are_loaded(kind):

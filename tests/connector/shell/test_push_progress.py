@@ -33,27 +33,34 @@ class Engine:
         self.streams.begin(request, RequestId(name), "digest")
         return request
 
-    def step(self, *scheduled, state=True, resumed=()):
+    def step(self, *scheduled, state=True, resumed=(), **others):
         """Schedule (request, tokens, block table of the one group) and return the pieces for the workers."""
         of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
-        news = self.step_of_all_groups(*of_one, state=state, resumed=resumed)
+        news = self.step_of_all_groups(*of_one, state=state, resumed=resumed, **others)
         return [
             ("gone", each.request) if isinstance(each, TransferOver) else
             (each.request, each.attempt, list(*each.groups), each.last) for each in news
         ]  # fmt: skip
 
-    def step_of_all_groups(self, *scheduled, state=True, resumed=()):
+    def step_of_all_groups(self, *scheduled, state=True, resumed=(), loads=False, copies=()):
+        """Schedule (request, tokens, block tables); ``loads``, ``copies``: what else writes KV in this step."""
         for request, _, blocks in scheduled:
             self.tables[request.request_id] = blocks
         tokens = {request.request_id: count for request, count, _ in scheduled}
         block_state = SimpleNamespace(resolve_block_ids=lambda own: self.tables[own]) if state else None
-        new = [SimpleNamespace(req_id=own) for own in tokens if own not in self.running and own not in resumed]
+        known = {request.request_id: request.num_computed_tokens for request, *_ in scheduled}
+        new = tokens.keys() - self.running - set(resumed)
+        cached = [own for own in tokens if own not in new]
         self.running |= tokens.keys()
         output = SimpleNamespace(
             num_scheduled_tokens=tokens,
             kv_connector_block_state=block_state,
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+            scheduled_new_reqs=[SimpleNamespace(req_id=own, num_computed_tokens=known[own]) for own in new],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=cached, num_computed_tokens=[known[own] for own in cached], resumed_req_ids=set(resumed)
+            ),
+            has_sync_kv_loads=loads,
+            kv_cache_block_copies=list(copies) or None,
         )
         news = self.streams.take_computed(output)
         for request, count, _ in scheduled:
@@ -81,16 +88,44 @@ def test_a_step_tells_what_the_steps_before_have_completed(engine):
     assert len(engine.streams) == 0
 
 
-def test_prefix_cache_hits_are_announced_a_step_later(engine):
-    """Another request of the same step may be computing them: vLLM counts a block as cached when it is scheduled."""
-    first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
-    second.num_computed_tokens = 8  # what the first one computes now
-    assert engine.step((first, 8, [7, 8]), (second, 2, [7, 8, 9])) == []
-    assert engine.step((second, 2, [7, 8, 9])) == [("b", 0, [7, 8], False)]
+def test_prefix_cache_hits_are_announced_before_the_rest_is_computed(engine):
+    """In the first step of the request: a decode engine gets them while the prefill engine computes."""
+    request = engine.begin(tokens=12)
+    request.num_computed_tokens = 8
+    assert engine.step((request, 4, [7, 8, 9])) == [(T, 0, [7, 8], False)]
+    engine.streams.finish(request, ([7, 8, 9],))
+    assert engine.step() == [(T, 0, [9], True)]
 
 
-def test_prefix_cache_hits_of_a_preempted_request_are_announced_a_step_later(engine):
-    """When it comes back it hits what is cached, as a new one does."""
+def test_hits_of_what_the_same_step_computes_are_announced_a_step_later(engine):
+    """VLLM counts a block as cached when it is scheduled. What lies before it, and is older, goes at once."""
+    first, second = engine.begin("a", tokens=16), engine.begin("b", tokens=16)
+    first.num_computed_tokens, second.num_computed_tokens = 4, 12  # of the second's, the first one computes 8 now
+    told = engine.step((first, 8, [6, 7, 8]), (second, 2, [6, 7, 8, 9]))
+    assert sorted(told) == [("a", 0, [6], False), ("b", 0, [6], False)]
+    assert ("b", 0, [7, 8], False) in engine.step((second, 2, [6, 7, 8, 9]))
+
+
+def test_hits_of_what_a_foreign_request_computes_wait_too(engine):
+    """Whoever computes it: an old request of another client, in the middle of its prompt."""
+    foreign = SimpleNamespace(request_id="x", num_computed_tokens=4, num_prompt_tokens=10, num_preemptions=0)
+    engine.step((foreign, 4, [5, 6]))
+    request = engine.begin(tokens=16)
+    request.num_computed_tokens = 12
+    assert engine.step((foreign, 2, [5, 6, 7]), (request, 4, [5, 6, 7, 8])) == [(T, 0, [5, 6], False)]
+
+
+@pytest.mark.parametrize("others", [{"loads": True}, {"copies": [(3, 7)]}])
+def test_hits_wait_in_a_step_that_loads_or_copies(engine, others):
+    """Nobody knows which of the hits another connector's load, or a copy of a shared block, is still to fill."""
+    request = engine.begin(tokens=12)
+    request.num_computed_tokens = 8
+    assert engine.step((request, 2, [7, 8, 9]), **others) == []
+    assert engine.step((request, 2, [7, 8, 9])) == [(T, 0, [7, 8], False)]
+
+
+def test_hits_of_a_preempted_request_are_announced_as_those_of_a_new_one(engine):
+    """When it comes back it hits what is cached; its blocks may be others."""
     first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
     engine.step((first, 4, [7]))
     first.num_preemptions, first.num_computed_tokens = 1, 4
@@ -101,7 +136,7 @@ def test_prefix_cache_hits_of_a_preempted_request_are_announced_a_step_later(eng
 @pytest.mark.parametrize("chunk", range(1, 11))
 @pytest.mark.parametrize("hits", [0, 4, 8])
 def test_every_block_is_announced_once_and_in_order(engine, chunk, hits):
-    """Whatever the chunks; blocks of the local prefix cache come first, at the second step."""
+    """Whatever the chunks; blocks of the local prefix cache come first."""
     request, table, told = engine.begin(), [7, 8, 9], []
     request.num_computed_tokens = hits
     while request.num_computed_tokens < 10:
@@ -189,6 +224,16 @@ def test_an_abandoned_prefill_tells_nothing_more(engine):
     assert engine.step((request, 2, [7, 8, 9])) == [("gone", T)]
     assert T not in engine.streams
     assert engine.streams.name_of(request) is None
+
+
+def test_hits_of_groups_go_as_far_as_all_of_them_are_computed():
+    """One block of one group that is computed now: the tokens from there on wait in every group."""
+    engine = Engine(CacheGroup(4), CacheGroup(2))
+    request, foreign = engine.begin(tokens=12), SimpleNamespace(request_id="x", num_computed_tokens=2)
+    request.num_computed_tokens = 8
+    (piece,) = engine.step_of_all_groups((foreign, 2, ([5], [1, 2])), (request, 4, ([7, 8, 9], [3, 4, 2, 6, 0, 0])))
+
+    assert (piece.groups, piece.tokens) == ([[7], [3, 4]], 4)
 
 
 def test_each_group_announces_its_own_complete_blocks():

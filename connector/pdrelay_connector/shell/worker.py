@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from pdrelay_connector.core.counters import Counters, ForwardingCounters, StatsReport
 from pdrelay_connector.core.ids import EngineEndpoint, RequestId
+from pdrelay_connector.core.layout.transfer_plan import runs_per_block
 from pdrelay_connector.core.messages import Fingerprint, WorkerHello
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.pull.load import LoadOrder
@@ -90,9 +91,9 @@ class PDRelayConnectorWorker:
         producer, consumer = memory.producer, memory.consumer
         self._handshake = RankHandshake(producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES))
         logger.info(
-            "pdrelay: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s",
+            "pdrelay: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s; %d descriptors a block",
             *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
-            " (staging)" if self._engine_config.staging_blocks else "",
+            " (staging)" if self._engine_config.staging_blocks else "", runs_per_block(producer.info),
         )  # fmt: skip
         remote_agents = RemoteAgents(agent)
         movers = [NixlTransferAgent(agent, memory.kind, memory.number, remote_agents) for _ in range(2)]

@@ -346,6 +346,16 @@ def push_route(ours: RankInfo, theirs: RankInfo) -> Route:
     return Route(ours, theirs, source=ours, target=theirs)
 
 
+def runs_per_block(own: RankInfo) -> int:
+    """Return in how many runs a block of the first KV cache group lies, over all its layers: one descriptor each.
+
+    It is 1 where vLLM keeps the layers of a block side by side (its layouts that begin with B).
+    """
+    region = own.regions[0]
+    block = TokenRange(region.group, 0, region.block_size, (BlockId(1),), (BlockId(1),))
+    return len(Route(own, own, source=own, target=own).spans([block]))
+
+
 def row_runs(region: Region) -> list[tuple[int, int]]:
     """Return the runs (offset from the row's first byte, bytes) that a row of a region consists of, in order."""
     own = _geometry("our", region)

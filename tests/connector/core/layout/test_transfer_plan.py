@@ -19,6 +19,7 @@ from pdrelay_connector.core.layout.transfer_plan import (
     provides,
     pull_route,
     push_route,
+    runs_per_block,
 )
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.errors import IncompatiblePeer, ProtocolViolation
@@ -550,6 +551,15 @@ def test_a_differing_number_of_regions_is_refused_with_both_numbers():
     """Otherwise a layer would stay unread."""
     with pytest.raises(IncompatiblePeer, match="its cache has 2 regions of all layers, ours has 3; they must be equal"):
         check_shapes(shaped("LBHNC"), shaped("LBHNC", layers=2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_is_one_descriptor_where_its_layers_lie_side_by_side(layout):
+    """Else one for each layer, or, with the heads outside of the blocks, for each layer's heads."""
+    own = shaped(layout)
+    layers, heads = len(own.regions), own.regions[0].heads
+
+    assert runs_per_block(own) == (1 if layout[0] == "B" else layers * (heads if layout == "LHBNC" else 1))
 
 
 def test_layouts_that_would_move_a_few_bytes_each_are_refused():

@@ -209,11 +209,6 @@ class Settings:
         "the load of engines", chart="router.peers.enabled")
     peer_port: Port = ENGINES.option(8001,
         "UDP port on which this router listens to its peers", chart="router.peers.port")
-    drain_idle_time_s: Seconds = ENGINES.option(60.0,
-        "time without a request after which a draining prefill engine counts as drained, if its metrics do not show "
-        "it earlier")
-    turn_timeout_s: Seconds = ENGINES.option(120.0,
-        "time after which an engine serves its new role, even if something of the old one is left")
 
     health_check_interval_s: SomeSeconds = HEALTH.option(5.0,
         "time between two health checks of an engine; 0: no health checks")
@@ -222,24 +217,14 @@ class Settings:
         "consecutive requests that fail before an engine is ejected; 0: failed requests eject no engine")
     engine_metrics_interval_s: Seconds = HEALTH.option(15.0,
         "time between two reads of the metrics of all decode engines, which show whether KV arrives")
-    pair_failures: Natural = HEALTH.option(3,
-        "consecutive transfers between two engines that fail before the pair rests (gets no requests); 0: never")
-    pair_rest_time_s: Seconds = HEALTH.option(30.0,
-        "time before a resting pair gets one request again; doubled after each one that fails, up to 10 minutes")
-
 
     retries: Retries = RETRIES.option(2,
         "failed legs (requests to one engine) of a client's request that are retried before it gets the error; 0: "
         "nothing is sent twice that an engine may have read",
         live=True)
     retry_budget_ratio: Ratio = RETRIES.option(0.2,
-        "limit for the retries of all requests together, as a share of the requests")
-    retry_budget_min_rate: Rate = RETRIES.option(1.0,
-        "retries a second that are always allowed, however few requests there are")
+        "limit for the retries of all requests together, as a share of the requests; one a second is always allowed")
     resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
-    move_timeout_s: Seconds = RETRIES.option(10.0,
-        "time that an engine has for its part in moving a stream; then the stream continues on another engine",
-        live=True)
     move_above: Ratio | None = RETRIES.option(None,
         "share of a decode engine's KV cache in use from which some of its streams move to engines with room")
 
@@ -277,7 +262,9 @@ class Settings:
     first_token_timeout_s: Seconds = TIMEOUTS.option(300.0,
         "time that each engine has for its first token, with its time in the engine's queue: for a whole prefill leg, "
         "and to the first event of a stream", live=True)
-    stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "longest pause between two pieces of a stream", live=True)
+    stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0,
+        "longest pause between two pieces of a stream; each engine has an eighth of it for its part in moving one",
+        live=True)
     stream_comment_interval_s: SomeSeconds = TIMEOUTS.option(0.0,
         "time without an event after which a stream gets an SSE comment, for proxies that close quiet connections; 0: "
         "none", live=True)
@@ -287,8 +274,6 @@ class Settings:
         "time to receive the head of a request, from the start of the connection or of the request")
     body_timeout_s: Seconds = TIMEOUTS.option(30.0,
         "time to receive the body of a request, plus one second for each 16 KiB received")
-    engine_keepalive_s: Seconds = TIMEOUTS.option(4.0,
-        "time that an idle connection to an engine stays open; vLLM closes it after 5 s")
     drain_grace_s: SomeSeconds = TIMEOUTS.option(0.0,
         "time after SIGTERM in which new requests are still served, while /ready answers 503",
         live=True, chart="router.drain.graceSeconds")

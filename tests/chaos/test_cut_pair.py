@@ -26,11 +26,10 @@ pytestmark = [
 ]
 KEY = {"X-Api-Key": "sesame"}
 CUT = ("prefill-0", "decode-0")
-REST_S = 5.0
 GIVES_UP_S = 2.0  # D, for a handshake and for a transfer
 TOKENS = 8
 ROUTER = (
-    *("--engine-metrics-interval", "0.5", "--pair-rest-time", f"{REST_S:g}", "--pair-failures", "3"),
+    *("--engine-metrics-interval", "0.5"),
     *("--prefill-policy", "round_robin", "--decode-policy", "round_robin"),
 )
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 PACE = (0.04, 5e-4, 4e-3)  # seconds: of a step, of a prompt token, of a stream; support/pacing.py
 ARGS = (
     "--roles", "auto", "--target-ttft", "2", "--target-itl", "0.08", "--roles-interval", "2",
-    "--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60",
+    "--resume-streams", "true", "--health-check-interval", "0.5", "--stream-idle-timeout", "480",
 )  # fmt: skip
 PER_S, PROMPT, ANSWER = 1.8, (800, 1200), 24  # requests a second, tokens: more prompts than one P can compute
 MOST_S = 120.0  # until the turn; 50 on an idle machine

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from support.both_roles import TURNS, both_engines
+from support.both_roles import MOVES, both_engines
 from support.cluster import Watch, nothing_held, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
@@ -36,7 +36,7 @@ def router(fleet_of, start_router, request):
     """1P2D: a is P."""
     env, name = {"ADMIN_API_KEY": ADMIN_KEY}, request.node.name.split("[")[0][5:]
     url = start_router(
-        f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=TURNS, env=env
+        f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=MOVES, env=env
     )
     wait_known(url)
     return url

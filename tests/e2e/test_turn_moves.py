@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from support.both_roles import TURNS, both_engines
+from support.both_roles import MOVES, both_engines
 from support.cluster import base_url, nothing_held, router_command, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
@@ -52,7 +52,7 @@ def router(engines, start_router, request):
     """1P2D."""
     name = f"router-moves-{engines.mode}-{request.node.name.split('[')[0][5:]}"
     a, *others = engines.specs
-    url = start_router(name, [a], others, args=TURNS, env=ENV)
+    url = start_router(name, [a], others, args=MOVES, env=ENV)
     wait_known(url)
     return url
 
@@ -164,7 +164,7 @@ def test_the_engine_that_turns_dies(engines, expected, router):
 
 def test_the_router_dies(engines, expected, tmp_path):
     """Clients lose their connections, and nothing they have got is wrong; another router of the store ends the turn."""
-    args, name = (*TURNS, "--store", f"file:{tmp_path / 'store'}"), f"router-moves-{engines.mode}-dies"
+    args, name = (*MOVES, "--store", f"file:{tmp_path / 'store'}"), f"router-moves-{engines.mode}-dies"
     a, *others = engines.specs
     routers = []
     try:

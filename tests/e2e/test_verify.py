@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ALL_BLOCKS = 256  # more than a prompt here has
 ASKED = 30
-# The pairs of these engines fail all the time: here the router must go on with them.
-STUBBORN = ("--pair-failures", "0")
+# The pairs of these engines fail all the time, and rest: here the router must go on with them.
+STUBBORN = ("--decode-only-fallback", "false")
 
 
 def spoiling(name, model, **options):

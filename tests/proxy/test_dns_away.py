@@ -12,7 +12,7 @@ from support.sim import serving, sims, until
 pytestmark = pytest.mark.processes
 
 
-FLAGS = ("--health-check-interval", "0.05", "--health-check-failures", "1", "--engine-keepalive", "0.001")
+FLAGS = ("--health-check-interval", "0.05", "--health-check-failures", "1")
 BIND = 'for file in hosts resolv.conf nsswitch.conf; do mount --bind "$0/$file" /etc/$file || exit 1; done; exec "$@"'
 
 
@@ -36,12 +36,17 @@ class Hosts:
 
 
 def counting(engine, probes):
-    """Return an engine that counts its health checks."""
+    """Return an engine that counts its health checks, and closes each connection: the next one needs its address."""
 
     async def app(scope, receive, send):
+        async def closing(message):
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
         if scope.get("path") == "/health":
             probes.append(scope["path"])
-        await engine(scope, receive, send)
+        await engine(scope, receive, closing)
 
     return app
 

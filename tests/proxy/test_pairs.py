@@ -109,7 +109,7 @@ async def test_operators_see_the_cause_before_the_pair_rests(caplog):
 
     The decode engine alone knows why. It may have known before this router began.
     """
-    async with world(1, 1, replace(OPEN, pair_failures=0)) as running:
+    async with world(1, 1, replace(OPEN, decode_only_fallback=False)) as running:
         p0, d0 = running.engines["p0"], running.engines["d0"]
         d0.loads.unmet[p0.engine_id] = "secret"
         async with asyncio.timeout(PATIENCE_S):
@@ -244,24 +244,6 @@ async def test_a_prefill_engine_that_was_restarted_is_met_anew():
         _, rows = await running.pairs()
 
     assert rows[CUT]["reason"] == "refused"
-
-
-async def test_no_pair_rests_if_an_operator_says_so():
-    """It is off with 0. What a decode engine shows of its failures now is shown all the same."""
-    settings = Settings(
-        admin_key="sesame",
-        health_check_interval_s=0.0,
-        engine_metrics_interval_s=0.01,
-        pair_failures=0,
-    )
-    async with world(settings=settings) as running:
-        async with asyncio.timeout(PATIENCE_S):
-            while (await running.metric('pdrelay_pair_failures_total{reason="handshake"}') or 0) < 6:
-                await running.ask()
-                await asyncio.sleep(0.02)
-        found, rows = await running.pairs()
-
-    assert (found["resting"], rows[CUT]["state"]) == (0, "failing")
 
 
 async def test_pairs_are_for_operators():

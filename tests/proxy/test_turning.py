@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrelay_proxy.core.fleet.turns import TURN_TIMEOUT_S
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import Sim
 from pdrelay_tools.simulated.rules import expected_text
@@ -157,10 +159,10 @@ class Telling(Sim):
 
 
 @asynccontextmanager
-async def stories_of(settings):
+async def stories_of(settings, clock=time.monotonic):
     """A router before p0, d0 and d1, of which the decode engines have begun a story each, and what ends these."""
     engines = {name: Telling() for name in ("p0", "d0", "d1")}
-    async with router(engines, settings) as client:
+    async with router(engines, settings, clock) as client:
         stories = [asyncio.create_task(client.post(PATH, json=STORY)) for _ in range(2)]
         await until_async(lambda: engines["d0"].log and engines["d1"].log)
 
@@ -189,10 +191,11 @@ async def test_a_long_stream_ends_at_its_engine_before_that_turns():
 
 
 async def test_time_ends_a_turn_and_what_is_left_is_served():
-    """turn_timeout_s: a stream that takes longer goes on beside the legs of the new role."""
-    settings = Settings(admin_key="sesame", health_check_interval_s=0.0, turn_timeout_s=0.1)
-    async with stories_of(settings) as (client, engines, tell):
+    """A stream that takes longer goes on beside the legs of the new role."""
+    later = [0.0]
+    async with stories_of(OPEN, lambda: time.monotonic() + later[0]) as (client, engines, tell):
         await turn(client, "decode-0", "prefill")
+        later[0] = TURN_TIMEOUT_S
         found = await turned(client, decode_0="prefill")
         for _ in range(4):
             await client.post(PATH, json={"prompt": "x", "max_tokens": 2})

@@ -14,8 +14,7 @@ BOTH = {
     "kv_cache_mib": 512,
 }
 # Of their router. The times are long: only what is frozen or broken may take as long, and not a busy machine.
-MOVES = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60")
-TURNS = (*MOVES, "--turn-timeout", "200")
+MOVES = ("--resume-streams", "true", "--health-check-interval", "0.5", "--stream-idle-timeout", "480")
 
 
 @contextmanager

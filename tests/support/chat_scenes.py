@@ -155,7 +155,7 @@ class Scene:
         self.engines = sims(len(PREFILL), len(DECODE), offers=True, cache_blocks=CACHE_BLOCKS)
         self.network = Network(dict(self.engines))
         given = {"prefill": tuple(f"{name}:80" for name in PREFILL), "decode": tuple(f"{name}:80" for name in DECODE)}
-        given |= {"allowed_hosts": ("*",), "admin_key": "sesame", "retry_budget_min_rate": 1000.0}
+        given |= {"allowed_hosts": ("*",), "admin_key": "sesame", "retry_budget_ratio": 1.0}
         self.router = build(Settings(**given | self.settings), fabric=self.network.fabric)
         self.chats = [Conversation(number, is_ids=number % 2 == 0) for number in range(4)]
         self.fillers = itertools.count(FILLER)

@@ -18,7 +18,7 @@ from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.request_record import ClientIds
-from pdrelay_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
+from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import client_keys
@@ -83,7 +83,7 @@ def build_requests(
         leg_bodies=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
         sender=wire.teller,
         releaser=releaser,
-        budget=RetryBudget(settings.retry_budget_ratio, settings.retry_budget_min_rate, most=MOST_RETRIES),
+        budget=RetryBudget(settings.retry_budget_ratio),
         gate=gate,
         lifetime=lifetime,
         body_reader=reader,

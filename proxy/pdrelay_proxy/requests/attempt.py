@@ -33,7 +33,7 @@ from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillL
 from pdrelay_proxy.requests.lent_blocks import LentBlocks
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestState
-from pdrelay_proxy.requests.stream_move import StreamMove
+from pdrelay_proxy.requests.stream_move import StreamMove, move_timeout
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Attempt(LegOwner):
         prefill = self.prefill
         seconds = self._settings.first_token_timeout_s if self._plan.streams else None
         if self.move is not None:
-            seconds = min(self._settings.first_token_timeout_s, self._settings.move_timeout_s)
+            seconds = min(self._settings.first_token_timeout_s, move_timeout(self._settings))
         leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, services.clock)
         leg.counts = self.record.single_reason is None
         leg.cache_usage = self._life.cache_usage
@@ -496,7 +496,7 @@ class Attempt(LegOwner):
     def _late(self, leg: EngineLeg) -> str:
         settings, decode = self._settings, self.decode
         if self.move is not None and not self.is_streaming:
-            seconds = settings.move_timeout_s if leg is decode else self.move.seconds_for(leg.instance)
+            seconds = move_timeout(settings) if leg is decode else self.move.seconds_for(leg.instance)
             return f"{leg.engine} did not answer within {seconds:g} s, the time for a move"
         if leg is self.prefill:
             return f"{leg.engine} did not answer within {settings.first_token_timeout_s:g} s"

@@ -11,13 +11,20 @@ import msgspec
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
 from pdrelay_proxy.core.request_record import MoveOutcome, MoveReason, MoveRecord
 from pdrelay_proxy.requests.services import Services
+from pdrelay_proxy.settings import Settings
 
 # What decides which engines can serve a request: its model, and the rank that the client wants.
 RequestKind: TypeAlias = tuple[str | None, int | None]
 # By the engine that is left, the prefill engine that fits others or not, the same, and the engines that failed before.
 StuckPrompt: TypeAlias = tuple[InstanceId, InstanceId, str | None, int | None, frozenset[InstanceId]]
 StuckPrompts: TypeAlias = set[StuckPrompt]
+_SHARE_OF_PAUSE: Final = 1 / 8  # of the longest pause of a stream: there are three parts, and some are tried again
 _SHARE_OF_LENDER: Final = 0.25  # of the time for a move
+
+
+def move_timeout(settings: Settings) -> float:
+    """Return how many seconds an engine has for its part in moving a stream."""
+    return settings.stream_idle_timeout_s * _SHARE_OF_PAUSE
 
 
 class MoveOwner(ABC):
@@ -91,7 +98,7 @@ class StreamMove:
 
     def seconds_for(self, prefill: Instance) -> float:
         """Return how long a prefill engine may take for its part: one that has everything computes a block."""
-        seconds = self._services.settings.current.move_timeout_s
+        seconds = move_timeout(self._services.settings.current)
         return seconds * _SHARE_OF_LENDER if self.is_lent_by(prefill) else seconds
 
     def handed_over(self, prefill: Instance) -> None:

@@ -44,7 +44,7 @@ async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     """Its trial is part of the choice, also the second one behind one that showed nothing; asking is no trial."""
     now = 0.0
     engines = Scripted(pulled_prefill, good_decode)
-    router = router_of(engines, 2, 2, clock=lambda: now, asks_for_models=True, pair_failures=1)
+    router = router_of(engines, 2, 2, clock=lambda: now, asks_for_models=True)
     for member in router.registry.members():
         router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
     health, pair = router.registry.pairs, ("prefill-1", "decode-1")

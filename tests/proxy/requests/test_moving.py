@@ -724,7 +724,7 @@ async def test_engines_have_little_time_for_a_move(side):
 
     then, seconds = {"decode-1": never} if side == "decode" else {}, 2.0 if side == "lender" else 8.0
     kv_role = "kv_consumer" if side == "prefill" else "kv_both"
-    fleet = Fleet(prefill=prefill, then=then, kv_role=kv_role, clock=lambda: now[0], move_timeout_s=8.0)
+    fleet = Fleet(prefill=prefill, then=then, kv_role=kv_role, clock=lambda: now[0], stream_idle_timeout_s=64.0)
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
     fleet.drain()
@@ -759,7 +759,7 @@ async def test_an_engine_with_too_little_time_for_moves_is_not_broken(side):
         y=1,
         kv_role=kv_role,
         clock=lambda: now[0],
-        move_timeout_s=8.0,
+        stream_idle_timeout_s=64.0,
         breaking=Settings(),
     )
     registry = fleet.router.registry

@@ -13,7 +13,6 @@ from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.settings import Settings
 
 Pair: TypeAlias = tuple[InstanceId, InstanceId]  # the prefill engine, and the decode engine
 MOST: Final = 4096  # pairs that are remembered for their failures
@@ -21,6 +20,8 @@ MOST: Final = 4096  # pairs that are remembered for their failures
 # all prefill engines: so many groups may come of it.
 MOST_SETS: Final = 64
 TRIAL_S: Final = 90.0  # for which a trial may stay without a sign; a decode engine's counters are read every 15 s
+LEAST_FAILURES: Final = 3  # in a row until a pair rests: fewer befall pairs that are well, as when an engine restarts
+REST_S: Final = 30.0  # of a pair at first; a trial costs a client the time in which its decode engine gives up
 _MAX_REST_S: Final = 600.0  # of a pair, however often its trials fail; of one that got wrong KV at once
 _LATER_S: Final = 5.0  # until a trial is thought of again whose engines cannot take it
 
@@ -125,10 +126,8 @@ class PairHealth:
     With several routers each has its own, and all read the same counters of decode engines.
     """
 
-    def __init__(self, settings: Settings, *, most: int = MOST, max_rest_s: float = _MAX_REST_S) -> None:
+    def __init__(self, *, most: int = MOST, max_rest_s: float = _MAX_REST_S) -> None:
         self._most = most
-        self._least = settings.pair_failures
-        self._rest_s = settings.pair_rest_time_s
         self._rest_most_s = max_rest_s
         self.next_at = math.inf  # when a pair is to be tried, or a trial is over
         self.failures = Counter[tuple[str, ...]]()  # by PairFailure
@@ -163,7 +162,7 @@ class PairHealth:
 
         One wrong block is enough, and the pair rests for as long as any may: most loads show nothing of their content.
         """
-        if reason not in OF_THE_PAIR or not self._least:
+        if reason not in OF_THE_PAIR:
             return None
         found = self._pairs.get(pair)
         if found is None:
@@ -176,7 +175,7 @@ class PairHealth:
         if found.reason is not _WRONG_KV:
             found.reason = reason
         found.in_a_row += count
-        if found.state is PairState.RESTING or (found.in_a_row < self._least and not is_wrong):
+        if found.state is PairState.RESTING or (found.in_a_row < LEAST_FAILURES and not is_wrong):
             found.on(PairEvent.FAILED, now)
             return None
         if found.state is PairState.FAILING and not self._may_rest(pair):
@@ -184,7 +183,7 @@ class PairHealth:
             found.on(PairEvent.FAILED, now)
             return None
         is_new = found.state is PairState.FAILING
-        found.rest_s = min(self._rest_most_s, 2 * found.rest_s) if found.rest_s else self._rest_s
+        found.rest_s = min(self._rest_most_s, 2 * found.rest_s) if found.rest_s else REST_S
         if is_wrong:
             found.rest_s = self._rest_most_s
         found.on(PairEvent.GIVEN_UP, now)

@@ -16,7 +16,7 @@ from pdrelay_proxy.core.fleet.load import Load
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
 from pdrelay_proxy.core.fleet.pair_health import Pair, PairHealth
 from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
-from pdrelay_proxy.core.fleet.turns import RoleTurn, TurnEvent, TurnState
+from pdrelay_proxy.core.fleet.turns import TURN_TIMEOUT_S, RoleTurn, TurnEvent, TurnState
 from pdrelay_proxy.core.model import EngineRole, Instance, InstanceId, Role
 from pdrelay_proxy.errors import AlreadyKnown, BadRequest, CannotTurn, NoInstance, UnknownInstance
 from pdrelay_proxy.settings import Settings, SlicePairing
@@ -177,7 +177,7 @@ class Registry:
         self._models: dict[frozenset[str], frozenset[str]] = {}
         self._served: tuple[int, frozenset[str]] = (-1, frozenset())  # the names in them, and for which changes
         self._bases: tuple[int, frozenset[frozenset[str]]] = (-1, frozenset())  # of engines that serve, likewise
-        self.pairs: Final = PairHealth(self._settings)
+        self.pairs: Final = PairHealth()
         self.slice_pairing: Final = self._settings.slice_pairing
 
     def add(
@@ -315,7 +315,7 @@ class Registry:
         before = member.role
         if before is to:
             return
-        member.turn = RoleTurn(to, now, now + self._settings.turn_timeout_s)
+        member.turn = RoleTurn(to, now, now + TURN_TIMEOUT_S)
         if at_once or not member.leaves_by(to):
             self._end_turn(member, TurnEvent.EMPTY, now=now, counts=not at_once)
             return

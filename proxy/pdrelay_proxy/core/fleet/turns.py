@@ -2,7 +2,7 @@
 
 A role that is added is served at once. One that is left takes time: the engine gets nothing new, its streams move or
 end, decode engines read what it has computed for them, and then it serves what it shall. If that takes longer than
-``turn_timeout_s``, it serves the new role all the same, and the rest of the old one ends there.
+``TURN_TIMEOUT_S``, it serves the new role all the same, and the rest of the old one ends there.
 """
 
 from collections.abc import Mapping
@@ -32,6 +32,8 @@ class TurnEvent(FastStrEnum):
     REMOVE = auto()
 
 
+# What still runs by then goes on beside the new role: a longer time would only keep the engine idle.
+TURN_TIMEOUT_S: Final = 120.0
 TRANSITIONS: Final[Mapping[TurnState, Mapping[TurnEvent, TurnState]]] = {
     TurnState.LEAVING: {
         TurnEvent.EMPTY: TurnState.TURNED,

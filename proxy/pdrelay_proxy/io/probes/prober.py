@@ -28,6 +28,9 @@ _APART_MOST_S: Final = 0.01  # between these: enough for what four take, and a s
 _SEEN_AT_ONCE: Final = 250  # engines that are gone over in one step: half a millisecond
 _MOST_SAID: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
 _START_S: Final = 30.0  # an engine that has not answered by then may never do: a wrong name, port or key
+# Without a request, until a draining prefill engine is believed to be empty that does not say so: twice the leases of
+# both connectors (30 s), which decode engines may have renewed once more.
+DRAIN_IDLE_S: Final = 60.0
 _TICKS: Final = 20  # glances in the time between two probes
 
 
@@ -53,11 +56,13 @@ class Prober:
         give_up: GiveUp | None = None,
         looks: LookExchange | None = None,
         warnings: FleetWarnings | None = None,
+        drain_idle_s: float = DRAIN_IDLE_S,
     ) -> None:
         """``looks``: what other routers probe and find; None: there are none. ``warnings``: those of others to see."""
         self._registry = registry
         self._checks = checks
         self._settings = settings
+        self._drain_idle_s = drain_idle_s
         self._clock = clock  # seconds; only differences count
         self._give_up = give_up
         self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, looks)
@@ -80,7 +85,7 @@ class Prober:
             while True:
                 until = self._clock() + tick_s
                 await self._tell()
-                for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
+                for instance in self._registry.settle(patience_s=self._drain_idle_s, now=self._clock()):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
                 due = await self._due()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Final, Self
 
 from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.model import EngineResponse, Headers, Instance, LegRequest
@@ -15,6 +15,8 @@ from pdrelay_proxy.io.wire.pool import Dial, Pool
 from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.io.wire.whole_response import WholeAnswer
 from pdrelay_proxy.settings import Settings
+
+KEEPALIVE_S: Final = 4.0  # of an idle connection: vLLM closes it after 5 s, and would lose a request that comes then
 
 
 class WireEngines:
@@ -32,10 +34,11 @@ class WireEngines:
         tls: EngineTls | None = None,
         guard: Guard | None = None,
         dial: Dial | None = None,
+        keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         self._probe_timeout_s = settings.health_check_timeout_s
         self._pool = Pool(
-            keepalive_s=settings.engine_keepalive_s,
+            keepalive_s=keepalive_s,
             connect_timeout_s=settings.connect_timeout_s,
             tls=tls,
             guard=guard,

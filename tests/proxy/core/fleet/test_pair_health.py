@@ -18,15 +18,13 @@ from pdrelay_proxy.core.fleet.pair_health import (
     PairState,
     PairTrouble,
 )
-from pdrelay_proxy.settings import Settings
 
 PAIR = ("prefill-0", "decode-0")
-SETTINGS = Settings(pair_failures=3, pair_rest_time_s=30.0)
 MAX_REST_S = 100.0
 
 
-def health(**settings):
-    return PairHealth(Settings(**settings) if settings else SETTINGS, max_rest_s=MAX_REST_S)
+def health():
+    return PairHealth(max_rest_s=MAX_REST_S)
 
 
 def fail(pairs, pair=PAIR, count=3, now=0.0, reason=PairFailure.HANDSHAKE):
@@ -67,15 +65,6 @@ def test_failures_of_one_engine_are_no_evidence_against_a_pair(reason):
     fail(pairs, count=99, reason=reason)
 
     assert not pairs
-
-
-def test_without_a_number_of_failures_no_pair_rests():
-    """So an operator can turn it off."""
-    pairs = health(pair_failures=0)
-    fail(pairs, count=99)
-
-    assert not pairs
-    assert pairs.next_at == math.inf
 
 
 def test_a_pair_has_rested_also_if_its_trial_was_postponed():
@@ -181,7 +170,7 @@ def test_decode_engines_that_avoid_different_engines_are_few():
 
 def test_what_is_remembered_is_bounded():
     """With thousands of engines a cut network is millions of pairs."""
-    pairs = PairHealth(SETTINGS, most=3)
+    pairs = PairHealth(most=3)
     fail(pairs)
     for number in range(1, 6):
         fail(pairs, (f"prefill-{number}", "decode-1"), count=1)
@@ -258,17 +247,9 @@ def test_one_wrong_block_has_a_pair_rest_for_as_long_as_any_may():
     assert pairs.resting == 0
 
 
-def test_without_rests_wrong_kv_changes_nothing():
-    """``--pair-failures 0``."""
-    pairs = health(pair_failures=0)
-    fail(pairs, reason=PairFailure.WRONG_KV)
-
-    assert pairs.resting == 0
-
-
 def test_troubles_are_those_that_a_decode_engine_shows_now():
     """What it shows no longer is over; what it showed before is no news."""
-    health = PairHealth(Settings(), most=2)
+    health = PairHealth(most=2)
     secret, model = PairTrouble(PairFailure.SECRET, "a"), PairTrouble(PairFailure.MODEL, "b")
 
     assert health.shown("d0", {("p0", "d0"): secret}) == [("p0", "d0")]

@@ -11,7 +11,6 @@ from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.pair_rows import pair_rows, worst_rows
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.settings import Settings
 
 A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
 
@@ -23,7 +22,7 @@ def test_a_pair_is_counted():
     matrix.used(A, 0.2, 2.0, 2.0)
     matrix.used(A, None, 3.0, 3.0)
     matrix.failed(A, "http_5xx", 4.0)
-    row = next(pair_rows(matrix, PairHealth(Settings()), PairModes(), lambda _: None, now=6.0))
+    row = next(pair_rows(matrix, PairHealth(), PairModes(), lambda _: None, now=6.0))
 
     assert (row.prefill, row.decode, row.handovers, row.failed, row.failures) == ("p0", "d0", 3, 1, {"http_5xx": 1})
     assert (row.state, row.reason, row.rest_s, row.last_s) == ("well", None, None, 2.0)
@@ -90,11 +89,11 @@ def test_a_request_that_began_before_an_engine_broke_shows_nothing():
 
 def test_pairs_that_fail_are_shown_first():
     """Nobody looks through a thousand rows."""
-    matrix, health = PairMatrix(8), PairHealth(Settings(pair_failures=2))
+    matrix, health = PairMatrix(8), PairHealth()
     for now, pair in enumerate((A, B, C, ("p1", "d1"), ("p2", "d2"))):
         matrix.used(pair, None, float(now), float(now))
     matrix.failed(B, "timeout", 6.0)
-    health.failed(A, PairFailure.REFUSED, 2, now=5.0)
+    health.failed(A, PairFailure.REFUSED, 3, now=5.0)
     health.failed(("p9", "d9"), PairFailure.TRANSFER, 1, now=5.0)
     rows = worst_rows(matrix, health, PairModes(), lambda _: None, 5, now=10.0)
 
@@ -102,7 +101,7 @@ def test_pairs_that_fail_are_shown_first():
         ("p0", "d0", "resting"), ("p9", "d9", "failing"), ("p0", "d1", "well"), ("p2", "d2", "well"),
         ("p1", "d1", "well"),
     ]  # fmt: skip
-    assert (rows[0].reason, rows[0].failed_in_a_row, rows[0].rest_s) == ("refused", 2, 25.0)
+    assert (rows[0].reason, rows[0].failed_in_a_row, rows[0].rest_s) == ("refused", 3, 25.0)
     assert rows[1].last_s is None
 
 

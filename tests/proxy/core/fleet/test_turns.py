@@ -14,7 +14,7 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.pair_health import PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
-from pdrelay_proxy.core.fleet.turns import TRANSITIONS, RoleTurn, TurnEvent, TurnState
+from pdrelay_proxy.core.fleet.turns import TRANSITIONS, TURN_TIMEOUT_S, RoleTurn, TurnEvent, TurnState
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from pdrelay_proxy.core.routing.compatible_groups import group_engines
 from pdrelay_proxy.core.routing.pairing import PairSelector
@@ -115,18 +115,18 @@ def test_an_engine_that_is_both_has_one_id_and_one_load():
 
 def test_time_ends_a_turn():
     """What cannot move and does not end must not keep an engine from all traffic: it ends beside new legs."""
-    registry = registry_of(1, 2, turn_timeout_s=30.0)
+    registry = registry_of(1, 2)
     member = registry.member(InstanceId("decode-0"))
     member.load.enter(REQUEST)
     registry.turn("decode-0", PREFILL, now=0.0)
-    registry.settle(patience_s=60, now=29.0)
+    registry.settle(patience_s=60, now=TURN_TIMEOUT_S - 1)
     assert member.role is DECODE
-    registry.settle(patience_s=60, now=30.0)
+    registry.settle(patience_s=60, now=TURN_TIMEOUT_S)
 
     assert sides(registry) == (["prefill-0", "decode-0"], ["decode-1"])
     assert member.life.why == "serves prefill, beside 1 of before"
     assert registry.turns == {("prefill", "late"): 1}
-    member.speed.leave(REQUEST, 31.0)
+    member.speed.leave(REQUEST, TURN_TIMEOUT_S + 1)
     member.load.leave(REQUEST)
 
 
@@ -170,7 +170,7 @@ MOVES = "is to be drained, and its streams move"
 @pytest.mark.parametrize("end", ["cancelled", "late"])
 def test_when_a_turn_is_over_a_drain_is_what_it_was_asked_to_be(moves, why, moving, drains_first, end):
     """The turn moved the streams for itself; what it leaves goes on as whoever drained the engine wants."""
-    registry = registry_of(1, 2, turn_timeout_s=30.0)
+    registry = registry_of(1, 2)
     member = registry.member(InstanceId("decode-0"))
     member.load.enter(REQUEST)
     steps = [
@@ -183,7 +183,7 @@ def test_when_a_turn_is_over_a_drain_is_what_it_was_asked_to_be(moves, why, movi
     if end == "cancelled":
         registry.turn("decode-0", DECODE, now=1.0)
     else:
-        registry.settle(patience_s=60, now=30.0)
+        registry.settle(patience_s=60, now=TURN_TIMEOUT_S)
 
     assert registry.turns == {("prefill", end): 1}
     assert (member.life.state, member.life.why) == (HealthState.DRAINING, why)
@@ -395,7 +395,7 @@ class Turning(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.registry = registry_of(2, 2, turn_timeout_s=30.0)
+        self.registry = registry_of(2, 2)
         self.now, self.serial, self.ports = 0.0, itertools.count(), itertools.count(1)
         self.running = {}  # request -> the engines that have it, as they were chosen
         self.begun = 0  # turns

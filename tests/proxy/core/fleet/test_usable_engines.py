@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.pair_health import PairFailure
+from pdrelay_proxy.core.fleet.pair_health import LEAST_FAILURES, PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import EngineRole, RequestId, Role
@@ -16,7 +16,7 @@ from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.errors import ProxyError
 from pdrelay_proxy.settings import Settings, SlicePairing
 
-LIMITS = {"circuit_breaker_failures": 1, "ejection_time_s": 2.0, "pair_failures": 1, "health_check_failures": 2}
+LIMITS = {"circuit_breaker_failures": 1, "ejection_time_s": 2.0, "health_check_failures": 2}
 PLACE = st.integers(0, 11)
 FACTS = st.builds(
     EngineCapabilities,
@@ -94,7 +94,7 @@ class World:
 
     def rest(self, member, place):
         pair = member.instance.id, self.at(place).instance.id
-        self.registry.pairs.failed(pair, PairFailure.HANDSHAKE, 1, now=self.now)
+        self.registry.pairs.failed(pair, PairFailure.HANDSHAKE, LEAST_FAILURES, now=self.now)
         self.registry.settle_rests(pair[1])
 
     def work(self, member, place):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.pair_health import PairFailure
+from pdrelay_proxy.core.fleet.pair_health import LEAST_FAILURES, PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
@@ -19,7 +19,7 @@ from pdrelay_proxy.errors import NoMatchingInstance
 from pdrelay_proxy.settings import Settings
 
 ports = itertools.count(1)
-SETTINGS = Settings(pair_failures=1, circuit_breaker_failures=1, ejection_time_s=5)
+SETTINGS = Settings(circuit_breaker_failures=1, ejection_time_s=5)
 
 
 def fleet(x, y, *resting, choice=None):
@@ -29,7 +29,7 @@ def fleet(x, y, *resting, choice=None):
         for _ in range(count):
             registry.add(role, Address("http", "h", next(ports) % 60000 + 1))
     for p, d in resting:
-        registry.pairs.failed((f"prefill-{p}", f"decode-{d}"), PairFailure.HANDSHAKE, 1, now=0.0)
+        registry.pairs.failed((f"prefill-{p}", f"decode-{d}"), PairFailure.HANDSHAKE, LEAST_FAILURES, now=0.0)
         registry.settle_rests(f"decode-{d}")
     return registry, PairSelector(registry, choice or RoundRobin())
 

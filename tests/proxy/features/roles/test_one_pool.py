@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 
 ARGS = (
-    *("--kubernetes-selector", "app=pdrelay", "--health-check-interval", "0.5", "--drain-idle-time", "0.1"),
+    *("--kubernetes-selector", "app=pdrelay", "--health-check-interval", "0.5"),
     *("--roles", "auto", "--target-ttft", "2", "--target-itl", "0.05", "--roles-interval", "0.1"),
 )
 

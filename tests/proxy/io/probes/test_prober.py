@@ -18,7 +18,7 @@ from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
-from pdrelay_proxy.io.probes.prober import Prober
+from pdrelay_proxy.io.probes.prober import DRAIN_IDLE_S, Prober
 from pdrelay_proxy.settings import Settings, SlicePairing
 from support.sim import until_async
 from support.simulated_loop import in_simulated_time
@@ -59,8 +59,8 @@ def engines():
     return Engines()
 
 
-def prober(registry, engines, give_up=None, **rhythm):
-    more = {} if give_up is None else {"give_up": give_up}
+def prober(registry, engines, give_up=None, *, drain_idle_s=DRAIN_IDLE_S, **rhythm):
+    more = {"drain_idle_s": drain_idle_s} | ({} if give_up is None else {"give_up": give_up})
     return Prober(registry, engines, Settings(**rhythm), time.monotonic, lambda: 0.5, **more)
 
 
@@ -262,7 +262,7 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
 
     engines.numbers = numbers
     registry.drain(member.instance.id, now=time.monotonic())
-    async with prober(registry, engines, drain_idle_time_s=0.3).running():
+    async with prober(registry, engines, drain_idle_s=0.3).running():
         await until_async(lambda: member.life.state is HealthState.DRAINED)
 
     assert "does not say what it keeps" in member.life.why

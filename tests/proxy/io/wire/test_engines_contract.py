@@ -26,6 +26,7 @@ from pdrelay_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from pdrelay_proxy.errors import EngineError, EngineTimeout
 from pdrelay_proxy.io.wire import WireEngines
 from pdrelay_proxy.io.wire.engine_tls import EngineTls
+from pdrelay_proxy.io.wire.engines import KEEPALIVE_S
 from pdrelay_proxy.settings import Settings
 from support.raw_engine import closing, listening_in_vain, raw_engine, replying
 from support.searching import examples
@@ -43,8 +44,8 @@ class Client:
 
     loop: str
 
-    def make(self, settings, *, tls=AUTHORITIES, outbound=None):
-        return WireEngines(settings, tls=tls, outbound=outbound)
+    def make(self, settings, *, tls=AUTHORITIES, outbound=None, keepalive_s=KEEPALIVE_S):
+        return WireEngines(settings, tls=tls, outbound=outbound, keepalive_s=keepalive_s)
 
     def run(self, main):
         """Run the coroutine to its end, and nothing may be left over."""
@@ -368,7 +369,7 @@ def test_the_connection_used_last_is_used_first(client):
 
 def test_an_idle_connection_is_dropped_before_vllm_drops_it():
     """vLLM closes idle connections after 5 s; a request sent into that moment would be lost."""
-    assert Settings().engine_keepalive_s < 5
+    assert KEEPALIVE_S < 5
 
 
 @pytest.mark.parametrize("thinks_s", [0.0, 0.1])  # longer than its address is remembered while nothing waits there
@@ -376,7 +377,7 @@ def test_idle_connections_and_what_belongs_to_them_go_in_time(client, thinks_s):
     """Before the engine closes them; and of an engine that is gone nothing stays."""
 
     async def main(leg):
-        async with client.make(Settings(engine_keepalive_s=0.2)) as engines:
+        async with client.make(Settings(), keepalive_s=0.2) as engines:
             for _ in range(3):  # the machine may be busy with something else
                 await engines.ask(leg, timeout_s=20)
                 await until(lambda: not engines.pool.addresses)

@@ -22,19 +22,17 @@ from support.victims import LONG, Victim, reuse_blocks
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 REQUESTS = 200
-TOTAL, PREFILL, FIRST, IDLE = 20, 5, 5, 3  # s, the router's timeouts
+TOTAL, FIRST, IDLE = 20, 5, 3  # s, the router's timeouts
 LIMITS = {
-    "connect-timeout": 1, "prefill-timeout": PREFILL, "first-token-timeout": FIRST, "stream-idle-timeout": IDLE,
-    "total-timeout": TOTAL, "stream-timeout": TOTAL, "health-check-interval": 0.5, "ejection-time": 0.5,
-    "unresponsive-timeout": 2,
+    "connect-timeout": 1, "first-token-timeout": FIRST, "stream-idle-timeout": IDLE, "total-timeout": TOTAL,
+    "health-check-interval": 0.5,
 }  # fmt: skip
 LEASE, TRANSFER = 3.0, 4.0  # s, the engines'; of one that is late the request is computed, or sent, once more
 # Where nothing hangs, no engine may be taken for hung, however busy it is. That one was killed shows behind a valve
 # when its stream is idle.
 PATIENCE = 60  # s
 PATIENT = LIMITS | {
-    **dict.fromkeys(("prefill-timeout", "first-token-timeout", "total-timeout", "stream-timeout"), PATIENCE),
-    "stream-idle-timeout": 10, "unresponsive-timeout": 10,
+    **dict.fromkeys(("first-token-timeout", "total-timeout"), PATIENCE), "stream-idle-timeout": 10,
 }  # fmt: skip
 _routers = itertools.count()
 MODES = ("pull", "push")
@@ -201,7 +199,7 @@ def is_thorough(test, params):
 def test_a_fault_while_200_requests_run(four, drops, expected, fault, victim, phase):
     with four.router() as address:
         with struck(four, victim, fault, phase):
-            found = fates(address, drops, seconds=TOTAL + PREFILL + 2, cache_salt=salt())
+            found = fates(address, drops, seconds=TOTAL + FIRST + 2, cache_salt=salt())
         counts, bad = judge(found, expected)
     print(f"\n{fault} {victim} {phase}: {dict(counts)}, slowest {max(fate.seconds for fate in found):.1f} s")
     for fate in found:
@@ -214,14 +212,7 @@ def test_a_fault_while_200_requests_run(four, drops, expected, fault, victim, ph
 
 
 HTTP_500 = b"HTTP/1.1 500 No\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
-RETRY_FREELY = (
-    "--retry-budget-ratio",
-    "1",
-    "--retry-budget-min-rate",
-    "100",
-    "--circuit-breaker-failures",
-    "0",
-)
+RETRY_FREELY = ("--retry-budget-ratio", "1", "--circuit-breaker-failures", "0")
 
 
 @pytest.mark.parametrize("four_engines", MODES, indirect=True, scope="module")
@@ -291,5 +282,5 @@ def test_streams_are_resumed_on_another_decode_engine(four, reference, fault):
     print(counts, [line for line in page.splitlines() if "resum" in line or "retr" in line])
 
     assert bad == []
-    assert counts == {"right": 40}
+    assert counts == {"right": 40}, [fate.error for fate in found if fate.error]
     four.rest()

@@ -34,7 +34,7 @@ SUITES = {
         "tests/proxy/io/probes/test_prober.py",
         "tests/proxy/io/discovery/test_reconciler.py",
         "tests/proxy/io/test_status.py",
-        "tests/proxy/io/test_traces.py",
+        "tests/proxy/features/why/test_traces.py",
         "tests/proxy/io/wire/test_wire_connections.py",
         "tests/proxy/io/wire/test_wire_replies.py",
     ),

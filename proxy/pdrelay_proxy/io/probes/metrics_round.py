@@ -24,14 +24,18 @@ _SLOW_MOST_S: Final = 1.0
 async def look_at_all(engines: Sequence[Seen], look: Callable[[Seen], Awaitable[T]], every_s: float) -> Sequence[T]:
     """Look at each once; return what was found, in their order. ``every_s``: seconds between two rounds.
 
-    A look must end by itself. An error of one ends the round, and is raised in an ExceptionGroup.
+    A look must end by itself. Its error is raised at the end of the round, in an ExceptionGroup; not by the TaskGroup,
+    which forgets that it is cancelled if a task of it fails at that moment (python/cpython#116720, up to Python 3.12).
     """
     loop = asyncio.get_running_loop()
     count = min(_MOST_PLACES, max(_LEAST_PLACES, math.ceil(len(engines) / _ENGINES_A_PLACE)))
     places, latest = asyncio.Semaphore(count), -math.inf
     gap_s, slow_s = every_s * _SPREAD / max(1, len(engines)), min(_SLOW_MOST_S, every_s * _SLOW)
 
-    async def placed(engine: Seen) -> T:
+    found = dict[int, T]()
+    errors = list[Exception]()
+
+    async def placed(number: int, engine: Seen) -> None:
         held = [places]
 
         def leave() -> None:
@@ -40,18 +44,21 @@ async def look_at_all(engines: Sequence[Seen], look: Callable[[Seen], Awaitable[
 
         slow = loop.call_later(slow_s, leave)
         try:
-            return await look(engine)
+            found[number] = await look(engine)
+        except Exception as error:  # noqa: BLE001 -- raised below
+            errors.append(error)
         finally:
             slow.cancel()
             leave()
 
     async with asyncio.TaskGroup() as group:
-        looks = list[asyncio.Task[T]]()
         for number, engine in enumerate(engines):
             await places.acquire()
             early_s = latest + gap_s - loop.time()
             if number >= count and early_s > 0.0:
                 await asyncio.sleep(early_s)
             latest = loop.time()
-            looks.append(group.create_task(placed(engine)))
-    return [one.result() for one in looks]
+            group.create_task(placed(number, engine))
+    if errors:
+        raise ExceptionGroup("some looks failed", errors)
+    return [found[number] for number in range(len(engines))]

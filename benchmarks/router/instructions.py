@@ -38,12 +38,7 @@ _KINDS = {
     "chat": {"chat": True},
     "prompt32k": {"size": 32 << 10},
     "push": {"push": True},
-    # The prefill engine alone tokenizes (--reuse-prompt-tokens, the default).
-    "short-text": {"reuses": False},
-    "chat-text": {"chat": True, "reuses": False},
-    "prompt32k-text": {"size": 32 << 10, "reuses": False},
     "chat32k": {"chat": True, "size": 32 << 10},
-    "chat32k-text": {"chat": True, "size": 32 << 10, "reuses": False},
 }
 _MARKS = r"""
 #include <valgrind/callgrind.h>
@@ -71,18 +66,17 @@ class Wire:
 class Rig:
     """A router between clients and engines that are not there."""
 
-    def __init__(self, *, stream=True, chat=False, size=512, push=False, reuses=True):
+    def __init__(self, *, stream=True, chat=False, size=512, push=False):
         from pdrelay_proxy import listeners
         from pdrelay_proxy.app import Fabric, build
         from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
         from pdrelay_proxy.settings import Settings
 
         self.stream, self.chat, self.size, self.push = stream, chat, size, push
-        self.tells_ids = reuses and not push
+        self.tells_ids = not push
         self.engines = {"p": [], "d": []}  # connections, and what was written to them
         self.socks = []
         settings = replace(Settings(), prefill=_PREFILL, decode=_DECODE)
-        settings = replace(settings, reuse_prompt_tokens=reuses)
         self.router = build(settings, fabric=Fabric(None, self.dial))
         registry = self.router.requests.services.fleet.registry
         for member in registry.members():

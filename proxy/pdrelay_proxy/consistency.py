@@ -55,11 +55,6 @@ def _check_key_limits(settings: Settings) -> None:
         )
 
 
-def _check_shared_limits(settings: Settings) -> None:
-    if settings.share_limits and not settings.peers:
-        raise ConfigError("share_limits needs peers: routers that do not know each other share nothing")
-
-
 def _check_queue_order(settings: Settings) -> None:
     if settings.api_keys_file is None and settings.queue_order is QueueOrder.FAIR:
         raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
@@ -92,9 +87,8 @@ def _check_decode_itl(settings: Settings) -> None:
 def check_admin_port(settings: Settings) -> None:
     """Raise ConfigError if the settings of the admin port contradict those of the main one, or have no port."""
     if settings.admin_port is None:
-        given = [name for name in ("admin_host", "admin_tls_cert", "admin_tls_key") if getattr(settings, name)]
-        if given:
-            raise ConfigError(f"{given[0]} is set, and admin_port is not: write the port, or leave {given[0]} out")
+        if settings.admin_host:
+            raise ConfigError("admin_host is set, and admin_port is not: write the port, or leave admin_host out")
         return
     hosts = {settings.host, settings.admin_host or settings.host}
     if len(hosts) > 1 and not hosts & {"0.0.0.0", "::"}:
@@ -120,7 +114,6 @@ _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     check_admin_port,
     _check_limits,
     _check_key_limits,
-    _check_shared_limits,
     _check_queue_order,
     check_peers,
     _check_moves,

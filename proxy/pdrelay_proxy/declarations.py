@@ -90,10 +90,6 @@ Count = Annotated[int, Kind("a count: write a whole number, 1 or more", "N", int
 Natural = Annotated[int, Kind("a count: write a whole number, 0 or more", "N", int, 0)]
 Processes = Annotated[int, Kind("a number of workers: write one from 1 to 64", "N", int, 1, most=64)]
 Retries = Annotated[int, Kind("a number of retries: write one from 0 to 10", "N", int, 0, most=10)]
-_DIGITS: Final = 10**9 - 1
-Priority = Annotated[
-    int, Kind("a priority: write a whole number of at most 9 digits", "N", int, -_DIGITS, most=_DIGITS)
-]
 Seconds = Annotated[float, Kind("a time: write a number of seconds above 0", "SECONDS", float, above=0, unit="s")]
 SomeSeconds = Annotated[float, Kind("a time: write a number of seconds, 0 or more", "SECONDS", float, 0, unit="s")]
 WholeSeconds = Annotated[

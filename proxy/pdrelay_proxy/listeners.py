@@ -28,8 +28,8 @@ def main_protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
     """Return what serves the connections of the main port."""
     admission, telemetry = router.live.gate.admission, router.telemetry
     bounds = Bounds(
-        settings.head_timeout_s,
-        settings.body_timeout_s,
+        settings.receive_timeout_s,
+        settings.receive_timeout_s,
         _connections(settings),
         settings.max_connections_per_address,
         settings.overload_status,
@@ -63,8 +63,8 @@ class AdminListener:
         """Bind; raises ConfigError: it cannot listen there."""
         admission, telemetry = router.live.gate.admission, router.telemetry
         bounds = Bounds(
-            settings.head_timeout_s,
-            settings.body_timeout_s,
+            settings.receive_timeout_s,
+            settings.receive_timeout_s,
             min(_ADMIN_CONNECTIONS, _wanted(settings)),
             min(_ADMIN_PER_ADDRESS, _wanted(settings)),
         )

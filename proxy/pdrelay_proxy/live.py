@@ -69,7 +69,7 @@ class Live:
         before, after = addresses_of(old), addresses_of(new)
 
         def change() -> None:
-            self.keyring.keys, self.keyring.least = keys, new.min_priority
+            self.keyring.keys = keys
             self.outbound.change(shown)
             self.admin_key.change(admin_key)
             self.join_key.change(join)

@@ -111,7 +111,7 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     url = url_of(settings.host, int(sockets[0].getsockname()[1]), is_tls=router.tls is not None)
     server = _Server(main_config(router, settings), admin, None if place is None else place.line, url=url)
     process = _Process(server, router, settings, again, sockets=sockets)
-    with asyncio.Runner(loop_factory=partial(_Loop, settings.head_timeout_s)) as runner:
+    with asyncio.Runner(loop_factory=partial(_Loop, settings.receive_timeout_s)) as runner:
         runner.run(process.run(None if place is None else place.line))
     return 0
 

@@ -24,7 +24,6 @@ from pdrelay_proxy.declarations import (
     Origin,
     Peer,
     Port,
-    Priority,
     Processes,
     Rate,
     Ratio,
@@ -173,8 +172,6 @@ class Settings:
         "min_split_new_bytes 1500, each unless you set it")
     log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe level that is logged", live=True)
 
-    required_model: str | None = ENGINES.option(None,
-        "model that an engine must serve to be added at run time", unset="any")
     allowed_instances: tuple[Network, ...] = ENGINES.option((),
         "networks, addresses and names at which engines may be added at run time",
         unset="loopback and private networks", chart="router.allowedInstances")
@@ -193,8 +190,6 @@ class Settings:
         "serves only short prompts alone")
     kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
         "auto: the policies prefix and expected_ttft go by the KV events of engines that publish them")
-    reuse_prompt_tokens: bool = ENGINES.option(True,
-        "only the prefill engine renders and tokenizes a prompt, if the decode engine can take token ids", live=True)
     return_kv: bool = ENGINES.option(False,
         "prefill engines read the KV of earlier answers from decode engines; the connector of both needs return_kv, "
         "too")
@@ -236,19 +231,18 @@ class Settings:
         "bodies of all requests that are served or wait, together; further ones get 503", live=True)
     max_body_bytes: Bytes = LIMITS.option(16 << 20, "body of one request; a larger one gets 413")
     max_rate: Rate | None = LIMITS.option(None,
-        "requests a second of all clients together; further ones get 503", live=True)
+        "requests a second of all clients together, and at all routers that know each other (peers, workers); further "
+        "ones get 503", live=True)
     max_key_concurrency: Count | None = LIMITS.option(None,
         "requests of one API key that are served or wait; further ones get 429", live=True)
-    max_key_rate: Rate | None = LIMITS.option(None, "requests a second of one API key; further ones get 429", live=True)
+    max_key_rate: Rate | None = LIMITS.option(None,
+        "requests a second of one API key, at all these routers together; further ones get 429", live=True)
     max_key_tokens_per_minute: Count | None = LIMITS.option(None,
-        "prompt and answer tokens a minute of one API key; further requests get 429", live=True)
+        "prompt and answer tokens a minute of one API key, at all these routers together; further requests get 429",
+        live=True)
     queue_order: QueueOrder = LIMITS.option(QueueOrder.ARRIVAL,
         "which request of a priority leaves the queue next; fair: one of the API key that was served the fewest "
         "tokens", live=True)
-    share_limits: bool = LIMITS.option(False,
-        "max_rate, max_key_rate and max_key_tokens_per_minute hold for all routers together; needs peers", live=True)
-    min_priority: Priority = LIMITS.option(0,
-        "lowest number, so the most urgent priority, that clients may use if their API key sets none", live=True)
     max_connections: Count | None = LIMITS.option(None,
         "connections of clients; further ones get 503 and are closed",
         unset=f"{CONNECTIONS}, or as many as the file descriptors allow")
@@ -270,10 +264,9 @@ class Settings:
         "none", live=True)
     total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
         "time for a response that is not streamed, with all retries", live=True)
-    head_timeout_s: Seconds = TIMEOUTS.option(10.0,
-        "time to receive the head of a request, from the start of the connection or of the request")
-    body_timeout_s: Seconds = TIMEOUTS.option(30.0,
-        "time to receive the body of a request, plus one second for each 16 KiB received")
+    receive_timeout_s: Seconds = TIMEOUTS.option(30.0,
+        "time in which a client must send the head of a request, and again for its body, plus one second for each 16 "
+        "KiB of it")
     drain_grace_s: SomeSeconds = TIMEOUTS.option(0.0,
         "time after SIGTERM in which new requests are still served, while /ready answers 503",
         live=True, chart="router.drain.graceSeconds")
@@ -287,11 +280,11 @@ class Settings:
     allowed_origins: tuple[Origin, ...] = SECURITY.option((),
         "origins of web pages that may call the endpoints from a browser (CORS); *: any; needs api_keys_file")
     tls_cert: File | None = SECURITY.option(None,
-        "PEM file with the router's certificate and its chain; the router then serves https",
+        "PEM file with the router's certificate and its chain; the router then serves https, at the admin port, too",
         chart="router.tls.secretName")
     tls_key: File | None = SECURITY.option(None, "PEM file with its private key", chart="router.tls.secretName")
     tls_client_ca: File | None = SECURITY.option(None,
-        "PEM file with authorities; clients must present a certificate of one of them",
+        "PEM file with authorities; clients of the main port must present a certificate of one of them",
         chart="router.tls.clientCaSecretName")
     engine_ca: File | None = SECURITY.option(None,
         "PEM file with the authorities of https engines", unset="the system's", chart="engineTls.caSecretName")
@@ -345,10 +338,6 @@ class Settings:
         "chooses one", unset="they are on the main port", chart="router.adminPort")
     admin_host: str | None = ADMIN.option(None,
         "address to listen on for the admin port", unset="the same as host", chart="listenAddress")
-    admin_tls_cert: File | None = ADMIN.option(None,
-        "PEM file with the certificate of the admin port and its chain; that port asks for no client certificate",
-        unset="plain http", chart="router.tls.secretName")
-    admin_tls_key: File | None = ADMIN.option(None, "PEM file with its private key", chart="router.tls.secretName")
 
     log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT,
         "text: lines for people; json: one JSON object for each event")
@@ -377,6 +366,13 @@ class Settings:
     client_write_timeout_s: float = 300.0  # in which a client must read some of its response
     client_keepalive_s: int = 75  # an idle connection of a client stays open
     features: tuple[object, ...] = ()  # settings of features that differ from their defaults, one a class
+
+    @property
+    def shares_limits(self) -> bool:
+        """Whether there are rates, which hold for all routers that know each other."""
+        return bool(self.peers) and (
+            self.max_rate is not None or self.max_key_rate is not None or self.max_key_tokens_per_minute is not None
+        )
 
     def of(self, feature: type[T]) -> T:
         """Return the settings of a feature, by their class."""

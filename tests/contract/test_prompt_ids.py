@@ -1,6 +1,6 @@
 """A decode engine that gets a prompt as token ids answers as if it had rendered and tokenized the prompt itself.
 
-The router relies on that by default (``reuse_prompt_tokens``). Here vLLM's own renderer makes the engine's input both
+The router relies on that for every request that it splits. Here vLLM's own renderer makes the engine's input both
 ways; what it makes beside it, and what reads that, is what ``may_pass_ids`` and ``takes_chat_ids`` go by.
 """
 

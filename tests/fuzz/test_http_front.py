@@ -270,7 +270,7 @@ def test_nothing_but_requests_reaches_an_engine(tmp_path):
     engines, count, before, allowed = sims(), 0, None, deque(maxlen=30)
     with serving(engines["p0"]) as prefill, serving(engines["d0"]) as decode:
         flags = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0", "--log-level", "warning")
-        limits = ("--head-timeout", str(HEAD_S), "--body-timeout", "1")
+        limits = ("--receive-timeout", str(HEAD_S))
         with router_processes(tmp_path, 1, *flags[:-2], *limits) as (router,):
             port, pid = int(router.url.rpartition(":")[2]), router.child.pid
             watched, over = Watched(port), threading.Event()

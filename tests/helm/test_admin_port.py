@@ -65,7 +65,6 @@ def test_routers_are_asked_whether_they_are_ready_whatever_clients_must_show(hel
     assert {probe["port"] for probe in asked.values()} == {"admin"}
     assert {probe["scheme"] for probe in asked.values()} == {"HTTPS" if values else "HTTP"}
     assert [asked[probe]["path"] for probe in PROBES] == ["/live", "/ready", "/live"]
-    assert flag(c["args"], "--admin-tls-cert") == flag(c["args"], "--tls-cert")
 
 
 @pytest.mark.parametrize("helm", HELMS)

@@ -159,7 +159,6 @@ KEYED = {"apiKey": {"secretName": "engines"}}
 RETURNING = {"returnKv": {"enabled": True}}
 TURNING = {"router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}}}
 ONE_POOL, NO_PREFILL = {"onePool": {"enabled": True}}, {"prefill": {"enabled": False}}
-SHARING = {"settings": {"share_limits": True}}
 TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 GROUP = {"kind": "LeaderWorkerSet", "nodes": 2}
 ON_NODES = {"prefill": {**GROUP, "hostNetwork": True, "tensorParallel": 2}, **ACCEPTED}
@@ -211,8 +210,6 @@ CONTRADICTIONS = [
     (RETURNING | {"connector": {"bufferDevice": "cpu", "mode": "push"}}, "does not go through host memory"),
     ({"kvEvents": {"enabled": True}}, "name a secret in prefill.apiKey.secretName"),
     ({"kvEvents": {"enabled": True}, "prefill": {"enabled": False}}, "name a secret in decode.apiKey.secretName"),
-    ({"router": SHARING | {"replicas": 1}}, "router.settings.share_limits is true"),
-    ({"router": SHARING | {"peers": {"enabled": False}}}, "router.settings.share_limits is true"),
     (RETURNING | {"connector": {"mode": "push", "extraConfig": {"host_staging": True}}}, "KV goes through host memory"),
     (RETURNING | {"decode": {"extraArgs": ["--no-enable-prefix-caching"]}}, "has --no-enable-prefix-caching"),
     (RETURNING | {"router": {"settings": {"return_kv": False}}}, "router.settings.return_kv is false"),

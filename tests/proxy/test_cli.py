@@ -34,14 +34,13 @@ def test_every_flag_arrives(monkeypatch):
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
     flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --max-body-bytes 10"
     more = "--connect-timeout 0.5 --first-token-timeout 60 --client-kv-params strip --kv-transfer-mode push"
-    most = "--required-model m --retries 0"
+    most = "--retries 0"
 
     assert settings_of(*flags.split(), *more.split(), *most.split()) == Settings(
         prefill=("p0:1", "p1:1", "http://p2:1"),
         decode=("d0:1",),
         host="::",
         port=0,
-        required_model="m",
         admin_key="sesame",
         client_kv_params=ClientKvParams.STRIP,
         kv_transfer_mode=KvTransferMode.PUSH,

@@ -516,9 +516,7 @@ def test_java_gets_its_answer(door, tmp_path):
 @pytest.fixture(scope="module", params=KINDS)
 def hasty(request, tmp_path_factory):
     """A router that has little time."""
-    with front_of(
-        request.param, tmp_path_factory.mktemp("hasty"), "--head-timeout", "0.4", "--body-timeout", "0.4"
-    ) as found:
+    with front_of(request.param, tmp_path_factory.mktemp("hasty"), "--receive-timeout", "0.4") as found:
         yield found
 
 
@@ -602,7 +600,7 @@ def test_a_connection_that_had_an_answer_may_rest(hasty):
 
 def test_a_body_that_comes_fast_enough_is_waited_for(tmp_path):
     """It has a second more for each 16 KiB."""
-    with front(tmp_path, "--body-timeout", "0.5") as door, door.open() as client:
+    with front(tmp_path, "--receive-timeout", "0.5") as door, door.open() as client:
         sent = request(body=b" " * 100_000 + BODY)
         client.send(sent[:60_000])
         for at in range(60_000, len(sent), 10_000):
@@ -615,7 +613,7 @@ def test_a_body_that_comes_fast_enough_is_waited_for(tmp_path):
 def test_an_answer_may_take_longer_than_a_head(tmp_path):
     """Deadlines are for what the client sends; what it has sent behind a stream has its time when it is its turn."""
     stream = json.dumps({"prompt": "a", "max_tokens": 8, "stream": True}).encode()
-    with front(tmp_path, "--head-timeout", "0.3", "--body-timeout", "0.3", token_s=0.15) as door:
+    with front(tmp_path, "--receive-timeout", "0.3", token_s=0.15) as door:
         found = late_answers(door, request(body=stream) + request()[:-5], within_s=0.3)
 
     assert [one.status for one in found] == [200, 408]
@@ -633,7 +631,7 @@ def test_a_body_that_nobody_wants_has_its_time_too(hasty, path):
 
 def test_time_outs_are_counted(tmp_path):
     """Apart, for heads and for bodies."""
-    with front(tmp_path, "--head-timeout", "0.2", "--body-timeout", "0.2") as door:
+    with front(tmp_path, "--receive-timeout", "0.2") as door:
         for sent in (LINE, request()[:-1]):
             while not (found := door.ask(sent)):
                 door.too_late += 1
@@ -687,7 +685,7 @@ def cpu_s(pid):
 @pytest.mark.parametrize("kind", ["http", "tls"])
 def test_too_many_connections_for_its_descriptors_do_no_harm(tmp_path, kind):
     """It does not spin, and serves again when they have gone; TLS: none of them says a word of its handshake."""
-    with front_of(kind, tmp_path, "--head-timeout", "2", hard=110) as door:
+    with front_of(kind, tmp_path, "--receive-timeout", "2", hard=110) as door:
         with ExitStack() as stack:
             for _ in range(250):
                 stack.enter_context(RawClient(door.port))

@@ -239,7 +239,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "peers",
         "of",  # the settings of features
         "move_above",
-        *("workers", "admin_port", "admin_host", "admin_tls_cert", "admin_tls_key"),
+        *("workers", "admin_port", "admin_host"),
         *SECRETS,
     }  # to refuse what is wrong
 

@@ -171,9 +171,9 @@ async def test_engines_are_not_asked_for_reports_of_their_load():
 
 
 async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_path):
-    """share_limits: a client gets its tokens once, and not from each router."""
+    """A client gets its tokens once, and not from each router."""
     (tmp_path / "keys").write_text("a:a-key-of-16-chars\nb:b-key-of-16-chars\n")
-    limits = {"api_keys_file": str(tmp_path / "keys"), "max_key_tokens_per_minute": 50, "share_limits": True}
+    limits = {"api_keys_file": str(tmp_path / "keys"), "max_key_tokens_per_minute": 50}
     async with fleet(2, 1, **limits) as found:
         found.engines[0].may_answer.set()
         await until_async(lambda: all(found.heard(number) == 1 for number in range(2)), seconds=30)
@@ -194,7 +194,6 @@ async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_pa
     ("settings", "said"),
     [
         (Settings(peers=("router:8001",)), "PDRELAY_PEER_SECRET"),
-        (Settings(share_limits=True), "needs peers"),
         (Settings(peers=("router:8001",), peer_secret="short"), "PDRELAY_PEER_SECRET"),
         (Settings(peers=("router:8001",), peer_secret=SECRET, workers=2, admin_port=9000), "workers 1"),
     ],

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.settings import KvEvents, KvTransferMode
+from pdrelay_proxy.settings import KvTransferMode
 from pdrelay_tools.simulated.rules import expected_text, prompt_ids
 from support.cache_followers import FOLLOWING
 from support.cache_followers import explained as explained_by
@@ -144,18 +144,6 @@ def test_engines_are_not_asked_for_ids_that_are_of_no_use(body):
 
     assert answer.status_code == 200
     assert asked_for_ids(found) == [None]
-
-
-def test_engines_are_not_asked_for_ids_without_the_settings():
-    """Events and one tokenization ask for them; nothing else changes for a request."""
-    settings = replace(FOLLOWING, kv_events=KvEvents.OFF, reuse_prompt_tokens=False)
-    with cluster(1, 1, settings, cache_blocks=200) as found:
-        ask(found, chat(LONG))
-        known = explained(found, chat(LONG))
-
-    assert asked_for_ids(found) == [None]
-    assert known["cached_tokens"] == {}
-    assert set(known["cached_known_by"].values()) == {"sent"}
 
 
 def test_what_becomes_of_ids_is_counted():

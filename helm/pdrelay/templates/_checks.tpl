@@ -97,9 +97,6 @@
 {{- if and (eq $c.mode "auto") (or $c.bufferDevice (get $c.extraConfig "host_staging")) -}}
 {{- fail (printf "connector.mode is auto, and KV goes through host memory (connector.bufferDevice is %q): engines would refuse to start; write pull or push" $c.bufferDevice) -}}
 {{- end -}}
-{{- if and (get $v.router.settings "share_limits") (not (include "pdrelay.router.peers" .)) -}}
-{{- fail "router.settings.share_limits is true: routers tell each other what keys were served, so it needs router.peers.enabled: true and more than one router" -}}
-{{- end -}}
 {{- if not (or (include "pdrelay.connector.secret" .) (get $c.extraConfig "allow_open_side_channel")) -}}
 {{- fail "connector.secret.name is empty and connector.secret.create is false: engines refuse a side channel without a secret, so write one of the two, or connector.extraConfig.allow_open_side_channel: true" -}}
 {{- end -}}

@@ -86,10 +86,6 @@
 - /etc/pdrelay/tls/tls.crt
 - --tls-key
 - /etc/pdrelay/tls/tls.key
-- --admin-tls-cert
-- /etc/pdrelay/tls/tls.crt
-- --admin-tls-key
-- /etc/pdrelay/tls/tls.key
 {{- end }}
 {{- if $v.tls.clientCaSecretName }}
 - --tls-client-ca

@@ -67,7 +67,7 @@ def build_applications(
         _add_operators(main, routes)
         return Applications(main, None)
     admin = new_application(_no_lifespan)
-    there = replace(settings, host=settings.admin_host or settings.host, tls_cert=settings.admin_tls_cert)
+    there = replace(settings, host=settings.admin_host or settings.host)
     admin.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(there, own_name))
     for router in routes.probes:
         _add(admin, router)

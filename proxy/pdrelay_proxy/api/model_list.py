@@ -36,7 +36,6 @@ _KEYS_MOST: Final = 64  # of clients whose lists are kept, where engines see the
 _TRIES: Final = 16  # engines of one set that are asked until one tells its models: some may have died just now
 _NEXT_S: Final = 1.0  # without an answer, until another one of the set is asked as well
 _AT_ONCE: Final = 32  # engines that are asked at the same time, for all clients
-_NAME_MOST: Final = 100  # characters of a name that are said: the engine may be anybody
 
 
 class _ModelId(msgspec.Struct):
@@ -61,7 +60,7 @@ class _Found:
 
 
 class ModelCatalog:
-    """Asks engines for their models. ``model``: what an added one must serve; None: anything."""
+    """Asks engines for their models."""
 
     def __init__(
         self,
@@ -69,14 +68,11 @@ class ModelCatalog:
         engines: WireEngines,
         outbound: Outbound,
         clock: Callable[[], float],
-        *,
-        model: str | None,
     ) -> None:
         self._registry = registry
         self._engines = engines
         self._outbound = outbound  # tells which key the engines see
         self._clock = clock  # seconds; only differences count
-        self._model = model
         self._found: OrderedDict[object, _Found] = OrderedDict()  # by what the engines of each role see
         self._counted = -1  # changes of the registry when these were sorted
         self._known = dict[object, list[Instance]]()
@@ -175,7 +171,7 @@ class ModelCatalog:
     async def accepted(self, candidate: Instance, headers: Headers) -> EngineCapabilities:
         """Return which models an engine serves; it is shown a key only if it wants one.
 
-        Raises NotAccepted: it cannot be reached, or serves nothing or another model.
+        Raises NotAccepted: it cannot be reached, or serves nothing.
         """
         try:
             answer = await self._engines.models(candidate, headers, bare=True)
@@ -187,8 +183,6 @@ class ModelCatalog:
         names = [each.id for each in ids]
         if not names:
             raise NotAccepted(f"{candidate.id} answers /v1/models with status {answer.status}, and names no model")
-        if self._model not in (None, names[0]):
-            raise NotAccepted(f"{candidate.id} serves {names[0][:_NAME_MOST]!r} first, and not {self._model!r}")
         adapters = frozenset([each.id for each in ids if each.parent is not None])
         root = next((each.root for each in ids if each.parent is None), None)
         return EngineCapabilities(frozenset(names), adapters=adapters, root=root)

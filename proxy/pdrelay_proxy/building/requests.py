@@ -62,7 +62,7 @@ def build_requests(
     """Build it; ``ended``: hear of requests that are over. Raises ConfigError."""
     fleet, pairs, wire = engines.fleet, engines.pairs, engines.wire
     gate, lifetime = Gate(settings, clock), Lifetime()
-    keyring, reader = Keyring(client_keys(settings), settings.min_priority), BodyReader()
+    keyring, reader = Keyring(client_keys(settings)), BodyReader()
     counters = _counters(engines)
     telemetry = Telemetry(counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended)
     releaser = Releaser(wire, told=(telemetry,))
@@ -100,7 +100,7 @@ def build_requests(
         spans=spans,
     )
     requests = RequestSet(services)
-    models = ModelCatalog(engines.registry, wire, engines.outbound, clock, model=settings.required_model)
+    models = ModelCatalog(engines.registry, wire, engines.outbound, clock)
     return RequestSide(requests, gate, lifetime, keyring, models, telemetry, releaser, reader)
 
 

@@ -97,10 +97,8 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
 
 def admin_tls(settings: Settings) -> ssl.SSLContext | None:
     """Build the same for the admin port, which asks for no certificate of its clients; raises ConfigError."""
-    cert, key = settings.admin_tls_cert, settings.admin_tls_key
-    if cert is None or key is None:
-        if (cert, key) != (None, None):
-            raise ConfigError("admin_tls_cert and admin_tls_key belong together")
+    cert, key = settings.tls_cert, settings.tls_key
+    if settings.admin_port is None or cert is None or key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     load_chain(context, cert, key)
@@ -109,9 +107,9 @@ def admin_tls(settings: Settings) -> ssl.SSLContext | None:
 
 def renew_admin_tls(context: ssl.SSLContext, settings: Settings) -> None:
     """Do as ``renew_server_tls``, for the admin port."""
-    if settings.admin_tls_cert is not None and settings.admin_tls_key is not None:
+    if settings.tls_cert is not None and settings.tls_key is not None:
         admin_tls(settings)  # a trial, on another context
-        load_chain(context, settings.admin_tls_cert, settings.admin_tls_key)
+        load_chain(context, settings.tls_cert, settings.tls_key)
 
 
 def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:

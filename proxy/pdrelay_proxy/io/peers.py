@@ -158,7 +158,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         if self._timer is None:
             self._send()
         self._send_all(self.looks.datagrams(wall=self._wall()))
-        if self._admission.limits.share_limits:
+        if self._admission.limits.shares_limits:
             self._send_all(self._quotas.datagrams(wall=self._wall()))
 
     @property
@@ -170,7 +170,7 @@ class RouterPeers(asyncio.DatagramProtocol):
     def _set_share(self) -> None:
         """Have this router keep to its share of limits while it does not hear some of the others."""
         heard, known, admission = self._exchange.peers, self._known, self._admission
-        share = (1 + min(heard, known)) / (1 + known) if admission.limits.share_limits else 1.0
+        share = (1 + min(heard, known)) / (1 + known) if admission.limits.shares_limits else 1.0
         if share != admission.share:
             log = logger.warning if share < 1 else logger.info
             log("%d of %d other routers are heard: limits of the fleet are %.0f %% here", heard, known, 100 * share)

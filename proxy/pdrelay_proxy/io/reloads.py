@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 _EVERY_S: Final = 5.0  # seconds between two looks at the files; the kubelet renews mounted ones once a minute
 _Stamp: TypeAlias = tuple[int, int, int, bool] | None  # None: the file cannot be seen
 _SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
-_ADMIN: Final = ("admin_tls_cert", "admin_tls_key")
 _ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
 _KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
 _OPERATORS: Final = ("admin_key_file", "join_key_file")
@@ -75,7 +74,6 @@ class FileReloads:
         due, self._held = changed | self._held, frozenset()
         for group, renew in (
             (_SERVER, self._renew_server),
-            (_ADMIN, self._renew_admin),
             (_ENGINES, self._renew_engines),
             (_KEYS, self._renew_keys),
             (_OPERATORS, self._renew_operator_keys),
@@ -99,8 +97,6 @@ class FileReloads:
     def _renew_server(self, settings: Settings) -> None:
         if self.server_tls is not None:
             renew_server_tls(self.server_tls, settings)
-
-    def _renew_admin(self, settings: Settings) -> None:
         if self.admin_tls is not None:
             renew_admin_tls(self.admin_tls, settings)
 
@@ -129,7 +125,7 @@ class FileReloads:
 
 def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
     """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
-    return _stamps(settings, (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS, *_OPERATORS))
+    return _stamps(settings, (*_SERVER, *_ENGINES, *_KEYS, *_OPERATORS))
 
 
 def key_stamps(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:

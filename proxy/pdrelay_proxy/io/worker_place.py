@@ -18,7 +18,6 @@ HURRY: Final = b"H"  # by the supervisor: end at once
 
 LOOPBACK: Final = "127.0.0.1"
 _LAST_PORT: Final = 65_535
-_SHARED_LIMITS: Final = ("max_rate", "max_key_rate", "max_key_tokens_per_minute")
 _LIMITS_OF_EACH: Final = (
     "max_concurrency",
     "max_queue",
@@ -47,7 +46,6 @@ class WorkerPlace:
 
         Limits that routers share hold for all workers together; the others hold for each worker.
         """
-        has_shared_limit = any(getattr(settings, name) is not None for name in _SHARED_LIMITS)
         return replace(
             settings,
             workers=1,
@@ -56,7 +54,6 @@ class WorkerPlace:
             store=self.store,
             peers=tuple(f"{LOOPBACK}:{port}" for port in self.peer_ports),
             peer_secret=self.secret,
-            share_limits=has_shared_limit,
         )
 
 

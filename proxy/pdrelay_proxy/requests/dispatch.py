@@ -280,7 +280,7 @@ class Dispatch:
                 call = self._named(call, self._plan.ask.model)
         if coordinates is None:
             life.on(_PULL)
-            reuses = self.settings.reuse_prompt_tokens and life.services.fleet.passes_ids(call, decode)
+            reuses = life.services.fleet.passes_ids(call, decode)
             return attempt.send_prefill(call, prefill, reuses=reuses)
         record = life.record
         record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates

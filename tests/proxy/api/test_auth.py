@@ -145,7 +145,7 @@ async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
     """The more important one first, whether its header says so or its body."""
     engines = sims()
     engines["p0"].inject(SimulatedFault(FaultKind.STALL))
-    settings = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=20.0, min_priority=-5)
+    settings = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=20.0)
     async with router(engines, settings) as client:
 
         def post(name, headers=None, **more):
@@ -162,12 +162,12 @@ async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
 
         first = post("first")
         await until_async(lambda: asked() == ["first"])
-        low = post("low")
+        low = post("low", priority=3)
         await until_waiting(1)
-        high = post("high", priority=-1)
+        high = post("high", priority=1)
         await until_waiting(2)
-        refused = await post("refused")
-        highest = post("highest", {"x-vllm-priority": "-2"})
+        refused = await post("refused", priority=3)
+        highest = post("highest", {"x-vllm-priority": "0"})
         displaced = await low
         engines["p0"].inject(None)
         first.cancel()

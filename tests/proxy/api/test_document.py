@@ -314,7 +314,7 @@ async def test_the_fields_that_the_router_looks_at_are_named(app, api):
 async def test_what_the_router_answers_is_what_the_document_says():
     """Each answer is one of its model, and has no field besides."""
     keyed = {"headers": KEY}
-    async with router(sims(), Settings(admin_key=ADMIN, required_model="sim")) as client:
+    async with router(sims(), Settings(admin_key=ADMIN)) as client:
         question = {"path": "/v1/completions", "body": {"prompt": "a", "max_tokens": 5}}
         await client.post("/v1/completions", json=question["body"])
         answers = [

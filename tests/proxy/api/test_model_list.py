@@ -42,12 +42,12 @@ class Engines:
         return answer
 
 
-def models(engines, *, prefill=(), decode=(), model=None):
+def models(engines, *, prefill=(), decode=()):
     registry = Registry()
     for role, hosts in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for host in hosts:
             registry.add(role, Address("http", host, 80))
-    return ModelCatalog(registry, engines, Outbound(forwards=True), lambda: 0.0, model=model)
+    return ModelCatalog(registry, engines, Outbound(forwards=True), lambda: 0.0)
 
 
 def candidate(host):
@@ -103,18 +103,7 @@ async def test_what_does_not_answer_like_an_engine_is_not_accepted(answer, why):
         await models(engines).accepted(candidate("x"), HEADERS)
 
 
-async def test_the_given_model_decides():
-    """Nobody else is asked then, and only the first name of an engine counts."""
-    engines = Engines(a=listing("other"), x=listing("m", "adapter"), y=listing("adapter", "m"))
-    ours = models(engines, decode="a", model="m")
-
-    assert (await ours.accepted(candidate("x"), HEADERS)).models == {"m", "adapter"}
-    with pytest.raises(NotAccepted, match="serves 'adapter' first, and not 'm'"):
-        await ours.accepted(candidate("y"), HEADERS)
-    assert engines.asked == ["x", "y"]
-
-
-async def test_without_one_an_engine_may_serve_another_model():
+async def test_an_added_engine_may_serve_another_model():
     """Requests go by the model that they name, so several may be behind one router."""
     engines = Engines(b=listing("m"), x=listing("other"))
 
@@ -145,9 +134,7 @@ class Fleet:
             facts = EngineCapabilities(models=ids and frozenset(ids))
             self.registry.add(Role.DECODE, Address("http", f"e{number}", 80), facts=facts)
             self.engines.answers.setdefault(f"e{number}", listing(*ids or ()))
-        self.models = ModelCatalog(
-            self.registry, self.engines, Outbound(forwards=forwards), lambda: self.now, model=None
-        )
+        self.models = ModelCatalog(self.registry, self.engines, Outbound(forwards=forwards), lambda: self.now)
 
     def kill(self, *numbers, noticed=True):
         for number in numbers:

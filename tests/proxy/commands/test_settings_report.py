@@ -33,7 +33,7 @@ def test_right_settings_are_said_to_be_right(serve):
 
 def test_each_wrong_setting_is_one_sentence(serve, tmp_path):
     """Flags, file, contradictions and files together: one is not found after the other."""
-    text = 'prefil = ["a:1"]\nport = 70000\nshare_limits = true\nqueue_order = "fair"\nadmin_key_file = "/nowhere"'
+    text = 'prefil = ["a:1"]\nport = 70000\nmove_above = 0.5\nqueue_order = "fair"\nadmin_key_file = "/nowhere"'
     code, out, said = serve(text, "--connect-timeout", "soon", "--retries", "99", "--check")
 
     assert (code, out) == (2, "")
@@ -44,8 +44,8 @@ def test_each_wrong_setting_is_one_sentence(serve, tmp_path):
             "router.toml: port: '70000' is not a port: write a number from 0 to 65535",
             "argument --retries: '99' is not a number of retries: write one from 0 to 10",
             "argument --connect-timeout: 'soon' is not a time: write a number of seconds above 0",
-            "share_limits needs peers: routers that do not know each other share nothing",
             "queue_order fair needs api_keys_file: without keys all clients are one",
+            "move_above is 0.5, and no stream could move: write resume_streams = true, too",
             "/nowhere cannot be read: No such file or directory",
         )
     ]

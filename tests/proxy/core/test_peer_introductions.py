@@ -20,7 +20,7 @@ class OneRouter:
 
     def __init__(self, number):
         name = number.to_bytes(8, "big")
-        self.registry, self.admission = Registry(), Admission(Settings(share_limits=True, max_key_rate=100.0))
+        self.registry, self.admission = Registry(), Admission(Settings(peers=("router:8001",), max_key_rate=100.0))
         self.engine = self.registry.add(Role.PREFILL, Address("http", "p0", 80)).id
         self.introductions = PeerIntroductions(name, SECRET)
         self.loads = LoadExchange(self.registry, name, SECRET, self.introductions)

@@ -45,7 +45,7 @@ class OneRouter:
     """A router with peers; its time stands still."""
 
     def __init__(self, *names):
-        self.admission = Admission(Settings(share_limits=True))
+        self.admission = Admission(Settings(peers=("router:8001",), max_rate=100.0))
         self.counters = Counters(frozenset())
         name, introductions = b"me" * 4, PeerIntroductions(b"me" * 4, SECRET)
         self.exchange = LoadExchange(Registry(), name, SECRET, Everybody())

@@ -33,8 +33,8 @@ def test_a_worker_is_a_router_with_the_others_as_peers_and_one_store(place):
 @pytest.mark.parametrize("name", ["max_rate", "max_key_rate", "max_key_tokens_per_minute"])
 def test_rates_hold_for_all_workers_together(place, name):
     """They share what they let in; without a rate there is nothing to share."""
-    assert place.settings(replace(SEVERAL, **{name: 7})).share_limits
-    assert not place.settings(SEVERAL).share_limits
+    assert place.settings(replace(SEVERAL, **{name: 7})).shares_limits
+    assert not place.settings(SEVERAL).shares_limits
 
 
 def test_the_limits_that_hold_for_each_worker_are_named():

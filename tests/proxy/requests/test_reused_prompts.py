@@ -102,15 +102,6 @@ async def test_many_ids_arrive_whole(api):
     assert isinstance(asked.get("prompt"), list) or "prompt_token_ids" in asked["kv_transfer_params"]
 
 
-@APIS
-async def test_it_can_be_turned_off(api):
-    engines = Engines()
-    await served(engines, api, BODIES[api], "0.32.0", reuse_prompt_tokens=False)
-
-    assert not has_ids(*engines.asked(Role.DECODE))
-    assert "return_token_ids" not in engines.asked(Role.PREFILL)[0]
-
-
 @pytest.mark.parametrize(
     ("version", "takes"),
     [

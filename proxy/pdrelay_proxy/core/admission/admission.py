@@ -92,7 +92,7 @@ class Admission:
         if limits.max_key_tokens_per_minute is not None:
             account.quota.take(limits.max_key_tokens_per_minute * self.share, guess, now=now)
             ticket.charged = guess
-        if limits.share_limits:
+        if limits.shares_limits:
             note_usage(self.usage, key, prompts, guess)
             ticket.reported = guess
         if self.admitted < limits.max_concurrency:
@@ -143,7 +143,7 @@ class Admission:
         ``tokens``: of prompt and answer, where ``counts_tokens``; None: nobody has counted them. ``now``: the same.
         """
         is_served = ticket.state is _ADMITTED
-        if self.counts_tokens or self.limits.share_limits:
+        if self.counts_tokens or self.limits.shares_limits:
             cost = (ticket.tokens if tokens is None else tokens) if is_served else 0
             self._correct(ticket, cost, now=now)
             if self._shares is not None and is_served:
@@ -165,7 +165,7 @@ class Admission:
     def charge_elsewhere(self, key: str, requests: int, tokens: int, *, now: float) -> None:
         """Charge what another router of the fleet has let in; an empty key: of all clients."""
         limits = self.limits
-        if not limits.share_limits:
+        if not limits.shares_limits:
             return
         if not key:
             if limits.max_rate is not None:
@@ -297,7 +297,7 @@ class Admission:
         limits = self.limits
         if (per_minute := limits.max_key_tokens_per_minute) is not None:
             self._accounts[ticket.key].quota.take(per_minute * self.share, cost - ticket.charged, now=now)
-        if limits.share_limits:
+        if limits.shares_limits:
             note_usage(self.usage, ticket.key, 0, cost - ticket.reported)
 
     def _turn_away(self, ticket: Ticket, event: TicketEvent, refusal: Refusal) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
+from pdrelay_proxy.core.admission.priority import USUAL
 from pdrelay_proxy.core.model import Headers, Role, first_header
 from pdrelay_proxy.errors import ConfigError, Unauthorized
 
@@ -83,7 +84,6 @@ class Keyring:
     """The keys that are good now; they may be replaced while requests are served. None: anybody may ask."""
 
     keys: Keys | None = None
-    least: int = 0  # the least priority of those that have none of their own
 
     def names(self) -> Collection[str]:
         """Return the names of the clients that may ask."""
@@ -92,7 +92,7 @@ class Keyring:
     def least_of(self, owner: str) -> int:
         """Return the least priority that a client may ask for."""
         keys = self.keys
-        return self.least if keys is None else keys.least.get(owner, self.least)
+        return USUAL if keys is None else keys.least.get(owner, USUAL)
 
     def caller(self, headers: Headers) -> str:
         """Return the name of the key in a client's headers.

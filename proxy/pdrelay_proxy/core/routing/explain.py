@@ -163,7 +163,7 @@ class Explainer:
             params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
         else:
             params = text(f"those that {prefill.id} answers with")
-            if self.settings().reuse_prompt_tokens and self.passes_ids(call, found.decode):
+            if self.passes_ids(call, found.decode):
                 asked["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
                     answered = fields | {"prompt": text(f"the token ids that {prefill.id} answers with")}

@@ -84,11 +84,11 @@ LINES = (
 def test_an_owner_may_be_more_important_than_others():
     """As the file says; who has no number there is as important as the rest."""
     keys = Keys.parse("".join(f"{line}\n" for line in LINES), "keys")
-    ring = Keyring(keys, -1)
+    ring = Keyring(keys)
 
     assert keys.owner(b"key-2-of-16-chars") == "a"
-    assert [ring.least_of(name) for name in "abc"] == [-10, -1, 5]
-    assert Keyring(None, -1).least_of("-") == -1
+    assert [ring.least_of(name) for name in "abc"] == [-10, 0, 5]
+    assert Keyring(None).least_of("-") == 0
 
 
 def test_no_key_is_ever_printed():

@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from pdrelay_proxy.core.peer_datagrams import DatagramFault
 from pdrelay_proxy.settings import Settings
 from support.several_routers import Everybody
 
-SECRET, NAMES = b"of this fleet", ("a", "b")
+SECRET, NAMES, PEERS = b"of this fleet", ("a", "b"), ("router:8001",)
 WALL = 1000.0
 
 
@@ -21,7 +20,7 @@ class OneRouter:
     """An admission, and its side of the exchange."""
 
     def __init__(self, number, *, secret=SECRET, **limits):
-        self.admission = Admission(Settings(share_limits=True, **limits))
+        self.admission = Admission(Settings(peers=PEERS, **limits))
         name = bytes([number]) * 8
         self.exchange = QuotaExchange(self.admission, name, secret, lambda: NAMES, Everybody())
 
@@ -110,7 +109,7 @@ def test_a_router_that_starts_is_not_charged_what_was_served_before():
 
 def test_a_count_is_told_some_times_and_then_not_again():
     """What has not changed need not be said for ever."""
-    one = OneRouter(1)
+    one = OneRouter(1, max_key_tokens_per_minute=600)
     one.serve("a", tokens=5)
     told = [len(one.exchange.datagrams(wall=WALL)) for _ in range(8)]
 
@@ -122,7 +121,7 @@ def test_a_count_is_told_some_times_and_then_not_again():
 def test_what_is_repeated_or_forged_charges_nothing():
     """A datagram counts once, and only with the secret; keys that do not exist count for nobody."""
     one, other = fleet(2, max_key_tokens_per_minute=600)
-    stranger = OneRouter(7, secret=b"guessed")
+    stranger = OneRouter(7, secret=b"guessed", max_key_tokens_per_minute=600)
     one.serve("a", tokens=400)
     told = one.exchange.datagrams(wall=WALL)
     stranger.serve("a", tokens=10_000)
@@ -149,11 +148,10 @@ def test_what_a_router_that_has_gone_has_sent_charges_nothing_again():
     assert other.hears(old, now=61.1) == [DatagramFault.LATE]
 
 
-@pytest.mark.parametrize("setting", [{"share_limits": False}, {}])
-def test_limits_of_ones_own_are_not_charged_what_others_serve(setting):
-    """After a reload that says so."""
+def test_limits_of_ones_own_are_not_charged_what_others_serve():
+    """A router without peers keeps to its own."""
     one, other = fleet(2, max_key_tokens_per_minute=600)
-    other.admission.change(Settings(max_key_tokens_per_minute=600, **setting), now=0.0)
+    other.admission.change(Settings(max_key_tokens_per_minute=600), now=0.0)
     one.serve("a", tokens=10_000)
     tell([one, other])
 
@@ -165,7 +163,7 @@ def test_a_request_that_came_before_the_limits_were_shared_gives_nothing_back():
     one = OneRouter(1, max_key_tokens_per_minute=600)
     one.admission.change(Settings(max_key_tokens_per_minute=600), now=0.0)
     early = one.admission.arrive("a", 0, 500 * BYTES_PER_TOKEN, now=0.0)
-    one.admission.change(Settings(max_key_tokens_per_minute=600, share_limits=True), now=0.0)
+    one.admission.change(Settings(max_key_tokens_per_minute=600, peers=PEERS), now=0.0)
     one.admission.leave(early, 30, now=0.0)
 
     assert one.admission.usage["a"].tokens == 30

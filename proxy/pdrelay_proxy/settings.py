@@ -41,13 +41,6 @@ T = TypeVar("T")
 CONNECTIONS: Final = 16384  # of clients, where the operator sets no number
 
 
-class ClientKvParams(StrEnum):
-    """What happens to KV transfer parameters that a client sends."""
-
-    REFUSE = "refuse"  # answer 400
-    STRIP = "strip"  # drop them and serve the request
-
-
 class KvTransferMode(StrEnum):
     """Who moves the KV cache: the prefill engine writes it (push), or the decode engine reads it (pull)."""
 
@@ -142,7 +135,6 @@ SECURITY: Final = Group("security")
 ADMIN: Final = Group("admin port")
 TELEMETRY: Final = Group("logs, metrics and traces")
 WORKERS: Final = Group("workers")
-KUBERNETES: Final = Group("Kubernetes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +168,7 @@ class Settings:
         "networks, addresses and names at which engines may be added at run time",
         unset="loopback and private networks", chart="router.allowedInstances")
     store: Store = ENGINES.option("memory",
-        "where engines added at run time are kept: memory, file:PATH, kubernetes:CONFIGMAP or redis://...",
+        "where engines added at run time are kept: memory, file:PATH, kubernetes:[NAMESPACE/]CONFIGMAP or redis://...",
         chart="router.store.type")
     decode_only_fallback: bool = ENGINES.option(True,
         "decode engines serve alone while there is no prefill engine; false: such requests get 503", live=True)
@@ -312,10 +304,6 @@ class Settings:
     join_key_file: File | None = SECURITY.option(None,
         "file with the join key, by which an engine's host adds, drains, undrains and removes engines at its own "
         "address, and no others; it may have a second line with another one", live=True)
-    forward_client_key: bool = SECURITY.option(False,
-        "pass the client's Authorization header to engines whose pool has no API key")
-    client_kv_params: ClientKvParams = SECURITY.option(ClientKvParams.REFUSE,
-        "what happens to a client's own kv_transfer_params; refuse: 400; strip: they are removed")
     allowed_media_domains: tuple[Host, ...] = SECURITY.option((),
         "hosts from which engines may fetch images, audio and videos that clients name by URL; *: any",
         unset="with API keys or client certificates none (data: URLs only), else any",
@@ -353,9 +341,6 @@ class Settings:
         "processes that serve one port, each a router with an admin port of its own: admin_port and those behind it; "
         "more than 1 on Linux only", chart="router.replicas")
 
-    kubernetes_namespace: str | None = KUBERNETES.option(None,
-        "namespace of the pods, of the InferencePool and of the store's ConfigMap",
-        unset="the router's own", chart="router.discovery.enabled")
     # fmt: on
 
     # What nobody had a reason to choose. Tests change it; it is no option.

@@ -30,7 +30,7 @@ def usage():
 
 def shown(api, answer, **options):
     body = {"prompt": "hi", "messages": [], "stream": True, "max_tokens": 4} | options
-    fields = parse(json.dumps(body).encode(), strip_private=False)
+    fields = parse(json.dumps(body).encode())
     written = json.dumps(answer.model_dump(), ensure_ascii=False, separators=(",", ":"))  # as Starlette's JSONResponse
     return first_token(api, fields, OFFER, maybe(written.encode(), TokensAnswer), 3).events().decode()
 

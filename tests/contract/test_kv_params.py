@@ -37,7 +37,7 @@ def test_an_offer_survives_the_router(offer, ascii_only):
     """Whatever JSON printer P's server uses."""
     written = json.dumps(offer.to_params(), ensure_ascii=ascii_only)
     answer = f'{{"id":"x","kv_transfer_params":{written},"usage":{{}}}}'.encode()
-    client = parse(b'{"model":"m","prompt":"hi"}', strip_private=False)
+    client = parse(b'{"model":"m","prompt":"hi"}')
     params, *_ = kv_params(InstanceId("p"), answer)
     body = decode_body(client, params)
 
@@ -50,7 +50,7 @@ def test_an_offer_survives_the_router(offer, ascii_only):
 @pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT, Api.RESPONSES, Api.MESSAGES])
 def test_what_the_router_abandons_is_what_it_has_had_computed(api):
     """The connector knows the prefill by the name that the router gives up later."""
-    client, transfer = parse(b'{"model":"m","prompt":"hi"}', strip_private=False), new_transfer()
+    client, transfer = parse(b'{"model":"m","prompt":"hi"}'), new_transfer()
     asked, given_up = (
         json.loads(body)["kv_transfer_params"]
         for body in (prefill_body(api, client, transfer), abandon_body(client, transfer))

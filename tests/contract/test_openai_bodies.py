@@ -278,7 +278,7 @@ def test_prefill_reads_what_the_client_wrote_and_makes_one_token(models, api):
     """Both legs agree in every field but those of one leg; otherwise the prompts could differ."""
     for name in bodies_of(api).keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
-        fields = parse(raw, strip_private=False)
+        fields = parse(raw)
         client, prefill = read(models[api], raw), read(models[api], prefill_body(api, fields, TRANSFER))
 
         assert client is not None, name
@@ -320,7 +320,7 @@ def test_decode_reads_all_of_what_the_client_wrote(models, api):
     answer = json.dumps({"kv_transfer_params": PARAMS}).encode()
     for name in bodies_of(api).keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
-        made = decode_body(parse(raw, strip_private=False), kv_params(InstanceId("prefill-0"), answer)[0])
+        made = decode_body(parse(raw), kv_params(InstanceId("prefill-0"), answer)[0])
         client, decode = read(models[api], raw), read(models[api], made)
 
         assert decode.kv_transfer_params == PARAMS, name
@@ -339,7 +339,7 @@ def odd_bodies(model, api, value):
     for name, changed in odd:
         raw = json.dumps(BASE[api] | changed).encode()
         with contextlib.suppress(BadRequest):
-            yield name, raw, parse(raw, strip_private=False)
+            yield name, raw, parse(raw)
 
 
 @pytest.mark.parametrize("api", Api)
@@ -408,7 +408,7 @@ def test_the_decode_leg_is_what_the_client_wrote_to_the_byte(models, api, data):
     raw = "{" + " , ".join(f"{json.dumps(name)}: {value}" for name, value in wanted.items()) + "}"
 
     params = kv_params(InstanceId("prefill-0"), json.dumps({"kv_transfer_params": PARAMS}).encode())[0]
-    fields = parse(raw.encode("utf-8", "surrogatepass"), strip_private=False)
+    fields = parse(raw.encode("utf-8", "surrogatepass"))
     made = decode(decode_body(named(api, fields, RequestId("r")), params), Fields)
 
     assert json.loads(bytes(made.pop("kv_transfer_params"))) == PARAMS

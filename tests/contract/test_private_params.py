@@ -13,10 +13,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from pdrelay_proxy.core.http.multipart import check_form
-from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from pdrelay_proxy.core.protocol.request_bodies import parse
-from pdrelay_proxy.core.raw_json import encode
 from pdrelay_proxy.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -110,7 +108,7 @@ def within(place, value):
 @pytest.mark.parametrize("path", [path for path in ENDPOINTS if path not in FORMS])
 @pytest.mark.parametrize("place", PLACES, ids=".".join)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_body_with_them_is_refused_or_stripped_at_every_endpoint(path, place, name):
+def test_a_body_with_them_is_refused_at_every_endpoint(path, place, name):
     """In any spelling, and whichever of two fields with one name a reader takes."""
     for attack in ATTACKS:
         said = json.dumps(within((*place, name), attack))
@@ -118,47 +116,7 @@ def test_a_body_with_them_is_refused_or_stripped_at_every_endpoint(path, place, 
         twice = said[:-1] + ", " + said[1:]
         for body in (said, escaped, twice):
             with pytest.raises(BadRequest, match=name):
-                parse(body.encode(), strip_private=False)
-            assert name.encode() not in encode(parse(body.encode(), strip_private=True)), path
-
-
-BASES = {
-    Api.COMPLETIONS: {"prompt": "hi"},
-    Api.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
-    Api.RESPONSES: {"input": "hi"},
-    Api.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 9},
-    Api.GENERATE: {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}},
-}
-
-
-@pytest.mark.parametrize("api", Api)
-@pytest.mark.parametrize("place", PLACES, ids=".".join)
-def test_what_is_stripped_is_not_there_for_vllm(vllm, api, place):
-    """vLLM's own classes read what goes on; with the attack in it they would have passed it to the engine."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-
-        models = dict(
-            zip(
-                Api,
-                (CompletionRequest, ChatCompletionRequest, ResponsesRequest, AnthropicMessagesRequest, GenerateRequest),
-                strict=True,
-            )
-        )
-        attack = within(place, {name: "x" if place == ("vllm_xargs",) else {"a": 1} for name in NAMES} | {"seen": 1})
-        body = json.dumps(BASES[api] | attack).encode()
-
-        read = models[api].model_validate_json(encode(parse(body, strip_private=True)))
-
-        said = read.model_dump_json()
-    assert not any(f'"{name}":{{' in said or f'"{name}":"' in said for name in NAMES)
-    if place == ("sampling_params", "extra_args") and api is Api.GENERATE:
-        assert read.sampling_params.extra_args == {"seen": 1}
+                parse(body.encode())
 
 
 @pytest.mark.parametrize("path", FORMS)

@@ -75,7 +75,7 @@ def renderer(tmp_path_factory):
 
 def asked_with_ids(api, body, ids):
     """Return the router's decode leg: what a prefill engine has told goes in as it came."""
-    fields = parse(json.dumps(body).encode(), strip_private=False)
+    fields = parse(json.dumps(body).encode())
     told = json.dumps({"prompt_token_ids": ids, "choices": [{}], "kv_transfer_params": PARAMS}, separators=(",", ":"))
     if api is Api.COMPLETIONS:
         told = json.dumps({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": PARAMS}, separators=(",", ":"))
@@ -140,7 +140,7 @@ async def test_only_an_answer_with_the_prompts_text_differs(renderer):
 
     assert plain["prompt"]
     assert "prompt" not in reused
-    assert not may_pass_ids(Api.CHAT, parse(json.dumps(body).encode(), strip_private=False))
+    assert not may_pass_ids(Api.CHAT, parse(json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize("name", ["chat_completion_stream_generator", "chat_completion_full_generator"])

@@ -13,7 +13,7 @@ from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
-from pdrelay_proxy.settings import ClientKvParams, KvTransferMode, Settings
+from pdrelay_proxy.settings import KvTransferMode, Settings
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +33,7 @@ def test_every_flag_arrives(monkeypatch):
     """Addresses may be listed, repeated, or both."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
     flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --max-body-bytes 10"
-    more = "--connect-timeout 0.5 --first-token-timeout 60 --client-kv-params strip --kv-transfer-mode push"
+    more = "--connect-timeout 0.5 --first-token-timeout 60 --kv-transfer-mode push"
     most = "--retries 0"
 
     assert settings_of(*flags.split(), *more.split(), *most.split()) == Settings(
@@ -42,7 +42,6 @@ def test_every_flag_arrives(monkeypatch):
         host="::",
         port=0,
         admin_key="sesame",
-        client_kv_params=ClientKvParams.STRIP,
         kv_transfer_mode=KvTransferMode.PUSH,
         retries=0,
         max_body_bytes=10,
@@ -61,10 +60,7 @@ def test_every_flag_arrives(monkeypatch):
         (["--max-body-bytes", "0"], "argument --max-body-bytes: '0' is not a size: write a whole number of bytes"),
         (["--total-timeout", "0"], "argument --total-timeout: '0' is not a time: write a number of seconds"),
         (["--connect-timeout", "soon"], "argument --connect-timeout: 'soon' is not a time"),
-        (
-            ["--client-kv-params", "maybe"],
-            "argument --client-kv-params: 'maybe' is not a choice: write refuse or strip",
-        ),
+        (["--queue-order", "maybe"], "argument --queue-order: 'maybe' is not a choice: write arrival or fair"),
         (["--retries", "-1"], "argument --retries: '-1' is not a number of retries: write one from 0 to 10"),
         (["--prefil", "a:1"], "pdrelay serve: unrecognized arguments: --prefil: did you mean --prefill?"),
         (["--connect_timeout_s=5"], "unrecognized arguments: --connect_timeout_s: did you mean --connect-timeout?"),

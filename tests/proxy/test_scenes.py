@@ -443,7 +443,7 @@ def scenes(draw):
     options = draw(
         st.sampled_from(
             [{}] * 6
-            + [{"resume_streams": True}, {"retries": 0}, {"client_kv_params": "strip"}]
+            + [{"resume_streams": True}, {"retries": 0}]
             + [{"min_split_new_bytes": 100}, {"decode_only_fallback": False}, {"max_body_bytes": 60}]
         )
     )

@@ -18,6 +18,7 @@ def store(text):
         "memory",
         "file:/var/lib/pdrelay/set.json",
         "kubernetes:pdrelay",
+        "kubernetes:llm/pdrelay",
         "redis://h:6379/0",
         "rediss://user@h:1",
         "unix:/s",

@@ -127,10 +127,6 @@ class Scripted:
         named = (*headers, (b"x-request-id", request.encode()))
         Line(self, call, LegRequest(instance, path, b"".join(body), named, content_type))
 
-    def shows_clients_key(self, instance, headers, /):
-        """Implements Teller."""
-        return False
-
     def done(self, call):
         """Implements Teller."""
         line, call.source = call.source, None

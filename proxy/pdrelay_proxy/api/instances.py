@@ -256,7 +256,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             raise HTTPException(400, f"{question.path} has no two legs to explain: write one of {', '.join(Api)}")
         headers = tuple((name.lower().encode(), value.encode()) for name, value in question.headers.items())
         try:
-            fields = parse(bytes(question.body), strip_private=False)
+            fields = parse(bytes(question.body))
             rank = rank_of(first_header(headers, b"x-data-parallel-rank"))
             call = GenerationRequest(Api(question.path), fields, headers, rank=rank)
             found = admin.explainer.explain(call)

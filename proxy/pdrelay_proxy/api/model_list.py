@@ -1,19 +1,16 @@
 """Which model the engines serve."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
-from pdrelay_proxy.api.operator_route import passed_on
 from pdrelay_proxy.api.schemas import ErrorResponse, ServedModels
-from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Member, Registry
@@ -32,7 +29,6 @@ _ERRORS: Final[dict[int | str, str]] = {
 }
 _WANTS_A_KEY: Final = (401, 403)
 _KEPT_S: Final = 3.0  # for which a list is given again: whoever asks often costs no more
-_KEYS_MOST: Final = 64  # of clients whose lists are kept, where engines see the clients' keys
 _TRIES: Final = 16  # engines of one set that are asked until one tells its models: some may have died just now
 _NEXT_S: Final = 1.0  # without an answer, until another one of the set is asked as well
 _AT_ONCE: Final = 32  # engines that are asked at the same time, for all clients
@@ -50,7 +46,7 @@ class _ModelList(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Found:
-    """What the engines said to one key."""
+    """What the engines said."""
 
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     rounds: int = 0  # in which they were asked
@@ -66,35 +62,28 @@ class ModelCatalog:
         self,
         registry: Registry,
         engines: WireEngines,
-        outbound: Outbound,
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._engines = engines
-        self._outbound = outbound  # tells which key the engines see
         self._clock = clock  # seconds; only differences count
-        self._found: OrderedDict[object, _Found] = OrderedDict()  # by what the engines of each role see
+        self._found = _Found()
         self._counted = -1  # changes of the registry when these were sorted
         self._known = dict[object, list[Instance]]()
         self._places = asyncio.Semaphore(_AT_ONCE)
 
-    async def listing(self, headers: Headers) -> EngineResponse:
+    async def listing(self) -> EngineResponse:
         """Return all engines' models, each once, as decode engines describe them; raises NoInstance: none answers.
 
         Calls at the same time share one answer, as do those of some seconds.
         """
-        key = tuple([header for header in headers if header[0] == b"authorization"])
-        seen = tuple([self._outbound.headers(role, key) for role in Role])
-        found = self._found.setdefault(seen, _Found())
-        self._found.move_to_end(seen)
-        if len(self._found) > _KEYS_MOST:
-            self._found.popitem(last=False)
+        found = self._found
         rounds = found.rounds
         async with found.asking:
             sets = self._sets()
             is_kept = found.answer is not None and self._clock() < found.at + _KEPT_S and found.sets == sets.keys()
             if not is_kept and found.rounds == rounds:  # else they were asked while this call waited
-                found.answer = await self._ask_all(list(sets.values()), key)
+                found.answer = await self._ask_all(list(sets.values()))
                 found.rounds, found.at, found.sets = rounds + 1, self._clock(), frozenset(sets)
             if found.answer is None:
                 raise NoInstance("no engine answers: the router cannot tell the models they serve")
@@ -120,8 +109,8 @@ class ModelCatalog:
         }
         return self._known
 
-    async def _ask_all(self, sets: Sequence[Sequence[Instance]], headers: Headers) -> EngineResponse | None:
-        asked = await asyncio.gather(*[self._ask_some(some, headers) for some in sets])
+    async def _ask_all(self, sets: Sequence[Sequence[Instance]]) -> EngineResponse | None:
+        asked = await asyncio.gather(*[self._ask_some(some) for some in sets])
         answers = [answer for answer in asked if answer is not None]
         lists = [found for answer in answers if (found := _cards(answer)) is not None]
         if not lists:
@@ -142,14 +131,14 @@ class ModelCatalog:
             return frozenset()  # one of those that have not said may serve anything
         return self._registry.served.difference(*known)
 
-    async def _ask_some(self, engines: Sequence[Instance], headers: Headers) -> EngineResponse | None:
+    async def _ask_some(self, engines: Sequence[Instance]) -> EngineResponse | None:
         """Return the first list of some engines; without one, what one of them says; None: none of them answers."""
         said: EngineResponse | None = None
         waiting, asking = list(engines), set[asyncio.Task[EngineResponse | None]]()
         try:
             while waiting or asking:
                 if waiting:
-                    asking.add(asyncio.create_task(self._ask_in_turn(waiting.pop(0), headers)))
+                    asking.add(asyncio.create_task(self._ask_in_turn(waiting.pop(0))))
                 patience_s = _NEXT_S if waiting else None
                 done, asking = await asyncio.wait(asking, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 for answer in [task.result() for task in done]:
@@ -163,9 +152,9 @@ class ModelCatalog:
                 await asyncio.wait(asking)
         return said
 
-    async def _ask_in_turn(self, instance: Instance, headers: Headers) -> EngineResponse | None:
+    async def _ask_in_turn(self, instance: Instance) -> EngineResponse | None:
         async with self._places:
-            answer = await self._ask(instance, headers)
+            answer = await self._ask(instance)
         return None if answer is None or answer.status >= 500 else answer
 
     async def accepted(self, candidate: Instance, headers: Headers) -> EngineCapabilities:
@@ -187,9 +176,9 @@ class ModelCatalog:
         root = next((each.root for each in ids if each.parent is None), None)
         return EngineCapabilities(frozenset(names), adapters=adapters, root=root)
 
-    async def _ask(self, instance: Instance, headers: Headers) -> EngineResponse | None:
+    async def _ask(self, instance: Instance) -> EngineResponse | None:
         try:
-            return await self._engines.models(instance, headers)
+            return await self._engines.models(instance, ())
         except EngineError:
             return None
 
@@ -199,9 +188,9 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
     router = APIRouter(tags=["models"], dependencies=keys)
 
     @router.get("/v1/models", response_model=ServedModels, responses=error_answers(ErrorResponse, _ERRORS))
-    async def list_models(request: Request) -> Response:
+    async def list_models() -> Response:
         """List the models of all engines, each once."""
-        answer = await models.listing(passed_on(request.scope))
+        answer = await models.listing()
         if answer.status >= 400:
             raise Refused(answer.status, answer.content_type, answer.body)
         check_type("an engine", answer.content_type.encode("latin-1"))

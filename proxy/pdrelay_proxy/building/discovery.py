@@ -43,12 +43,18 @@ def build_shared_text(settings: Settings, name: str, *, lasts_s: float) -> Share
         case "file":
             return FileText(f"{where}.{name}")
         case "kubernetes":
-            api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
-            return LeaseText(api, where, f"pdrelay/{name}", lasts_s=lasts_s)
+            namespace, config_map = _config_map(where)
+            return LeaseText(Kubernetes(Cluster.around(namespace)), config_map, f"pdrelay/{name}", lasts_s=lasts_s)
         case _:
             from pdrelay_proxy.io.discovery.stores.redis import RedisText  # noqa: PLC0415 (_store has loaded it)
 
             return RedisText(settings.store, name, password=os.environ.get("PDRELAY_REDIS_PASSWORD"))
+
+
+def _config_map(where: str) -> tuple[str | None, str]:
+    """Return the namespace of a store's ConfigMap (None: the router's own) and its name."""
+    namespace, _, name = where.rpartition("/")
+    return namespace or None, name
 
 
 def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) -> Store:
@@ -59,8 +65,8 @@ def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) 
         case "file":
             return FileStore(where, told)
         case "kubernetes":
-            api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
-            return ConfigMapStore(api, where, told, clock=clock)
+            namespace, config_map = _config_map(where)
+            return ConfigMapStore(Kubernetes(Cluster.around(namespace)), config_map, told, clock=clock)
         case _:
             try:
                 from pdrelay_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (its library is an extra)

@@ -93,7 +93,7 @@ def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
         modes=modes,
         later=log_calls(),
     )
-    outbound = Outbound(engine_keys(settings), forwards=settings.forward_client_key)
+    outbound = Outbound(engine_keys(settings))
     tls = EngineTls(engine_tls(settings), settings.engine_server_name)
     resolve = (
         EngineNames(resolved).resolve if fabric.transport is None else None
@@ -102,7 +102,6 @@ def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
-        forwards=settings.forward_client_key,
         tls=tls,
         transport=fabric.transport,
         guard=guard,

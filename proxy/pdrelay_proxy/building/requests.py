@@ -100,7 +100,7 @@ def build_requests(
         spans=spans,
     )
     requests = RequestSet(services)
-    models = ModelCatalog(engines.registry, wire, engines.outbound, clock)
+    models = ModelCatalog(engines.registry, wire, clock)
     return RequestSide(requests, gate, lifetime, keyring, models, telemetry, releaser, reader)
 
 

@@ -324,8 +324,7 @@ class Attempt(LegOwner):
 
     def _error_of(self, leg: EngineLeg, body: bytes) -> EngineError | Refused:
         """Say what an answer other than 200 means."""
-        is_clients_key = self._services.sender.shows_clients_key(leg.instance, self._plan.headers)
-        return leg_error(leg.instance, leg.response(body), is_clients_key=is_clients_key)
+        return leg_error(leg.instance, leg.response(body))
 
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
         """Note that a stream has begun well."""

@@ -44,20 +44,17 @@ from pdrelay_proxy.core.routing.routing_hints import (
 )
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BodyTooLarge, UnsupportedMedia
-from pdrelay_proxy.settings import ClientKvParams, Settings
+from pdrelay_proxy.settings import Settings
 
 JSON_TYPE: Final = b"application/json"
-# X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
-PASSED_ON: Final = frozenset(
-    {b"authorization", b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority"}
-)
-_WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
+# Authorization is missing on purpose: a client's key is one of this router. So is X-Request-Id: engines match the
+# halves of a request by it, so it must be ours and unique.
+PASSED_ON: Final = frozenset({b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority"})
 _LARGE: Final = 64 * 1024  # bytes of a body; of a smaller one it costs less to copy its fields than to share them
 _RANK: Final = b"x-data-parallel-rank"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
-_STRIP: Final = ClientKvParams.STRIP
 _APIS: Final = {api.value: api for api in Api}
 
 
@@ -177,7 +174,7 @@ class Intake:
             model = check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
             return {} if model is None else {"model": text(model)}
         settings = self.settings
-        fields = parse(body, strip_private=settings.client_kv_params is _STRIP)
+        fields = parse(body)
         if not settings.trust_request_chat_template and not TEMPLATES.isdisjoint(fields):
             check_chat_template(fields)
         if self.keyring.keys is not None or self.media_hosts or settings.tls_client_ca is not None:
@@ -213,8 +210,7 @@ class Intake:
         api = _APIS.get(path)
         if api is not None:
             check_wanted_now(api, fields)
-        wanted = PASSED_ON if self.settings.forward_client_key else _WITHOUT_KEY
-        passed_on = () if wanted.isdisjoint(shown) else tuple([each for each in headers if each[0] in wanted])
+        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
         salts = self.salts
         is_salted = salts is not None and self.keyring.keys is not None and salts.apply
@@ -240,8 +236,7 @@ class Intake:
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
             errand = PassthroughRequest(path, body, passed_on, declared, model=model, rank=rank)
         else:
-            strips = self.settings.client_kv_params is _STRIP
-            clean = encode(asked) if strips or asked is not fields else body
+            clean = encode(asked) if asked is not fields else body
             errand = PassthroughRequest(path, clean, passed_on, model=model, rank=rank)
         plan = RequestPlan(
             path,

@@ -65,10 +65,6 @@ class Sender(Protocol):
         """Post the pieces of a body; raises EngineError for what cannot be sent."""
         ...
 
-    def shows_clients_key(self, instance: Instance, headers: Headers, /) -> bool:
-        """Tell whether an engine is shown the key among the client's headers, and none of the router's."""
-        ...
-
     def done(self, call: ResponseHandler, /) -> None:
         """Give back the connection of an answer that is complete."""
         ...

@@ -7,14 +7,12 @@ import pytest
 
 from pdrelay_proxy.api.model_list import ModelCatalog
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineResponse, Instance, InstanceId, Role
 from pdrelay_proxy.errors import EngineError, NoInstance, NotAccepted
 
 HEADERS = ((b"authorization", b"k"),)
-OTHERS = ((b"authorization", b"other"),)
 
 
 def listing(*ids, status=200):
@@ -33,7 +31,7 @@ class Engines:
         self.asked = []
 
     async def models(self, instance, headers, *, bare=False):
-        assert headers in (HEADERS, OTHERS)
+        assert headers in (HEADERS, ())
         self.asked.append(instance.address.host + ("" if bare else " with a key"))
         await asyncio.sleep(0)
         answer = self.answers.get(instance.address.host)
@@ -47,7 +45,7 @@ def models(engines, *, prefill=(), decode=()):
     for role, hosts in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for host in hosts:
             registry.add(role, Address("http", host, 80))
-    return ModelCatalog(registry, engines, Outbound(forwards=True), lambda: 0.0)
+    return ModelCatalog(registry, engines, lambda: 0.0)
 
 
 def candidate(host):
@@ -57,7 +55,7 @@ def candidate(host):
 async def test_the_models_of_all_engines_are_told_each_once():
     """Several models behind one router look like one server; the decode engine's description counts."""
     engines = Engines(b=listing("m", "lora"), p=listing("other", "m"), e=listing(status=500))
-    answer = await models(engines, prefill="pe", decode="ab").listing(HEADERS)
+    answer = await models(engines, prefill="pe", decode="ab").listing()
 
     assert [card["id"] for card in json.loads(answer.body)["data"]] == ["m", "lora", "other"]
     assert json.loads(answer.body)["data"][0]["max_model_len"] == 9
@@ -71,7 +69,7 @@ async def test_a_model_that_no_decode_engine_serves_is_not_listed():
     learn = catalog._registry.learn
     learn("prefill-0", EngineCapabilities(frozenset({"tiny", "m"})))
     learn("decode-0", EngineCapabilities(frozenset({"other", "m"})))
-    answer = await catalog.listing(HEADERS)
+    answer = await catalog.listing()
 
     assert [card["id"] for card in json.loads(answer.body)["data"]] == ["other", "m"]
 
@@ -80,8 +78,8 @@ async def test_a_refusal_is_an_answer():
     """A missing key is the client's business, when every engine says so."""
     refusal = EngineResponse(401, "application/json", b'{"error":"Unauthorized"}')
 
-    assert await models(Engines(a=refusal, p=refusal), prefill="p", decode="a").listing(HEADERS) == refusal
-    assert (await models(Engines(a=refusal, p=listing("m")), prefill="p", decode="a").listing(HEADERS)).status == 200
+    assert await models(Engines(a=refusal, p=refusal), prefill="p", decode="a").listing() == refusal
+    assert (await models(Engines(a=refusal, p=listing("m")), prefill="p", decode="a").listing()).status == 200
 
 
 @pytest.mark.parametrize(
@@ -127,14 +125,14 @@ async def test_a_key_is_shown_only_to_an_engine_that_wants_one(status):
 class Fleet:
     """Engines whose models are known, and a clock."""
 
-    def __init__(self, *sets, forwards=True, **answers):
+    def __init__(self, *sets, **answers):
         """``sets``: of each decode engine."""
         self.now, self.registry, self.engines = 0.0, Registry(), Engines(**answers)
         for number, ids in enumerate(sets):
             facts = EngineCapabilities(models=ids and frozenset(ids))
             self.registry.add(Role.DECODE, Address("http", f"e{number}", 80), facts=facts)
             self.engines.answers.setdefault(f"e{number}", listing(*ids or ()))
-        self.models = ModelCatalog(self.registry, self.engines, Outbound(forwards=forwards), lambda: self.now)
+        self.models = ModelCatalog(self.registry, self.engines, lambda: self.now)
 
     def kill(self, *numbers, noticed=True):
         for number in numbers:
@@ -144,8 +142,8 @@ class Fleet:
             for _ in range(2 * noticed):
                 life.missed("cannot be reached", now=0.0)
 
-    async def ids(self, headers=HEADERS):
-        answer = await self.models.listing(headers)
+    async def ids(self):
+        answer = await self.models.listing()
         return [card["id"] for card in json.loads(answer.body)["data"]]
 
 
@@ -183,16 +181,6 @@ async def test_a_list_is_kept_for_seconds_unless_what_engines_serve_changes():
 
     assert (asked, later) == (1, ["m", "lora"])
     assert await fleet.ids() == ["m", "lora", "added"]
-
-
-@pytest.mark.parametrize(("forwards", "asked"), [(True, 2), (False, 1)])
-async def test_a_list_is_kept_for_those_whose_key_engines_see_alike(forwards, asked):
-    """An engine that judges the clients' keys itself has one answer for each."""
-    fleet = Fleet(("m",), forwards=forwards)
-    await fleet.ids(HEADERS)
-    await fleet.ids(OTHERS)
-
-    assert len(fleet.engines.asked) == asked
 
 
 async def test_when_no_engine_answers_all_who_wait_are_told_at_once():

@@ -118,13 +118,9 @@ class Keyring:
 
 
 class Outbound:
-    """What the router shows to the engines of each role, in place of what the client has shown.
+    """What the router shows to the engines of each role, in place of what the client has shown."""
 
-    ``forwards``: a pool without a key of its own gets the client's Authorization.
-    """
-
-    def __init__(self, keys: Mapping[Role, str] | None = None, *, forwards: bool = False) -> None:
-        self._forwards = forwards
+    def __init__(self, keys: Mapping[Role, str] | None = None) -> None:
         self.change(keys or {})
 
     def change(self, keys: Mapping[Role, str]) -> None:
@@ -139,14 +135,10 @@ class Outbound:
     def headers(self, role: Role, headers: Headers) -> Headers:
         """Return the headers for an engine: with the key of its pool, if it has one, and not with the client's."""
         key = self._keys.get(role)
-        if key is None and (self._forwards or not headers):
+        if key is None and not headers:
             return headers
         kept = self.bare(headers)
         return kept if key is None else (*kept, (b"authorization", b"Bearer " + key.encode()))
-
-    def passes_key(self, role: Role, headers: Headers) -> bool:
-        """Tell whether the engines of a role see the client's own key."""
-        return self._forwards and role not in self._keys and any(name == b"authorization" for name, _ in headers)
 
     def bare(self, headers: Headers) -> Headers:
         """Return the headers without any key."""

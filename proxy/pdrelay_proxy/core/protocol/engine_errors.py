@@ -21,13 +21,10 @@ _JSON: Final = JSON.encode()
 _SAYS: Final = frozenset({BodyShape.ERROR, BodyShape.WORD})  # they are told to clients, also from a decode engine's 5xx
 
 
-def leg_error(engine: Instance, answer: EngineResponse, *, is_clients_key: bool = False) -> Refused | EngineError:
-    """Say what to raise for a leg that was not answered with 200.
-
-    ``is_clients_key``: the engine was shown the client's own key.
-    """
+def leg_error(engine: Instance, answer: EngineResponse) -> Refused | EngineError:
+    """Say what to raise for a leg that was not answered with 200."""
     status, shape, name = answer.status, body_shape(answer.body), engine.id
-    failure = failure_of_answer(status, shape, is_clients_key=is_clients_key)
+    failure = failure_of_answer(status, shape)
     if failure is Failure.NO_SUCH_PATH:
         return NoSuchPath(status, JSON, _words(name, shape, answer.body))
     # What a prefill engine says of a 5xx may be about its insides.

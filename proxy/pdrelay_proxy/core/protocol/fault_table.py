@@ -206,16 +206,16 @@ def is_engines(failure: Failure) -> bool:
     return VERDICTS[failure].fault is Fault.ENGINE
 
 
-def failure_of_answer(status: int, shape: BodyShape, *, is_clients_key: bool = False) -> Failure | None:
+def failure_of_answer(status: int, shape: BodyShape, *, is_told: bool = False) -> Failure | None:
     """Say what a whole answer other than an engine's 200 means; None: it is a 200.
 
-    ``is_clients_key``: the engine was shown the client's own key.
+    ``is_told``: the client is to read it, so it is about the request and not about the router's key.
     """
     if status == 200:
         return None
     if status in BUSY:
         return Failure.BUSY
-    if not is_clients_key and (status in _KEY or (status == 403 and shape is BodyShape.WORD)):
+    if not is_told and (status in _KEY or (status == 403 and shape is BodyShape.WORD)):
         return Failure.WRONG_KEY
     if status in _NO_PATH and shape is not BodyShape.ERROR:
         return Failure.NO_SUCH_PATH
@@ -232,7 +232,7 @@ def failure_of(error: EngineError | Refused) -> Failure:
         case Refused(status=404, body=body) if _NO_MODEL.search(body) is not None:
             return Failure.UNKNOWN_MODEL
         case Refused(status=status):
-            return failure_of_answer(status, BodyShape.ERROR, is_clients_key=True) or Failure.BAD_RESPONSE
+            return failure_of_answer(status, BodyShape.ERROR, is_told=True) or Failure.BAD_RESPONSE
         case RouterLacks():
             return Failure.ROUTER_LACKS
         case NetworkFault():

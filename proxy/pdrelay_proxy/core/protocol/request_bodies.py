@@ -94,8 +94,8 @@ _SAMPLED_ONCE: Final[Fields] = dict.fromkeys(("max_tokens", "min_tokens"), _ONE)
 _NEEDED: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 
 
-def parse(body: bytes, *, strip_private: bool) -> Fields:
-    """Read a client's body, and refuse (or strip) the parameters only the router may set.
+def parse(body: bytes) -> Fields:
+    """Read a client's body, and refuse the parameters only the router may set.
 
     ``kv_cache_report_mode`` is left out of vLLM's extra arguments.
 
@@ -110,12 +110,12 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     except (NotJson, UnicodeDecodeError) as exc:
         fields = _otherwise_encoded(body, exc)
     check_prompts(fields, len(body))
-    fields = _public(fields, strip_private=strip_private, inside="")
+    fields = _public(fields, inside="")
     # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
     if (extra := fields.get("vllm_xargs")) is not None:
-        fields["vllm_xargs"] = _public_extra(extra, strip_private=strip_private, inside="vllm_xargs")
+        fields["vllm_xargs"] = _public_extra(extra, inside="vllm_xargs")
     if (sampling := fields.get(SAMPLING)) is not None:
-        fields[SAMPLING] = _public_sampling(sampling, strip_private=strip_private)
+        fields[SAMPLING] = _public_sampling(sampling)
     return fields
 
 
@@ -322,25 +322,25 @@ def _is_empty(value: msgspec.Raw) -> bool:
     return decode(text, object) in (None, "", [])
 
 
-def _public(fields: Fields, *, strip_private: bool, inside: str) -> Fields:
-    """Drop the private parameters; complain about those that say something unless told to strip them."""
+def _public(fields: Fields, *, inside: str) -> Fields:
+    """Drop the private parameters that say nothing; raises BadRequest: one says something."""
     for name in _PRIVATE:
-        if name in fields and fields.pop(name) != NULL and not strip_private:
+        if name in fields and fields.pop(name) != NULL:
             message = f"{inside}{name} is set by the router and must not be part of a request"
             raise BadRequest(message, param=f"{inside}{name}")
     return fields
 
 
-def _public_sampling(raw: msgspec.Raw, *, strip_private: bool) -> msgspec.Raw:
+def _public_sampling(raw: msgspec.Raw) -> msgspec.Raw:
     """Sampling parameters of vLLM's own have such a place, too: ``extra_args`` in vllm/sampling_params.py."""
     sampling = maybe(raw, Fields)
     if sampling is None or (extra := sampling.get(_EXTRA)) is None:
         return raw
-    public = _public_extra(extra, strip_private=strip_private, inside=f"{SAMPLING}.{_EXTRA}")
+    public = _public_extra(extra, inside=f"{SAMPLING}.{_EXTRA}")
     return msgspec.Raw(encode(sampling | {_EXTRA: public}))
 
 
-def _public_extra(extra: msgspec.Raw, *, strip_private: bool, inside: str) -> msgspec.Raw:
+def _public_extra(extra: msgspec.Raw, *, inside: str) -> msgspec.Raw:
     try:
         fields = decode(extra, Fields)
     except OtherJson:
@@ -350,4 +350,4 @@ def _public_extra(extra: msgspec.Raw, *, strip_private: bool, inside: str) -> ms
     if fields.keys().isdisjoint(_NOT_IN_EXTRA):
         return extra
     fields.pop(_REPORT_MODE, None)
-    return msgspec.Raw(encode(_public(fields, strip_private=strip_private, inside=f"{inside}.")))
+    return msgspec.Raw(encode(_public(fields, inside=f"{inside}.")))

@@ -41,7 +41,7 @@ class PodsFeature(Feature):
         settings = self.ground.settings
         clock = self.ground.clock
         chosen = settings.of(PodSettings)
-        cluster = Cluster.around(settings.kubernetes_namespace)
+        cluster = Cluster.around(chosen.kubernetes_namespace)
         seen = Pods(reconciler)
         if chosen.kubernetes_inference_pool is not None:
             cluster.tls()  # raises ConfigError now: the clients are made later

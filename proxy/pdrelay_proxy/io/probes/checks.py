@@ -79,14 +79,12 @@ class HttpChecks:
         *,
         timeout_s: float,
         headers: Callable[[Role], Headers] = lambda _: (),
-        forwards: bool = False,
         tls: EngineTls | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
-        self._forwards = forwards  # engines without a key of their pool get that of each client
         self._tls = tls or EngineTls.usual()
         # httpcore's word for the name that is asked for and looked for in certificates; over http nothing is.
         self._extensions = {} if self._tls.server_name is None else {"sni_hostname": self._tls.server_name}
@@ -159,7 +157,7 @@ class HttpChecks:
         status, body = await self._get(transport, instance, "/v1/models")
         if status >= 500:
             raise ProbeInvalid(f"answers /v1/models with status {status}")
-        if status == _UNAUTHORIZED and not (self._forwards and not self._headers(instance.pool)):
+        if status == _UNAUTHORIZED:
             raise ProbeInvalid(f"wants another API key ({_KEY_SETTINGS[instance.pool]})")
         cards = _read(body, _ModelCards).data if status == 200 else None
         models = None if cards is None else frozenset(card.id for card in cards)

@@ -103,10 +103,6 @@ class LegSender:
             connection.abort()
             call.failed(EngineError(f"{call.engine} closed the connection before the request was sent", reached=False))
 
-    def shows_clients_key(self, instance: Instance, headers: Headers, /) -> bool:
-        """Tell whether an engine is shown the key among the client's headers, and none of the router's."""
-        return self._outbound.passes_key(instance.pool, headers)
-
     def done(self, call: ResponseHandler) -> None:
         """Give back the connection of an answer that is complete; any other one is closed."""
         source, call.source = call.source, None

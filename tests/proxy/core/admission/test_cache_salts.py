@@ -14,7 +14,7 @@ KEYS = Keys.parse("a:sk-1-of-16-chars\na:sk-2-of-16-chars\nb:sk-3-of-16-chars\n"
 
 def salt(caller, given=None, *, keys=KEYS, secret=None, salts=None):
     body = {"prompt": "x"} | ({} if given is None else {"cache_salt": given})
-    fields = parse(json.dumps(body).encode(), strip_private=False)
+    fields = parse(json.dumps(body).encode())
     return json.loads(bytes((salts or Salts(Keyring(keys), secret)).salted(fields, caller)["cache_salt"]))
 
 

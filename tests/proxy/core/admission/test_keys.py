@@ -124,15 +124,14 @@ def test_whatever_a_header_can_carry_can_be_a_key(key):
 
 
 def test_an_engine_gets_its_own_key_in_place_of_the_clients():
-    """If its pool has one; the other pool's is not for it, and the client's neither, unless the operator says so."""
+    """If its pool has one; the other pool's is not for it, and the client's neither."""
     headers = ((b"authorization", b"Bearer client"), (b"traceparent", b"00"))
-    for forwards, clients in ((False, headers[1:]), (True, headers)):
-        outbound = Outbound({Role.PREFILL: "engine"}, forwards=forwards)
+    outbound = Outbound({Role.PREFILL: "engine"})
 
-        assert outbound.headers(Role.PREFILL, headers) == (headers[1], (b"authorization", b"Bearer engine"))
-        assert outbound.headers(Role.DECODE, headers) == clients
-        outbound.change({})
-        assert outbound.headers(Role.PREFILL, headers) == clients
+    assert outbound.headers(Role.PREFILL, headers) == (headers[1], (b"authorization", b"Bearer engine"))
+    assert outbound.headers(Role.DECODE, headers) == headers[1:]
+    outbound.change({})
+    assert outbound.headers(Role.PREFILL, headers) == headers[1:]
 
 
 @pytest.mark.parametrize("text", ["", "two words", "two\nlines", "clé"])

@@ -14,7 +14,7 @@ TEXT = "once upon a time " * 1000
 
 def estimate(**fields):
     body = json.dumps(fields).encode()
-    return prompt_tokens(parse(body, strip_private=False), len(body))
+    return prompt_tokens(parse(body), len(body))
 
 
 def chat(*parts, before=()):

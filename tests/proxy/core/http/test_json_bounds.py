@@ -96,8 +96,8 @@ def test_prompts_are_counted():
     for name in ("prompt", "input", "documents"):
         for item in ("a,b", [1, 2], {"text": "a"}):
             just = json.dumps({name: [item] * PROMPTS_MOST}).encode()
-            assert parse(just, strip_private=False)
+            assert parse(just)
             with pytest.raises(BadRequest, match=f"{name} has more than {PROMPTS_MOST}"):
-                parse(json.dumps({name: [item] * (PROMPTS_MOST + 1)}).encode(), strip_private=False)
-    assert parse(json.dumps({"prompt": [7] * 100_000}).encode(), strip_private=False)
+                parse(json.dumps({name: [item] * (PROMPTS_MOST + 1)}).encode())
+    assert parse(json.dumps({"prompt": [7] * 100_000}).encode())
     check_prompts({}, 1 << 20)

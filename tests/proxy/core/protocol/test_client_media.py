@@ -14,7 +14,7 @@ DATA = "data:image/png;base64,QUJD"
 
 def check(fields, hosts=(), text=None, *, may_have_ids=True):
     hosts = None if hosts is None else frozenset(hosts)
-    read = parse((text or json.dumps(fields)).encode(), strip_private=False)
+    read = parse((text or json.dumps(fields)).encode())
     check_media(read, hosts, may_have_ids=may_have_ids)
 
 

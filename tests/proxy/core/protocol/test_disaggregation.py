@@ -27,7 +27,7 @@ PLAIN = {
 
 
 def reason(api, **fields):
-    return solo_reason(api, parse(json.dumps(PLAIN[api] | fields).encode(), strip_private=False))
+    return solo_reason(api, parse(json.dumps(PLAIN[api] | fields).encode()))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_prompt_is_recognised_through_blanks():
         (b"[ \n 1 , 2 ]", None),
         (b'[ \t"a" , "b"]', SingleEngineReason.PROMPTS),
     ):
-        fields = parse(b'{"prompt" : ' + text + b"}", strip_private=False)
+        fields = parse(b'{"prompt" : ' + text + b"}")
         assert solo_reason(Api.COMPLETIONS, fields) is expected
 
 
@@ -167,7 +167,7 @@ def test_values_that_cannot_be_decoded_are_not_plain():
 
 def test_messages_need_a_limit():
     """The decode engine refuses without, while it reads the body; the prefill engine gets a limit from the router."""
-    assert solo_reason(Api.MESSAGES, parse(b'{"messages":[]}', strip_private=False)) is SingleEngineReason.UNUSUAL
+    assert solo_reason(Api.MESSAGES, parse(b'{"messages":[]}')) is SingleEngineReason.UNUSUAL
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_messages_need_a_limit():
 def test_several_answers_to_one_prompt_may_share_it(fields, expected):
     """If nothing else keeps the request from being split."""
     for api in BOTH:
-        assert may_share(api, parse(json.dumps(PLAIN[api] | fields).encode(), strip_private=False)) is expected
+        assert may_share(api, parse(json.dumps(PLAIN[api] | fields).encode())) is expected
     sampled = {"token_ids": [1], "sampling_params": fields}
     if "echo" not in fields:
-        assert may_share(Api.GENERATE, parse(json.dumps(sampled).encode(), strip_private=False)) is expected
+        assert may_share(Api.GENERATE, parse(json.dumps(sampled).encode())) is expected
 
 
 @pytest.mark.parametrize("api", Api)

@@ -1,6 +1,5 @@
 """What an engine's answer means when it is not the one we hoped for."""
 
-import itertools
 import json
 
 import pytest
@@ -54,11 +53,11 @@ def test_the_shape_of_a_body(body, shape):
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("shape", BodyShape)
 def test_the_error_of_every_answer_is_what_the_table_says(role, shape):
-    """On both legs, in each shape, with the router's key and the client's."""
-    for status, is_clients_key in itertools.product((*range(201, 400, 7), *range(400, 600)), (True, False)):
-        error = leg_error(engine(role), answer(status, OF_SHAPE[shape]), is_clients_key=is_clients_key)
+    """On both legs, in each shape."""
+    for status in (*range(201, 400, 7), *range(400, 600)):
+        error = leg_error(engine(role), answer(status, OF_SHAPE[shape]))
 
-        assert failure_of(error) is failure_of_answer(status, shape, is_clients_key=is_clients_key)
+        assert failure_of(error) is failure_of_answer(status, shape)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -130,14 +129,6 @@ def test_a_decode_engines_error_reaches_the_client_if_it_is_about_the_request(st
     assert kind is type(error)
     if kind is KeyRefused:
         assert str(error) == "decode-3 does not accept the key of this router"
-
-
-def test_what_an_engine_says_of_the_clients_own_key_reaches_the_client():
-    """With --forward-client-key the client's key is the one that is refused."""
-    error = leg_error(engine(Role.DECODE), answer(401, WORD), is_clients_key=True)
-
-    assert error_body(error, "/v1/completions")[0] == 401
-    assert b"Unauthorized" in error_body(error, "/v1/completions")[2]
 
 
 def test_parameters_do_not_reach_the_client_in_an_error():

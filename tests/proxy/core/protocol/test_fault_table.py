@@ -176,8 +176,8 @@ def test_the_client_gets_what_the_table_says(error, failure):
 @pytest.mark.parametrize("shape", BodyShape)
 def test_every_status_has_a_meaning(shape):
     """In each shape, with the router's key and with the client's own."""
-    for status, is_clients_key in itertools.product(range(100, 1000), (True, False)):
-        failure = failure_of_answer(status, shape, is_clients_key=is_clients_key)
+    for status, is_told in itertools.product(range(100, 1000), (True, False)):
+        failure = failure_of_answer(status, shape, is_told=is_told)
 
         assert (failure is None) == (status == 200)
         if failure is None:
@@ -188,7 +188,7 @@ def test_every_status_has_a_meaning(shape):
         elif status in (429, 503):
             assert failure is Failure.BUSY
         elif status in (401, 407) or (status == 403 and shape is BodyShape.WORD):
-            assert failure is (Failure.REFUSED if is_clients_key else Failure.WRONG_KEY)
+            assert failure is (Failure.REFUSED if is_told else Failure.WRONG_KEY)
         elif status in (404, 405) and shape is not BodyShape.ERROR:
             assert failure is Failure.NO_SUCH_PATH
         elif status < 500 or status == 501:

@@ -25,7 +25,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 def fields_of(body):
-    return parse(json.dumps(body).encode(), strip_private=False)
+    return parse(json.dumps(body).encode())
 
 
 def token_of(api, body, **changes):

@@ -19,7 +19,7 @@ BASE = {Api.COMPLETIONS: TEXT, Api.CHAT: CHAT}
 
 
 def fields_of(body):
-    return parse(json.dumps(body).encode(), strip_private=False)
+    return parse(json.dumps(body).encode())
 
 
 def broken_off(api, body, after):

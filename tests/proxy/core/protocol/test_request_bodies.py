@@ -42,7 +42,7 @@ PARAMS = {
 
 
 def prefilled(api, body):
-    return json.loads(prefill_body(api, parse(json.dumps(body).encode(), strip_private=False), TransferId("xfer-1")))
+    return json.loads(prefill_body(api, parse(json.dumps(body).encode()), TransferId("xfer-1")))
 
 
 def test_a_completion_is_prefilled_with_one_token():
@@ -144,7 +144,7 @@ def write(pairs):
 def test_decode_gets_the_clients_values_byte_for_byte(pairs):
     """Big integers, floats beyond range, escapes and unknown fields included; names keep their order."""
     text = b'{"kv_transfer_params":' + json.dumps(PARAMS).encode() + b"}"
-    made = decode_body(parse(write(pairs), strip_private=False), kv_params(P, text)[0])
+    made = decode_body(parse(write(pairs)), kv_params(P, text)[0])
     fields = msgspec.json.decode(made, type=dict[str, msgspec.Raw])
 
     carried = fields.pop("kv_transfer_params")
@@ -155,7 +155,7 @@ def test_decode_gets_the_clients_values_byte_for_byte(pairs):
 @given(pairs=members)
 def test_the_last_of_equal_names_counts_on_both_legs(pairs):
     """As it does in Python's json, which vLLM uses; two engines that choose differently would be a wrong answer."""
-    fields = parse(write(pairs), strip_private=False)
+    fields = parse(write(pairs))
     wanted = dict(pairs)
 
     decoded = msgspec.json.decode(encode(fields), type=dict[str, msgspec.Raw])
@@ -174,12 +174,12 @@ def test_a_body_may_have_every_encoding_that_vllm_reads(encoding):
     """Windows' clients write a mark before it, or UTF-16; what only the router may set is found in each."""
     body = '{"prompt": "größe 😀", "n": 1}'.encode(encoding)
 
-    assert json.loads(encode(parse(body, strip_private=False))) == {"prompt": "größe 😀", "n": 1}
+    assert json.loads(encode(parse(body))) == {"prompt": "größe 😀", "n": 1}
     private = '{"prompt": "ö", "kv_transfer_params": {"a": 1}}'.encode(encoding)
     with pytest.raises(BadRequest, match="set by the router"):
-        parse(private, strip_private=False)
+        parse(private)
     with pytest.raises(BadRequest, match="at most"):
-        parse(json.dumps({str(number): 1 for number in range(5000)}).encode(encoding), strip_private=False)
+        parse(json.dumps({str(number): 1 for number in range(5000)}).encode(encoding))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_body_may_have_every_encoding_that_vllm_reads(encoding):
 def test_a_body_that_is_no_object_is_the_clients_mistake(body, says):
     """400, with the reason."""
     with pytest.raises(BadRequest, match=says):
-        parse(body, strip_private=False)
+        parse(body)
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
@@ -215,42 +215,34 @@ def test_clients_may_not_send_transfer_parameters(name, value):
         ({"sampling_params": {"extra_args": {name: value}}}, f"sampling_params.extra_args.{name}"),
     ):
         with pytest.raises(BadRequest, match=f"{where} is set by the router") as caught:
-            parse(json.dumps({"prompt": "hi"} | body).encode(), strip_private=False)
+            parse(json.dumps({"prompt": "hi"} | body).encode())
         assert caught.value.param == where
 
 
 def test_an_escaped_name_is_the_same_name():
     """Or a backslash would be enough to reach the engine."""
     with pytest.raises(BadRequest, match="kv_transfer_params"):
-        parse(rb'{"prompt":"hi","kv_\u0074ransfer_params":{}}', strip_private=False)
+        parse(rb'{"prompt":"hi","kv_\u0074ransfer_params":{}}')
     with pytest.raises(BadRequest, match="kv_transfer_params"):
-        parse(rb'{"prompt":"hi","vllm_xargs":{"kv_\u0074ransfer_params":1}}', strip_private=False)
+        parse(rb'{"prompt":"hi","vllm_xargs":{"kv_\u0074ransfer_params":1}}')
     with pytest.raises(BadRequest, match="kv_transfer_params"):
-        parse(rb'{"sampling_params":{"extra_\u0061rgs":{"kv_\u0074ransfer_params":1}}}', strip_private=False)
+        parse(rb'{"sampling_params":{"extra_\u0061rgs":{"kv_\u0074ransfer_params":1}}}')
 
 
 def test_null_says_nothing_and_is_dropped():
     """Some clients write out every field they know."""
-    fields = parse(b'{"prompt":"hi","kv_transfer_params":null,"vllm_xargs":null}', strip_private=False)
+    fields = parse(b'{"prompt":"hi","kv_transfer_params":null,"vllm_xargs":null}')
 
     assert encode(fields) == b'{"prompt":"hi","vllm_xargs":null}'
 
 
-def test_they_can_be_stripped_instead():
-    """For clients that used to talk to another proxy."""
-    body = b'{"prompt":"hi","kv_transfer_params":{"a":1},"vllm_xargs":{"ec_transfer_params":1,"b":0.10}}'
-
-    assert encode(parse(body, strip_private=True)) == b'{"prompt":"hi","vllm_xargs":{"b":0.10}}'
-
-
-@pytest.mark.parametrize("strip_private", [False, True])
-def test_clients_cannot_have_an_engine_repeat_its_kv_events(strip_private):
+def test_clients_cannot_have_an_engine_repeat_its_kv_events():
     """``full`` tells all routers again of every cached block, with each request; the answer is the same without it."""
     body = (
         b'{"vllm_xargs":{"kv_cache_report_mode":"full","a":0.10},'
         b'"sampling_params":{"extra_args":{"kv_cache_report_mode":"full"},"n":1}}'
     )
-    fields = parse(body, strip_private=strip_private)
+    fields = parse(body)
 
     assert encode(fields) == b'{"vllm_xargs":{"a":0.10},"sampling_params":{"extra_args":{},"n":1}}'
 
@@ -259,19 +251,19 @@ def test_of_two_extra_arguments_the_one_that_was_looked_at_goes_on():
     """Or an engine could read the other one."""
     body = b'{"sampling_params":{"extra_args":{"kv_transfer_params":1},"seed" : 1e1,"extra_args":{"a":1}}}'
 
-    assert encode(parse(body, strip_private=False)) == b'{"sampling_params":{"extra_args":{"a":1},"seed":1e1}}'
+    assert encode(parse(body)) == b'{"sampling_params":{"extra_args":{"a":1},"seed":1e1}}'
 
 
 @pytest.mark.parametrize("extra", [b'{"a" : 1}', b"[1]", b'"x"'])
 def test_other_extra_arguments_are_left_alone(extra):
     """Also those the engine will refuse."""
-    assert bytes(parse(b'{"vllm_xargs":' + extra + b"}", strip_private=False)["vllm_xargs"]) == extra
+    assert bytes(parse(b'{"vllm_xargs":' + extra + b"}")["vllm_xargs"]) == extra
 
 
 def test_extra_arguments_that_cannot_be_read_are_refused():
     """What is in them cannot be told."""
     with pytest.raises(BadRequest, match="is not JSON"):
-        parse(b'{"vllm_xargs":{"\xff":1}}', strip_private=False)
+        parse(b'{"vllm_xargs":{"\xff":1}}')
 
 
 def answer(**changes):
@@ -316,7 +308,7 @@ def test_prefill_of_token_ids_keeps_the_sampling_parameters():
     """But for the limits, which are among them: logprobs and the like are checked by the prefill engine."""
     body = {"token_ids": [1], "sampling_params": {"seed": 7, "logprobs": 2, "min_tokens": 4, "max_tokens": 9}}
     more = {"stream": True, "stream_options": {}}
-    fields = parse(json.dumps(body | more).encode(), strip_private=False)
+    fields = parse(json.dumps(body | more).encode())
     made = json.loads(prefill_body(Api.GENERATE, fields, TransferId("x")))
 
     assert made.pop("kv_transfer_params")["do_remote_decode"] is True
@@ -334,7 +326,7 @@ def test_prefill_of_token_ids_keeps_the_sampling_parameters():
 def test_prefill_of_the_other_apis_only_gets_what_they_know(api, one):
     """An unknown field may be refused some day; what they know beside it is kept."""
     client = {"model": "m", "stream": True, "top_logprobs": 2, "n": 3, "max_output_tokens": 9, "max_tokens": 9}
-    made = json.loads(prefill_body(api, parse(json.dumps(client).encode(), strip_private=False), TransferId("x")))
+    made = json.loads(prefill_body(api, parse(json.dumps(client).encode()), TransferId("x")))
 
     params = made.pop("kv_transfer_params")
     assert (params["do_remote_decode"], params["transfer_id"]) == (True, "x")
@@ -343,7 +335,7 @@ def test_prefill_of_the_other_apis_only_gets_what_they_know(api, one):
 
 def test_only_responses_are_named_in_the_body():
     """The other engines take the name from X-Request-Id; and a client's own name is replaced where it stands."""
-    fields = parse(b'{"request_id":"mine","input":"a"}', strip_private=False)
+    fields = parse(b'{"request_id":"mine","input":"a"}')
 
     assert encode(named(Api.RESPONSES, fields, RequestId("r"))) == b'{"request_id":"resp_r","input":"a"}'
     for api in set(Api) - {Api.RESPONSES}:
@@ -353,13 +345,13 @@ def test_only_responses_are_named_in_the_body():
 @pytest.mark.parametrize("value", [True, 1, "yes", {}])
 def test_an_answer_for_later_is_refused(value):
     """However it is spelt; elsewhere the field means nothing."""
-    fields = parse(json.dumps({"background": value}).encode(), strip_private=False)
+    fields = parse(json.dumps({"background": value}).encode())
     with pytest.raises(BadRequest, match="background"):
         check_wanted_now(Api.RESPONSES, fields)
 
     check_wanted_now(Api.CHAT, fields)
     for no in (b'{"background":false}', b'{"background":null}', b"{}"):
-        check_wanted_now(Api.RESPONSES, parse(no, strip_private=False))
+        check_wanted_now(Api.RESPONSES, parse(no))
 
 
 def test_tokens_are_added_to_parameters_that_stay_as_they_came():

@@ -14,7 +14,7 @@ HEADERS = ((b"authorization", b"k"), (b"x-session-id", b"s"))
 
 
 def call_of(api, raw, rank=None, headers=HEADERS):
-    return GenerationRequest(api, parse(raw, strip_private=False), headers, rank)
+    return GenerationRequest(api, parse(raw), headers, rank)
 
 
 @pytest.mark.parametrize("api", Api)

@@ -9,7 +9,7 @@ from pdrelay_proxy.core.routing.session_ids import BODY_FIELDS, HEADERS, LONGEST
 
 
 def session(body, headers=(), names=()):
-    return SessionIds(names).of(dict(headers), parse(json.dumps(body).encode(), strip_private=False))
+    return SessionIds(names).of(dict(headers), parse(json.dumps(body).encode()))
 
 
 def nested(name, value):

@@ -183,3 +183,16 @@ async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(acco
             ("patch", "configmaps", "pdrelay-instances"),
         }
         assert {call.namespace for call in api.calls} == {"default"}
+
+
+async def test_pods_and_store_may_be_in_other_namespaces(account, monkeypatch):
+    """Each names its own; neither has to be the router's."""
+    there = PodSettings("app=pdrelay", kubernetes_namespace="engines")
+    settings = replace(OPEN, store="kubernetes:fleet/pdrelay-instances").having(there)
+    async with cluster(account, monkeypatch, settings, x=0, y=0) as (api, _, _, client):
+        api.put("configmaps", "pdrelay-instances", {"metadata": {}}, "fleet")
+        async with asyncio.timeout(20):
+            while (await client.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.05)
+
+        assert {(call.resource, call.namespace) for call in api.calls} == {("pods", "engines"), ("configmaps", "fleet")}

@@ -86,18 +86,12 @@ async def test_an_engine_that_wants_another_key_says_so_to_the_operator(role):
     """It would answer each client with 401, and clients would take their own keys for wrong."""
     engine = Instance(InstanceId(f"{role}-0"), role, D.address)
     shown = {"headers": lambda _: ((b"authorization", b"Bearer k"),)}
-    for options in ({}, shown, shown | {"forwards": True}):
+    for options in ({}, shown):
         with pytest.raises(
             ProbeFailed, match=rf"^wants another API key \(PDRELAY_{role.upper()}_API_KEY or "
         ) as caught:
             await checks(GOOD | UNAUTHORIZED, **options).look(engine)
         assert not caught.value.silent
-
-
-async def test_an_engine_that_gets_the_keys_of_clients_may_refuse_a_probe():
-    """A pool without a key of its own serves clients who have one (forward_client_key)."""
-    look = checks(GOOD | UNAUTHORIZED, forwards=True)
-    assert await look.look(D) == EngineCapabilities(version="0.32.0")
 
 
 def caused_by(error):

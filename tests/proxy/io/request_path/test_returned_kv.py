@@ -98,7 +98,7 @@ def test_the_setting_needs_a_policy_that_remembers():
 @pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT, Api.GENERATE])
 def test_the_prefill_leg_names_the_engine(api):
     """Beside what it says without, and in that leg alone."""
-    call = GenerationRequest(api, parse(b'{"model":"m","prompt":"hi"}', strip_private=False), ())
+    call = GenerationRequest(api, parse(b'{"model":"m","prompt":"hi"}'), ())
 
     def params(**options):
         body = b"".join(prefill_body(call, RequestId("r"), TransferId("t"), reuses=False, **options))

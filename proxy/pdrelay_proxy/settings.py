@@ -203,7 +203,8 @@ class Settings:
     circuit_breaker_failures: Natural = HEALTH.option(5,
         "consecutive requests that fail before an engine is ejected; 0: failed requests eject no engine")
     engine_metrics_interval_s: Seconds = HEALTH.option(15.0,
-        "time between two reads of the metrics of all decode engines, which show whether KV arrives")
+        "time between two reads of the metrics of all decode engines, which show whether KV arrives and whose cache "
+        "is full; 1 or 2 with move_above")
 
     retries: Retries = RETRIES.option(2,
         "failed legs (requests to one engine) of a client's request that are retried before it gets the error; 0: "
@@ -223,15 +224,15 @@ class Settings:
         "bodies of all requests that are served or wait, together; further ones get 503", live=True)
     max_body_bytes: Bytes = LIMITS.option(16 << 20, "body of one request; a larger one gets 413")
     max_rate: Rate | None = LIMITS.option(None,
-        "requests a second of all clients together, and at all routers that know each other (peers, workers); further "
+        "requests a second of all clients together, at all routers that know each other (peers, workers); further "
         "ones get 503", live=True)
     max_key_concurrency: Count | None = LIMITS.option(None,
         "requests of one API key that are served or wait; further ones get 429", live=True)
     max_key_rate: Rate | None = LIMITS.option(None,
-        "requests a second of one API key, at all these routers together; further ones get 429", live=True)
+        "requests a second of one API key, at all routers that know each other; further ones get 429", live=True)
     max_key_tokens_per_minute: Count | None = LIMITS.option(None,
-        "prompt and answer tokens a minute of one API key, at all these routers together; further requests get 429",
-        live=True)
+        "prompt and answer tokens a minute of one API key, at all routers that know each other; further requests get "
+        "429", live=True)
     queue_order: QueueOrder = LIMITS.option(QueueOrder.ARRIVAL,
         "which request of a priority leaves the queue next; fair: one of the API key that was served the fewest "
         "tokens", live=True)
@@ -249,7 +250,7 @@ class Settings:
         "time that each engine has for its first token, with its time in the engine's queue: for a whole prefill leg, "
         "and to the first event of a stream", live=True)
     stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0,
-        "longest pause between two pieces of a stream; each engine has an eighth of it for its part in moving one",
+        "longest pause between two pieces of a stream; when it moves, each engine has an eighth of this for its part",
         live=True)
     stream_comment_interval_s: SomeSeconds = TIMEOUTS.option(0.0,
         "time without an event after which a stream gets an SSE comment, for proxies that close quiet connections; 0: "
@@ -257,8 +258,7 @@ class Settings:
     total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
         "time for a response that is not streamed, with all retries", live=True)
     receive_timeout_s: Seconds = TIMEOUTS.option(30.0,
-        "time in which a client must send the head of a request, and again for its body, plus one second for each 16 "
-        "KiB of it")
+        "time for a client to send the head of a request, and again for its body (one second more for each 16 KiB)")
     drain_grace_s: SomeSeconds = TIMEOUTS.option(0.0,
         "time after SIGTERM in which new requests are still served, while /ready answers 503",
         live=True, chart="router.drain.graceSeconds")
@@ -345,7 +345,6 @@ class Settings:
 
     # What nobody had a reason to choose. Tests change it; it is no option.
     health_check_timeout_s: float = 5.0  # for one health check
-    unresponsive_timeout_s: float = 30.0  # without an answer to one: the engine's requests are retried elsewhere
     ejection_time_s: float = 5.0  # before an ejected engine's trial; doubled after each that fails, up to 60 s
     load_reports: bool = True  # prefill engines are asked for their load, if the prefill policy uses it
     client_write_timeout_s: float = 300.0  # in which a client must read some of its response

@@ -197,7 +197,7 @@ class ProbeSchedule:
         if told_at is not None and not _is_missing(member):
             return 0.0 if turn.begun < told_at else self._interval_s * turn.stretch
         # What is away for both, or well for both, is left to those that watch it. One that holds probes until their
-        # timeout is still probed as usual: it may hang, and keep requests (unresponsive_timeout).
+        # timeout is still probed as usual: it may hang, and keep requests (HUNG_S of io/probes/prober.py).
         is_left = not turn.slow_failures and member.life.is_away if told_at is not None else not _is_missing(member)
         if is_left and not self._watching.watches(name):
             drawn = (turn.stretch - _SOONEST) / _JITTER  # 0 to 1: a hundred routers may have started together

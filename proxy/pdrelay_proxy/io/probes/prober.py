@@ -31,6 +31,7 @@ _START_S: Final = 30.0  # an engine that has not answered by then may never do: 
 # Without a request, until a draining prefill engine is believed to be empty that does not say so: twice the leases of
 # both connectors (30 s), which decode engines may have renewed once more.
 DRAIN_IDLE_S: Final = 60.0
+HUNG_S: Final = 30.0  # without an answer to any check, until an engine's requests are retried elsewhere
 _TICKS: Final = 20  # glances in the time between two probes
 
 
@@ -57,12 +58,14 @@ class Prober:
         looks: LookExchange | None = None,
         warnings: FleetWarnings | None = None,
         drain_idle_s: float = DRAIN_IDLE_S,
+        hung_s: float = HUNG_S,
     ) -> None:
         """``looks``: what other routers probe and find; None: there are none. ``warnings``: those of others to see."""
         self._registry = registry
         self._checks = checks
         self._settings = settings
         self._drain_idle_s = drain_idle_s
+        self._hung_s = hung_s
         self._clock = clock  # seconds; only differences count
         self._give_up = give_up
         self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, looks)
@@ -157,7 +160,7 @@ class Prober:
             member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
             if not missed and self._is_missed_elsewhere(member.instance.id, begun=begun):
                 member.life.missed(f"{sick}, and another router neither", now=self._clock(), silent=sick.silent)
-            hung_s = self._settings.unresponsive_timeout_s
+            hung_s = self._hung_s
             hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
             if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
                 said = "%s has answered no probe for %g s: %d requests are given up"

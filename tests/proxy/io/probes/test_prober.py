@@ -18,7 +18,7 @@ from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
-from pdrelay_proxy.io.probes.prober import DRAIN_IDLE_S, Prober
+from pdrelay_proxy.io.probes.prober import DRAIN_IDLE_S, HUNG_S, Prober
 from pdrelay_proxy.settings import Settings, SlicePairing
 from support.sim import until_async
 from support.simulated_loop import in_simulated_time
@@ -59,8 +59,8 @@ def engines():
     return Engines()
 
 
-def prober(registry, engines, give_up=None, *, drain_idle_s=DRAIN_IDLE_S, **rhythm):
-    more = {"drain_idle_s": drain_idle_s} | ({} if give_up is None else {"give_up": give_up})
+def prober(registry, engines, give_up=None, *, drain_idle_s=DRAIN_IDLE_S, hung_s=HUNG_S, **rhythm):
+    more = {"drain_idle_s": drain_idle_s, "hung_s": hung_s} | ({} if give_up is None else {"give_up": give_up})
     return Prober(registry, engines, Settings(**rhythm), time.monotonic, lambda: 0.5, **more)
 
 
@@ -164,7 +164,7 @@ async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up
         given_up.append((instance.id, silent_s, member.life.silent_s(now=time.monotonic()) >= 0.2))
         return 3
 
-    async with prober(registry, engines, give_up, health_check_interval_s=0.05, unresponsive_timeout_s=0.2).running():
+    async with prober(registry, engines, give_up, health_check_interval_s=0.05, hung_s=0.2).running():
         await until_async(lambda: member.life.state is HealthState.HEALTHY)
         await asyncio.sleep(0.3)
         assert given_up == []
@@ -183,7 +183,7 @@ async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(
         given_up.append(time.monotonic())
         return 1
 
-    async with prober(registry, engines, give_up, health_check_interval_s=0.05, unresponsive_timeout_s=0.2).running():
+    async with prober(registry, engines, give_up, health_check_interval_s=0.05, hung_s=0.2).running():
         await until_async(lambda: member.life.state is HealthState.HEALTHY)
         engines.sick = ProbeInvalid("answers /health with status 503")
         await until_async(lambda: member.life.state is HealthState.EJECTED)
@@ -212,7 +212,7 @@ async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_gi
 
     engines.numbers = numbers
     registry.drain(member.instance.id, now=time.monotonic())
-    async with prober(registry, engines, give_up, unresponsive_timeout_s=0.3).running():
+    async with prober(registry, engines, give_up, hung_s=0.3).running():
         await until_async(lambda: len(asked) >= 3)
         await asyncio.sleep(0.05)
 

@@ -19,6 +19,7 @@ PARTS_KEPT: Final = 8  # records of the prompts of one request
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered
 PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
 SINGLE: Final = "single"  # one engine serves it
+NO_END: Final = (b"", b"")  # of an answer: it does not matter
 
 
 class RequestOutcome(FastStrEnum):
@@ -172,7 +173,7 @@ class RequestRecord:
         self.cache_missed_at: InstanceId | None = None  # a decode engine that had far less than expected
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
-        self.end = b"", b""  # the last two pieces of the answer's body, if they matter
+        self.end = NO_END  # the last two pieces of the answer's body, if they matter
 
     def over(self, status: int, duration_s: float) -> None:
         """Note how it ended."""
@@ -233,7 +234,7 @@ class RequestRecord:
 
     def take_end(self) -> bytes:
         """Return the end of the answer, once."""
-        end, self.end = self.end, (b"", b"")
+        end, self.end = self.end, NO_END
         return b"".join(end)
 
     def set_aside(self, role: Role, reason: Failure) -> None:

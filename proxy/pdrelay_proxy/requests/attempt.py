@@ -519,24 +519,25 @@ class Attempt(LegOwner):
         if leg.held:
             services.gate.free(leg.held)
             leg.held = 0
+        is_stream = False
         if decode is not None and decode is leg:
+            is_stream = decode.lines is not None
             if decode.gaps is not None:
                 self.record.last_token_at = decode.read_at
             if services.fleet.listeners and leg.status == _OK and leg.fault is None:
                 self._tell_answered(instance)
-        is_stream = decode is not None and decode is leg and decode.lines is not None
-        seconds = now - leg.sent_at
+        seconds = now - leg.record.sent_at
         if failure is None and answered_s is not None:
             services.good_legs.over(instance, self._plan.path, self.id, answered_s, seconds, now)
         else:
             self._count_end(leg, seconds, now, is_stream=is_stream)
-        if failure is _TIMEOUT and self.move is not None:
-            failure = None  # a move gives an engine little of its time: probes tell whether it lives
-        services.fleet.ended(instance, self.id, failure, was_begun=is_stream)
-        if leg.span is not None:
-            leg.span.end(None if leg.fault is None else leg.fault.error)
-        if not complete:
-            leg.drop()
+        if failure is None or (failure is _TIMEOUT and self.move is not None):
+            # A move gives an engine little of its time: probes tell whether it lives.
+            services.fleet.leave(instance, self.id)
+        else:
+            services.fleet.ended(instance, self.id, failure, was_begun=is_stream)
+        if leg.span is not None or not complete:
+            _let_go(leg)
 
     def _tell_answered(self, decode: Instance) -> None:
         if self._plan.call is not None:
@@ -582,9 +583,18 @@ class Attempt(LegOwner):
 
 def _note_time(leg: EngineLeg, now: float) -> float:
     """Note how long a leg has taken until now, and return it in seconds."""
-    seconds = now - leg.sent_at
-    leg.record.ms = seconds * 1000
+    record = leg.record
+    seconds = now - record.sent_at
+    record.ms = seconds * 1000
     return seconds
+
+
+def _let_go(leg: EngineLeg) -> None:
+    """End the span of a leg, and drop what is left of it."""
+    if leg.span is not None:
+        leg.span.end(None if leg.fault is None else leg.fault.error)
+    if not leg.complete:
+        leg.drop()
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -125,7 +125,7 @@ class ClientResponse:
             raise error
         attempt.close(leg)
         self._life.record.answered = True
-        if self._keeps_end():
+        if self._keeps:
             self._keep_end(rest)
         self.writer.end(rest if self.replay is None else self.replay.feed(rest))
 

@@ -206,16 +206,15 @@ class Intake:
         A request that names no model means the one that all engines serve, for as long as it lasts. ``tokens``: about
         how many the prompt has.
         """
-        path, headers, shown, caller = head.path, head.headers, head.shown, head.caller
+        path = head.path
+        shown = head.shown
         api = _APIS.get(path)
         if api is not None:
             check_wanted_now(api, fields)
-        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
-        passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
-        salts = self.salts
-        is_salted = salts is not None and self.keyring.keys is not None and salts.apply
-        if salts is not None and is_salted and path not in UNCACHED and path not in _FORMS:
-            asked = salts.salted(asked, caller)
+        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in head.headers if each[0] in PASSED_ON])
+        passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(head.caller))
+        if self.keyring.keys is not None and self.salts is not None and self.salts.apply:
+            asked = self.salts.salted(asked, head.caller) if path not in UNCACHED and path not in _FORMS else asked
         session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown[_RANK]) if _RANK in shown else None
         model = model_of(fields)
@@ -224,8 +223,7 @@ class Intake:
             model = self.model_of_unnamed()
             is_unknown = model is None
             asked = asked if api is None or model is None else with_model(api, asked, model)
-        may_be_split = api is not None and (not is_unknown or api in TELLS_MODEL)
-        if api is not None and may_be_split:
+        if api is not None and (not is_unknown or api in TELLS_MODEL):
             shared = [name for name in long_fields(asked) if name != PROMPTS[api]] if len(body) > _LARGE else ()
             call = GenerationRequest(api, asked, passed_on, rank, shared)
             plan = RequestPlan(path, passed_on, ask_of_call(call, session, model), priority, call, tokens)

@@ -90,7 +90,6 @@ class EngineLeg(ResponseHandler):
         "is_closed",
         "owner",
         "record",
-        "sent_at",
         "span",
         "status",
         "was_sent",
@@ -100,7 +99,6 @@ class EngineLeg(ResponseHandler):
         ResponseHandler.__init__(self, instance.id)
         self.owner = owner
         self.instance = instance
-        self.sent_at = sent_at
         self.due = due  # when the engine has had all its time; None: never
         self.record = LegRecord(instance.id, None, sent_at)
         self.fault: LegFailed | None = None  # why nothing more will come of it

@@ -54,7 +54,9 @@ def error_status(data: bytes) -> int | None:
 def first_data(piece: bytes) -> bytes | None:
     """Return the data of the first event, if a stream begins with all of its line; None: see ``Beginning``."""
     end = piece.find(b"\n") if piece[: len(_DATA)] == _DATA else -1
-    return None if end < 0 or piece.find(b"\r", 0, end) >= 0 else piece[len(_DATA) : end].strip()
+    if end < 0 or (_RETURN in piece and piece.find(b"\r", 0, end) >= 0):
+        return None
+    return piece[len(_DATA) : end].strip()
 
 
 class Beginning:

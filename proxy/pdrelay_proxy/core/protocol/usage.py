@@ -59,11 +59,10 @@ def prompt_tokens_in(events: bytes) -> int | None:
     while at >= 0:
         start, end = events.rfind(b"\n", 0, at) + 1, events.find(b"\n", at)
         line = events[start : len(events) if end < 0 else end]
-        for part in (line,) if _RETURN not in line else line.splitlines():
-            if part.startswith(_DATA) and part.find(_MARK) >= 0:
-                found = prompt_tokens(part[len(_DATA) :])
-                if found is not None:
-                    return found
+        parts = [line] if _RETURN not in line else [part for part in line.splitlines() if part.find(_MARK) >= 0]
+        for part in parts:
+            if part[: len(_DATA)] == _DATA and (found := prompt_tokens(part[len(_DATA) :])) is not None:
+                return found
         at = -1 if end < 0 else events.find(_MARK, end)
     return None
 

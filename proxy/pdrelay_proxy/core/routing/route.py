@@ -95,7 +95,11 @@ def route(
         reason, cached, expected = _small_reason(fleet, ask, tries, settings.min_split_new_bytes)
     if reason is None:
         try:
-            prefill, decode = _pair(fleet, ask, path, tries, may_be_alone=settings.decode_only_fallback)
+            prefill, decode = (
+                fleet.any_pair(ask, may_be_alone=settings.decode_only_fallback)
+                if not tries.avoided and path not in fleet.missing.denials
+                else _pair_of_some(fleet, ask, path, tries, may_be_alone=settings.decode_only_fallback)
+            )
         except NoMatchingInstance as error:
             if not settings.decode_only_fallback:
                 raise
@@ -156,12 +160,12 @@ def _small_reason(
     return _FASTER, shown, expected
 
 
-def _pair(fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts, *, may_be_alone: bool) -> Chosen:
-    """Choose two engines, or a decode engine whose turn it is alone."""
+def _pair_of_some(
+    fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts, *, may_be_alone: bool
+) -> Chosen:
+    """Choose as ``any_pair``, where some engines have failed this request, or lack the path."""
     if tries.avoided:
         ask = ask.once_more()
-    elif path not in fleet.missing.denials:
-        return fleet.any_pair(ask, may_be_alone=may_be_alone)
     decodes = _fresh(fleet, path, tries, _DECODE)
     prefills = _fresh(fleet, path, tries, _PREFILL)
     return fleet.pair(prefills, decodes, ask, may_be_alone=may_be_alone)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
+from pdrelay_proxy.core.request_record import NO_END, PromptRecord, RequestRecord
 
 MOST_FOUND: Final = 64  # records of one name: a client may give one to many requests
 
@@ -26,7 +26,7 @@ class RequestHistory:
         prompts of a request that has thousands: its own record has the notable ones.
         """
         for record in records:
-            record.take_end()
+            record.end = NO_END
             was_admitted = record.queue_s is not None or record.decode is not None  # the latter of a session
             if was_admitted and not isinstance(record, PromptRecord):
                 self._over.append(record)

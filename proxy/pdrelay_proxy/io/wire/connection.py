@@ -60,7 +60,7 @@ class Connection:
         self.heard_at = self.clock()  # when it began, a request was sent, some of an answer came, or reading went on
         self._owner = owner
         self._poll = select.poll()
-        self._reader = ResponseReader()
+        self._reader = ResponseReader(peer.responses)
         self._reply: ResponseHandler | None = None
         self._begun = False  # it has been told of the head
         self._usable = True  # as far as we know another request may be sent when this one is done

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from pdrelay_proxy.io.wire.simple_response import match_stream_head, parse_chunks
+from pdrelay_proxy.io.wire.simple_response import SimpleResponses, parse_chunks
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
 _BODYLESS: Final = frozenset({204, 304})
@@ -26,8 +26,10 @@ class ResponseReader:
 
     __deletable__ = ("_parser",)  # mypyc wants to know
 
-    def __init__(self) -> None:
+    def __init__(self, usual: SimpleResponses) -> None:
+        """``usual``: what the engine's usual answers begin with."""
         self._parser = HttpResponseParser(self)
+        self._usual = usual
         self.is_tls = False
         self.in_response = False  # the parser has had some of the response
         self.pieces: list[bytes] = []  # of the body, not yet taken
@@ -59,13 +61,11 @@ class ResponseReader:
 
     def _read_stream_head(self, data: bytes) -> int:
         """Read the head of a usual stream without the parser, which gets it when it is needed; return where it ends."""
-        head = match_stream_head(data)
-        if head is None:
-            return 0
-        end = head.end()
-        self._head, self.content_type = data[:end], head[1] or head[2]
-        self.status, self.headed, self.between, self.loose = 200, True, True, 0
-        return end
+        head = self._usual.match_stream(data)
+        if head:
+            self._head, self.content_type = head, self._usual.stream_type
+            self.status, self.headed, self.between, self.loose = 200, True, True, 0
+        return len(head)
 
     def _parse_head(self) -> None:
         """Have the parser read the head that it has not had, and so wait for a chunk."""

@@ -32,15 +32,17 @@ _STREAM_HEAD: Final = re.compile(
 
 
 class SimpleResponses:
-    """Finds whole, usual answers among those of one engine: 200, JSON, kept alive.
+    """Finds usual answers among those of one engine: 200, kept alive, and whole JSON or a stream in chunks.
 
     An engine repeats its head but for the length, and once a second the date: a head that differs in nothing but the
     digits of its length is compared with the one before, and not matched.
     """
 
-    __slots__ = ("_before", "_behind", "_end", "_start", "_stop")
+    __slots__ = ("_before", "_behind", "_end", "_start", "_stop", "_stream_head", "stream_type")
 
     def __init__(self) -> None:
+        self._stream_head = b""  # of the latest stream
+        self.stream_type = b""  # its content type
         self._before = self._behind = b""  # the bytes of the head before, on both sides of the digits
         self._start = self._stop = self._end = 0  # where its digits began and ended, and where it ended itself
 
@@ -50,6 +52,8 @@ class SimpleResponses:
         digits = received[start:stop]
         if digits.isdigit() and received[stop:end] == self._behind and received[:start] == self._before:
             return received[end:] if len(received) - end == int(digits) else None
+        if self._stream_head and received[: len(self._stream_head)] == self._stream_head:
+            return None
         head = _HEAD.match(received, 0, _MOST)
         if head is None:
             return None
@@ -58,10 +62,16 @@ class SimpleResponses:
         self._before, self._behind = received[:start], received[stop:end]
         return received[end:] if len(received) - end == int(head[group]) else None
 
-
-def match_stream_head(received: bytes) -> re.Match[bytes] | None:
-    """Return the usual head of a stream in chunks, whose last group is its content type; None: it is another one."""
-    return _STREAM_HEAD.match(received, 0, _MOST)
+    def match_stream(self, received: bytes) -> bytes:
+        """Return the usual head of a stream, which has the ``stream_type``; empty: it is another one."""
+        before = self._stream_head
+        if before and received[: len(before)] == before:
+            return before
+        head = _STREAM_HEAD.match(received, 0, _MOST)
+        if head is None:
+            return b""
+        self._stream_head, self.stream_type = head[0], head[1] or head[2]
+        return self._stream_head
 
 
 def parse_single_chunk(received: bytes) -> bytes | None:

@@ -256,6 +256,21 @@ def test_an_answer_is_the_same_behind_any_other(conversation):
     assert [engine.match(said) for said in conversation] == [SimpleResponses().match(said) for said in conversation]
 
 
+@given(st.lists(streams() | answers().map(lambda said: [said]), min_size=2, max_size=5))
+@example([[STREAM, b"0\r\n\r\n"], [STREAM.replace(b"stream", b"streak"), b"0\r\n\r\n"], [usual()], [STREAM]])
+def test_a_stream_is_the_same_behind_any_other_answer(conversation):
+    """Its head is compared with that of the stream before."""
+    engine = SimpleResponses()
+
+    for pieces in conversation:
+        said = b"".join(pieces)
+        alone = SimpleResponses()
+        assert engine.match(said) == alone.match(said)
+        head = engine.match_stream(said)
+        assert head == alone.match_stream(said)
+        assert not head or engine.stream_type == alone.stream_type
+
+
 @pytest.mark.parametrize("read_before", range(1, len(usual())))
 def test_what_follows_half_an_answer_goes_on_with_it(read_before):
     """Also if it looks like an answer: it is the rest of a header, or of a body."""

@@ -15,7 +15,7 @@ from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.core.found_matches import FoundMatches
 from pdrelay_proxy.core.known_prompts import KnownPrefix, KnownPrompts
 from pdrelay_proxy.core.prompt_blocks import PromptBlocks
-from pdrelay_proxy.core.raw_json import NULL, TRUE, Fields
+from pdrelay_proxy.core.raw_json import NULL, Fields
 from pdrelay_proxy.core.schemas import Coordinates, TokensAnswer
 from pdrelay_proxy.core.token_blocks import TokenPrompt, token_prompt
 
@@ -217,10 +217,6 @@ class GenerationRequest:
         """Where the engines take it."""
         return _PATHS[self.api]
 
-    def streams(self) -> bool:
-        """Tell whether the answer comes token by token."""
-        return self.fields.get("stream") == TRUE
-
 
 @dataclass(frozen=True, slots=True)
 class PassthroughRequest:
@@ -274,6 +270,7 @@ class PrefillResult:
     read: TokensAnswer | None  # the answer, if it was asked for token ids
     looks_back: bool  # no other engine goes on exactly with its streams
     ids: msgspec.Raw  # the prompt's, as JSON, for the decode leg; null: it was not asked for them, or tells none
+    may_tell_cache: bool  # its usage may say what the engine had in its cache
 
     def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
         self,
@@ -289,6 +286,7 @@ class PrefillResult:
     ) -> None:
         self.params = params
         self.ids = ids
+        self.may_tell_cache = True
         self.replaced = replaced
         self.coordinates = coordinates
         self.counted = counted

@@ -89,11 +89,15 @@ def encode_in_pieces(fields: Fields, last: str, shared: Sequence[str] = ()) -> P
 
     ``shared``: other fields whose values are long, and are not copied either: those that many bodies have in common.
     """
-    value = fields.get(last)
     if shared:
         return _encode_shared(fields, last, shared)
+    value = fields.get(last)
     if value is None or len(memoryview(value)) <= LONG:
         return [msgspec.json.encode(fields)]
+    return _encode_long(fields, last, value)
+
+
+def _encode_long(fields: Fields, last: str, value: msgspec.Raw) -> Pieces:
     before = b",".join([msgspec.json.encode({name: raw})[1:-1] for name, raw in fields.items() if name != last] + [b""])
     return [b"{%b%b:" % (before, msgspec.json.encode(last)), memoryview(value), b"}"]
 

@@ -162,7 +162,7 @@ class RequestRecord:
         self.transfer: TransferId | None = None  # what engines that push call it: for the log, never for a client
         self.prefill = prefill
         self.decode = decode
-        self.retries: list[Retry] = []
+        self.retries: tuple[Retry, ...] = ()
         self.moves: tuple[MoveRecord, ...] = ()
         self.past: tuple[tuple[LegRecord, Role], ...] = ()  # good legs of tries that failed
         self.status = 0  # once it is over
@@ -241,7 +241,7 @@ class RequestRecord:
         """Put the leg that failed among the retries: it goes out once more."""
         leg = self.prefill if role is Role.PREFILL else self.decode
         if leg is not None:
-            self.retries.append(Retry(leg, reason, role))
+            self.retries = (*self.retries, Retry(leg, reason, role))
 
     def start_over(self) -> None:
         """Put the rest of a try that failed aside."""
@@ -337,8 +337,9 @@ class ClientIds:
     def of(self, headers: Mapping[bytes, bytes]) -> str | None:
         """Return the client's name of a request; None: it has none."""
         said = headers.get(self._first)
-        if said is None and self._others:
-            said = next((headers[name] for name in self._others if name in headers), None)
+        for name in self._others:
+            if said is None:
+                said = headers.get(name)
         return None if said is None else client_id(said)
 
 

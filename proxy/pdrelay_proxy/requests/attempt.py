@@ -4,7 +4,7 @@ A request that is sent again gets another attempt, with another id for both engi
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
@@ -92,7 +92,7 @@ class Attempt(LegOwner):
         self.id = record.attempt_id if record.retries or record.moves else record.request_id
         self.choice = EngineChoice(services.fleet, plan, settings, retries, record, self.id)
         self.transfer = services.new_transfer()
-        self.body: Pieces = []  # of the decode leg
+        self.body = plan.body  # of the decode leg
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
         self.coordinates: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
@@ -280,9 +280,10 @@ class Attempt(LegOwner):
             leg.first = services.leg_bodies.first_token(
                 call, leg.instance.id, handover, shows=leg.shows, is_auto=self.choice.mode is not None
             )
-        leg.answered_s = _note_time(leg, came)
+        leg.answered_s = came - leg.record.sent_at
+        leg.record.ms = leg.answered_s * 1000
         if self.move is None:  # an engine that hands a stream over has all of it in its own cache
-            self._life.cache_usage = cache_usage(call.api, body)
+            self._life.cache_usage = cache_usage(call.api, body) if handover.may_tell_cache else None
         for listener in services.fleet.listeners:
             listener.prompt_computed(leg.instance, self.id, self._plan.ask, handover.counted)
         if self.retries.accused:
@@ -356,7 +357,8 @@ class Attempt(LegOwner):
         now = services.clock()
         if leg.follows:
             services.telemetry.transfer_expected(leg.instance.id)
-        leg.answered_s = _note_time(leg, now)
+        leg.answered_s = now - leg.record.sent_at
+        leg.record.ms = leg.answered_s * 1000
         if self.retries.accused:
             self._blame(leg.instance)
         if leg.lines is not None:
@@ -462,12 +464,6 @@ class Attempt(LegOwner):
         if self.counted is not None:
             self.counted += 1
 
-    def stream_to(
-        self, leg: DecodeLeg, sink: Callable[[bytes], object], relay: Callable[[bytes], object] | None
-    ) -> None:
-        """Have ``sink`` take what comes of a stream from now on, and ``relay`` chunks that may pass as they came."""
-        self.is_streaming, leg.sink, leg.relay = True, sink, relay
-
     def pause(self) -> None:
         """Let the engine of a stream wait."""
         if self.is_streaming and self.decode is not None:
@@ -510,6 +506,7 @@ class Attempt(LegOwner):
         if leg.is_closed:
             return
         services = self._services
+        fleet = services.fleet
         now = services.clock()
         decode = self.decode
         # Each look at a leg of either kind takes as long as ten at an object of one class.
@@ -524,7 +521,7 @@ class Attempt(LegOwner):
             is_stream = decode.lines is not None
             if decode.gaps is not None:
                 self.record.last_token_at = decode.read_at
-            if services.fleet.listeners and leg.status == _OK and leg.fault is None:
+            if fleet.listeners and leg.status == _OK and leg.fault is None:
                 self._tell_answered(instance)
         seconds = now - leg.record.sent_at
         if failure is None and answered_s is not None:
@@ -533,9 +530,9 @@ class Attempt(LegOwner):
             self._count_end(leg, seconds, now, is_stream=is_stream)
         if failure is None or (failure is _TIMEOUT and self.move is not None):
             # A move gives an engine little of its time: probes tell whether it lives.
-            services.fleet.leave(instance, self.id)
+            fleet.leave(instance, self.id)
         else:
-            services.fleet.ended(instance, self.id, failure, was_begun=is_stream)
+            fleet.ended(instance, self.id, failure, was_begun=is_stream)
         if leg.span is not None or not complete:
             _let_go(leg)
 
@@ -550,7 +547,8 @@ class Attempt(LegOwner):
         has_said_so = is_stream and decode is not None and decode.lines is not None and decode.lines.erred
         is_break = leg.has_good_beginning and not has_said_so and (is_stream or not leg.complete)
         if is_break or is_stream or self._life.state is _CONTINUING:
-            self._life.broken.append(BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream))
+            broken = BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream)
+            self._life.broken = (*self._life.broken, broken)
 
     def _count_end(self, leg: EngineLeg, seconds: float, now: float, *, is_stream: bool) -> None:
         """Count the end of a leg whose good answer was counted before, or that has none."""
@@ -579,14 +577,6 @@ class Attempt(LegOwner):
         if self.choice.slot is not None:
             self.choice.leave_slot()
         self.prefill = self.decode = None  # they hold us
-
-
-def _note_time(leg: EngineLeg, now: float) -> float:
-    """Note how long a leg has taken until now, and return it in seconds."""
-    record = leg.record
-    seconds = now - record.sent_at
-    record.ms = seconds * 1000
-    return seconds
 
 
 def _let_go(leg: EngineLeg) -> None:

@@ -71,7 +71,9 @@ class ClientResponse:
         piece, replay, writer, keeps_end = leg.take_shown(), self.replay, self.writer, self._keeps_end()
         self._keeps = keeps_end
         is_plain = replay is None and not keeps_end
-        attempt.stream_to(leg, writer.write if is_plain else self._write_on, writer.relay if is_plain else None)
+        attempt.is_streaming = True
+        leg.sink = writer.write if is_plain else self._write_on
+        leg.relay = writer.relay if is_plain else None
         if self.is_paused:
             attempt.pause()
         if replay is not None:

@@ -138,7 +138,8 @@ class Dispatch:
                 lent_by = self._send_first(attempt, call, prefill, decode)
                 if lent_by is not None:
                     while lent_by.handover is None:
-                        lent_by.raise_failure()
+                        if lent_by.fault is not None:
+                            raise lent_by.fault
                         await life
                     if move is not None:
                         move.handed_over(lent_by.instance)
@@ -163,7 +164,7 @@ class Dispatch:
         if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.choice.usable(role)):
             raise failed.error
         if life.broken:  # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
-            life.broken = [each for each in life.broken if each.instance is not failed.instance]
+            life.broken = tuple([each for each in life.broken if each.instance is not failed.instance])
         if not self._client.writer.begun:
             life.cache_usage = None  # another engine computes the prompt
         life.record.set_aside(role, failed.failure)
@@ -339,7 +340,7 @@ class Dispatch:
         """
         leg, life = attempt.send_decode(decode), self._life
         try:
-            while not leg.has_begun():
+            while leg.shown is None or (leg.is_last and not leg.is_over):  # what ends with its beginning is waited for
                 failed = attempt.failed()
                 if failed is None:
                     await life

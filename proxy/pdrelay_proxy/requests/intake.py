@@ -53,7 +53,6 @@ PASSED_ON: Final = frozenset({b"traceparent", b"tracestate", b"baggage", b"x-ses
 _LARGE: Final = 64 * 1024  # bytes of a body; of a smaller one it costs less to copy its fields than to share them
 _RANK: Final = b"x-data-parallel-rank"
 _FORM_TYPE: Final = b"multipart/form-data"
-_FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
 _APIS: Final = {api.value: api for api in Api}
 
@@ -107,7 +106,7 @@ class RequestPlan:
         self.path = path
         self.headers = headers
         self.ask = ask
-        self.streams = call is not None and call.streams()
+        self.streams = call is not None and call.fields.get("stream") == TRUE
         self.prompts = ()
         self.call = call
         self.body = [] if body is None else body
@@ -148,7 +147,7 @@ class Intake:
         """
         headers, shown, has_keys = head.headers, head.shown, self.keyring.keys is not None
         is_elsewhere = not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys)
-        if is_elsewhere or not (has_keys or _FROM_BROWSERS.isdisjoint(shown)):
+        if is_elsewhere or (not has_keys and (b"origin" in shown or b"sec-fetch-site" in shown)):  # from browsers
             self.sites.check("POST", tuple(headers), has_keys=has_keys)
         declared = shown.get(b"content-type")
         if not has_keys and not declared and b"x-api-key" not in shown:
@@ -175,7 +174,7 @@ class Intake:
             return {} if model is None else {"model": text(model)}
         settings = self.settings
         fields = parse(body)
-        if not settings.trust_request_chat_template and not TEMPLATES.isdisjoint(fields):
+        if not (settings.trust_request_chat_template or fields.keys().isdisjoint(TEMPLATES)):
             check_chat_template(fields)
         if self.keyring.keys is not None or self.media_hosts or settings.tls_client_ca is not None:
             self._check_media(fields)
@@ -211,7 +210,7 @@ class Intake:
         api = _APIS.get(path)
         if api is not None:
             check_wanted_now(api, fields)
-        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in head.headers if each[0] in PASSED_ON])
+        passed_on = () if shown.keys().isdisjoint(PASSED_ON) else _passed_on(head.headers)
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(head.caller))
         if self.keyring.keys is not None and self.salts is not None and self.salts.apply:
             asked = self.salts.salted(asked, head.caller) if path not in UNCACHED and path not in _FORMS else asked
@@ -224,7 +223,7 @@ class Intake:
             is_unknown = model is None
             asked = asked if api is None or model is None else with_model(api, asked, model)
         if api is not None and (not is_unknown or api in TELLS_MODEL):
-            shared = [name for name in long_fields(asked) if name != PROMPTS[api]] if len(body) > _LARGE else ()
+            shared = _shared(api, asked) if len(body) > _LARGE else ()
             call = GenerationRequest(api, asked, passed_on, rank, shared)
             plan = RequestPlan(path, passed_on, ask_of_call(call, session, model), priority, call, tokens)
             plan.learns_model = is_unknown
@@ -248,6 +247,15 @@ class Intake:
         )
         plan.streams = api is not None and asked.get("stream") == TRUE
         return plan
+
+
+def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    return tuple([each for each in headers if each[0] in PASSED_ON])
+
+
+def _shared(api: Api, fields: Fields) -> Sequence[str]:
+    """Return the fields with long values, but for the prompt."""
+    return [name for name in long_fields(fields) if name != PROMPTS[api]]
 
 
 def _check_media(path: str, declared: bytes) -> None:

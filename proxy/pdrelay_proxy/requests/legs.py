@@ -138,11 +138,6 @@ class EngineLeg(ResponseHandler):
     def has_good_beginning(self) -> bool:
         """Tell whether the engine has taken the request: the first event of a stream is here, or the head of a 200."""
 
-    def raise_failure(self) -> None:
-        """Raise LegFailed if it has failed."""
-        if self.fault is not None:
-            raise self.fault
-
     def fail(self, error: EngineError) -> None:
         """It broke off, or was given up."""
         self.owner.leg_failed(self, error)
@@ -259,10 +254,6 @@ class DecodeLeg(EngineLeg):
     def has_good_beginning(self) -> bool:
         """Tell whether the engine has taken the request."""
         return self.lines is not None or (self.status == _OK and not self._is_stream)
-
-    def has_begun(self) -> bool:
-        """Tell whether it has begun well; what is complete with its beginning is waited for."""
-        return self.shown is not None and (self.is_over or not self.is_last)
 
     def take_shown(self) -> bytes:
         """Return what the client gets first, once."""

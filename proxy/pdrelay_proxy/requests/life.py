@@ -38,7 +38,7 @@ class RequestLife:
         self._interrupt: Exception | None = None
         self.state = _RECEIVED
         self.cache_usage: Fields | None = None  # what the engine that has computed the prompt says of its cache
-        self.broken: list[BrokenAnswer] = []  # what engines did not bring to its end
+        self.broken: tuple[BrokenAnswer, ...] = ()  # what engines did not bring to its end
         self.services = services
         self.record = record
         self.span = span

@@ -93,19 +93,21 @@ class HttpResponse:
 
     def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
         """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
-        is_long = not streams and len(body) > LONG_BODY
-        framing = _CHUNKED if self._chunks else b""
-        head = [
-            STATUS_LINE[status],
-            self._connection.default_lines(),
-            lines,
-            b"" if self.keep_alive else _CLOSE,
-            framing if streams else b"content-length: %d\r\n" % len(body),
-            b"\r\n",
-        ]
-        if not is_long:
-            head.append(b"%x\r\n%b\r\n" % (len(body), body) if streams and body and self._chunks else body)
-        data = b"".join(head)
+        size = len(body)
+        is_long = False
+        first = body
+        if not streams:
+            framing = b"content-length: %d\r\n" % size
+            if size > LONG_BODY:
+                is_long, first = True, b""
+        elif self._chunks:
+            framing = _CHUNKED
+            first = b"%x\r\n%b\r\n" % (size, body) if body else b""
+        else:
+            framing = b""
+        close = b"" if self.keep_alive else _CLOSE
+        default = self._connection.default_lines()
+        data = b"".join([STATUS_LINE[status], default, lines, close, framing, b"\r\n", first])
         self.begun, self._streams = True, streams
         if is_long:
             self._connection.write_long(data, body)

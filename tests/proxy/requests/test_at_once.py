@@ -47,7 +47,7 @@ async def test_decode_may_answer_first():
 
     assert client.body == EVENT + DONE
     assert not engines.open
-    assert (client.record.prefill_error, client.record.retries) == (None, [])
+    assert (client.record.prefill_error, client.record.retries) == (None, ())
 
 
 async def test_a_prefill_that_fails_after_the_answer_has_begun_is_only_noted():

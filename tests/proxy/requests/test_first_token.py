@@ -143,7 +143,7 @@ async def test_the_client_gets_the_text_of_one_engine(api, change, resume):
     (asked,) = engines.asked(Role.PREFILL)
     assert asked["min_tokens"] == min(1, body.get("min_tokens", 0))
     assert client.record.error is None
-    assert client.record.retries == []
+    assert client.record.retries == ()
 
 
 @APIS

@@ -54,6 +54,7 @@ class Admission:
         self._accounts: dict[str, _Account] = {}
         self._bucket = TokenBucket()
         self._shares = FairShares() if limits.queue_order is _FAIR else None
+        self._has_rates = _has_rates(limits)
         self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
         self.news: list[Ticket] = []  # what ``poll`` would return
         self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
@@ -83,6 +84,17 @@ class Admission:
             return ticket
         account.held += 1
         self.held_bytes += size
+        if self._has_rates:
+            self._take(ticket, account, prompts, now)
+        if self.admitted < limits.max_concurrency:
+            self._admit(ticket)
+        else:
+            self._queue(ticket, now)
+        return ticket
+
+    def _take(self, ticket: Ticket, account: _Account, prompts: int, now: float) -> None:
+        """Charge a request that is let in what its key, and all keys together, may send."""
+        limits = self.limits
         if limits.max_key_rate is not None:
             account.bucket.take(limits.max_key_rate * self.share, now=now, count=prompts)
         if limits.max_rate is not None:
@@ -90,16 +102,11 @@ class Admission:
             rate = limits.max_rate * self.share
             self._bucket.take(rate, now=now, count=min(prompts, max(1, int(rate))))
         if limits.max_key_tokens_per_minute is not None:
-            account.quota.take(limits.max_key_tokens_per_minute * self.share, guess, now=now)
-            ticket.charged = guess
+            account.quota.take(limits.max_key_tokens_per_minute * self.share, ticket.tokens, now=now)
+            ticket.charged = ticket.tokens
         if limits.shares_limits:
-            note_usage(self.usage, key, prompts, guess)
-            ticket.reported = guess
-        if self.admitted < limits.max_concurrency:
-            self._admit(ticket)
-        else:
-            self._queue(ticket, now)
-        return ticket
+            note_usage(self.usage, ticket.key, prompts, ticket.tokens)
+            ticket.reported = ticket.tokens
 
     def take_place(self, of: Ticket) -> Ticket | None:
         """Return another place for a request that has one, under its key and priority; None: there is none now.
@@ -143,7 +150,7 @@ class Admission:
         ``tokens``: of prompt and answer, where ``counts_tokens``; None: nobody has counted them. ``now``: the same.
         """
         is_served = ticket.state is _ADMITTED
-        if self.counts_tokens or self.limits.shares_limits:
+        if self.counts_tokens or self._has_rates:
             cost = (ticket.tokens if tokens is None else tokens) if is_served else 0
             self._correct(ticket, cost, now=now)
             if self._shares is not None and is_served:
@@ -185,6 +192,7 @@ class Admission:
         Limits in tokens that are new charge those who came before when they leave.
         """
         self.limits = limits
+        self._has_rates = _has_rates(limits)
         self.counts_tokens = _counts_tokens(limits)
         is_fair = limits.queue_order is _FAIR
         if is_fair != (self._shares is not None):
@@ -315,6 +323,12 @@ class Admission:
             self._shares.forget(held)
         account = self._accounts[key] = _Account()
         return account
+
+
+def _has_rates(limits: Settings) -> bool:
+    """Tell whether requests are charged by their rate, or by that of their tokens, here or in the fleet."""
+    rates = limits.max_key_rate, limits.max_key_tokens_per_minute, limits.max_rate
+    return limits.shares_limits or any(rate is not None for rate in rates)
 
 
 def _counts_tokens(limits: Settings) -> bool:

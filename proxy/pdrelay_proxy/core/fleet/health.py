@@ -185,7 +185,7 @@ class EngineHealth:
     _is_probed: bool = False  # it has answered the last probe
     _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
     _rest_s: float = 0.0  # of its present break
-    _trial: _Trial | None = None
+    trial: _Trial | None = None  # that is to show whether it is well again
     _window: Window = field(init=False)
 
     def __post_init__(self) -> None:
@@ -217,8 +217,8 @@ class EngineHealth:
         """When the passing of time may change whether it may serve; infinity: only what ``changes`` counts does."""
         if self.state is _EJECTED and self._missed < self.settings.health_check_failures:
             return self.since + self._rest_s
-        if self.state is _HALF_OPEN and self._trial is not None and self._trial.request is None:
-            return self._trial.until
+        if self.state is _HALF_OPEN and self.trial is not None and self.trial.request is None:
+            return self.trial.until
         return math.inf
 
     def serves_in_s(self, *, now: float) -> float | None:
@@ -243,28 +243,28 @@ class EngineHealth:
         ):
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
         if self.state is _HALF_OPEN:
-            if self._trial is not None and self._trial.request is None and now >= self._trial.until:
-                self._trial = None
+            if self.trial is not None and self.trial.request is None and now >= self.trial.until:
+                self.trial = None
                 self.changes.count += 1
-            return self._trial is None
+            return self.trial is None
         return self.state is _HEALTHY or (self.state is _STARTING and not self.is_away)
 
     def chosen(self, *, now: float) -> None:
         """It was chosen for a request: if it is to be tried, that is its trial."""
         if self.state is _HALF_OPEN:
-            self._trial = _Trial(until=now + _CLAIM_S)
+            self.trial = _Trial(until=now + _CLAIM_S)
             self.changes.count += 1
 
     def claimed(self, request: RequestId) -> None:
         """A request is here; the first one that comes while the engine is to be tried is its trial."""
-        if self.state is _HALF_OPEN and (self._trial is None or self._trial.request is None):
-            self._trial = _Trial(self.since, request)
+        if self.state is _HALF_OPEN and (self.trial is None or self.trial.request is None):
+            self.trial = _Trial(self.since, request)
             self.changes.count += 1
 
     def released(self, request: RequestId) -> None:
         """A request is over; if it was the trial and proved nothing, the next one may be it."""
-        if self._trial is not None and self._trial.request == request:
-            self._trial = None
+        if self.trial is not None and self.trial.request == request:
+            self.trial = None
             self.changes.count += 1
 
     def succeeded(self, requests: Sequence[RequestId], now: float) -> None:
@@ -302,7 +302,7 @@ class EngineHealth:
         if verdict.held is Held.AT_ONCE:
             self._hold(failure, now, is_trial=is_trial, is_break=was_begun, was_counted=was_begun)
         elif is_trial and not self._is_spared():  # it has proved nothing: the next trial comes after a rest
-            self._trial = _Trial(until=now + self.settings.ejection_time_s)
+            self.trial = _Trial(until=now + self.settings.ejection_time_s)
             self.changes.count += 1
 
     def blamed(self, failure: Failure, *, now: float) -> None:
@@ -403,7 +403,7 @@ class EngineHealth:
             self._step(HealthEvent.PROVEN, "has served its trial", now)
 
     def _is_trial(self, request: RequestId) -> bool:
-        return self._trial is not None and self._trial.request == request
+        return self.trial is not None and self.trial.request == request
 
     def _verdict(self, failure: Failure, now: float) -> str | None:
         """Say why it is broken, if it is."""
@@ -422,7 +422,7 @@ class EngineHealth:
 
     def _break(self, reason: str, now: float) -> None:
         self._rest_s = min(self._rest_s * 2 or self.settings.ejection_time_s, self.max_rest_s)
-        self._trial = None
+        self.trial = None
         self._step(HealthEvent.TRIPPED, reason, now)
         self.since = now  # a broken engine rests from its latest break on
 
@@ -430,7 +430,7 @@ class EngineHealth:
         self.heard()
         self._in_a_row = 0
         self._missed = 0
-        self._trial = None
+        self.trial = None
         if with_breaks:
             self._broken_in_a_row = 0
         if not self._broken_in_a_row:

@@ -86,7 +86,7 @@ class PushCoordinates:
 
     def learn(self, prefill: InstanceId, found: Coordinates | None) -> None:
         """Take in what an answer said; None: the engine does not push."""
-        record = self._of(prefill)
+        record = self._records.get(prefill) or self._of(prefill)
         before = record.coordinates
         if found is None and record.state is _PULL:
             return  # as before

@@ -22,6 +22,7 @@ PROMPTS_MOST: Final = 4096  # in one array
 _STEP: Final = 64 * 1024  # bytes
 _NAME_LEAST: Final = 4  # bytes of a name with its quotes, its colon and some of its value
 _ITEM_LEAST: Final = 2  # bytes of an item and its comma
+SMALL: Final = min(NAMES_MOST * _NAME_LEAST, PROMPTS_MOST * _ITEM_LEAST)  # bytes of a body that has not too many of any
 _BRACE: Final = re.compile(rb"[{}]")
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)  # and what stands between them

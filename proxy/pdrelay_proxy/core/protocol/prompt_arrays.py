@@ -34,7 +34,11 @@ def prompts_of(api: Api, fields: Fields) -> Sequence[msgspec.Raw]:
     view = memoryview(raw)
     if not len(view) or view[0] != _BRACKET:
         return ()
-    first = bytes(view[1:_LOOK]).lstrip(_WHITESPACE)[:1]
+    return _several(raw)
+
+
+def _several(raw: msgspec.Raw) -> Sequence[msgspec.Raw]:
+    first = bytes(memoryview(raw)[1:_LOOK]).lstrip(_WHITESPACE)[:1]
     if first not in (b'"', b"["):
         return ()  # token ids: one prompt, and maybe a long one
     prompts = maybe(raw, list[msgspec.Raw]) or []

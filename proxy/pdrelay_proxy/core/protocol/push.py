@@ -31,6 +31,8 @@ from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import KvTransferMode
 
 _T = TypeVar("_T")
+# What an engine says of itself that is no place to go to: it listens everywhere (RFC 1122, 3.2.1.3). One that says
+# localhost listens there alone, so another name would lead to nobody; a decode engine on the same machine reaches it.
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "[::]", "*"})
 
 
@@ -124,8 +126,11 @@ def handover(
     """
     read = prompt_ids.read_with_ids(answer, TokensAnswer) if tells_ids else None
     telling: TokensAnswer | PromptIdsAnswer | None = read
+    may_tell_cache = True
     if reuses and not tells_ids:
-        telling = prompt_ids.read_with_ids(answer, PromptIdsAnswer)
+        telling = with_ids = prompt_ids.read_with_ids(answer, PromptIdsAnswer)
+        if with_ids is not None:
+            may_tell_cache = with_ids.usage is not None and with_ids.usage.prompt_tokens_details != NULL
     ids = prompt_ids.found_ids(telling) if reuses and telling is not None else NULL
     params, naming, count = request_bodies.kv_params(prefill, answer, telling)
     said = naming or _read(prefill, params, TransferNaming)
@@ -134,16 +139,20 @@ def handover(
     else:
         named, fields = _host_in(params), decode(params, Fields)
         offer, looks_back = fields.get("pdrelay_first_token", NULL), fields.get("pdrelay_looks_back", NULL) == TRUE
-    is_replaced = host is not None and is_nowhere(named)
+    is_replaced = host is not None and named in _EVERYWHERE
     if is_replaced:
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
-    mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
+    mode = manner.unsaid
+    if said.transfer_mode is not None:
+        mode = _PUSH if said.transfer_mode == _SAID_PUSH else _PULL
     if mode not in manner.accepted:
         raise EngineError(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return PrefillResult(params, None, count, None, named if is_replaced else None, offer, read, looks_back, ids)
+        found = PrefillResult(params, None, count, None, named if is_replaced else None, offer, read, looks_back, ids)
+        found.may_tell_cache = may_tell_cache
+        return found
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     if is_followed:
@@ -153,24 +162,11 @@ def handover(
     return PrefillResult(params, coordinates, count, transfer, replaced, NULL, read, looks_back, ids)
 
 
-def is_nowhere(said: str) -> bool:
-    """Tell whether what an engine says of itself is no place to go to: it listens everywhere (RFC 1122, 3.2.1.3).
-
-    An engine that says localhost listens there and nowhere else, so another name would lead to nobody, and a decode
-    engine on the same machine reaches it.
-    """
-    return said in _EVERYWHERE
-
-
 def _host_in(params: msgspec.Raw) -> str:
     try:
         return decode(decode(params, Fields)["remote_host"], str)
     except (NotJson, KeyError):
         return ""  # it is not text, which the decode engine will say
-
-
-def _mode(said: str) -> TransferMode:
-    return _PUSH if said == _SAID_PUSH else _PULL
 
 
 def _read(prefill: InstanceId, params: msgspec.Raw, wanted: type[_T]) -> _T:

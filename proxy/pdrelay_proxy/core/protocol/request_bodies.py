@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.core.http.json_bounds import check_names, check_prompts
+from pdrelay_proxy.core.http.json_bounds import SMALL, check_names, check_prompts
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.usage import counted, prompt_of
 from pdrelay_proxy.core.raw_json import (
@@ -102,14 +102,17 @@ def parse(body: bytes) -> Fields:
     Raises:
         BadRequest: the body is not a JSON object, carries such parameters, or has too many names or prompts.
     """
-    check_names(body)
+    is_small = len(body) <= SMALL
+    if not is_small:
+        check_names(body)
     try:
         if not body.isascii():
             body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
         fields = decode(body, Fields)
     except (NotJson, UnicodeDecodeError) as exc:
         fields = _otherwise_encoded(body, exc)
-    check_prompts(fields, len(body))
+    if not is_small:
+        check_prompts(fields, len(body))
     fields = _public(fields, inside="")
     # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
     if (extra := fields.get("vllm_xargs")) is not None:
@@ -296,7 +299,7 @@ def kv_params(
         if found == NULL:
             raise NoKvParams(f"{prefill} answered without kv_transfer_params: it keeps no KV cache for this request")
         params = decode(found, Fields)
-        missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
+        missing = _missing(params)
     except NotJson as exc:
         raise EngineError(f"{prefill} answered without usable kv_transfer_params") from exc
     if params.get("do_remote_prefill") != TRUE:
@@ -304,6 +307,10 @@ def kv_params(
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
     return found, None, count
+
+
+def _missing(params: Fields) -> Sequence[str]:
+    return [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
 
 
 def _good(params: msgspec.Raw) -> KvParams | None:

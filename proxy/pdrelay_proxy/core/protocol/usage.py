@@ -77,8 +77,10 @@ def prompt_of(usage: Usage) -> int | None:
 
 def cache_usage(api: Api, answer: bytes) -> Fields | None:
     """Return what a prefill engine's answer says of its cache, in the fields of its usage; None: nothing."""
-    if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0:
-        return None
+    return None if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0 else _of_cache(api, answer)
+
+
+def _of_cache(api: Api, answer: bytes) -> Fields | None:
     said = maybe(answer, RawUsageAnswer)
     usage = None if said is None else maybe(said.usage, Fields)
     found = {name: usage[name] for name in _OF_CACHE[api] if name in usage} if usage else {}

@@ -5,7 +5,7 @@ has answered with an error may have told the prefill engine to free the blocks, 
 to another request's KV cache. So only a decode engine that got nothing of the request may be replaced alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +22,7 @@ from pdrelay_proxy.core.protocol.fault_table import (
 )
 from pdrelay_proxy.errors import ConnectionStale, EngineError, Refused
 
+_NOBODY: Final = frozenset[InstanceId]()
 _FREE: Final = 1  # for one request: an engine that closes each connection is not asked for ever
 MOST_RETRIES: Final = 20.0  # so many may come at once after a calm
 
@@ -77,7 +78,7 @@ class RetryAttempts:
         "prefills_failed",
     )
 
-    def __init__(self, left: int, avoided: set[InstanceId] | None = None) -> None:
+    def __init__(self, left: int, avoided: Set[InstanceId] = _NOBODY) -> None:
         self.left = left
         self._is_sent_once = left == 0  # an operator wants nothing to be computed twice
         self.free = _FREE  # retries that are not counted
@@ -85,8 +86,9 @@ class RetryAttempts:
         self.is_alone = False  # from now on a decode engine serves the request alone
         self.is_suspect = False  # it has failed in a way that may be its own fault
         self.prefills_failed = 0
-        self.accused: list[tuple[Instance, Failure]] = []  # they failed: it is their fault, or that of the request
-        self.avoided: set[InstanceId] = set() if avoided is None else avoided
+        # They failed: it is their fault, or that of the request.
+        self.accused: Sequence[tuple[Instance, Failure]] = ()
+        self.avoided = avoided
 
     def among(self, known: Sequence[Instance]) -> Sequence[Instance]:
         """Return the engines that have not failed this request; all of them if each has."""
@@ -111,9 +113,9 @@ class RetryAttempts:
         """
         rule = failed.rule
         if rule.where is not RetryTarget.ANY:
-            self.avoided.add(failed.instance.id)
+            self.avoided = self.avoided | {failed.instance.id}
         if VERDICTS[failed.failure].held is Held.IF_SERVED_ELSEWHERE:
-            self.accused.append((failed.instance, failed.failure))
+            self.accused = (*self.accused, (failed.instance, failed.failure))
             self.is_suspect = True
         self.is_charged = True
         if rule.is_free and self.free > 0 and not needs_other and self._may_be_free(failed.error):

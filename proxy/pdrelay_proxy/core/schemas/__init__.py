@@ -46,7 +46,7 @@ class PromptIdsAnswer(msgspec.Struct):
     """The same of one that tells the ids of its prompt."""
 
     kv_transfer_params: msgspec.Raw = NULL
-    usage: "Usage | None" = None
+    usage: "PromptUsage | None" = None
     prompt_token_ids: msgspec.Raw = NULL  # of a chat
     choices: tuple[PromptIdsChoice, ...] = ()  # of a completion
 
@@ -152,6 +152,12 @@ class Usage(msgspec.Struct):
     input_tokens: int | None = None
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
+
+
+class PromptUsage(Usage):
+    """The usage of a completion or a chat, with what the engine says of its cache."""
+
+    prompt_tokens_details: msgspec.Raw = NULL
 
 
 class UsageInside(msgspec.Struct):

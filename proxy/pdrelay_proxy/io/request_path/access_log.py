@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.request_record import RequestRecord, written_ms
 from pdrelay_proxy.io.logs import note_all
 
@@ -39,7 +40,7 @@ def fields(record: RequestRecord) -> dict[str, object]:
 def text(record: RequestRecord) -> str:
     """Return the same as a line for people; a line break in a path or an error stays on its line."""
     prefill, decode, path, ttft_s, queue_s = record.prefill, record.decode, record.path, record.ttft_s, record.queue_s
-    if not (path.isascii() and path.isprintable()) or "\\" in path:
+    if path not in ENDPOINTS and (not (path.isascii() and path.isprintable()) or "\\" in path):
         path = path.encode("unicode_escape").decode()
     prefill_ms = None if prefill is None else prefill.ms
     line = (

@@ -257,4 +257,5 @@ class LiveFleet(FleetChoice):
                 listener.left(instance, request)
             if member.life.state is _HALF_OPEN:
                 self.later.settle()  # that it has served its trial may be among what waits
-            member.life.released(request)
+            if member.life.trial is not None:
+                member.life.released(request)

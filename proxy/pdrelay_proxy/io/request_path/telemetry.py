@@ -177,7 +177,7 @@ class Telemetry:
         self.later.end_batches_with(self._finish)
         self._over: list[RequestRecord] = []  # whose lines are to be written
         self._engines: dict[InstanceId, _Engine] = {}
-        self._kinds: dict[tuple[str, bool, str | None, str | None, str | None, str, bool, bool], _Kind] = {}
+        self._kinds: dict[tuple[str, int, bool, str | None, str | None, str | None, bool, bool], _Kind] = {}
         self._handoffs: list[float] = []  # seconds between a prefill answer and its decode leg, to be counted
         # By path, and by engine where that is wanted: seconds between two reads of a stream, to be counted.
         self._gaps: dict[tuple[str, InstanceId | None], list[float]] = {}
@@ -386,9 +386,9 @@ class Telemetry:
     def _kind(self, record: RequestRecord) -> _Kind:
         decode = None if record.decode is None else record.decode.instance
         path = self._counters.label(record.path)
-        is_200, outcome = record.status == 200, record.outcome
         is_part, has_prefill = isinstance(record, PromptRecord), record.prefill is not None
-        key = path, is_200, record.single_reason, decode, record.push, outcome, has_prefill, is_part
+        # Its outcome follows from its status and whether there was an error.
+        key = path, record.status, record.error is None, record.single_reason, decode, record.push, has_prefill, is_part
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = _Kind(path, record)

@@ -59,9 +59,10 @@ class RoundRobin:
         turn = self._turns.next(before[2])
         x, y = len(prefill), len(decode)
         first = prefill[turn % x]
-        fitting = decode if fits is always else [instance for instance in decode if fits(first, instance)]
-        if len(fitting) < y:
-            return first, fitting[self._turns.next(_names([first, *fitting])) % len(fitting)]
+        if fits is not always:
+            fitting = _fitting(first, decode, fits)
+            if len(fitting) < y:
+                return first, fitting[self._turns.next(_names([first, *fitting])) % len(fitting)]
         cycles = gcd(x, y)
         shift = turn // (x * y // cycles) % cycles
         return first, decode[(turn + shift) % y]
@@ -73,6 +74,10 @@ class RoundRobin:
     def copy(self) -> "RoundRobin":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return RoundRobin(self._turns.copy(), self._solo_turns.copy())
+
+
+def _fitting(prefill: Instance, decode: Among, fits: Fits) -> Among:
+    return [instance for instance in decode if fits(prefill, instance)]
 
 
 def _names(among: Among) -> _Set:

@@ -19,12 +19,16 @@ from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
 from pdrelay_proxy.io.listening import bound, url_of
 from pdrelay_proxy.settings import CONNECTIONS, Settings
 
+WRITE_TIMEOUT_S: Final = 300.0  # in which a client must read some of its response; then the kernel resets it
+KEEPALIVE_S: Final = 75  # of an idle connection of a client: longer than load balancers keep theirs, usually 60 s
 _ADMIN_CONNECTIONS: Final = 256  # of the admin port: the kubelet, some Prometheus, some operators
 _ADMIN_PER_ADDRESS: Final = 64  # one of them that holds its connections leaves the kubelet its own
 logger = logging.getLogger(__name__)
 
 
-def main_protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
+def main_protocol(
+    router: Router, settings: Settings, *, write_timeout_s: float = WRITE_TIMEOUT_S
+) -> type[asyncio.Protocol]:
     """Return what serves the connections of the main port."""
     admission, telemetry = router.live.gate.admission, router.telemetry
     bounds = Bounds(
@@ -38,21 +42,23 @@ def main_protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
     return endpoint_protocol(
         router.requests,
         clients,
-        write_timeout_s=settings.client_write_timeout_s,
+        write_timeout_s=write_timeout_s,
         on_write_timeout=telemetry.stalled_client,
     )
 
 
-def main_config(router: Router, settings: Settings) -> uvicorn.Config:
+def main_config(
+    router: Router, settings: Settings, *, write_timeout_s: float = WRITE_TIMEOUT_S, keepalive_s: float = KEEPALIVE_S
+) -> uvicorn.Config:
     """Return what uvicorn serves the main port by."""
     tls = router.tls
     return uvicorn.Config(
         router.app,
         host=settings.host,
         port=settings.port,
-        http=main_protocol(router, settings),
+        http=main_protocol(router, settings, write_timeout_s=write_timeout_s),
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
-        **_common(settings),
+        **_common(keepalive_s),
     )
 
 
@@ -69,11 +75,9 @@ class AdminListener:
             min(_ADMIN_PER_ADDRESS, _wanted(settings)),
         )
         clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
-        protocol = admin_protocol(
-            clients, write_timeout_s=settings.client_write_timeout_s, on_write_timeout=telemetry.stalled_client
-        )
+        protocol = admin_protocol(clients, write_timeout_s=WRITE_TIMEOUT_S, on_write_timeout=telemetry.stalled_client)
         app = cast("Any", router.admin_app)
-        self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(settings))
+        self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(KEEPALIVE_S))
         self._tls = router.admin_tls
         self._host = settings.admin_host or settings.host
         self._sockets = bound(self._host, settings.admin_port or 0, shared=False)
@@ -96,13 +100,13 @@ class AdminListener:
         return int(self._sockets[0].getsockname()[1])
 
 
-def _common(settings: Settings) -> dict[str, Any]:
+def _common(keepalive_s: float) -> dict[str, Any]:
     return {
         "ws": "none",
         "log_config": None,
         "access_log": False,  # the router writes its own line for every request
         "server_header": False,
-        "timeout_keep_alive": settings.client_keepalive_s,
+        "timeout_keep_alive": keepalive_s,
         "timeout_graceful_shutdown": 1,  # by then we have waited; this is for connections to close
     }
 

@@ -347,8 +347,6 @@ class Settings:
     health_check_timeout_s: float = 5.0  # for one health check
     ejection_time_s: float = 5.0  # before an ejected engine's trial; doubled after each that fails, up to 60 s
     load_reports: bool = True  # prefill engines are asked for their load, if the prefill policy uses it
-    client_write_timeout_s: float = 300.0  # in which a client must read some of its response
-    client_keepalive_s: int = 75  # an idle connection of a client stays open
     features: tuple[object, ...] = ()  # settings of features that differ from their defaults, one a class
 
     @property

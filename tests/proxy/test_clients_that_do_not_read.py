@@ -11,7 +11,6 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdrelay_proxy import listeners
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
 from pdrelay_proxy.app import build
@@ -52,7 +51,7 @@ async def asked(options, act, *, stream):
     """A router, a decode engine that answers so, and a client that has asked and not read."""
     async with (
         reciting({"prefill": (), "decode": (act,)}, ONE_EACH) as cast,
-        routing(cast, options | {"client_write_timeout_s": PATIENCE_S}) as served,
+        routing(cast, options, write_timeout_s=PATIENCE_S) as served,
         small(served.port, post(text(stream=stream), JSON)) as sock,
     ):
         yield cast, served.port, served.settled, sock
@@ -124,13 +123,6 @@ def test_a_client_that_reads_slowly_gets_everything(options):
     found = next((seen for _ in range(5) if (seen := run(scene(), seconds=30)) is not None), None)
 
     assert found is True
-
-
-def test_the_limit_is_an_option():
-    """Some clients are on slow lines."""
-    settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_write_timeout_s=7.0)
-
-    assert listeners.main_config(build(settings), settings).http.write_timeout_s == 7.0
 
 
 async def flood(scope, receive, send):

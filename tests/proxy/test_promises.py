@@ -104,12 +104,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(acts=None, up=ONE_EACH, *, first_decode=(), **settings):
+async def staged(acts=None, up=ONE_EACH, *, first_decode=(), patience=None, **settings):
     """A router in front of engines that recite."""
     acts = {"prefill": (), "decode": ()} | (acts or {})
     async with reciting(acts, up) as cast:
         cast.at["decode"][:0] = first_decode
-        async with routing(cast, settings) as served:
+        async with routing(cast, settings, **(patience or {})) as served:
             stage = Stage(cast, served)
             try:
                 yield stage
@@ -181,7 +181,7 @@ def test_an_answer_under_way_is_not_cut_by_the_keep_alive_timer(rest_comes_late)
 
     async def scene():
         acts = {"decode": (Act(((0.0, good("decode", b"")),)), after_a_while, stream)}
-        async with staged(acts, client_keepalive_s=0.5) as stage:
+        async with staged(acts, patience={"keepalive_s": 0.5}) as stage:
             reader, writer = await stage.client()
             writer.write(asks())
             await answer(reader)

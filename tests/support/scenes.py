@@ -109,12 +109,15 @@ class Served:
 
 
 @asynccontextmanager
-async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[Served]:
-    """Serve a router as its process does, but for signals and the clock of uvicorn's server."""
+async def routing(cast: Cast, options: Mapping[str, object], **patience: float) -> AsyncGenerator[Served]:
+    """Serve a router as its process does, but for signals and the clock of uvicorn's server.
+
+    ``patience``: with its clients, where it is another than the router's usual one.
+    """
     at = {role: tuple(cast.at[role]) for role in ("prefill", "decode")}
     settings = Settings(**({"health_check_interval_s": 0.0, "allowed_hosts": ("*",)} | at | dict(options)))
     router = build(settings)
-    config = listeners.main_config(router, settings)
+    config = listeners.main_config(router, settings, **patience)
     config.load()
     state = ServerState()
     state.default_headers = [(b"date", b"today")]

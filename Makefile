@@ -29,7 +29,6 @@ ONCE      ?=
 KV_EVENTS ?=
 RETURN_KV ?=
 REUSE_KV  ?=
-TRY       ?=
 VERSIONS  ?=
 PYTHONS   ?=
 SECONDS   ?= 60
@@ -176,10 +175,6 @@ coverage: $(STAMPS)/helm ## which lines and branches the tests without engines r
 	$(BIN)/coverage run -m pytest -m "$(ALONE) and not compiled" || failed=1; \
 	$(BIN)/coverage report || failed=1; \
 	exit $$failed
-
-.PHONY: test-bounds
-test-bounds: $(STAMPS)/dev ## the edge with the oldest and newest libraries it allows: docs/releasing.md, 10 minutes; TRY=uvicorn==0.60.0
-	$(BIN)/python -P tests/support/bounds.py $(if $(TRY),--try $(TRY))
 
 .PHONY: test-versions
 test-versions: $(STAMPS)/dev ## other versions of vLLM, each in an environment of its own: docs/releasing.md, 15 minutes each; VERSIONS="0.31"

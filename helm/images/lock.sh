@@ -14,6 +14,6 @@ lock() { # lock FILE ARGUMENT...
 lock requirements-router.txt --extra proxy ../../pyproject.toml
 lock requirements-router-tracing.txt --extra proxy --extra tracing ../../pyproject.toml
 echo 'hatchling>=1.27' | lock requirements-build.txt -
-printf 'mypy[mypyc]>=2.0\nhttptools>=0.9\nmsgspec>=0.19\nstarlette\nuvicorn>=0.53,<0.55\n' | lock requirements-compile.txt - # what pyproject.toml asks for to compile the router
+printf 'mypy[mypyc]>=2.0\nhttptools>=0.9\nmsgspec>=0.19\n' | lock requirements-compile.txt - # what pyproject.toml asks for to compile the router
 printf 'auditwheel>=6.8\npatchelf>=0.19\ntwine>=7\n' | lock requirements-release.txt -
 printf 'nixl>=1.5\nnixl-cu12\nnixl-cu13\n' | lock requirements-nixl.txt --no-deps -

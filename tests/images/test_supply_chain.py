@@ -45,10 +45,6 @@ INSTALLS = re.compile(
 )
 # Without hashes, and why: (file, what the line has).
 EXCEPTIONS = {
-    (
-        "tests/support/bounds.py",
-        'install = [python, "-m", "pip"',
-    ): "the oldest and the newest of what is allowed: they cannot be pinned",
     ("Makefile", "PIP   :="): "the variable itself; each use of it is looked at",
     (
         "Makefile",

@@ -152,7 +152,7 @@ def no_collector():
 
 PARTS = (
     "EndpointProtocol",
-    "HttpToolsProtocol",
+    "AsgiExchange",
     "Request",
     "HttpResponse",
     "RequestRecord",
@@ -217,7 +217,7 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(options):
                 writer.write(asks())
                 sent += 1
                 await until(lambda count=sent: stage.served("decode") == count)
-                await until(lambda: connection.cycle.response_complete or connection.flow.write_paused)
+                await until(lambda: connection.exchange.response_complete or connection.flow.write_paused)
             for _ in range(more):
                 writer.write(asks())
                 await stage.ask(asks())  # by the time that another client has its answer

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 KEPT = ROOT / ".pdrelay/compiled"
 _ENABLED = "HATCH_BUILD_HOOK_ENABLE_CUSTOM"
 _KEPT_MOST = 2  # older ones: somebody may still use them
-_TOOLS = ("mypy", "setuptools", "msgspec", "uvicorn", "starlette", "httptools")  # what is made depends on them
+_TOOLS = ("mypy", "setuptools", "msgspec", "httptools")  # what is made depends on them
 
 
 class NoCompiler(Exception):

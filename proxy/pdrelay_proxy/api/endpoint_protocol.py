@@ -1,15 +1,15 @@
 """The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
 
-core/http/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another
-server FastAPI serves the same endpoints, by api/endpoint_asgi.py.
+Behind another server FastAPI serves the same endpoints, by api/endpoint_asgi.py.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
+from pdrelay_proxy.api.asgi_exchange import CONTINUE, path_of
 from pdrelay_proxy.api.clients import Clients
-from pdrelay_proxy.api.guarded import GuardedProtocol, path_of
+from pdrelay_proxy.api.guarded import GuardedProtocol
 from pdrelay_proxy.core.http.framing import Head, RefusalReason
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.errors import ProxyError
@@ -18,7 +18,6 @@ from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.response import LONG_BODY, HttpResponse
 
 _URLS: Final[Mapping[bytes, str]] = {path.encode("ascii"): path for path in ENDPOINTS}
-_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def endpoint_protocol(
@@ -39,52 +38,52 @@ def endpoint_protocol(
 
 
 class _EndpointProtocol(GuardedProtocol):
-    """uvicorn's protocol, but for the endpoints. It is the ClientConnection of their requests."""
+    """A connection whose requests for endpoints do not go to the application. It is the ClientConnection of those."""
 
     requests: RequestSet
-    cycle: Any  # None, a Request, or what uvicorn calls so
 
     _request: Request | None = None  # that was read last, if it was for an endpoint
-    _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
     _is_coming = False  # not all of its body is here
     _unwritten: memoryview | None = None  # the rest of a long answer, which the client has yet to make room for
     _keeps = False  # whether the connection stays open behind it
     _busy = False  # a request for an endpoint is under way
-    _idle_since = 0.0  # on the loop's clock
-    _idle_timer: asyncio.TimerHandle | None = None
 
     # What the client sends
 
-    def takes(self, head: Head) -> bool:
-        """Begin a request for an endpoint."""
+    def begin(self, head: Head) -> None:
+        """Begin a request."""
         path = _URLS.get(head.target)
         if path is None and head.method == b"POST":
             path = _path_of(head.target)
         if path is None or head.method != b"POST":
             self._request = None
-            return False
+            super().begin(head)
+            return
         keep_alive = head.keep_alive and not head.is_old
         waits = head.expects and not head.is_old and head.length != 0  # the client sends its body if we say so
         response = HttpResponse(self, self.transport.write, keep_alive and not waits, not head.is_old)
-        request = self._request = self.cycle = Request(self.requests, response, path, head.headers, head.shown)
+        request = self._request = self.exchange = Request(self.requests, response, path, head.headers, head.shown)
         self._busy, self._is_coming = True, head.length != 0
         if request.check() and waits:
             request.keep_alive = keep_alive  # a refusal closes: what comes behind it may be the body or a request
-            self.transport.write(_CONTINUE)
-        return True
+            self.transport.write(CONTINUE)
 
     def take(self, piece: bytes, *, is_all: bool = False) -> None:
         """Take a piece of its body."""
         if self._request is not None:
             self._request.take(piece, is_all=is_all)
+        else:
+            super().take(piece)
 
     def serve(self, body: bytes = b"") -> None:
         """Have it served: it is complete. ``body``: all of it, if none was taken before."""
         request, self._is_coming = self._request, False
-        if request is not None:
-            if self.flow.write_paused:
-                request.pause()  # the client has not read earlier answers
-            request.begin(body)
+        if request is None:
+            super().serve(body)
+            return
+        if self.flow.write_paused:
+            request.pause()  # the client has not read earlier answers
+        request.begin(body)
 
     # The connection
 
@@ -106,19 +105,8 @@ class _EndpointProtocol(GuardedProtocol):
         self._unwritten = None
         super().connection_lost(exc)
         self._request = None
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
 
     # What its request calls
-
-    def default_lines(self) -> bytes:
-        """Return what is in every head; uvicorn makes it anew once a second."""
-        headers = self.server_state.default_headers
-        of, lines = self._default
-        if of is not headers:
-            lines = b"".join([b"%b: %b\r\n" % header for header in headers])
-            self._default = headers, lines
-        return lines
 
     def write_long(self, head: bytes, body: bytes) -> None:
         """Write an answer in pieces: a transport would keep all of it for a client that reads nothing, uncounted."""
@@ -171,22 +159,11 @@ class _EndpointProtocol(GuardedProtocol):
             self.on_response_complete()
             return
         self.server_state.total_requests += 1
-        self._idle_since = self.loop.time()
-        if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
+        self.rest()
 
-    def _look_idle(self) -> None:
-        """Close a connection that has been idle for too long: one timer for many requests."""
-        self._idle_timer = None
-        if self._busy or not self.between or self.timeout_keep_alive_task is not None:
-            return  # the end of what is under way sees to it
-        if self.cycle is not None and not self.cycle.response_complete:
-            return
-        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
-        if left > 0:
-            self._idle_timer = self.loop.call_later(left, self._look_idle)
-        else:
-            self.timeout_keep_alive_handler()
+    def is_idle(self) -> bool:
+        """Tell whether no request is under way, and no answer is being written."""
+        return not self._busy and super().is_idle()
 
 
 def _path_of(target: bytes) -> str | None:

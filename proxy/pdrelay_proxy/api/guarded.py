@@ -1,7 +1,8 @@
-"""What stands before the parser: one whole head at a time, one request at a time, and an end to all of it in time.
+"""The connections of clients: one whole head at a time, one request at a time, and an end to all of it in time.
 
-httptools has no limits, adds up the pieces of a head in quadratic time, takes trailers for headers and ends a request
-with ``Upgrade`` behind its head. So it only gets heads that core/http/framing.py has read, and their bodies.
+core/http/framing.py reads heads and chunks, and nothing else does: nothing behind it can understand them differently.
+uvicorn's server makes these connections, and ends them; what it calls is ``__init__``, the methods of an
+``asyncio.Protocol`` and ``shutdown``.
 """
 
 import asyncio
@@ -9,16 +10,17 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, cast
-from urllib.parse import unquote
+from typing import Any, Final, Protocol, cast
 
-import httptools
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import uvicorn
+from uvicorn.server import ServerState
 
+from pdrelay_proxy.api.asgi_exchange import AsgiExchange, path_of
 from pdrelay_proxy.api.clients import Clients
+from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
 from pdrelay_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end, target_in
 from pdrelay_proxy.core.http.repeated_head import RepeatedHead
+from pdrelay_proxy.core.http.response_head import STATUS_LINES
 from pdrelay_proxy.errors import (
     BadFraming,
     ClientError,
@@ -47,49 +49,39 @@ _LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is b
 logger = logging.getLogger(__name__)
 
 
-class ReadControl(FlowControl):
-    """uvicorn's, with a second reason not to read.
+class Exchange(Protocol):
+    """A request and its answer, as its connection sees them."""
 
-    An application that takes a body resumes reading with each part of it. What the parser has not read yet would then
-    grow faster than it is read.
-    """
+    keep_alive: bool
 
-    is_full = False  # enough waits for the parser
+    @property
+    def response_started(self) -> bool:
+        """Tell whether some of the answer was written."""
+        ...
 
-    def resume_reading(self) -> None:
-        """Note that the application takes more."""
-        if self.read_paused:
-            self.read_paused = False
-            self._go_on()
+    @property
+    def response_complete(self) -> bool:
+        """Tell whether all of it was."""
+        ...
 
-    def fill(self) -> None:
-        """Read no more before ``empty``."""
-        self.is_full = True
-        self._transport.pause_reading()
-
-    def empty(self) -> None:
-        """Note that little waits for the parser."""
-        if self.is_full:
-            self.is_full = False
-            self._go_on()
-
-    def _go_on(self) -> None:
-        if not (self.read_paused or self.is_full):
-            self._transport.resume_reading()
+    def leave(self) -> None:
+        """Give it up: nobody reads the answer."""
+        ...
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, for clients that mean harm."""
+class GuardedProtocol(asyncio.Protocol):
+    """A connection, for clients that mean harm. Its requests go to the ASGI application."""
 
     clients: Clients
     write_timeout_s: float | None = None  # seconds in which a client must read some of what was written; None: no limit
     on_write_timeout: Callable[[], None]  # called for each client that has not
-    cycle: Any  # None, or the request that was read last: response_complete, disconnected, message_event
-    headed = False  # the parser has the head of a request
-    within = False  # the parser has some of a request, and not all of it
+    transport: asyncio.Transport
+    flow: FlowControl
+    exchange: Exchange | None = None  # that was begun last
     between = True  # nothing of a request has come, all before it have come to their ends, and one more may come
 
-    _reading: ReadControl  # uvicorn's flow
+    _asgi: AsgiExchange | None = None  # the same, if the application answers it
+    _client: tuple[str, int] | None = None  # its address
     _network: str | None = None  # the name under which it is counted
     _over = False  # it is refused: what still comes is dropped
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
@@ -97,25 +89,50 @@ class GuardedProtocol(HttpToolsProtocol):
     _head: bytearray | None = None  # the beginning of a head
     _target = b""  # of the request that is refused, as far as it is known; of one whose body comes
     _in_body = False
-    _is_ours = False  # the request that is being read is served without the parser
     _remaining = 0  # bytes of a body whose length was declared
     _chunks: ChunkedBody | None = None
     _received = 0  # bytes of the body
     _left: bytearray | None = None  # what came behind a request that is not answered yet
     _held = 0  # bytes that are charged for what this connection has sent
+    _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
+    _idle_since = 0.0  # on the loop's clock
+    _idle_timer: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: Mapping[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Begin as uvicorn's server begins each: ``config`` is loaded."""
+        self.loop = _loop or asyncio.get_running_loop()
+        self.server_state = server_state
+        self._connections = cast("set[GuardedProtocol]", server_state.connections)  # it lists uvicorn's own classes
+        self._app = config.loaded_app
+        self._keepalive_s = config.timeout_keep_alive
+        self._app_state = app_state
+        self._scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": config.asgi_version, "spec_version": "2.3"},
+            "root_path": config.root_path,
+        }
 
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it; one over a limit is refused at once."""
-        super().connection_made(transport)
+        self.transport = transport
+        self._connections.add(self)
         # What each request looks at is found in an object in a fifth of the time that it takes to find it in a class.
         self._over, self._in_body, self._head, self._left = False, False, None, None
-        self.flow = self._reading = ReadControl(transport)
+        self.exchange = self._idle_timer = None
+        self.flow = FlowControl(transport)
         self._heads = RepeatedHead()
         self._since = self.loop.time()
         self._limit_writes(transport)
-        self._network, fault = self.clients.enter(self.client[0] if self.client else None)
+        self._client = _address(transport, "peername")
+        self._network, fault = self.clients.enter(self._client[0] if self._client else None)
         if fault is None:
             self.clients.watch(self)
             return
@@ -132,12 +149,19 @@ class GuardedProtocol(HttpToolsProtocol):
         if isinstance(exc, TimeoutError):
             logger.warning(
                 "a client (%s) has read nothing of its answer for %g s: its connection is closed",
-                self.client[0] if self.client else "unknown",
+                self._client[0] if self._client else "unknown",
                 self.write_timeout_s or 0.0,
             )
             self.on_write_timeout()
+        self._connections.discard(self)
         try:
-            super().connection_lost(exc)
+            if self.exchange is not None:
+                self.exchange.leave()
+            self.flow.resume_writing()
+            if exc is None:
+                self.transport.close()
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
         finally:
             self.clients.leave(self._network, self)
             self.free()
@@ -145,8 +169,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _limit_writes(self, transport: asyncio.Transport) -> None:
         """Have the kernel reset the connection of a client that takes nothing for too long (RFC 5482; Linux, tcp(7)).
 
-        uvicorn waits for ever, and an engine and a place at the gate wait with it. The time runs while bytes are
-        unacknowledged or the client's window is closed.
+        An engine and a place at the gate wait with it. The time runs while bytes are unacknowledged or the client's
+        window is closed.
         """
         if self.write_timeout_s is None:
             return
@@ -176,11 +200,9 @@ class GuardedProtocol(HttpToolsProtocol):
     # What it sends
 
     def data_received(self, data: bytes) -> None:
-        """Have the parser read what has come, as far as it is good."""
+        """Read what has come, as far as it is good."""
         if self._over:
             return
-        if self.timeout_keep_alive_task is not None:
-            self._unset_keepalive_if_required()
         if self._left is not None:
             self._keep(data)
             return
@@ -196,7 +218,9 @@ class GuardedProtocol(HttpToolsProtocol):
         while data and not self._over and not self.transport.is_closing():
             if self._in_body:
                 data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
-            elif (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused:  # as in _is_next
+            elif (
+                self.exchange is None or self.exchange.response_complete
+            ) and not self.flow.write_paused:  # as _is_next
                 try:
                     data = self._read_head(data)
                 except ClientError:
@@ -209,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol):
     @property
     def _is_next(self) -> bool:
         """Tell whether another request may begin: the one before is answered, and the client reads its answers."""
-        return (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused
+        return (self.exchange is None or self.exchange.response_complete) and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
         """Read a head if it is complete; return what is behind it."""
@@ -232,7 +256,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._charge(len(data))
             if self._head is None:
                 self._head, self.between = bytearray(data), False
-                if self.cycle is not None:  # the first one had to come since the connection was made
+                if self.exchange is not None:  # the first one had to come since the connection was made
                     self._since = self.loop.time()
             return b""
         head = self._heads.read(bytes(received[start:end]))
@@ -243,17 +267,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _begin(self, head: Head, rest: bytes) -> bytes:
         """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""
-        self._is_ours = self.takes(head)
-        if self._is_ours and head.length == len(rest):
+        self.begin(head)
+        if head.length == len(rest):
             self.between = True
             self.serve(rest)
             return b""
-        if not self._is_ours:
-            self.headed = False
-            self._parse(head.raw)
-            self._expect(headed=True, within=head.length != 0)
-            if head.expects and head.length != 0:
-                self.cycle.keep_alive = False  # its body may never come, if the answer does not wait for it
         if head.length == 0:
             self._end()
         else:
@@ -268,11 +286,7 @@ class GuardedProtocol(HttpToolsProtocol):
         piece = data[: self._remaining]
         self._remaining -= len(piece)
         self._received += len(piece)
-        if self._is_ours:
-            self.take(piece, is_all=self._received == len(piece) and not self._remaining)
-        else:
-            self._parse(piece)
-            self._expect(headed=True, within=self._remaining > 0)
+        self.take(piece, is_all=self._received == len(piece) and not self._remaining)
         if not self._remaining:
             self._end()
         return data[len(piece) :]
@@ -286,15 +300,9 @@ class GuardedProtocol(HttpToolsProtocol):
         body = chunks.feed(data)
         if body:
             self._received += len(body)
-            if self._is_ours:
-                self.take(body)
-            else:
-                self._parse(b"%x\r\n%b\r\n" % (len(body), body))
+            self.take(body)
         if not chunks.is_over:
             return b""
-        if not self._is_ours:
-            self._parse(b"0\r\n\r\n")
-            self._expect(headed=True, within=False)
         self._end()
         if self._left is None:
             return chunks.rest
@@ -302,45 +310,79 @@ class GuardedProtocol(HttpToolsProtocol):
         self._charge(len(chunks.rest))
         return b""
 
-    # A request that need not be parsed once more
-
-    def takes(self, head: Head) -> bool:
-        """Begin a request that is served without httptools; False: it is another one's."""
-        del head
-        return False
-
-    def take(self, piece: bytes, *, is_all: bool = False) -> None:
-        """Take a piece of its body; ``is_all``: there is nothing else of it, before or behind."""
-
-    def serve(self, body: bytes = b"") -> None:
-        """It is complete; ``body``: all of it, if none was taken before."""
-
-    def _parse(self, data: bytes) -> None:
-        parser = cast("Any", self.parser)  # there is one as long as the connection is open
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserCallbackError as exc:
-            raise BadFraming("the target of the request cannot be read: write a path, or an absolute URL") from exc
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            raise BadFraming(f"the request is not valid HTTP/1.1: {exc}") from exc
-
-    def _expect(self, *, headed: bool, within: bool) -> None:
-        """See that the parser has come as far as we have: what two readers understand differently is refused."""
-        if self.headed != headed or (self.within != within and not self.transport.is_closing()):
-            logger.error("the parser and core/http/framing.py disagree about where a request ends: it is refused")
-            raise BadFraming("it is not clear where the request ends")
-
     def _end(self) -> None:
         """A request has come to its end."""
         self.between, self._in_body, self._chunks = True, False, None
-        cycle = self.cycle
-        is_answered = cycle is not None and cycle.response_complete  # before all of it had come
-        if self._is_ours:
-            self.serve()
-        if is_answered and not self.transport.is_closing() and self.timeout_keep_alive_task is None:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+        is_answered = self.exchange is not None and self.exchange.response_complete  # before all of it had come
+        self.serve()
+        if is_answered and not self.transport.is_closing():
+            self.rest()
+
+    # Where its requests go
+
+    def begin(self, head: Head) -> None:
+        """Begin a request: its head has come."""
+        transport = self.transport
+        scope = self._scope | {
+            "client": self._client,
+            "server": _address(transport, "sockname"),
+            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
+            "state": dict(self._app_state),
+        }
+        self.exchange = self._asgi = AsgiExchange(self, head, scope)
+        task = self.loop.create_task(self._asgi.run(self._app))
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self.server_state.tasks.discard)
+
+    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Take a piece of its body; ``is_all``: there is nothing else of it, before or behind."""
+        del is_all
+        if self._asgi is not None:
+            self._asgi.take(piece)
+
+    def serve(self, body: bytes = b"") -> None:
+        """It is complete; ``body``: all of it, if none was taken before."""
+        if self._asgi is not None:
+            if body:
+                self._asgi.take(body)
+            self._asgi.end()
+
+    def default_lines(self) -> bytes:
+        """Return what is in every head; uvicorn's server makes it anew once a second."""
+        headers = self.server_state.default_headers
+        of, lines = self._default
+        if of is not headers:
+            lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+            self._default = headers, lines
+        return lines
+
+    def rest(self) -> None:
+        """Nothing is under way: one timer for many requests sees whether that lasts too long."""
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self._keepalive_s, self._look_idle)
+
+    def _look_idle(self) -> None:
+        """Close a connection that has been idle for too long."""
+        self._idle_timer = None
+        if not self.between or not self.is_idle():
+            return  # the end of what is under way sees to it
+        left = self._idle_since + self._keepalive_s - self.loop.time()
+        if left > 0:
+            self._idle_timer = self.loop.call_later(left, self._look_idle)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def is_idle(self) -> bool:
+        """Tell whether no request is under way."""
+        return self.exchange is None or self.exchange.response_complete
+
+    def shutdown(self) -> None:
+        """End the connection behind the answer that is being written: the server ends."""
+        if self.exchange is None or self.exchange.response_complete:
+            self.transport.close()
+        else:
+            self.exchange.keep_alive = False
 
     # What comes behind a request that is not answered yet
 
@@ -351,18 +393,26 @@ class GuardedProtocol(HttpToolsProtocol):
             self._left = bytearray(data)
         else:
             self._left += data
-        if len(self._left) > HIGH_WATER_LIMIT:
-            self._reading.fill()
+        if len(self._left) > HIGH_WATER:
+            self.flow.fill()
 
     def on_response_complete(self) -> None:
         """Go on with what is behind the request."""
-        super().on_response_complete()
+        self._asgi = None
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self.rest()
         if self._left is not None:
             self.loop.call_soon(self._go_on)
 
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is written to."""
+        self.flow.pause_writing()
+
     def resume_writing(self) -> None:
         """Go on with it: the client has read its answers."""
-        super().resume_writing()
+        self.flow.resume_writing()
         if self._left is not None and self._is_next:
             self.loop.call_soon(self._go_on)
 
@@ -371,25 +421,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if left is None or self._over or self.transport.is_closing():
             return
         self.free(len(left))
-        self._reading.empty()
+        self.flow.empty()
         self.data_received(bytes(left))
-
-    # The parser
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self.within = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """Its head is complete."""
-        self.headed = True
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """It is complete."""
-        self.within = False
-        super().on_message_complete()
 
     # Its end
 
@@ -400,10 +433,10 @@ class GuardedProtocol(HttpToolsProtocol):
             has_read = not self.transport.get_write_buffer_size()
             return self._since + (_LINGER_S if has_read else _LINGER_MOST_S)
         if self._in_body:
-            if self.flow.read_paused or self._reading.is_full:
+            if self.flow.read_paused or self.flow.is_full:
                 self._since += elapsed  # it may not send
             return self._since + bounds.body_s + self._received / _LEAST_RATE
-        if self._head is not None or self.cycle is None:
+        if self._head is not None or self.exchange is None:
             return self._since + bounds.head_s
         return None
 
@@ -438,20 +471,19 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop()
         self.clients.on_refused(fault)
         level = logging.DEBUG if isinstance(error, TooManyConnections) else logging.INFO  # a crowd is counted
-        logger.log(level, "a connection of %s is closed: %s", self.client[0] if self.client else "a client", error)
+        logger.log(level, "a connection of %s is closed: %s", self._client[0] if self._client else "a client", error)
         self._head = self._left = None
         self.free()
-        cycle = self.cycle
-        is_open = cycle is not None and not cycle.response_complete  # of this request: none is read behind another
-        if is_open and getattr(cycle, "response_started", False):
+        exchange = self.exchange
+        is_open = (
+            exchange is not None and not exchange.response_complete
+        )  # of this request: none is read behind another
+        if is_open and exchange is not None and exchange.response_started:
             self.transport.close()  # half of an answer has no other end
         elif is_open or not self._in_body:
             self.transport.write(self._answer(error))
-        if is_open and cycle is not None:
-            cycle.disconnected = True
-            if hasattr(cycle, "waiting_for_100_continue"):  # uvicorn's, whose task may not have begun to read
-                cycle.waiting_for_100_continue = False
-            cycle.message_event.set()
+        if is_open and exchange is not None:
+            exchange.leave()
         self._linger()
 
     def _answer(self, error: ProxyError) -> bytes:
@@ -466,7 +498,7 @@ class GuardedProtocol(HttpToolsProtocol):
             (name.encode(), value.encode("latin-1"))
             for name, value in error_headers(error, self.clients.bounds.overload).items()
         ]
-        return b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body])
+        return b"".join([STATUS_LINES[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body])
 
     def _linger(self) -> None:
         """Close such that the client reads the answer: what it still sends would make the kernel take it back."""
@@ -476,16 +508,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self.clients.watch(self)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self._reading.is_full = False
+            self.flow.is_full = False
             self.transport.resume_reading()
         else:  # TLS says goodbye, and reads on until that is answered
             self.transport.close()
 
 
-def path_of(target: bytes) -> str:
-    """Return the path in the target of a request: without a host and a query, and without escapes; empty: none."""
-    try:
-        path = httptools.parse_url(target).path
-    except httptools.HttpParserInvalidURLError:
-        return ""
-    return unquote(path.decode("ascii")) if path else ""
+def _address(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
+    """Return the host and port of one end; None for a socket that has none."""
+    found = transport.get_extra_info(name)
+    return (str(found[0]), int(found[1])) if isinstance(found, (tuple, list)) and len(found) >= 2 else None

@@ -62,7 +62,7 @@ class RequestOwner(ABC):
 
 
 class Request:
-    """One request. To uvicorn's protocol it is the cycle of its connection."""
+    """One request. To its connection it is an exchange (``api/guarded.py``)."""
 
     __slots__ = (
         "_array",
@@ -78,7 +78,6 @@ class Request:
         "_services",
         "_ticket",
         "_total_s",
-        "disconnected",
         "response_complete",
     )
 
@@ -112,7 +111,7 @@ class Request:
         self._dispatch: Dispatch | None = None  # since it was admitted
         self._comments: CommentedResponse | None = None  # None: its stream has none
         self._array: PromptArray | None = None  # while each of its prompts is served by itself
-        self.disconnected = self.response_complete = False
+        self.response_complete = False
 
     # ---- the client's side: what the protocol calls
 
@@ -130,20 +129,10 @@ class Request:
         """Tell whether some of the response was written."""
         return self._client.writer.begun
 
-    @property
-    def message_event(self) -> "Request":
-        """Uvicorn sets it when the client has gone."""
-        return self
-
-    def set(self) -> None:
-        """Give up everything if the client has gone."""
-        if self.disconnected and not self.response_complete:
-            self.interrupt(ClientGone())
-
     def leave(self) -> None:
-        """The client has gone."""
-        self.disconnected = True
-        self.set()
+        """Give up everything: the client has gone."""
+        if not self.response_complete:
+            self.interrupt(ClientGone())
 
     def check(self) -> bool:
         """Judge the head; False: the request is refused, and answered. One that is let in is under way from here on."""

@@ -7,8 +7,7 @@ for a client of HTTP/1.0, which knows none, the end of the connection is its end
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
-
+from pdrelay_proxy.core.http.response_head import CONTROLS, STATUS_LINES
 from pdrelay_proxy.core.request_record import RequestRecord
 
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes an answer for what its type says
@@ -107,7 +106,7 @@ class HttpResponse:
             framing = b""
         close = b"" if self.keep_alive else _CLOSE
         default = self._connection.default_lines()
-        data = b"".join([STATUS_LINE[status], default, lines, close, framing, b"\r\n", first])
+        data = b"".join([STATUS_LINES[status], default, lines, close, framing, b"\r\n", first])
         self.begun, self._streams = True, streams
         if is_long:
             self._connection.write_long(data, body)
@@ -167,7 +166,7 @@ def head_lines(
 
 def _plain(content_type: bytes) -> bytes:
     """Look at an engine's content type before it goes into a head of ours."""
-    if HEADER_VALUE_RE.search(content_type):
+    if CONTROLS.search(content_type):
         raise RuntimeError(f"the content type {content_type!r} cannot be sent")
     if len(_PLAIN_TYPES) < _PLAIN_TYPES_MOST:
         _PLAIN_TYPES.add(content_type)

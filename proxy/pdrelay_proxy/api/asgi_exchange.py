@@ -1,0 +1,214 @@
+"""A request that an ASGI application answers: whatever is not for an endpoint goes to FastAPI by this.
+
+The connection has read its head and divides the body from what is behind it; here are the scope, the two channels
+(ASGI 3.0, https://asgi.readthedocs.io/en/latest/specs/www.html) and the bytes of the answer (RFC 9112, 6 and 7).
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Final, Protocol, TypeAlias
+from urllib.parse import unquote
+
+import httptools
+
+from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
+from pdrelay_proxy.core.http.framing import Head
+from pdrelay_proxy.core.http.response_head import CONTROLS, HEADER_NAME, STATUS_LINES
+from pdrelay_proxy.errors import BadFraming
+
+Message: TypeAlias = MutableMapping[str, Any]
+App: TypeAlias = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NO_BODY: Final = (204, 304)
+_OURS: Final = (b"connection", b"transfer-encoding")  # headers that say how the connection goes on
+_FAILED: Final = b"Internal Server Error"
+logger = logging.getLogger(__name__)
+
+
+class ServingConnection(Protocol):
+    """The connection that a request has come by."""
+
+    transport: asyncio.Transport
+    flow: FlowControl
+
+    def default_lines(self) -> bytes:
+        """Return the header lines that the server puts into every head."""
+        ...
+
+    def on_response_complete(self) -> None:
+        """The answer is written."""
+        ...
+
+
+class AsgiExchange:
+    """One request and its answer."""
+
+    def __init__(self, connection: ServingConnection, head: Head, scope: Mapping[str, Any]) -> None:
+        """``scope``: what the connection knows, to which this adds the request.
+
+        Raises:
+            BadFraming: there is no path in its target.
+        """
+        self._connection = connection
+        self._scope = dict(scope) | _request_scope(head)
+        self._is_old = head.is_old
+        # A client that waits for us to ask for its body may never send it: its connection ends with the answer.
+        self._expects = head.expects and head.length != 0 and not head.is_old
+        self.keep_alive = head.keep_alive and not head.is_old and not (head.expects and head.length != 0)
+        self.response_started = self.response_complete = False
+        self._body = bytearray()  # that has come, and was not taken
+        self._more = True  # of the body is to come
+        self._told = False  # the application has all of it
+        self._gone = False  # nobody reads the answer
+        self._news = asyncio.Event()
+        self._has_body = True  # the answer has one
+        self._chunks = False  # it goes in chunks
+        self._left: int | None = None  # bytes of it that are to come, as far as its head says
+
+    # What the connection calls
+
+    def take(self, piece: bytes) -> None:
+        """Take a piece of the body."""
+        if self.response_complete:
+            return
+        self._body += piece
+        if len(self._body) > HIGH_WATER:
+            self._connection.flow.pause_reading()
+        self._news.set()
+
+    def end(self) -> None:
+        """All of the body has come."""
+        self._more = False
+        self._news.set()
+
+    def leave(self) -> None:
+        """The client has gone, or was refused in the middle of its body."""
+        self._gone, self._expects = True, False
+        self._news.set()
+
+    async def run(self, app: App) -> None:
+        """Have the application answer. Whatever it does, the answer has an end, or the connection."""
+        try:
+            await app(self._scope, self._receive, self._send)
+        except asyncio.CancelledError:  # the server ends, and has waited long enough
+            self._fail()
+            raise
+        except Exception:
+            logger.exception("the application has failed at %s %s", self._scope["method"], self._scope["path"])
+            self._fail()
+        else:
+            if not (self.response_complete or self._gone):
+                logger.error("the application has not answered %s %s", self._scope["method"], self._scope["path"])
+                self._fail()
+
+    def _fail(self) -> None:
+        """End what the application has left open."""
+        if self.response_complete or self._gone:
+            return
+        if self.response_started:
+            self._connection.transport.close()
+            return
+        self.keep_alive = False
+        self._begin(500, [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(_FAILED))])
+        self._write(_FAILED, more=False)
+
+    # ASGI
+
+    async def _receive(self) -> Message:
+        if self._expects and not self._connection.transport.is_closing():
+            self._expects = False
+            self._connection.transport.write(CONTINUE)
+        while not (self._gone or self.response_complete or (not self._told and (self._body or not self._more))):
+            self._connection.flow.resume_reading()
+            self._news.clear()
+            await self._news.wait()
+        if self._gone or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        self._told = not self._more
+        return {"type": "http.request", "body": body, "more_body": self._more}
+
+    async def _send(self, message: Message) -> None:
+        await self._connection.flow.drain()
+        if self._gone:
+            return
+        kind = message["type"]
+        if kind == "http.response.start" and not self.response_started:
+            self._expects = False
+            self._begin(message["status"], message.get("headers", ()))
+        elif kind == "http.response.body" and self.response_started and not self.response_complete:
+            self._write(message.get("body", b""), more=message.get("more_body", False))
+        else:
+            raise RuntimeError(f"{kind} cannot be sent now")
+
+    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Write the head: what says where the answer ends is ours."""
+        lines = [STATUS_LINES[status], self._connection.default_lines()]
+        for name, value in headers:
+            if HEADER_NAME.fullmatch(name) is None or CONTROLS.search(value):
+                raise RuntimeError(f"the header {name!r}: {value!r} cannot be sent")
+            lower = name.lower()
+            if lower == b"connection":
+                self.keep_alive = self.keep_alive and b"close" not in value.lower()
+            if lower in _OURS:
+                continue
+            if lower == b"content-length":
+                self._left = int(value)
+            lines.append(b"%b: %b\r\n" % (name, value))
+        self._has_body = self._scope["method"] != "HEAD" and status not in _NO_BODY
+        if self._has_body and self._left is None:
+            self._chunks = not self._is_old
+            self.keep_alive = self.keep_alive and self._chunks  # else the end of the connection is its end
+        if self._chunks:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        self.response_started = True
+        self._connection.transport.write(b"".join([*lines, b"\r\n"]))
+
+    def _write(self, body: bytes, *, more: bool) -> None:
+        """Write a part of the body."""
+        if self._has_body:
+            if self._left is not None:
+                self._left -= len(body)
+                if self._left < 0 or (self._left and not more):
+                    raise RuntimeError("the body is not as long as its content-length says")
+            if self._chunks:
+                body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"" if more else b"0\r\n\r\n")
+            if body:
+                self._connection.transport.write(body)
+        if not more:
+            self.response_complete = True
+            self._news.set()
+            if not self.keep_alive:
+                self._connection.transport.close()
+            self._connection.on_response_complete()
+
+
+def _request_scope(head: Head) -> dict[str, Any]:
+    """Return what the scope says of a request."""
+    try:
+        url = httptools.parse_url(head.target)
+        path = url.path.decode("ascii")
+    except (httptools.HttpParserInvalidURLError, AttributeError) as exc:  # no URL, or one without a path
+        raise BadFraming("the target of the request cannot be read: write a path, or an absolute URL") from exc
+    return {
+        "http_version": "1.0" if head.is_old else "1.1",
+        "method": head.method.decode("ascii"),
+        "path": unquote(path),
+        "raw_path": url.path,
+        "query_string": url.query or b"",
+        "headers": list(head.headers),
+    }
+
+
+def path_of(target: bytes) -> str:
+    """Return the path in the target of a request: without a host and a query, and without escapes; empty: none."""
+    try:
+        path = httptools.parse_url(target).path
+    except httptools.HttpParserInvalidURLError:
+        return ""
+    return unquote(path.decode("ascii")) if path else ""

@@ -216,11 +216,10 @@ class GuardedProtocol(asyncio.Protocol):
 
     def _read(self, data: bytes) -> None:
         while data and not self._over and not self.transport.is_closing():
+            exchange = self.exchange
             if self._in_body:
                 data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
-            elif (
-                self.exchange is None or self.exchange.response_complete
-            ) and not self.flow.write_paused:  # as _is_next
+            elif (exchange is None or exchange.response_complete) and not self.flow.write_paused:  # as in _is_next
                 try:
                     data = self._read_head(data)
                 except ClientError:

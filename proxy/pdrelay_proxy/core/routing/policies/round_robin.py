@@ -1,6 +1,5 @@
 """Take turns, so that every prefill engine works with every decode engine."""
 
-from dataclasses import dataclass, field
 from math import gcd
 from typing import Final, TypeAlias
 
@@ -13,7 +12,6 @@ _Set: TypeAlias = tuple[InstanceId, ...]
 _MOST_SETS: Final = 256
 
 
-@dataclass(slots=True)
 class Rotation:
     """A turn counter for every set of engines; a set that is new goes on where all of them together are.
 
@@ -21,21 +19,32 @@ class Rotation:
     for all, a set could get every second turn, and use half of its engines.
     """
 
-    total: int = 0
-    of: dict[_Set, int] = field(default_factory=dict[_Set, int])
+    __slots__ = ("_current", "_total", "_turn", "_turns")
+
+    def __init__(self, total: int = 0) -> None:
+        self._total = total  # turns of all sets together
+        self._turns = dict[_Set, int]()  # of the sets but for the current one
+        self._current: _Set = ()  # the set of the last turn: a large one takes as long to be looked up as to be read
+        self._turn = 0  # its next one
 
     def next(self, key: _Set) -> int:
         """Return the turn of a set, and count it."""
-        turn = self.of.pop(key, self.total)
-        self.of[key] = turn + 1
-        self.total += 1
-        if len(self.of) > _MOST_SETS:
-            del self.of[next(iter(self.of))]
+        if key is not self._current:
+            self._turns[self._current] = self._turn
+            self._current, self._turn = key, self._turns.pop(key, self._total)
+            if len(self._turns) >= _MOST_SETS:
+                del self._turns[next(iter(self._turns))]
+        turn = self._turn
+        self._turn = turn + 1
+        self._total += 1
         return turn
 
     def copy(self) -> "Rotation":
         """Return one that counts on from here by itself."""
-        return Rotation(self.total, dict(self.of))
+        other = Rotation(self._total)
+        other._turns = dict(self._turns)
+        other._current, other._turn = self._current, self._turn
+        return other
 
 
 class RoundRobin:
@@ -50,6 +59,7 @@ class RoundRobin:
         self._turns = turns or Rotation()
         self._solo_turns = solo_turns or Rotation()
         self._last: tuple[Among, Among, _Set] | None = None
+        self._last_one: tuple[Among, _Set] | None = None
 
     def pair(self, prefill: Among, decode: Among, _ask: RoutingHints = ANY, fits: Fits = always, /) -> Pair:
         """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
@@ -69,7 +79,10 @@ class RoundRobin:
 
     def one(self, among: Among, _ask: RoutingHints = ANY, /) -> Instance:
         """Return the next engine; these turns do not disturb those of the pairs."""
-        return among[self._solo_turns.next(_names(among)) % len(among)]
+        before = self._last_one
+        if before is None or before[0] is not among:
+            before = self._last_one = among, _names(among)
+        return among[self._solo_turns.next(before[1]) % len(among)]
 
     def copy(self) -> "RoundRobin":
         """Return one that chooses alike, and whose choices leave no trace here."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.model import ANY, Instance, InstanceId, Role
-from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 
 sizes = st.integers(1, 12)
 
@@ -84,3 +84,16 @@ def test_engines_that_do_not_fit_each_other_never_meet_and_all_others_do():
 
     assert set(pairs) == fits
     assert set(pairs.values()) == {10}
+
+
+@given(asked=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), start=st.integers(0, 9))
+def test_each_set_has_turns_of_its_own(asked, start):
+    """Whether it comes as the same object or as an equal one; a new one goes on where all of them are."""
+    sets = [tuple(f"engine-{number}" for number in range(size + 1)) for size in range(4)]
+    rotation, turns, total = Rotation(start), {}, start
+    for place, is_same in asked:
+        expected = turns.get(place, total)
+        turns[place], total = expected + 1, total + 1
+        copied = rotation.copy()
+        assert rotation.next(sets[place] if is_same else (*sets[place],)) == expected
+        assert copied.next(sets[place]) == expected

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from interop.in_tree_tests import section
 from interop.not_run import NOT_RUN
 from interop.peer import Engines, Peer
 
@@ -93,6 +94,7 @@ def text(seen: Mapping[str, Mapping], peers: Sequence[Peer], engines: Sequence[E
         lines += [_row(each, seen[each.name], causes) for each in rows if each.name in seen]
         parts.append(f"## {head}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
     parts.append("## Causes\n\n" + "\n".join(f"{number}. {cause}" for number, cause in enumerate(causes, 1)) + "\n")
+    parts.append(section())
     parts.append("## Not run\n\n" + "\n".join(f"- **{name}**: {why}" for name, why in NOT_RUN.items()) + "\n")
     return "\n".join(parts)
 

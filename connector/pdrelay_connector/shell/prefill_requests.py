@@ -74,6 +74,7 @@ class PrefillRequests:
         self._window_pins = SlidingWindowPins(engine_config.groups, pool)
         self._sampling = Sampling(settings.verify_share, settings.verify_blocks)
         self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}  # in pull: for the workers' next step
+        self._has_named_role = False  # of an engine that lends nothing, in the log
         self._shortage: BlockShortage | None = None  # only where leases may be revoked
         if engine_config.is_producer and settings.revoke_after:
             self._shortage = BlockShortage(engine_config.groups, threshold=settings.revoke_after)
@@ -199,7 +200,10 @@ class PrefillRequests:
 
     def _hand_over(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or not self._engine_config.is_producer:
+        if not params.get("do_remote_decode"):
+            return None
+        if not self._engine_config.is_producer:
+            self._name_role(request)
             return None
         if not can_move(request, self._engine_config.left_out_tokens):
             logger.warning("pdrelay: %s is not handed over: it has computed its last token", request.request_id)
@@ -218,6 +222,17 @@ class PrefillRequests:
             self._push_progress.abandon(request)
             self._post(lambda control, now: control.push_coordinator.abandoned(name, now=now))
         return offer
+
+    def _name_role(self, request: Request) -> None:
+        """Say once what keeps an engine from lending: vLLM's NixlConnector lends whatever its role is."""
+        if self._has_named_role:
+            return
+        self._has_named_role = True
+        logger.warning(
+            "pdrelay: %s is not handed over: this engine's kv_role is kv_consumer; prefill engines need kv_producer or "
+            "kv_both. This is said once",
+            request.request_id,
+        )
 
     def _is_pushed(self, params: Mapping[str, Any]) -> bool:
         """Whether the KV of a request is written into the decode engine's cache."""

@@ -57,6 +57,7 @@ class Engine:
         *,
         groups=ONE,
         clock=WALL_CLOCK,
+        is_producer=True,
         is_consumer=True,
         name="here",
         width=16,
@@ -69,7 +70,7 @@ class Engine:
         self.pool = BlockPool(BLOCKS, enable_caching=bool(prefix_hash), hash_block_size=SIZE)
         engine_config = EngineConfig(
             EngineId(name), Address("127.0.0.1", free_ports(1)[0]), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
-            is_producer=True, is_consumer=is_consumer, first_token=first_token or {}, prefix_hash=prefix_hash,
+            is_producer=is_producer, is_consumer=is_consumer, first_token=first_token or {}, prefix_hash=prefix_hash,
             looks_back=looks_back or {},
         )  # fmt: skip
         self.now = 1000.0
@@ -609,6 +610,19 @@ def test_a_prefill_that_did_not_finish_is_not_lent(engine, status):
     request = engine.request({"do_remote_decode": True}, status=status)
 
     assert engine.side.finished(request, ([1, 2, 3],)) is None
+
+
+def test_a_prefill_of_an_engine_that_is_no_producer_is_named_once(lines):
+    """VLLM's NixlConnector lends whatever its role is: with another router the texts stay right, and nothing moves."""
+    engine = Engine(is_producer=False)
+    for name in ("p-a", "p-b"):
+        request = engine.request({"do_remote_decode": True}, name=name)
+        engine.side.on_new_request(request)
+        assert engine.side.finished(request, ([1, 2, 3],)) is None
+    engine.side.stop()
+
+    (said,) = [line for level, line in lines if level == "WARNING" and "kv_role" in line]
+    assert "p-a is not handed over: this engine's kv_role is kv_consumer" in said
 
 
 # ---- engines with a secret

@@ -86,7 +86,7 @@ ROWS = (
     (
         "`test_abort_timeout_on_prefiller`",
         "blocks that no D reads are free after `kv_lease_duration`",
-        "not run: its model is on the hub",
+        "0 of 1, with a model of ours: it looks for the blocks at the finished request; the other one wants Ray",
         "`chaos/test_decode_engine.py`",
     ),
     (

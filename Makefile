@@ -182,7 +182,7 @@ test-versions: $(STAMPS)/dev ## other versions of vLLM, each in an environment o
 	$(BIN)/pytest tests/contract/test_versions.py tests/e2e/test_versions.py
 
 .PHONY: test-interop
-test-interop: $(STAMPS)/dev ## others' routers before our engines, and our router before theirs: docs/interop.md, 40 minutes; PEERS="smg nixl"
+test-interop: $(STAMPS)/dev ## others' routers before our engines, and our router before theirs: docs/interop.md, 20 to 40 minutes; PEERS="smg nixl"
 	$(BIN)/python -P tests/interop/matrix.py $(PEERS)
 
 .PHONY: test-helm

@@ -33,7 +33,7 @@ def is_thorough(test, params):
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
 def fleet_of(request, fleet, model):
     """Engines that lend and take KV in both directions."""
-    with both_engines(fleet, model, "move", ("p0", "d0", "d1"), request.param) as engines:
+    with both_engines(fleet, model, "move", ("p0", "d0", "d1"), request.param, step_s=0.01) as engines:
         yield engines
 
 

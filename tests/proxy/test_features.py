@@ -20,7 +20,7 @@ PACKAGE = Path(pdrelay_proxy.__file__).parent
 TESTS = Path(__file__).parent
 PAGE = TESTS.parents[1] / "docs/features.md"
 # A little of everything: settings, the status page and metrics, what becomes of requests.
-SOME = ("test_config.py", "api/test_page.py", "requests/test_request.py", "requests/test_streaming.py")
+SOME = ("test_config.py", "api/test_page.py", "requests/test_request.py")
 # Tests of these need the whole product: a tool may use a feature, and pages tell of all of them.
 WHOLE = ("pdrelay_tools.planning", "support.documents")
 EXAMPLE = """

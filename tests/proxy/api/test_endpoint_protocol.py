@@ -575,11 +575,10 @@ def test_a_stream_that_waits_for_its_prefill_gets_comments(name):
     with routers(sims(prefill_s=0.5), replace(QUIET, stream_comment_interval_s=0.1)) as found:
         for served in found:
             answer = served.ask(WAITING[name])
-            assert ": keep-alive\n\n" in answer.body
-            comments, _, events = answer.body.rpartition(": keep-alive\n\n")
+            assert answer.body.startswith(": keep-alive\n\n")
+            events = answer.body.replace(": keep-alive\n\n", "")  # a busy machine may be slow between events, too
             assert answer.status == 200
             assert answer.headers["x-accel-buffering"] == "no"
-            assert not comments.replace(": keep-alive\n\n", "")
             assert events.startswith(("data: {", "event: message_start"))
             assert "error" not in events
             assert served.ask(post(b"{")).status == 400

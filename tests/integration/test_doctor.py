@@ -192,11 +192,11 @@ def test_a_port_that_is_blocked_one_way(lab, secret):
     """The prefill machine cannot dial the decode machine; all else works."""
     here = {"prefix": lab.d.prefix, "env": TCP}
     there = {"prefix": lab.p.prefix, "env": TCP}
-    with listening("--host", lab.p.data_ip, "--port", 0, *secret, **there) as address, blocked(lab.p, "45999"):
-        found = examined(address, "--port", 45999, *secret, **here)
+    with listening("--host", lab.p.data_ip, "--port", 0, *secret, **there) as address, blocked(lab.p, "20999"):
+        found = examined(address, "--port", 20999, *secret, **here)
 
     assert set(found.findings) <= RATES | SHARED | {"blocked-port"}
-    assert f"at {lab.d.data_ip}:45999" in found.findings["blocked-port"].what
+    assert f"at {lab.d.data_ip}:20999" in found.findings["blocked-port"].what
     assert "open that port towards here" in found.findings["blocked-port"].mend
     assert len(found.report["pair"]["measurements"]) == 4
 

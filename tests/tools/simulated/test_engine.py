@@ -151,6 +151,15 @@ async def test_what_is_no_request_is_refused(role, raw):
     assert reply.json()["error"]["code"] == 400
 
 
+@pytest.mark.parametrize("more", [{"max_tokens": 10**6}, {"n": 10**6}, {"prompt": ["a", "b"], "max_tokens": 150_000}])
+async def test_there_is_room_for_so_many_tokens_of_all_answers(more):
+    """Whatever makes them many: it would compute them, in the memory of who started it."""
+    async with talking_to(Sim("decode")) as client:
+        reply = await client.post(TEXT, json={"prompt": "a"} | more)
+
+    assert (reply.status_code, "larger than" in reply.text) == (400, True)
+
+
 async def test_faults_are_set_and_cleared_from_outside():
     """And hit as many requests as they are told to."""
     sim = Sim("decode")

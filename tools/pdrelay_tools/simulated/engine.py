@@ -33,7 +33,7 @@ AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies | TokensRep
 
 _AUTO: Final = "auto"
 _TRANSPORT: Final = "pdrelay.sim.transport"
-_TOO_MANY: Final = 200_000  # tokens that no engine has room for; so many take a fifth of a second
+_TOO_MANY: Final = 200_000  # tokens of all answers that no engine has room for; so many take a fifth of a second
 # What each path calls the number of tokens, and what must be 1 in a prefill leg.
 _LIMITS: Final = {
     "/v1/completions": ("max_tokens", "min_tokens"),
@@ -238,7 +238,7 @@ class Sim:
             return failed
         try:
             body, made = rules.continued(json.loads(raw))
-            if rules.token_limit(body) > _TOO_MANY:
+            if rules.answer_tokens(body) > _TOO_MANY:
                 return self._refuse(body)
             if not (transfer := rules.abandoned(body)):
                 self._check(raw, body, request)
@@ -341,8 +341,6 @@ class Sim:
     def _check(self, raw: bytes, body: Json, request: Request) -> None:
         if not rules.prompts_of(body) or rules.token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
-        if not isinstance(body.get("n") or 1, int) or (body.get("n") or 1) < 1:
-            raise ValueError("n is no number of answers")
         if not isinstance(body.get("stream_options"), dict | None):
             raise TypeError("stream_options is no object")
         if self._prefills(body):

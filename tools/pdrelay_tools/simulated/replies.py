@@ -7,6 +7,7 @@ import msgspec
 
 from pdrelay_tools.simulated.rules import (
     Json,
+    answer_tokens,
     prompt_ids,
     prompt_tokens,
     prompts_of,
@@ -101,7 +102,7 @@ class Replies(_Answered):
 
     def _usage(self) -> Json:
         asked = prompt_tokens(self.body) + self.made
-        made = len(prompts_of(self.body)) * (self.body.get("n") or 1) * token_limit(self.body)
+        made = answer_tokens(self.body)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 

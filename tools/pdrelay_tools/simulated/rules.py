@@ -105,6 +105,14 @@ def token_limit(body: Json) -> int:
     return next((int(limit) for limit in limits if limit is not None), 16)
 
 
+def answer_tokens(body: Json) -> int:
+    """Return how many tokens all answers to a request have; raises ValueError: ``n`` is no number of them."""
+    answers = body.get("n") or 1
+    if not isinstance(answers, int) or answers < 1:
+        raise ValueError("n is no number of answers")
+    return len(prompts_of(body)) * answers * token_limit(body)
+
+
 def prompt_tokens(body: Json) -> int:
     """Return how long the prompts are, in pretended tokens."""
     return sum(len(_canonical(prompt)) // 4 + 1 for prompt in prompts_of(body))

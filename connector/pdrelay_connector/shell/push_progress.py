@@ -116,7 +116,8 @@ class PushProgress:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         filled: set[int] = set()
         for own, scheduled in output.num_scheduled_tokens.items():
-            first, stop = computed[own], computed[own] + scheduled
+            first = computed[own]
+            stop = first + scheduled
             for blocks, group in zip(state.resolve_block_ids(own), self._groups, strict=True):
                 if not group.state:
                     filled.update(blocks[first // group.block_size : -(-stop // group.block_size)])

@@ -57,7 +57,7 @@ class AsgiExchange:
         self._is_old = head.is_old
         # A client that waits for us to ask for its body may never send it: its connection ends with the answer.
         self._expects = head.expects and head.length != 0 and not head.is_old
-        self.keep_alive = head.keep_alive and not head.is_old and not (head.expects and head.length != 0)
+        self.keep_alive = head.keep_alive and not head.is_old and not self._expects
         self.response_started = self.response_complete = False
         self._body = bytearray()  # that has come, and was not taken
         self._more = True  # of the body is to come
@@ -86,7 +86,8 @@ class AsgiExchange:
 
     def leave(self) -> None:
         """The client has gone, or was refused in the middle of its body."""
-        self._gone, self._expects = True, False
+        self._gone = True
+        self._expects = False
         self._news.set()
 
     async def run(self, app: App) -> None:
@@ -127,7 +128,8 @@ class AsgiExchange:
             await self._news.wait()
         if self._gone or self.response_complete:
             return {"type": "http.disconnect"}
-        body, self._body = bytes(self._body), bytearray()
+        body = bytes(self._body)
+        self._body.clear()
         self._told = not self._more
         return {"type": "http.request", "body": body, "more_body": self._more}
 

@@ -98,7 +98,8 @@ class HttpResponse:
         if not streams:
             framing = b"content-length: %d\r\n" % size
             if size > LONG_BODY:
-                is_long, first = True, b""
+                is_long = True
+                first = b""
         elif self._chunks:
             framing = _CHUNKED
             first = b"%x\r\n%b\r\n" % (size, body) if body else b""

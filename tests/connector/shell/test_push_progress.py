@@ -100,7 +100,8 @@ def test_prefix_cache_hits_are_announced_before_the_rest_is_computed(engine):
 def test_hits_of_what_the_same_step_computes_are_announced_a_step_later(engine):
     """VLLM counts a block as cached when it is scheduled. What lies before it, and is older, goes at once."""
     first, second = engine.begin("a", tokens=16), engine.begin("b", tokens=16)
-    first.num_computed_tokens, second.num_computed_tokens = 4, 12  # of the second's, the first one computes 8 now
+    first.num_computed_tokens = 4
+    second.num_computed_tokens = 12  # of these, the first one computes 8 now
     told = engine.step((first, 8, [6, 7, 8]), (second, 2, [6, 7, 8, 9]))
     assert sorted(told) == [("a", 0, [6], False), ("b", 0, [6], False)]
     assert ("b", 0, [7, 8], False) in engine.step((second, 2, [6, 7, 8, 9]))
@@ -229,8 +230,9 @@ def test_an_abandoned_prefill_tells_nothing_more(engine):
 def test_hits_of_groups_go_as_far_as_all_of_them_are_computed():
     """One block of one group that is computed now: the tokens from there on wait in every group."""
     engine = Engine(CacheGroup(4), CacheGroup(2))
-    request, foreign = engine.begin(tokens=12), SimpleNamespace(request_id="x", num_computed_tokens=2)
+    request = engine.begin(tokens=12)
     request.num_computed_tokens = 8
+    foreign = SimpleNamespace(request_id="x", num_computed_tokens=2)
     (piece,) = engine.step_of_all_groups((foreign, 2, ([5], [1, 2])), (request, 4, ([7, 8, 9], [3, 4, 2, 6, 0, 0])))
 
     assert (piece.groups, piece.tokens) == ([[7], [3, 4]], 4)

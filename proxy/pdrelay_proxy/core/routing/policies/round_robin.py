@@ -31,7 +31,8 @@ class Rotation:
         """Return the turn of a set, and count it."""
         if key is not self._current:
             self._turns[self._current] = self._turn
-            self._current, self._turn = key, self._turns.pop(key, self._total)
+            self._current = key
+            self._turn = self._turns.pop(key, self._total)
             if len(self._turns) >= _MOST_SETS:
                 del self._turns[next(iter(self._turns))]
         turn = self._turn
@@ -43,7 +44,8 @@ class Rotation:
         """Return one that counts on from here by itself."""
         other = Rotation(self._total)
         other._turns = dict(self._turns)
-        other._current, other._turn = self._current, self._turn
+        other._current = self._current
+        other._turn = self._turn
         return other
 
 

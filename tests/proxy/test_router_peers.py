@@ -13,10 +13,10 @@ from pdrelay_proxy.app import Router, build
 from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
-from pdrelay_proxy.core.peer_introductions import PeerIntroductions
+from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import Sim
@@ -148,11 +148,11 @@ async def test_what_a_router_that_has_gone_had_sent_is_not_taken_in_by_one_that_
         registry, name = Registry(), b"gone" * 2
         member = registry.add(Role.PREFILL, Address("http", "p0", 80))
         registry.member(member.id).load.enter(RequestId("r"))
-        introductions = PeerIntroductions(name, SECRET.encode())
-        exchange = LoadExchange(registry, name, SECRET.encode(), introductions)
+        loads = LoadPayload(registry)
+        exchange = PeerExchange(name, SECRET.encode(), {LOADS: loads})
         wall = time.time()  # noqa: TID251 (as the router's own)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-            for data in (introductions.datagram(wall=wall), *exchange.datagrams(now=0.0, wall=wall)):
+            for data in (exchange.introduction(wall=wall), *exchange.sealed(LOADS, loads.bodies(now=0.0), wall=wall)):
                 sender.sendto(data, ("127.0.0.1", router.live.settings.current.peer_port))
             counters = router.telemetry.counters
             await until_async(lambda: counters.peer_datagrams["unknown",] > 0, seconds=30)

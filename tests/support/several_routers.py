@@ -11,14 +11,16 @@ import sys
 from itertools import count
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.load_exchange import LoadExchange, SendPace
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload, SendPace
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from pdrelay_proxy.core.schemas import NamedMetrics
 from pdrelay_proxy.io.request_path.live_fleet import Loads
+from support.introduced import introduced
 
 SERVICE_S = 0.1
 POLICIES = {
@@ -28,13 +30,6 @@ POLICIES = {
 }
 
 
-class Everybody:
-    """Stands where a router knows which others are there; here all have been there before the first datagram."""
-
-    def admits(self, _router, /, *, now):
-        return True
-
-
 class OneRouter:
     """What one router knows."""
 
@@ -42,8 +37,8 @@ class OneRouter:
         self.registry = Registry()
         self.instances = [self.registry.add(Role.PREFILL, Address("http", f"p{i}", 8000)) for i in range(engines)]
         self.place = {instance.id: place for place, instance in enumerate(self.instances)}
-        name = number.to_bytes(8, "big")
-        self.exchange = LoadExchange(self.registry, name, b"s", Everybody()) if exchanges else None
+        self.loads = LoadPayload(self.registry)
+        self.exchange = PeerExchange(number.to_bytes(8, "big"), b"s", {LOADS: self.loads}) if exchanges else None
         self.policy = POLICIES[policy](Loads(self.registry, clock).of, dice.randrange(1 << 16), dice)
         self.pace, self.is_waiting = SendPace(), False
 
@@ -68,6 +63,8 @@ class SimulatedFleet:
             OneRouter(number, policy, engines, lambda: self.now, self.dice, exchanges=exchanges)
             for number in range(routers)
         ]
+        if exchanges:
+            introduced(*[router.exchange for router in self.routers], wall=0.0)
 
     def run(self, requests):
         """Serve so many, and return how long each waited at its engine."""
@@ -109,7 +106,7 @@ class SimulatedFleet:
 
     def changed(self, router, place):
         if router.exchange is not None:
-            router.exchange.note(router.instances[place].id)
+            router.loads.note(router.instances[place].id)
             if not router.is_waiting:
                 router.is_waiting = True
                 self.at(router.pace.due(now=self.now), self.send, router)
@@ -117,7 +114,7 @@ class SimulatedFleet:
     def send(self, router):
         router.is_waiting = False
         router.pace.sent(len(self.routers) - 1, now=self.now)
-        for data in router.exchange.datagrams(now=self.now, wall=self.now):
+        for data in router.exchange.sealed(LOADS, router.loads.bodies(now=self.now), wall=self.now):
             self.at(self.now + self.delay_s, self.hear, router, data)
 
     def hear(self, sender, data):

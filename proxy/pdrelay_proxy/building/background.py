@@ -53,7 +53,7 @@ def build_background(
         clock,
         random.random,
         give_up=engines.wire.give_up,
-        looks=peers[0].looks if peers else None,
+        others=peers[0].probes if peers else None,
         warnings=engines.warnings,
     )
     every_s = settings.engine_metrics_interval_s

@@ -5,21 +5,21 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.admission.keys import Keyring
-from pdrelay_proxy.core.admission.quota_exchange import QUOTAS, QuotaExchange
 from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.fleet.load_exchange import LOADS, LoadExchange, SendPace
-from pdrelay_proxy.core.fleet.look_exchange import LOOKS, LookExchange
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault
-from pdrelay_proxy.core.peer_introductions import INTRODUCTIONS, PeerIntroductions
+from pdrelay_proxy.core.peers.datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, DatagramKind
+from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload, SendPace
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
+from pdrelay_proxy.core.peers.probe_payload import PROBES, ProbePayload
+from pdrelay_proxy.core.peers.quota_payload import QUOTAS, QuotaPayload
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.settings import Settings
@@ -35,36 +35,33 @@ _RECEIVED: Final = ("received",)
 
 
 class RouterPeers(asyncio.DatagramProtocol):
-    """One router's side of the exchange (core/fleet/load_exchange.py), on its event loop."""
+    """One router's side of the exchange, on its event loop."""
 
     def __init__(
         self,
-        exchange: LoadExchange,
-        quotas: QuotaExchange,
+        registry: Registry,
         admission: Admission,
+        key_names: Callable[[], Iterable[str]],
         names: Sequence[Address],
         counters: Counters,
         *,
-        looks: LookExchange,
-        introductions: PeerIntroductions,
+        secret: bytes,
+        probes: bool,
         listen: tuple[str, int] | socket.socket,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,  # noqa: TID251 (hosts have no other clock in common)
     ) -> None:
         """``names``: where routers listen; a name may have several addresses, this router's own among them.
 
-        ``listen``: host and port, or a socket that is bound. ``clock``: seconds that only rise; ``wall``: since 1970.
+        ``key_names``: of the keys that clients may have. ``probes``: this router probes engines. ``listen``: host and
+        port, or a socket that is bound. ``clock``: seconds that only rise; ``wall``: since 1970.
         """
-        self._introductions = introductions
-        self._exchange = exchange
-        self._quotas = quotas
-        self.looks = looks
-        looks.tell_of_news(self.looked)
-        self._receivers = {  # the others are loads
-            INTRODUCTIONS: introductions.receive,
-            QUOTAS: quotas.receive,
-            LOOKS: looks.receive,
-        }
+        me = secrets.token_bytes(NAME_BYTES)
+        self._loads = LoadPayload(registry)
+        self._quotas = QuotaPayload(admission, key_names)
+        self.probes = ProbePayload(registry, me, probes=probes)
+        self.probes.call_on_news(self._tell_probes_soon)
+        self._exchange = PeerExchange(me, secret, {LOADS: self._loads, PROBES: self.probes, QUOTAS: self._quotas})
         self._admission = admission
         self._names = names
         self._listen = listen
@@ -78,7 +75,8 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._pace = SendPace()
         self._timer: asyncio.Handle | None = None
         self._introducing: asyncio.Handle | None = None
-        self._telling: asyncio.Handle | None = None  # of what has become of engines
+        self._telling: asyncio.Handle | None = None  # of failed probes
+        self._heard = 0  # routers, as they were logged
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -110,27 +108,18 @@ class RouterPeers(asyncio.DatagramProtocol):
 
     def changed(self, instance: InstanceId) -> None:
         """The number of requests at an engine changes: the others are told, as soon as the pace allows."""
-        self._exchange.note(instance)
+        self._loads.note(instance)
         if self._timer is None and self._transport is not None:
             loop, now = asyncio.get_running_loop(), self._clock()
             due = self._pace.due(now=now)
             self._timer = loop.call_soon(self._send) if now >= due else loop.call_later(due - now, self._send)
 
-    def looked(self) -> None:
-        """An engine does not answer any more, or does again: the others are told at once."""
-        if self._telling is None and self._transport is not None:
-            self._telling = asyncio.get_running_loop().call_soon(self._tell_looks)
-
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:  # noqa: ARG002 (the tag says who it is)
         """Take in what another router says."""
-        before = self._exchange.peers
-        receive = self._receivers.get(data[: len(LOADS)], self._exchange.receive)
-        fault = receive(data, now=self._clock(), wall=self._wall())
-        if self._introductions.has_news and self._introducing is None and self._transport is not None:
+        fault = self._exchange.receive(data, now=self._clock(), wall=self._wall())
+        if self._exchange.has_news and self._introducing is None and self._transport is not None:
             self._introducing = asyncio.get_running_loop().call_later(_INTRODUCE_S, self._introduce)
         self._count(_RECEIVED if fault is None else (fault.value,))
-        if self._exchange.peers > before:
-            logger.info("another router of the fleet is heard: %d now", self._exchange.peers)
 
     def error_received(self, exc: Exception) -> None:  # noqa: ARG002 (of a router that has gone: ICMP)
         """Count what did not reach a router."""
@@ -139,27 +128,34 @@ class RouterPeers(asyncio.DatagramProtocol):
     def _introduce(self) -> None:
         """Tell the others whom this router hears: they take nothing in from it before."""
         self._introducing = None
-        self._send_all([self._introductions.datagram(wall=self._wall())])
+        self._send_all([self._exchange.introduction(wall=self._wall())])
 
-    def _tell_looks(self) -> None:
+    def _tell_probes_soon(self) -> None:
+        """An engine does not answer any more, or does again: the others are told at once."""
+        if self._telling is None and self._transport is not None:
+            self._telling = asyncio.get_running_loop().call_soon(self._tell_probes)
+
+    def _tell_probes(self) -> None:
         self._telling = None
-        self._send_all(self.looks.news(wall=self._wall()))
+        self._send_all(self._sealed(PROBES, self.probes.news()))
 
     async def _repeat(self) -> None:
         if silent := self._exchange.expire(now=self._clock()):
             logger.info("%d of the fleet's routers are silent: their requests do not count any more", silent)
-        self._quotas.expire(now=self._clock())
-        self.looks.expire(now=self._clock())
-        self._introductions.expire(now=self._clock())
-        self._counters.peers["heard",], self._counters.peers["known",] = self._exchange.peers, self._known
+        heard = self._exchange.peers
+        if heard > self._heard:
+            logger.info("another router of the fleet is heard: %d now", heard)
+        self._heard = heard
+        self._counters.peers["heard",] = heard
+        self._counters.peers["known",] = self._known
         self._set_share()
         if self._introducing is None:
             self._introduce()
         if self._timer is None:
             self._send()
-        self._send_all(self.looks.datagrams(wall=self._wall()))
+        self._send_all(self._sealed(PROBES, self.probes.bodies()))
         if self._admission.limits.shares_limits:
-            self._send_all(self._quotas.datagrams(wall=self._wall()))
+            self._send_all(self._sealed(QUOTAS, self._quotas.bodies()))
 
     @property
     def _known(self) -> int:
@@ -169,7 +165,9 @@ class RouterPeers(asyncio.DatagramProtocol):
 
     def _set_share(self) -> None:
         """Have this router keep to its share of limits while it does not hear some of the others."""
-        heard, known, admission = self._exchange.peers, self._known, self._admission
+        heard = self._exchange.peers
+        known = self._known
+        admission = self._admission
         share = (1 + min(heard, known)) / (1 + known) if admission.limits.shares_limits else 1.0
         if share != admission.share:
             log = logger.warning if share < 1 else logger.info
@@ -177,9 +175,13 @@ class RouterPeers(asyncio.DatagramProtocol):
             admission.share = share
 
     def _send(self) -> None:
-        self._timer, now = None, self._clock()
+        now = self._clock()
+        self._timer = None
         self._pace.sent(len(self._targets), now=now)
-        self._send_all(self._exchange.datagrams(now=now, wall=self._wall()))
+        self._send_all(self._sealed(LOADS, self._loads.bodies(now=now)))
+
+    def _sealed(self, kind: DatagramKind, bodies: Sequence[bytes]) -> Sequence[bytes]:
+        return self._exchange.sealed(kind, bodies, wall=self._wall())
 
     def _send_all(self, datagrams: Sequence[bytes]) -> None:
         transport = self._transport
@@ -243,16 +245,16 @@ def peers_of(
     """
     if not settings.peers:
         return None
-    names = [Address.parse(text) for text in settings.peers]
-    me, secret = secrets.token_bytes(NAME_BYTES), (settings.peer_secret or "").encode()
     counters.peer_datagrams.update({(word,): 0 for word in ("sent", "received", *DatagramFault)})
-    introductions = PeerIntroductions(me, secret)
-    exchange = LoadExchange(registry, me, secret, introductions)
-    quotas = QuotaExchange(admission, me, secret, keyring.names, introductions)
-    looks = LookExchange(registry, me, secret, introductions, looks=settings.health_check_interval_s > 0)
-    listen = peer_socket or (settings.host, settings.peer_port)
     return RouterPeers(
-        exchange, quotas, admission, names, counters, looks=looks, introductions=introductions, listen=listen
+        registry,
+        admission,
+        keyring.names,
+        [Address.parse(text) for text in settings.peers],
+        counters,
+        secret=(settings.peer_secret or "").encode(),
+        probes=settings.health_check_interval_s > 0,
+        listen=peer_socket or (settings.host, settings.peer_port),
     )
 
 

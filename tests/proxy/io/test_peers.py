@@ -6,15 +6,11 @@ import pytest
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
-from pdrelay_proxy.core.admission.quota_exchange import QuotaExchange
 from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
-from pdrelay_proxy.core.fleet.look_exchange import LookExchange
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.peer_introductions import PeerIntroductions
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
 from pdrelay_proxy.io.peers import RouterPeers
 from pdrelay_proxy.settings import Settings
-from support.several_routers import Everybody
 
 pytestmark = pytest.mark.edges
 
@@ -47,23 +43,31 @@ class OneRouter:
     def __init__(self, *names):
         self.admission = Admission(Settings(peers=("router:8001",), max_rate=100.0))
         self.counters = Counters(frozenset())
-        name, introductions = b"me" * 4, PeerIntroductions(b"me" * 4, SECRET)
-        self.exchange = LoadExchange(Registry(), name, SECRET, Everybody())
         self.peers = RouterPeers(
-            self.exchange,
-            QuotaExchange(self.admission, name, SECRET, tuple, Everybody()),
+            Registry(),
             self.admission,
+            tuple,
             [Address("http", name, 8001) for name in names],
             self.counters,
-            looks=LookExchange(Registry(), name, SECRET, Everybody()),
-            introductions=introductions,
+            secret=SECRET,
+            probes=True,
             listen=("127.0.0.1", 0),
             clock=lambda: 0.0,
             wall=lambda: WALL,
         )
 
-    def hears(self, router):
-        self.peers.datagram_received(said_by(router), ("10.0.0.1", 8001))
+    def hears(self, *names):
+        """Hear others that hear it."""
+        for name in names:
+            other = PeerExchange(name * 4, SECRET, {})
+            other.receive(self.introduction(), now=0.0, wall=WALL)
+            self.peers.datagram_received(other.introduction(wall=WALL), ("10.0.0.1", 8001))
+
+    def hears_itself(self):
+        self.peers.datagram_received(self.introduction(), ("10.0.0.1", 8001))
+
+    def introduction(self):
+        return self.peers._exchange.introduction(wall=WALL)
 
     async def look_up(self):
         """Do what the router does every few seconds, at once."""
@@ -73,11 +77,6 @@ class OneRouter:
     @property
     def known(self):
         return self.counters.peers["known",]
-
-
-def said_by(router):
-    (data,) = LoadExchange(Registry(), router * 4, SECRET, Everybody()).datagrams(now=0.0, wall=WALL)
-    return data
 
 
 async def test_a_name_that_leads_nowhere_is_a_router_that_is_not_heard(dns, caplog):
@@ -99,9 +98,8 @@ async def test_a_name_counts_as_what_it_leads_to_once_it_does(dns):
     assert (router.known, router.admission.share) == (4, 1 / 5)
 
     dns.places["more"] = ["10.0.0.3"]
-    router.hears(b"me")
-    router.hears(b"a.")
-    router.hears(b"b.")
+    router.hears_itself()
+    router.hears(b"a.", b"b.")
     await router.look_up()
     assert (router.known, router.admission.share) == (2, 1.0)
 
@@ -115,7 +113,7 @@ async def test_a_router_that_is_no_longer_among_its_peers_expects_one_more(dns):
     router = OneRouter("all")
     dns.places["all"] = ["10.0.0.1", "10.0.0.2"]
     await router.look_up()
-    router.hears(b"me")
+    router.hears_itself()
     await router.look_up()
     assert router.known == 1
 
@@ -123,7 +121,7 @@ async def test_a_router_that_is_no_longer_among_its_peers_expects_one_more(dns):
     await router.look_up()
     assert (router.known, router.admission.share) == (2, 1 / 3)
 
-    router.hears(b"me")
+    router.hears_itself()
     dns.places["all"] = ["10.0.0.2", "10.0.0.3"]  # the same in another order
     await router.look_up()
     assert router.known == 1

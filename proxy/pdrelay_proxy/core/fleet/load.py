@@ -22,7 +22,7 @@ class Load:
 
     fresh_s: float = 5.0  # for so long a report counts
     report: NamedMetrics | None = None
-    at_peers: int = 0  # requests it has from the fleet's other routers, as they say (core/fleet/load_exchange.py)
+    at_peers: int = 0  # requests it has from the fleet's other routers, as they say
     _reported: float = 0.0
     _kv: tuple[float, float] | None = None  # when it showed what share of its KV cache is in use
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])

@@ -3,7 +3,7 @@
 An engine that is gone can hold a probe until its timeout. So engines that have missed a probe have places of their own,
 and those that were slow to fail are asked less and less often. The most overdue engine comes first.
 
-Where several routers hear each other (look_exchange), each engine has a few of them that probe it in each interval. The
+Where several routers hear each other, each engine has a few of them that probe it in each interval. The
 others probe it once a minute, and at once when one of these says that it has missed a probe.
 
 An engine that answers requests well is not probed meanwhile, and one without requests is probed seldom where the
@@ -54,8 +54,8 @@ def keeps_blocks(member: Member) -> bool:
     return member.life.state is HealthState.DRAINING and member.as_role(Role.PREFILL) is not None
 
 
-class Watching(Protocol):
-    """Knows which engines other routers probe, and what these say."""
+class OtherProbes(Protocol):
+    """Knows which engines other routers probe, and what these say; they hear of this router's."""
 
     def watches(self, name: InstanceId, /) -> bool:
         """Tell whether this router probes an engine in each interval."""
@@ -63,6 +63,14 @@ class Watching(Protocol):
 
     def missed_at(self, name: InstanceId, /) -> float | None:
         """Return since when another router says that an engine does not answer it; None: none says so."""
+        ...
+
+    def is_second_miss(self, name: InstanceId, /, *, begun: float) -> bool:
+        """Return whether a failed probe counts as a second failure, because another router reported the first."""
+        ...
+
+    def note(self, name: InstanceId, /, *, is_missing: bool) -> None:
+        """An engine has failed a probe that answered before, or answers again."""
         ...
 
 
@@ -78,10 +86,10 @@ class _ProbeTurn:
 class ProbeSchedule:
     """The turns of all engines. Times are seconds of a clock that only rises."""
 
-    def __init__(self, interval_s: float, chance: Callable[[], float], watching: Watching | None = None) -> None:
+    def __init__(self, interval_s: float, chance: Callable[[], float], others: OtherProbes | None = None) -> None:
         self._interval_s = interval_s  # 0: only engines that are drained are probed
         self._chance = chance  # 0 to 1
-        self._watching = watching  # None: no other routers are known
+        self._others = others  # None: no other routers are known
         self._turns = dict[InstanceId, _ProbeTurn]()
         self._waiting = {True: deque[Member](), False: deque[Member]()}  # by whether they are away
         self._active = dict[InstanceId, bool]()  # likewise: those that are probed now, and hold a place
@@ -190,16 +198,16 @@ class ProbeSchedule:
 
     def _told_pause(self, member: Member, turn: _ProbeTurn) -> float | None:
         """Return the pause that follows from what other routers do and say; None: it is this router's to probe."""
-        if self._watching is None:
+        if self._others is None:
             return None
         name = member.instance.id
-        told_at = self._watching.missed_at(name)
+        told_at = self._others.missed_at(name)
         if told_at is not None and not _is_missing(member):
             return 0.0 if turn.begun < told_at else self._interval_s * turn.stretch
         # What is away for both, or well for both, is left to those that watch it. One that holds probes until their
         # timeout is still probed as usual: it may hang, and keep requests (HUNG_S of io/probes/prober.py).
         is_left = not turn.slow_failures and member.life.is_away if told_at is not None else not _is_missing(member)
-        if is_left and not self._watching.watches(name):
+        if is_left and not self._others.watches(name):
             drawn = (turn.stretch - _SOONEST) / _JITTER  # 0 to 1: a hundred routers may have started together
             return max(self._interval_s, _OTHERS_S) * (1.0 + drawn) / 2.0
         return None

@@ -9,8 +9,7 @@ from typing import Final, Protocol
 from pdrelay_proxy.core.fleet.compatibility import shown_facts
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings, pair_differences
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.look_exchange import LookExchange
-from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
+from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes, ProbeSchedule, keeps_blocks
 from pdrelay_proxy.core.fleet.registry import Member, Registry
 from pdrelay_proxy.core.model import Instance, InstanceId
 from pdrelay_proxy.io.background import meanwhile
@@ -55,12 +54,12 @@ class Prober:
         chance: Callable[[], float],
         *,
         give_up: GiveUp | None = None,
-        looks: LookExchange | None = None,
+        others: OtherProbes | None = None,
         warnings: FleetWarnings | None = None,
         drain_idle_s: float = DRAIN_IDLE_S,
         hung_s: float = HUNG_S,
     ) -> None:
-        """``looks``: what other routers probe and find; None: there are none. ``warnings``: those of others to see."""
+        """``others``: what other routers probe; None: there are none. ``warnings``: those of others to see."""
         self._registry = registry
         self._checks = checks
         self._settings = settings
@@ -68,8 +67,8 @@ class Prober:
         self._hung_s = hung_s
         self._clock = clock  # seconds; only differences count
         self._give_up = give_up
-        self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, looks)
-        self._looks = looks
+        self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, others)
+        self._others = others
         self._told: dict[InstanceId, tuple[HealthState, str, bool]] = {}  # and whether it should be up by now
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: Mapping[tuple[InstanceId, InstanceId], str] = {}
@@ -167,15 +166,15 @@ class Prober:
                 logger.warning(said, member.instance.id, hung_s, count)
         except Exception:  # a bug must not end the probing of all the others
             logger.exception("the probe of %s failed", member.instance.id)
-        if self._looks is not None and (missed == 0) != (member.life.misses == 0):
-            self._looks.note(member.instance.id, is_missing=missed == 0)
+        if self._others is not None and (missed == 0) != (member.life.misses == 0):
+            self._others.note(member.instance.id, is_missing=missed == 0)
         self._schedule.ended(member.instance.id, failed=failed, now=self._clock())
         for other in self._schedule.begin(now=self._clock()):
             group.create_task(self._visit(other, group))
 
     def _is_missed_elsewhere(self, name: InstanceId, *, begun: float) -> bool:
-        """Tell whether a look that has failed is the second one in a row, for another router has missed it before."""
-        return self._looks is not None and self._looks.was_missed(name, begun=begun)
+        """Tell whether a failed probe counts as the second one in a row."""
+        return self._others is not None and self._others.is_second_miss(name, begun=begun)
 
     async def _look(self, member: Member) -> None:
         name = member.instance.id

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from pdrelay_proxy.core.fleet.load_exchange import engine_name
-from pdrelay_proxy.core.fleet.look_exchange import LOOKS, WATCHERS, LookExchange
 from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule
-from pdrelay_proxy.core.peer_datagrams import DatagramFault, Envelope
-from support.routers_that_look import INTERVAL_S, SECRET, TICK_S, TIMEOUT_S, WALL, Fleet, Router, after
+from pdrelay_proxy.core.peers.datagrams import DatagramFault, Envelope
+from pdrelay_proxy.core.peers.load_payload import engine_name
+from pdrelay_proxy.core.peers.probe_payload import PROBES, WATCHERS
+from support.introduced import introduced
+from support.probing_routers import INTERVAL_S, SECRET, TICK_S, TIMEOUT_S, WALL, Fleet, Router, after
 
 
 def test_each_router_more_is_not_one_more_that_looks_at_every_engine():
@@ -89,7 +90,7 @@ def test_a_watcher_that_ends_is_replaced():
 
     assert fleet.longest_gap(since) <= INTERVAL_S
     for member in fleet.routers[2].members:
-        assert sum(router.looks.watches(member.instance.id) for router in fleet.routers[2:]) == WATCHERS
+        assert sum(router.probes.watches(member.instance.id) for router in fleet.routers[2:]) == WATCHERS
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -116,14 +117,14 @@ def test_an_engine_that_few_routers_know_is_watched_by_some_of_these(count):
 
 def test_a_router_that_does_not_look_takes_no_place():
     """health_check_interval 0, for this router or while it is updated: what it does not look at others must."""
-    idle = Router(0, 40, exchanges=True, looks=False)
+    idle = Router(0, 40, exchanges=True, probes=False)
     fleet = Fleet(5, 40)
     fleet.routers[0] = idle
     idle.schedule = ProbeSchedule(0.0, random.random)
     fleet.run(10)
 
     for member in idle.members:
-        assert sum(router.looks.watches(member.instance.id) for router in fleet.routers[1:]) == WATCHERS
+        assert sum(router.probes.watches(member.instance.id) for router in fleet.routers[1:]) == WATCHERS
 
 
 def test_watchers_alone_name_an_engine_each_second():
@@ -132,7 +133,7 @@ def test_watchers_alone_name_an_engine_each_second():
     fleet.run(10)
     fleet.sizes.clear()
     fleet.run(10)
-    empty = len(Envelope(LOOKS, b"x" * 8, SECRET, 9).seal(b"", WALL))
+    empty = len(Envelope(b"x" * 8, SECRET, [PROBES]).seal(PROBES, b"", WALL))
 
     assert len(fleet.sizes) == 16 * 10
     assert sum(fleet.sizes) == 10 * (16 * empty + 64 * WATCHERS * 9)
@@ -143,7 +144,7 @@ def test_up_to_three_routers_look_at_all():
     fleet = Fleet(3, 20)
     fleet.run(5)
 
-    assert all(router.looks.watches(one.instance.id) for router in fleet.routers for one in router.members)
+    assert all(router.probes.watches(one.instance.id) for router in fleet.routers for one in router.members)
 
 
 def test_few_engines_have_another_watcher_when_a_router_comes():
@@ -153,7 +154,7 @@ def test_few_engines_have_another_watcher_when_a_router_comes():
     newer.run(10)
     names = [member.instance.id for member in fleet.routers[0].members]
 
-    sides = [[[r.looks.watches(name) for r in one.routers[:15]] for name in names] for one in (fleet, newer)]
+    sides = [[[r.probes.watches(name) for r in one.routers[:15]] for name in names] for one in (fleet, newer)]
     assert sum(a != b for a, b in zip(*sides, strict=True)) <= 100 * 0.6  # 3 of 16 on the mean, by arcs of the ring
 
 
@@ -163,12 +164,12 @@ class Pair:
     def __init__(self):
         self.one, self.other = Router(1, 3, exchanges=True), Router(2, 3, exchanges=True)
         self.names = [member.instance.id for member in self.one.members]
-        self.hear(self.other.looks.datagrams(wall=WALL), 0.0)
-        self.one.looks.news(wall=WALL)
-        self.other.looks.receive(self.one.looks.datagrams(wall=WALL)[0], now=0.0, wall=WALL)
+        introduced(self.one.exchange, self.other.exchange)
+        self.hear(self.other.says(), 0.0)
+        self.other.exchange.receive(self.one.says()[0], now=0.0, wall=WALL)
 
     def hear(self, datagrams, now):
-        return [self.one.looks.receive(data, now=now, wall=WALL) for data in datagrams]
+        return [self.one.exchange.receive(data, now=now, wall=WALL) for data in datagrams]
 
     def misses(self, *places):
         for place in places:
@@ -179,36 +180,36 @@ def test_what_is_missing_is_said_every_second_and_what_is_not_said_again_counts_
     """Datagrams are lost."""
     pair = Pair()
     pair.misses(1)
-    pair.hear(pair.other.looks.datagrams(wall=WALL), 1.0)
-    said = [pair.one.looks.missed_at(name) for name in pair.names]
-    pair.one.looks.expire(now=3.9)
-    kept = pair.one.looks.missed_at(pair.names[1])
-    pair.one.looks.expire(now=4.1)
+    pair.hear(pair.other.says(), 1.0)
+    said = [pair.one.probes.missed_at(name) for name in pair.names]
+    pair.one.exchange.expire(now=3.9)
+    kept = pair.one.probes.missed_at(pair.names[1])
+    pair.one.exchange.expire(now=4.1)
 
     assert said == [None, 1.0, None]
     assert kept == 1.0
-    assert pair.one.looks.missed_at(pair.names[1]) is None
+    assert pair.one.probes.missed_at(pair.names[1]) is None
 
 
 def test_the_first_one_that_finds_an_engine_well_again_is_believed():
     """Whoever hears it looks at once, and judges by that."""
     pair = Pair()
     pair.misses(0)
-    pair.hear(pair.other.looks.datagrams(wall=WALL), 1.0)
-    pair.other.looks.note(pair.names[0], is_missing=False)
-    pair.hear(pair.other.looks.news(wall=WALL), 1.5)
+    pair.hear(pair.other.says(), 1.0)
+    pair.other.probes.note(pair.names[0], is_missing=False)
+    pair.hear(pair.other.news(), 1.5)
 
-    assert pair.one.looks.missed_at(pair.names[0]) is None
+    assert pair.one.probes.missed_at(pair.names[0]) is None
 
 
 def test_a_datagram_that_is_sent_again_says_nothing():
     """Whoever reads the network could keep an engine missing, or a router that has gone on the ring."""
     pair = Pair()
     pair.misses(0)
-    datagrams = pair.other.looks.datagrams(wall=WALL)
+    datagrams = pair.other.says()
     first = pair.hear(datagrams, 1.0)
     again = pair.hear(datagrams, 2.0)
-    pair.one.looks.expire(now=10.0)
+    pair.one.exchange.expire(now=10.0)
 
     assert (first, again) == ([None], [DatagramFault.LATE])
     assert pair.hear(datagrams, 11.0) == [DatagramFault.LATE]
@@ -227,30 +228,25 @@ def test_what_is_no_word_of_a_router_is_dropped(change, fault):
     """The port is open to whoever reaches it."""
     pair = Pair()
 
-    assert pair.hear([change(pair.other.looks.datagrams(wall=WALL)[0])], 1.0) == [fault]
+    assert pair.hear([change(pair.other.says()[0])], 1.0) == [fault]
 
 
 def test_what_says_neither_that_an_engine_answers_nor_that_it_does_not_is_dropped():
     """A router of another version: to guess would be to look at engines for nothing."""
     pair = Pair()
-    pair.one.looks.expire(now=0.0)
+    pair.one.exchange.expire(now=0.0)
     engine = engine_name(pair.one.members[0])
-    word = Envelope(LOOKS, pair.other.name, SECRET, 9)
-    word.seal(b"", WALL)
+    envelope = Envelope(pair.other.name, SECRET, [PROBES])
+    envelope.seal(PROBES, b"", WALL)
 
-    assert pair.hear([word.seal(engine + b"\x03", WALL)], 1.0) == [DatagramFault.MALFORMED]
-    assert pair.one.looks.missed_at(pair.names[0]) is None
+    assert pair.hear([envelope.seal(PROBES, engine + b"\x03", WALL)], 1.0) == [DatagramFault.MALFORMED]
+    assert pair.one.probes.missed_at(pair.names[0]) is None
 
 
 def test_a_router_that_has_not_named_this_one_is_not_believed():
     """It may have ended before this one began."""
-
-    class Nobody:
-        def admits(self, _router, /, *, now):
-            return False
-
     router = Router(1, 1, exchanges=True)
-    stranger = LookExchange(router.registry, b"x" * 8, SECRET, Nobody())
-    word = router.looks.datagrams(wall=WALL)[0]
+    stranger = Router(2, 1, exchanges=True)
+    (datagram,) = router.says()
 
-    assert stranger.receive(word, now=0.0, wall=WALL) is DatagramFault.UNKNOWN
+    assert stranger.exchange.receive(datagram, now=0.0, wall=WALL) is DatagramFault.UNKNOWN

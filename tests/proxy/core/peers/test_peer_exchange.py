@@ -1,18 +1,27 @@
 """Routers take in nothing from others that have not named them: it may be a copy of what was sent before they began."""
 
+import struct
+from hashlib import blake2b
+
 import pytest
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
-from pdrelay_proxy.core.admission.quota_exchange import QuotaExchange
-from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
-from pdrelay_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
-from pdrelay_proxy.core.peer_introductions import PeerIntroductions
+from pdrelay_proxy.core.peers.datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
+from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
+from pdrelay_proxy.core.peers.probe_payload import PROBES, ProbePayload
+from pdrelay_proxy.core.peers.quota_payload import QUOTAS, QuotaPayload
 from pdrelay_proxy.settings import Settings
 
 SECRET, WALL = b"of this fleet", 1000.0
+ONE_REQUEST = struct.pack(">qqii", 1, 0, 1, 0)
+
+
+def hash_of(text):
+    return blake2b(text.encode(), digest_size=8).digest()
 
 
 class OneRouter:
@@ -22,9 +31,11 @@ class OneRouter:
         name = number.to_bytes(8, "big")
         self.registry, self.admission = Registry(), Admission(Settings(peers=("router:8001",), max_key_rate=100.0))
         self.engine = self.registry.add(Role.PREFILL, Address("http", "p0", 80)).id
-        self.introductions = PeerIntroductions(name, SECRET)
-        self.loads = LoadExchange(self.registry, name, SECRET, self.introductions)
-        self.quotas = QuotaExchange(self.admission, name, SECRET, lambda: ["a"], self.introductions)
+        self.loads = LoadPayload(self.registry)
+        self.quotas = QuotaPayload(self.admission, lambda: ["a"])
+        self.probes = ProbePayload(self.registry, name)
+        payloads = {LOADS: self.loads, QUOTAS: self.quotas, PROBES: self.probes}
+        self.exchange = PeerExchange(name, SECRET, payloads)
 
     @property
     def load(self):
@@ -37,20 +48,19 @@ class OneRouter:
         self.loads.note(self.engine)
 
     def introduces(self):
-        return self.introductions.datagram(wall=WALL)
+        return self.exchange.introduction(wall=WALL)
 
     def says(self, *, now):
-        return [*self.loads.datagrams(now=now, wall=WALL), *self.quotas.datagrams(wall=WALL)]
+        return [
+            *self.exchange.sealed(LOADS, self.loads.bodies(now=now), wall=WALL),
+            *self.exchange.sealed(QUOTAS, self.quotas.bodies(), wall=WALL),
+        ]
 
     def meets(self, data, *, now=0.0):
-        return self.introductions.receive(data, now=now, wall=WALL)
+        return self.exchange.receive(data, now=now, wall=WALL)
 
     def hears(self, datagrams, *, now=0.0):
-        loads, quotas = datagrams
-        return [
-            self.loads.receive(loads, now=now, wall=WALL),
-            self.quotas.receive(quotas, now=now, wall=WALL),
-        ]
+        return [self.exchange.receive(data, now=now, wall=WALL) for data in datagrams]
 
 
 def acquainted(one, other):
@@ -71,7 +81,7 @@ def test_what_was_sent_before_a_router_began_is_not_taken_in():
 
     late.meets(gone.introduces())
     assert late.hears(told) == [DatagramFault.UNKNOWN] * 2
-    assert (late.load.at_peers, late.loads.peers, late.admission._accounts) == (0, 0, {})
+    assert (late.load.at_peers, late.exchange.peers, late.admission._accounts) == (0, 0, {})
 
 
 def test_a_router_that_is_there_is_heard_after_it_has_named_the_other_one():
@@ -82,7 +92,7 @@ def test_a_router_that_is_there_is_heard_after_it_has_named_the_other_one():
 
     acquainted(one, late)
     assert late.hears(one.says(now=1.0), now=1.0) == [None, None]
-    assert (late.load.at_peers, late.loads.peers) == (1, 1)
+    assert (late.load.at_peers, late.exchange.peers) == (1, 1)
     assert list(late.admission._accounts) == ["a"]
 
 
@@ -90,7 +100,7 @@ def test_a_router_that_was_silent_names_the_other_one_again():
     """What it had sent before may have been kept by somebody."""
     one, other = OneRouter(1), OneRouter(2)
     acquainted(one, other)
-    other.introductions.expire(now=3.1)
+    other.exchange.expire(now=3.1)
     one.serve("r")
 
     assert other.hears(one.says(now=4.0), now=4.0) == [DatagramFault.UNKNOWN] * 2
@@ -101,17 +111,17 @@ def test_a_router_that_was_silent_names_the_other_one_again():
 def test_a_router_that_is_heard_for_the_first_time_is_news():
     """It is told at once, for it takes nothing in before."""
     one, other, third = OneRouter(1), OneRouter(2), OneRouter(3)
-    assert not one.introductions.has_news
+    assert not one.exchange.has_news
 
     one.meets(other.introduces())
-    assert one.introductions.has_news
+    assert one.exchange.has_news
     one.introduces()
     one.meets(other.introduces())
-    assert not one.introductions.has_news
+    assert not one.exchange.has_news
 
     third.serve("r")
     one.hears(third.says(now=0.0))
-    assert one.introductions.has_news
+    assert one.exchange.has_news
 
 
 def test_all_routers_of_a_fleet_are_named_in_one_datagram():
@@ -124,7 +134,7 @@ def test_all_routers_of_a_fleet_are_named_in_one_datagram():
 
     last = OneRouter(MOST_PEERS)
     last.meets(one.introduces())
-    assert last.introductions.admits((0).to_bytes(8, "big"), now=0.0)
+    assert last.exchange.peers == 1
 
 
 @pytest.mark.parametrize("data", [b"", b"xpI1", b"xpI1" + bytes(60), b"xpI1" + bytes(1300)])
@@ -138,4 +148,25 @@ def test_a_router_does_not_meet_itself():
     one = OneRouter(1)
 
     assert one.meets(one.introduces()) is None
-    assert not one.introductions.has_news
+    assert not one.exchange.has_news
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "make"),
+    [
+        (b"xpI1", b"a" * 8, lambda router: router.introduces()),
+        (b"xpL1", hash_of("prefill p0:80 None") + struct.pack(">H", 1), lambda router: router.says(now=0.0)[0]),
+        (b"xpQ1", hash_of("a") + ONE_REQUEST + hash_of("") + ONE_REQUEST, lambda router: router.says(now=0.0)[1]),
+        (b"xpP2", b"", lambda router: router.exchange.sealed(PROBES, router.probes.bodies(), wall=WALL)[0]),
+    ],
+    ids=["introductions", "loads", "quotas", "probes"],
+)
+def test_datagrams_are_what_routers_of_other_versions_read(code, body, make):
+    """While a fleet is updated, both versions serve: head, entries, and the tag."""
+    router = OneRouter(1)
+    router.meets(PeerExchange(b"a" * 8, SECRET, {}).introduction(wall=WALL))
+    router.serve("r")
+    text = struct.pack(">4s8sQd", code, (1).to_bytes(8, "big"), 1, WALL) + body
+    tag = blake2b(text, key=blake2b(SECRET).digest(), digest_size=16).digest()
+
+    assert make(router) == text + tag

@@ -1,6 +1,6 @@
-"""Many routers that look at engines beside each other, in virtual time: each with its own schedule and datagrams.
+"""Many routers that probe engines beside each other, in virtual time: each with its own schedule and datagrams.
 
-``python -m support.routers_that_look`` (in tests/) prints the table of docs/several-routers.md#health-checks; for 100
+``python -m support.probing_routers`` (in tests/) prints the table of docs/several-routers.md#health-checks; for 100
 routers and 1,000 engines that takes some minutes. Other numbers of both may follow the command.
 """
 
@@ -12,12 +12,13 @@ from statistics import mean
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.look_exchange import LookExchange
 from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
+from pdrelay_proxy.core.peers.probe_payload import PROBES, ProbePayload
 from pdrelay_proxy.settings import Settings
-from support.several_routers import Everybody
+from support.introduced import introduced
 
 TICK_S, TIMEOUT_S, INTERVAL_S, ANSWER_S, WALL, SECRET = 0.25, 5.0, 5.0, 0.05, 1000.0, b"of this fleet"
 
@@ -36,18 +37,26 @@ def after(engine, router):
 class Router:
     """One router's probing, as io/probes/prober.py does it."""
 
-    def __init__(self, number, engines, *, exchanges, looks=True):
+    def __init__(self, number, engines, *, exchanges, probes=True):
         dice = random.Random(number)
         self.registry = Registry(Settings(health_check_failures=2))
         for n in range(engines):
             self.registry.add(Role.DECODE, Address("http", f"h{n}", 80), now=0.0)
         self.members = self.registry.members()
         self.name = dice.randbytes(8)
-        self.looks = LookExchange(self.registry, self.name, SECRET, Everybody(), looks=looks)
-        self.schedule = ProbeSchedule(INTERVAL_S, dice.random, self.looks if exchanges else None)
-        self.open = {}  # by when a look ends
+        self.probes = ProbePayload(self.registry, self.name, probes=probes)
+        self.exchange = PeerExchange(self.name, SECRET, {PROBES: self.probes})
+        self.schedule = ProbeSchedule(INTERVAL_S, dice.random, self.probes if exchanges else None)
+        self.open = {}  # by when a probe ends
         self.phase = dice.random() * TICK_S
         self.told = 0.0
+
+    def says(self):
+        """Return what it tells every second of engines."""
+        return self.exchange.sealed(PROBES, self.probes.bodies(), wall=WALL)
+
+    def news(self):
+        return self.exchange.sealed(PROBES, self.probes.news(), wall=WALL)
 
 
 class Fleet:
@@ -56,10 +65,11 @@ class Fleet:
     def __init__(self, routers, engines, *, exchanges=True, more=()):
         """``more``: routers that know one engine more than the others."""
         self.routers = [Router(n, engines + (n in more), exchanges=exchanges) for n in range(routers)]
+        introduced(*[router.exchange for router in self.routers])
         self.exchanges, self.now = exchanges, 0.0
-        self.gone, self.refuses = set(), set()  # the latter are gone, and their looks fail at once
+        self.gone, self.refuses = set(), set()  # the latter are gone, and their probes fail at once
         self.cut = set()  # routers that the others do not hear
-        self.at = {  # when each engine was looked at, by whichever router
+        self.at = {  # when each engine was probed, by any router
             one.instance.id: deque() for router in self.routers for one in router.members
         }
         self.found = {}  # when a router ejected an engine
@@ -80,8 +90,9 @@ class Fleet:
                 self._end(number, router, member, begun, end, failed=failed)
         if self.exchanges and now >= router.told + 1.0:
             router.told = now
-            router.looks.expire(now=now)
-            self._send(router, router.looks.datagrams(wall=WALL), now)
+            router.exchange.expire(now=now)
+            self._introduce(router, now)
+            self._send(router, router.says(), now)
         for member in next_to_probe(router.schedule, router.members, now):
             name = member.instance.id
             self.at[name].append(now)
@@ -95,28 +106,34 @@ class Fleet:
         was_there = life.state is not HealthState.EJECTED
         if failed:
             life.missed("does not answer", now=at)
-            if not missed and router.looks.was_missed(name, begun=begun):
+            if not missed and router.probes.is_second_miss(name, begun=begun):
                 life.missed("nor to another", now=at)
         else:
             life.seen(now=at)
         if (missed == 0) != (life.misses == 0):
-            router.looks.note(name, is_missing=missed == 0)
-        self._send(router, router.looks.news(wall=WALL), at)
+            router.probes.note(name, is_missing=missed == 0)
+        self._send(router, router.news(), at)
         router.schedule.ended(name, failed=failed, now=at)
         if was_there and life.state is HealthState.EJECTED:
             self.found.setdefault((number, name), at)
         elif not was_there and life.state is HealthState.HEALTHY:
             self.back.setdefault((number, name), at)
 
+    def _introduce(self, sender, now):
+        data = sender.exchange.introduction(wall=WALL)
+        for number, router in enumerate(self.routers):
+            if number not in self.cut:
+                router.exchange.receive(data, now=now, wall=WALL)
+
     def _send(self, sender, datagrams, now):
         for data in datagrams if self.exchanges else ():
             self.sizes.append(len(data))
             for number, router in enumerate(self.routers):
                 if router is not sender and number not in self.cut:
-                    assert router.looks.receive(data, now=now, wall=WALL) is None
+                    assert router.exchange.receive(data, now=now, wall=WALL) is None
 
     def rates(self, since):
-        """Return how many looks each of the living engines got in a second."""
+        """Return how many probes each of the living engines got in a second."""
         return [
             sum(at >= since for at in times) / (self.now - since)
             for name, times in self.at.items()
@@ -124,7 +141,7 @@ class Fleet:
         ]
 
     def longest_gap(self, since):
-        """Return the longest time without a look at a living engine."""
+        """Return the longest time without a probe of a living engine."""
         gaps = []
         for name, times in self.at.items():
             if name not in self.gone:
@@ -154,8 +171,8 @@ def main(routers=100, engines=1000):
     back = [fleet.back.get((router, names[-1])) for router in range(routers)]
     returned = "not yet" if None in back else f"{max(back) - up:.1f} s"
     rows = {
-        f"looks a second at an engine, {routers} routers": f"{mean(rates):.1f} on the mean, {max(rates):.1f} at most",
-        "longest time without a look at an engine that lives": f"{gap:.1f} s",
+        f"probes a second of an engine, {routers} routers": f"{mean(rates):.1f} on the mean, {max(rates):.1f} at most",
+        "longest time without a probe of an engine that lives": f"{gap:.1f} s",
         f"{engines // 10} of {engines:,} engines are lost: all {routers} routers have found all of them": ejected,
         "an engine that refused connections is up: all routers have found it": returned,
         "datagrams a second from each router to each other one": f"{len(sizes) / 60 / routers:.1f}",

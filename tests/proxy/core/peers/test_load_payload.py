@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.load_exchange import LoadExchange, SendPace
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, RequestId, Role
-from pdrelay_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
-from support.several_routers import Everybody
+from pdrelay_proxy.core.peers.datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
+from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload, SendPace
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
+from support.introduced import introduced
 
 SECRET = b"of this fleet"
 
@@ -27,7 +28,11 @@ class OneRouter:
         random.Random(number).shuffle(order)
         for place in order:
             self.add(place)
-        self.exchange = LoadExchange(self.registry, bytes([number]) * 8, secret, Everybody())
+        self.loads = LoadPayload(self.registry)
+        self.rename(bytes([number]) * 8, secret)
+
+    def rename(self, name, secret=SECRET):
+        self.exchange = PeerExchange(name, secret, {LOADS: self.loads})
 
     def add(self, place):
         self.names[place] = self.registry.add(Role.PREFILL, Address("http", f"p{place}", 80)).id
@@ -37,22 +42,28 @@ class OneRouter:
 
     def send(self, place, request="r"):
         self.load(place).enter(RequestId(request))
-        self.exchange.note(self.names[place])
+        self.loads.note(self.names[place])
 
     def end(self, place, request="r"):
         self.load(place).leave(RequestId(request))
-        self.exchange.note(self.names[place])
+        self.loads.note(self.names[place])
 
     def says(self, *, now=0.0, wall=1000.0):
-        return self.exchange.datagrams(now=now, wall=wall)
+        return self.exchange.sealed(LOADS, self.loads.bodies(now=now), wall=wall)
 
     def hears(self, datagrams, *, now=0.0, wall=1000.0):
         return [self.exchange.receive(data, now=now, wall=wall) for data in datagrams]
 
 
+def met(*routers, now=0.0):
+    """Have routers name each other."""
+    introduced(*[router.exchange for router in routers], now=now)
+    return routers
+
+
 def test_a_router_knows_what_the_others_have_at_an_engine():
     """By the engine's address: each router has ids of its own. The score of an engine is that of all routers."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     one.send(0, "a")
     one.send(0, "b")
     one.send(2, "c")
@@ -69,7 +80,7 @@ def test_a_router_knows_what_the_others_have_at_an_engine():
 
 def test_an_engine_that_has_turned_is_the_same_to_all_routers():
     """One router may be ahead of another: the name is by what the engine was added as."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     other.registry.turn(other.names[0], EngineRole.DECODE, now=0.0, at_once=True)
     one.send(0)
 
@@ -79,7 +90,7 @@ def test_an_engine_that_has_turned_is_the_same_to_all_routers():
 
 def test_only_what_has_changed_is_told_and_everything_once_a_second():
     """A router that missed datagrams, or has just started, knows all a second later."""
-    one, late = OneRouter(1), OneRouter(2)
+    one, late = met(OneRouter(1), OneRouter(2))
     one.send(0)
     one.says()
     one.send(1)
@@ -97,7 +108,7 @@ def test_only_what_has_changed_is_told_and_everything_once_a_second():
 @pytest.mark.parametrize("ends", [False, True], ids=["begins", "ends"])
 def test_a_change_that_was_lost_is_told_with_the_next_one(ends):
     """Until the repetition of everything a busy engine looked free for most of its prompt, or a free one busy."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     one.send(0)
     other.hears(one.says())
     if ends:
@@ -126,7 +137,7 @@ def test_a_change_is_told_again_only_where_the_datagram_has_room():
 
 def test_a_router_that_is_silent_counts_no_more():
     """Its requests have ended with it; what it repeated lately stays."""
-    one, two, other = OneRouter(1), OneRouter(2), OneRouter(3)
+    one, two, other = met(OneRouter(1), OneRouter(2), OneRouter(3))
     for router in (one, two):
         router.send(0)
         other.hears(router.says())
@@ -138,7 +149,7 @@ def test_a_router_that_is_silent_counts_no_more():
 
 def test_a_count_whose_end_was_lost_is_forgotten():
     """The zero that was lost is not repeated, and neither is the count."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     one.send(0)
     one.send(1)
     other.hears(one.says())
@@ -153,7 +164,7 @@ def test_a_count_whose_end_was_lost_is_forgotten():
 
 def test_an_engine_that_is_added_later_has_what_others_told_of_it():
     """Routers hear of a new engine at different times."""
-    one, other = OneRouter(1, engines=2), OneRouter(2, engines=1)
+    one, other = met(OneRouter(1, engines=2), OneRouter(2, engines=1))
     one.send(1)
     other.hears(one.says())
     other.add(1)
@@ -187,7 +198,7 @@ def change(router, engine, count, *, begins):
 @given(steps)
 def test_whatever_is_lost_repeated_or_late_the_next_repetition_is_the_truth(found):
     """Three routers; datagrams are lost, doubled and overtake each other."""
-    routers = [OneRouter(number) for number in range(3)]
+    routers = met(*[OneRouter(number) for number in range(3)])
     under_way, on_its_way, now = {(r, e): 0 for r in range(3) for e in range(3)}, [], 0.0
     for number, (one, engine, begins, delays) in enumerate(found):
         now += 0.01
@@ -214,7 +225,7 @@ def altered(data, at):
 @given(st.integers(0, 10_000))
 def test_an_altered_datagram_is_dropped(place):
     """Each bit of it is under the tag."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     one.send(0)
     (data,) = one.says()
 
@@ -237,7 +248,7 @@ def test_a_stranger_and_an_old_datagram_are_dropped():
 
 def test_what_a_router_has_sent_before_it_fell_silent_is_not_taken_in_again():
     """For as long as its time is good, somebody could repeat it; the router itself goes on where it ended."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     one.send(0)
     old = [*one.says(), *one.says(now=1.0)]
     other.hears(old)
@@ -247,6 +258,7 @@ def test_what_a_router_has_sent_before_it_fell_silent_is_not_taken_in_again():
     assert (other.load(0).at_peers, other.exchange.peers) == (0, 0)
 
     one.end(0)
+    met(one, other, now=4.0)
     assert other.hears(one.says(now=4.0), now=4.0) == [None]
     assert other.hears(old, now=4.1, wall=1004.1) == [DatagramFault.LATE] * 2
     assert (other.load(0).at_peers, other.exchange.peers) == (0, 1)
@@ -254,7 +266,7 @@ def test_what_a_router_has_sent_before_it_fell_silent_is_not_taken_in_again():
 
 def test_a_count_that_is_too_old_is_not_taken_in_again():
     """Of a router that says so little that sixteen datagrams are sixteen seconds."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     one.send(0)
     old = one.says()
     other.hears(old)
@@ -269,7 +281,7 @@ def test_a_count_that_is_too_old_is_not_taken_in_again():
 
 def test_what_was_overtaken_by_many_is_dropped():
     """Else one could repeat what was said half a minute ago."""
-    one, other = OneRouter(1), OneRouter(2)
+    one, other = met(OneRouter(1), OneRouter(2))
     one.send(0)
     old = one.says()
     for number in range(1, 20):
@@ -293,7 +305,8 @@ def test_what_is_remembered_is_bounded():
     other = OneRouter(2)
     for number in range(MOST_PEERS):
         router = OneRouter(1, engines=1)
-        router.exchange = LoadExchange(router.registry, struct.pack(">Q", number), SECRET, Everybody())
+        router.rename(struct.pack(">Q", number))
+        met(router, other)
         assert other.hears(router.says()) == [None]
 
     assert other.hears(OneRouter(1).says()) == [DatagramFault.TOO_MANY]
@@ -302,7 +315,7 @@ def test_what_is_remembered_is_bounded():
 
 def test_many_engines_take_several_datagrams_below_any_mtu():
     """Fragments get lost more often."""
-    one, other = OneRouter(1, engines=300), OneRouter(2, engines=300)
+    one, other = met(OneRouter(1, engines=300), OneRouter(2, engines=300))
     for place in range(300):
         one.send(place)
     told = one.says()

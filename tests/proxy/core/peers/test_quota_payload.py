@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
-from pdrelay_proxy.core.admission.quota_exchange import QuotaExchange
-from pdrelay_proxy.core.peer_datagrams import DatagramFault
+from pdrelay_proxy.core.peers.datagrams import DatagramFault
+from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
+from pdrelay_proxy.core.peers.quota_payload import QUOTAS, QuotaPayload
 from pdrelay_proxy.settings import Settings
-from support.several_routers import Everybody
+from support.introduced import introduced
 
 SECRET, NAMES, PEERS = b"of this fleet", ("a", "b"), ("router:8001",)
 WALL = 1000.0
@@ -21,8 +22,8 @@ class OneRouter:
 
     def __init__(self, number, *, secret=SECRET, **limits):
         self.admission = Admission(Settings(peers=PEERS, **limits))
-        name = bytes([number]) * 8
-        self.exchange = QuotaExchange(self.admission, name, secret, lambda: NAMES, Everybody())
+        self.quotas = QuotaPayload(self.admission, lambda: NAMES)
+        self.exchange = PeerExchange(bytes([number]) * 8, secret, {QUOTAS: self.quotas})
 
     def serve(self, key, *, tokens=0, now=0.0, prompt=0):
         """Serve a request at once; return whether it was let in."""
@@ -32,17 +33,26 @@ class OneRouter:
         self.admission.leave(ticket, tokens, now=now)
         return True
 
+    def says(self):
+        return self.exchange.sealed(QUOTAS, self.quotas.bodies(), wall=WALL)
+
     def hears(self, datagrams, *, now=0.0, wall=WALL):
         return [self.exchange.receive(data, now=now, wall=wall) for data in datagrams]
 
 
 def fleet(count, **limits):
-    return [OneRouter(number, **limits) for number in range(count)]
+    return met(*[OneRouter(number, **limits) for number in range(count)])
+
+
+def met(*routers, now=0.0):
+    """Have routers name each other."""
+    introduced(*[router.exchange for router in routers], now=now)
+    return routers
 
 
 def tell(routers, *, now=0.0, lost=lambda: False):
     for sender in routers:
-        for data in sender.exchange.datagrams(wall=WALL):
+        for data in sender.says():
             for other in routers:
                 if not lost():
                     assert other.hears([data], now=now) in ([None], [DatagramFault.LATE])
@@ -97,10 +107,10 @@ def test_a_router_that_is_not_heard_leaves_each_its_share():
 
 def test_a_router_that_starts_is_not_charged_what_was_served_before():
     """The others have counted for days."""
-    one, late = OneRouter(1, max_key_tokens_per_minute=600), OneRouter(2, max_key_tokens_per_minute=600)
+    one, late = fleet(2, max_key_tokens_per_minute=600)
     for minute in range(50):
         one.serve("a", tokens=600, now=minute * 61.0)
-        told = one.exchange.datagrams(wall=WALL)
+        told = one.says()
     late.hears(told, now=3000.0)
 
     assert not late.serve("a", now=3000.0)  # of the latest
@@ -111,11 +121,11 @@ def test_a_count_is_told_some_times_and_then_not_again():
     """What has not changed need not be said for ever."""
     one = OneRouter(1, max_key_tokens_per_minute=600)
     one.serve("a", tokens=5)
-    told = [len(one.exchange.datagrams(wall=WALL)) for _ in range(8)]
+    told = [len(one.says()) for _ in range(8)]
 
     assert told == [1] * 5 + [0] * 3
     one.serve("a", tokens=5)
-    assert len(one.exchange.datagrams(wall=WALL)) == 1
+    assert len(one.says()) == 1
 
 
 def test_what_is_repeated_or_forged_charges_nothing():
@@ -123,11 +133,11 @@ def test_what_is_repeated_or_forged_charges_nothing():
     one, other = fleet(2, max_key_tokens_per_minute=600)
     stranger = OneRouter(7, secret=b"guessed", max_key_tokens_per_minute=600)
     one.serve("a", tokens=400)
-    told = one.exchange.datagrams(wall=WALL)
+    told = one.says()
     stranger.serve("a", tokens=10_000)
 
     assert [other.hears(told) for _ in range(3)] == [[None], [DatagramFault.LATE], [DatagramFault.LATE]]
-    assert other.hears(stranger.exchange.datagrams(wall=WALL)) == [DatagramFault.TAG]
+    assert other.hears(stranger.says()) == [DatagramFault.TAG]
     assert other.serve("a", now=0.0)
     one.serve("nobody", tokens=10**9)
     tell([one, other])
@@ -138,13 +148,14 @@ def test_what_a_router_that_has_gone_has_sent_charges_nothing_again():
     """Whatever the wall clock of this host does; if the router comes back, it goes on where it ended."""
     one, other = fleet(2, max_key_tokens_per_minute=600)
     one.serve("a", tokens=600)
-    old = one.exchange.datagrams(wall=WALL)
+    old = one.says()
     other.hears(old)
     other.exchange.expire(now=60.1)
 
     assert other.hears(old, now=60.2) == [DatagramFault.LATE]
     assert other.serve("a", now=61.0)
-    assert other.hears(one.exchange.datagrams(wall=WALL), now=61.0) == [None]
+    met(one, other, now=61.0)
+    assert other.hears(one.says(), now=61.0) == [None]
     assert other.hears(old, now=61.1) == [DatagramFault.LATE]
 
 

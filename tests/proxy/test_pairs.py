@@ -141,7 +141,9 @@ async def test_operators_see_how_fast_kv_moves():
                 await running.ask()
         page = (await running.client.get("/stats")).json()["pairs"]
 
-    assert row["bytes_per_s"] == page["worst"][0]["bytes_per_s"] == pytest.approx(2e9)
+    # Not the same number: another transfer may have been read in between.
+    assert row["bytes_per_s"] == pytest.approx(2e9)
+    assert page["worst"][0]["bytes_per_s"] == pytest.approx(2e9)
 
 
 async def test_what_prefill_engines_write_is_seen_at_them():

@@ -52,6 +52,7 @@ class MoveOutcome(FastStrEnum):
 # Short times, written once: to write a float costs twice as much as to make a whole number of it.
 _TENTHS_MOST: Final = 1000
 _TENTHS: Final = [f"{tenths // 10}.{tenths % 10}" for tenths in range(_TENTHS_MOST)]
+_NO_NAME: Final = RequestId("")
 _OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
 
 
@@ -62,7 +63,7 @@ class LegRecord:
 
     def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
         self.instance = instance
-        self.name = ""  # of the request at this engine, once it was sent
+        self.name = _NO_NAME  # of the request at this engine, once it was sent
         self.sent_at = sent_at  # by the router's clock
         self.ms = ms
         self.tokens: int | None = None  # of the prompt, as a prefill engine has counted

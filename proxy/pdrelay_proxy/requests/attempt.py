@@ -1,34 +1,32 @@
-"""One try of a request: the legs it has sent, what they have told, and how they are counted.
+"""One try of a request: the legs that it has sent, and what follows from their news.
 
 A request that is sent again gets another attempt, with another id for both engines: they match their halves by it.
+requests/leg_sending.py makes and sends them, requests/leg_accounts.py counts them, requests/lent_blocks.py has the
+prefill engine's blocks freed.
 """
 
 import logging
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
 from pdrelay_proxy.core.model import (
     GenerationRequest,
     Instance,
     InstanceId,
     PrefillResult,
+    RequestId,
     Role,
-    SingleEngineReason,
+    TransferId,
 )
 from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
-from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer
-from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alone, with_cache_usage
-from pdrelay_proxy.core.raw_json import Pieces
+from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens
 from pdrelay_proxy.core.routing.retries import BrokenAnswer, LegFailed, RetryAttempts
 from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NoKvParams, Refused, RouterFull
-from pdrelay_proxy.io.request_path.returned_kv import cached_on
 from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import RequestPlan
-from pdrelay_proxy.requests.leg_bodies import prefill_body
+from pdrelay_proxy.requests.leg_sending import LegSending
 from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from pdrelay_proxy.requests.lent_blocks import LentBlocks
 from pdrelay_proxy.requests.life import RequestLife
@@ -38,12 +36,6 @@ from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _OK: Final = 200
-_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
-_DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
-_PUSH: Final = TransferMode.PUSH
-_TIMEOUT: Final = Failure.TIMEOUT
-_IF_SERVED: Final = Held.IF_SERVED_ELSEWHERE
-_CONTINUING: Final = RequestState.CONTINUING
 
 
 class Attempt(LegOwner):
@@ -52,22 +44,16 @@ class Attempt(LegOwner):
     __slots__ = (
         "_life",
         "_plan",
-        "_services",
+        "_sending",
         "_settings",
-        "_shows_token",
-        "_span",
         "body",
         "choice",
         "coordinates",
-        "counted",
         "decode",
-        "id",
         "is_streaming",
         "move",
         "prefill",
-        "record",
         "retries",
-        "transfer",
     )
 
     def __init__(
@@ -79,26 +65,30 @@ class Attempt(LegOwner):
         shows_token: bool = False,  # noqa: FBT001, FBT002 (by name it costs 1,000 instructions more)
     ) -> None:
         """``shows_token``: the client may see the token of a prefill engine whose blocks are read."""
-        services = life.services
         record = life.record
-        self._services = services
+        request = record.attempt_id if record.retries or record.moves else record.request_id
+        self._life = life
         self._plan = plan
         self._settings = settings
-        self._shows_token = shows_token
-        self._life = life
-        self._span = life.span
-        self.record = record
         self.retries = retries
-        self.id = record.attempt_id if record.retries or record.moves else record.request_id
-        self.choice = EngineChoice(services.fleet, plan, settings, retries, record, self.id)
-        self.transfer = services.new_transfer()
+        self.choice = EngineChoice(life.services.fleet, plan, settings, retries, record, request)
+        self._sending = LegSending(life, plan, settings, self.choice, request, shows_token)
         self.body = plan.body  # of the decode leg
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
         self.coordinates: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
-        self.counted: int | None = None  # tokens of the prompt, as the prefill engine says
         self.is_streaming = False  # a stream is being shown
         self.move: StreamMove | None = None  # the stream comes from an engine that drains
+
+    @property
+    def id(self) -> RequestId:
+        """Return what engines know this try by."""
+        return self._sending.request
+
+    @property
+    def transfer(self) -> TransferId:
+        """Return what engines call the KV blocks of this try."""
+        return self._sending.transfer
 
     @property
     def engines(self) -> Sequence[InstanceId]:
@@ -110,102 +100,22 @@ class Attempt(LegOwner):
 
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
-        services = self._services
-        settings = self._settings
-        shows = self._shows_token and services.leg_bodies.may_show(call, prefill.id)
-        learns = services.fleet.learner is not None and services.fleet.asks_for_ids(call, self._plan.ask)
-        holder, ids, move, seconds = None, None, self.move, settings.first_token_timeout_s
-        if move is not None:
-            ids, reuses, learns = move.ids, False, False
-            seconds = min(seconds, move.seconds_for(prefill))
-        elif settings.return_kv:
-            holder = cached_on(services.fleet, self._plan.ask, prefill.id)
-            services.telemetry.kv_return_looked_up(named=holder is not None)
-        body = prefill_body(
-            call,
-            self.id,
-            self.transfer,
-            reuses=reuses,
-            shows=shows,
-            learns=learns,
-            cached_on=holder,
-            ids=ids,
-            pushes=self.choice.mode is _PUSH,
-        )
-        now = services.clock()
-        leg = PrefillLeg(self, prefill, now, now + seconds)
-        leg.reuses, leg.shows, leg.learns = reuses, shows, learns
+        leg, body = self._sending.new_prefill(self, call, prefill, self.move, reuses=reuses)
         self.prefill = leg
         self.choice.prefill = prefill
-        self.record.prefill = leg.record
-        self._send(leg, body, asks_for_report=services.reports)
+        error = self._sending.send(leg, body, is_prefill=True, asks_for_report=self._life.services.reports)
+        if error is not None:
+            self.leg_failed(leg, error)
         return leg
 
     def send_decode(self, decode: Instance) -> DecodeLeg:
         """Send a decode leg; the slot that is held at its engine becomes its own."""
-        services = self._services
-        now = services.clock()
-        prefill = self.prefill
-        seconds = self._settings.first_token_timeout_s if self._plan.streams else None
-        if self.move is not None:
-            seconds = min(self._settings.first_token_timeout_s, move_timeout(self._settings))
-        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, services.clock)
-        leg.counts = self.record.single_reason is None
-        leg.cache_usage = self._life.cache_usage
-        self.decode, self.record.decode = leg, leg.record
-        leg.record.expected = self.choice.expected
-        self.choice.expected = None
-        if prefill is not None and prefill.handover is not None and not prefill.is_followed:
-            leg.follows = prefill.is_followed = True
-            services.telemetry.handed_over(now - prefill.handed_over_at)
-        self._send(leg, self.body)
-        return leg
-
-    def _send(self, leg: EngineLeg, body: Pieces, *, asks_for_report: bool = False) -> None:
-        """Send a leg; one that cannot be sent has failed."""
-        services = self._services
-        plan = self._plan
-        instance = leg.instance
-        leg.record.name = self.id
-        headers = plan.headers
-        if instance.rank is not None or plan.ask.rank is not None:
-            headers = plan.headers_for(instance)
-        if asks_for_report:
-            headers = (*headers, ASK_FOR_REPORT)
-        if self._span is not None:
-            leg.span, headers = self._span.leg(instance, headers)
-        if self.choice.slot is instance:
-            self.choice.slot = None
-        else:
-            services.fleet.enter(instance, self.id)
-        if services.fleet.listeners:
-            self._tell_sent(leg)
-        try:
-            services.sender.tell(
-                leg,
-                instance,
-                plan.path,
-                headers=headers,
-                request=self.id,
-                body=body,
-                content_type=plan.content_type,
-            )
-        except EngineError as error:
+        leg = self._sending.new_decode(self, decode, self.prefill, self.move)
+        self.decode = leg
+        error = self._sending.send(leg, self.body, is_alone=self.prefill is None)
+        if error is not None:  # one that cannot be sent has failed
             self.leg_failed(leg, error)
-
-    def _tell_sent(self, leg: EngineLeg) -> None:
-        """Tell the listeners of a leg.
-
-        It is timed by a prefill engine's answer, or by the first event of a stream; not what is pushed, which waits for
-        the prefill engine.
-        """
-        decode, is_prefill = self.decode, leg is self.prefill
-        computes = is_prefill or self.prefill is None
-        is_timed = is_prefill or (
-            self._plan.streams and (computes or (decode is not None and decode is leg and decode.follows))
-        )
-        for listener in self._services.fleet.listeners:
-            listener.leg_sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
+        return leg
 
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
         """Tell whether a leg may be sent again, with so many engines of its role, and count it.
@@ -218,7 +128,7 @@ class Attempt(LegOwner):
         may_be_alone = move is None and self.decode_fallback()
         if not self.retries.take(failed, others, needs_other=needs_other, may_be_alone=may_be_alone):
             return False
-        return not self.retries.is_charged or self._services.budget.grants(now=self._services.clock())
+        return not self.retries.is_charged or self._life.services.budget.grants(now=self._life.services.clock())
 
     def decode_fallback(self) -> bool:
         """Tell whether a decode engine may serve the request alone."""
@@ -240,19 +150,8 @@ class Attempt(LegOwner):
     def settle(self, lent_by: PrefillLeg) -> None:
         """Have the blocks of a prefill freed, unless a decode engine may have come for them."""
         self.note_read(lent_by)
-        if not lent_by.is_read:
-            self._release(lent_by)
-
-    def _release(self, leg: PrefillLeg) -> None:
-        """Free the blocks of a prefill that is not read."""
-        handover = leg.handover
-        decode = self.record.decode
-        if handover is None:
-            return
-        tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
-        fitting = self.retries.first(self._services.fleet.fitting(leg.instance, self.choice.usable(Role.DECODE)))
-        decodes = sorted(fitting, key=lambda instance: instance.id == tried)
-        LentBlocks(self._services, self._plan, self.id, self.transfer).release(leg.instance, handover, decodes)
+        if not lent_by.is_read and lent_by.handover is not None:
+            self._lent.release(lent_by.instance, lent_by.handover, self.choice.readers(lent_by.instance))
 
     def _abandon(self, leg: EngineLeg) -> None:
         """Free what a prefill that was dropped, or has failed, may have leased by now.
@@ -260,13 +159,18 @@ class Attempt(LegOwner):
         A decode leg would settle that itself, and so does the release of an answer that could be read.
         """
         if leg.was_sent and self.decode is None:
-            LentBlocks(self._services, self._plan, self.id, self.transfer).abandon(leg.instance)
+            self._lent.abandon(leg.instance)
+
+    @property
+    def _lent(self) -> LentBlocks:
+        """Return what the two engines know the blocks of this try by; few requests need it."""
+        return LentBlocks(self._life.services, self._plan, self.id, self.transfer)
 
     # ---- what the legs tell (LegOwner)
 
     def prefill_answered(self, leg: PrefillLeg, body: bytes, /) -> None:
         """Take the handover out of the prefill engine's answer."""
-        services = self._services
+        services = self._life.services
         came = services.clock()
         call = self._plan.call
         services.sender.done(leg)
@@ -276,26 +180,22 @@ class Attempt(LegOwner):
         if call is None or handover is None:
             return
         services.leg_bodies.note_looks_back(self._plan.ask.model, leg.instance.id, looks_back=handover.looks_back)
-        if self._shows_token:
+        if self._sending.shows_token:
             leg.first = services.leg_bodies.first_token(
                 call, leg.instance.id, handover, shows=leg.shows, is_auto=self.choice.mode is not None
             )
-        leg.answered_s = came - leg.record.sent_at
-        leg.record.ms = leg.answered_s * 1000
         if self.move is None:  # an engine that hands a stream over has all of it in its own cache
             self._life.cache_usage = cache_usage(call.api, body) if handover.may_tell_cache else None
-        for listener in services.fleet.listeners:
-            listener.prompt_computed(leg.instance, self.id, self._plan.ask, handover.counted)
-        if self.retries.accused:
-            self._blame(leg.instance)
-        leg.handed_over_at, leg.handover = came, handover
-        if self._span is not None and self.decode is None:
-            self._span.handed_over()
+        leg.counted = leg.record.tokens = handover.counted
+        services.accounts.prompt_computed(leg, self._plan, self._life.record, self.retries, came)
+        leg.handed_over_at = came
+        leg.handover = handover
+        if self._life.span is not None and self.decode is None:
+            self._life.span.handed_over()
         self.close(leg)
-        self.counted = leg.record.tokens = handover.counted
         if self.decode is not None:
             self.decode.cache_usage = self._life.cache_usage
-            self._compare()
+            services.accounts.compare_prompts(self._life.record, leg, self.decode)
         self._life.wake()
         if leg.learns:  # last: the decode leg does not wait for it
             services.fleet.learn(self._plan.ask, handover.read)
@@ -304,13 +204,13 @@ class Attempt(LegOwner):
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
         try:
             if leg.status != _OK:
-                raise self._error_of(leg, body)
+                raise leg_error(leg.instance, leg.response(body))
             if self._plan.learns_model:  # the decode engine is told the name, and checks it
-                self._plan.ask.model = self._services.leg_bodies.learn_model(leg.instance.id, body)
-            return self._services.leg_bodies.take(
+                self._plan.ask.model = self._life.services.leg_bodies.learn_model(leg.instance.id, body)
+            return self._life.services.leg_bodies.take(
                 call,
                 self.id,
-                self.transfer,
+                self._sending.transfer,
                 leg.instance,
                 told=self.coordinates,
                 answer=body,
@@ -323,76 +223,40 @@ class Attempt(LegOwner):
             self.leg_failed(leg, error)
             return None
 
-    def _error_of(self, leg: EngineLeg, body: bytes) -> EngineError | Refused:
-        """Say what an answer other than 200 means."""
-        return leg_error(leg.instance, leg.response(body))
-
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
         """Note that a stream has begun well."""
-        self._answered_well(leg, counted)
+        life = self._life
+        life.services.accounts.answered(leg, self._plan, life.record, self.retries)
+        if counted is not None:
+            self.prompt_counted(leg, counted)
         if not leg.is_last:  # else its end follows at once, and all is written in one go
-            self._life.wake()
+            life.wake()
 
     def decode_answered(self, leg: DecodeLeg, body: bytes, /) -> None:
         """Judge an answer that is no stream."""
-        self._services.sender.done(leg)
-        if leg.status != _OK:
-            self.leg_failed(leg, self._error_of(leg, body))
-            return
+        life = self._life
+        life.services.sender.done(leg)
         try:
-            check_type(leg.engine, leg.content_type)
-            shown = clean_answer(leg.engine, leg.content_type, body)
-            if leg.cache_usage is not None:
-                leg.record.own_usage = usage_alone(shown)
-                shown = with_cache_usage(shown, leg.cache_usage)
-            leg.shown = shown
-        except EngineError as error:
+            leg.read_answer(body)
+        except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
             return
-        self._answered_well(leg, prompt_tokens(body) if leg.counts else None)
-        self._life.wake()
-
-    def _answered_well(self, leg: DecodeLeg, counted: int | None) -> None:
-        services = self._services
-        now = services.clock()
-        if leg.follows:
-            services.telemetry.transfer_expected(leg.instance.id)
-        leg.answered_s = now - leg.record.sent_at
-        leg.record.ms = leg.answered_s * 1000
-        if self.retries.accused:
-            self._blame(leg.instance)
-        if leg.lines is not None:
-            for listener in services.fleet.listeners:
-                listener.stream_begun(leg.instance, self.id, self._plan.ask)
-            self._time_tokens(leg, now)
-            services.good_legs.answered(leg.instance, self._plan.path, self.id, leg.answered_s, now)
-            leg.answered_s = None
+        life.services.accounts.answered(leg, self._plan, life.record, self.retries)
+        counted = prompt_tokens(body) if leg.counts else None
         if counted is not None:
             self.prompt_counted(leg, counted)
-
-    def _blame(self, witness: Instance) -> None:
-        for guilty, failure in self.retries.guilty(witness):
-            self._services.fleet.blamed(guilty, failure)
-            if guilty.role is _DECODE:
-                self._services.telemetry.pair_blamed(self.record, guilty.id)
-
-    def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
-        """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
-        services = self._services
-        name = None if services.fleet.costs is None else leg.instance.id
-        gaps = leg.gaps = services.telemetry.gaps(self._plan.path, name)
-        leg.read_at = now
-        if self.record.last_token_at is not None:
-            gaps.append(now - self.record.last_token_at)
+        life.wake()
 
     def prompt_counted(self, leg: DecodeLeg, counted: int, /) -> None:
         """Take in how many tokens of prompt the decode engine has counted."""
-        leg.counts, leg.counted = False, counted
-        self._compare()
+        leg.counts = False
+        leg.counted = counted
+        if self.prefill is not None and self.prefill.counted != counted:
+            self._life.services.accounts.compare_prompts(self._life.record, self.prefill, leg)
 
     def stream_ended(self, leg: DecodeLeg, /) -> None:
         """All of a stream is here."""
-        self._services.sender.done(leg)
+        self._life.services.sender.done(leg)
         if leg.lines is None:
             self.leg_failed(leg, EngineError(f"{leg.engine} ended its stream before the first event"))
         else:
@@ -405,24 +269,25 @@ class Attempt(LegOwner):
         failed = LegFailed(leg.instance, error)
         failed.__cause__ = error
         _forget_frames(error)  # they hold the leg, which holds the error: a circle
-        leg.fault, leg.failure = failed, failed.failure
+        leg.fault = failed
+        leg.failure = failed.failure
         if failed.failure is Failure.NO_SUCH_PATH:
-            self._services.fleet.lacks_path(self._plan.path, leg.instance)
+            self._life.services.fleet.lacks_path(self._plan.path, leg.instance)
         if leg is self.prefill:
             self._unlearn(failed)
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
-                self.record.prefill_error = str(failed)  # the client is not concerned
+                self._life.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
         # It had a prompt to show for it, and so a lease; or may have finished as its time was over.
         keeps_kv = leg.status == _OK and not isinstance(error, NoKvParams)
-        if leg is self.prefill and (keeps_kv or failed.failure is _TIMEOUT):
+        if leg is self.prefill and (keeps_kv or failed.failure is Failure.TIMEOUT):
             self._abandon(leg)
         self._life.wake()
 
     def hold(self, leg: EngineLeg, size: int, /) -> None:
         """Charge bytes of an answer that is kept, until its leg is closed."""
         try:
-            self._services.gate.hold(size)
+            self._life.services.gate.hold(size)
         except RouterFull as full:  # no engine has failed: the request ends, and so does the leg
             self._life.interrupt(full.with_traceback(None))
         else:
@@ -441,28 +306,16 @@ class Attempt(LegOwner):
         One that has moved has just been learned.
         """
         if VERDICTS[failed.failure].may_move:
-            self._services.push_coordinates.forget(failed.instance.id)
-            self._services.leg_bodies.forget(failed.instance.id)
-
-    def _compare(self) -> None:
-        """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
-        prefill, decode, counted = self.record.prefill, self.record.decode, self.counted
-        said = None if self.decode is None else self.decode.counted
-        if prefill is None or decode is None or counted is None or said is None or counted == said:
-            return
-        self.record.error = (
-            f"{prefill.instance} counted {counted} prompt tokens and {decode.instance} {said}: "
-            "they do not make the same prompt of a request"
-        )
-        self._services.telemetry.differed(prefill.instance, decode.instance)
+            self._life.services.push_coordinates.forget(failed.instance.id)
+            self._life.services.leg_bodies.forget(failed.instance.id)
 
     # ---- streaming
 
     def token_shown(self) -> None:
         """The client has the prefill engine's token: the decode engine gets it as the last one of its prompt."""
-        self.record.last_token_at = self._services.clock()
-        if self.counted is not None:
-            self.counted += 1
+        self._life.record.last_token_at = self._life.services.clock()
+        if self.prefill is not None and self.prefill.counted is not None:
+            self.prefill.counted += 1
 
     def pause(self) -> None:
         """Let the engine of a stream wait."""
@@ -505,67 +358,28 @@ class Attempt(LegOwner):
         """Count the end of a leg, once; what is left of it is dropped."""
         if leg.is_closed:
             return
-        services = self._services
-        fleet = services.fleet
-        now = services.clock()
-        decode = self.decode
-        # Each look at a leg of either kind takes as long as ten at an object of one class.
-        instance, complete, failure, answered_s = leg.instance, leg.complete, leg.failure, leg.answered_s
+        life = self._life
+        complete = leg.complete
         leg.was_sent = complete or leg.is_sent
         leg.is_closed = True
         if leg.held:
-            services.gate.free(leg.held)
+            life.services.gate.free(leg.held)
             leg.held = 0
-        is_stream = False
-        if decode is not None and decode is leg:
-            is_stream = decode.lines is not None
-            if decode.gaps is not None:
-                self.record.last_token_at = decode.read_at
-            if fleet.listeners and leg.status == _OK and leg.fault is None:
-                self._tell_answered(instance)
-        seconds = now - leg.record.sent_at
-        if failure is None and answered_s is not None:
-            services.good_legs.over(instance, self._plan.path, self.id, answered_s, seconds, now)
-        else:
-            self._count_end(leg, seconds, now, is_stream=is_stream)
-        if failure is None or (failure is _TIMEOUT and self.move is not None):
-            # A move gives an engine little of its time: probes tell whether it lives.
-            fleet.leave(instance, self.id)
-        else:
-            fleet.ended(instance, self.id, failure, was_begun=is_stream)
+        if leg.failure is not None and VERDICTS[leg.failure].held is Held.IF_SERVED_ELSEWHERE:
+            self._note_broken(leg, leg.failure)
+        life.services.accounts.over(leg, self._plan, life.record, self.prefill, self.decode, self.move is not None)
         if leg.span is not None or not complete:
             _let_go(leg)
 
-    def _tell_answered(self, decode: Instance) -> None:
-        if self._plan.call is not None:
-            for listener in self._services.fleet.listeners:
-                listener.answered(decode, self._plan.ask, self.record)
-
-    def _note_broken(self, leg: EngineLeg, failure: Failure, *, is_stream: bool) -> None:
+    def _note_broken(self, leg: EngineLeg, failure: Failure) -> None:
         """Keep what an engine did not bring to its end: how the request ends shows whether it is held against it."""
-        decode = self.decode
-        has_said_so = is_stream and decode is not None and decode.lines is not None and decode.lines.erred
+        life = self._life
+        lines = None if self.decode is None or self.decode is not leg else self.decode.lines
+        is_stream = lines is not None
+        has_said_so = lines is not None and lines.erred
         is_break = leg.has_good_beginning and not has_said_so and (is_stream or not leg.complete)
-        if is_break or is_stream or self._life.state is _CONTINUING:
-            broken = BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream)
-            self._life.broken = (*self._life.broken, broken)
-
-    def _count_end(self, leg: EngineLeg, seconds: float, now: float, *, is_stream: bool) -> None:
-        """Count the end of a leg whose good answer was counted before, or that has none."""
-        services = self._services
-        failure = leg.failure
-        if leg.record.ms is None:
-            leg.record.ms = seconds * 1000
-        if failure is None:
-            services.good_legs.ended(leg.instance, seconds, now, leg.complete)
-        else:
-            if VERDICTS[failure].held is _IF_SERVED:
-                self._note_broken(leg, failure, is_stream=is_stream)
-            telemetry = services.telemetry
-            telemetry.later.add(telemetry.leg_ended, leg.instance, seconds, failure, self.id, now)
-            prefill = self.prefill
-            if prefill is not None and prefill is not leg and prefill.handover is not None:
-                telemetry.later.add(telemetry.pair_failed, prefill.instance.id, leg.instance.id, failure, now)
+        if is_break or is_stream or life.state is RequestState.CONTINUING:
+            life.broken = (*life.broken, BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream))
 
     def close_all(self) -> None:
         """Drop what is still under way, the decode leg first."""

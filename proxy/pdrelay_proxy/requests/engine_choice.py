@@ -146,6 +146,16 @@ class EngineChoice:
         fresh = [instance for instance in fitting if instance.id not in self._retries.avoided | {failed.id}]
         return fleet.nearest(prefill, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
+    def readers(self, prefill: Instance) -> Sequence[Instance]:
+        """List the decode engines that can read from a prefill engine, those first that have not failed the request.
+
+        The one that had the decode leg comes last: it may be why the leg was not sent.
+        """
+        decode = self._record.decode
+        tried = None if decode is None else decode.instance
+        fitting = self._retries.first(self._fleet.fitting(prefill, self.usable(_DECODE)))
+        return sorted(fitting, key=lambda instance: instance.id == tried)
+
     def leave_slot(self) -> None:
         """Give back the slot that is held, if one is."""
         slot = self.slot

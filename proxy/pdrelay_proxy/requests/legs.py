@@ -11,12 +11,12 @@ from typing import Final, Protocol
 
 from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
 from pdrelay_proxy.core.model import EngineResponse, Instance, PrefillResult
-from pdrelay_proxy.core.protocol.engine_errors import refusal
+from pdrelay_proxy.core.protocol.engine_errors import leg_error, refusal
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.first_token import FirstToken
-from pdrelay_proxy.core.protocol.response_filter import check_type, is_stream
+from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer, is_stream
 from pdrelay_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines, error_status, first_data
-from pdrelay_proxy.core.protocol.usage import prompt_tokens_in, with_cache_usage_in
+from pdrelay_proxy.core.protocol.usage import prompt_tokens_in, usage_alone, with_cache_usage, with_cache_usage_in
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import LegRecord
 from pdrelay_proxy.core.routing.retries import LegFailed
@@ -154,8 +154,18 @@ class PrefillLeg(EngineLeg):
     """The leg that computes the prompt."""
 
     __slots__ = (
-        *("_pieces", "_size", "first", "handed_over_at", "handover", "is_followed", "is_read", "learns", "load"),
-        *("reuses", "shows"),
+        "_pieces",
+        "_size",
+        "counted",
+        "first",
+        "handed_over_at",
+        "handover",
+        "is_followed",
+        "is_read",
+        "learns",
+        "load",
+        "reuses",
+        "shows",
     )
 
     def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
@@ -165,6 +175,7 @@ class PrefillLeg(EngineLeg):
         self.load = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
         self.handover: PrefillResult | None = None  # what its answer is good for, once that is here
         self.handed_over_at = 0.0
+        self.counted: int | None = None  # tokens of the prompt, as the engine says, and of what the client has since
         self.is_followed = False  # a decode leg was sent behind its answer
         self.is_read = False  # a decode engine has come, or may have come, for its blocks
         self.learns = False  # it was asked for the tokens of the prompt, for later prompts
@@ -386,6 +397,17 @@ class DecodeLeg(EngineLeg):
             return
         body, self._pieces = b"".join(self._pieces), []
         self.answered(body)
+
+    def read_answer(self, body: bytes) -> None:
+        """Keep what the client gets of an answer that is no stream; raises EngineError, Refused: it is no good one."""
+        if self.status != _OK:
+            raise leg_error(self.instance, self.response(body))
+        check_type(self.engine, self.content_type)
+        shown = clean_answer(self.engine, self.content_type, body)
+        if self.cache_usage is not None:
+            self.record.own_usage = usage_alone(shown)
+            shown = with_cache_usage(shown, self.cache_usage)
+        self.shown = shown
 
     def _count_prompt(self) -> None:
         """Look for the usage, which engines write into the first event or the last ones: to look at each costs more."""

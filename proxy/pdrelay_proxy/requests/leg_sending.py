@@ -1,0 +1,156 @@
+"""Makes and sends the legs of one try: their time, their body, their headers. What comes back is up to the attempt."""
+
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
+from pdrelay_proxy.core.model import GenerationRequest, Instance, RequestId
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.core.protocol.returned_kv import CachedOn
+from pdrelay_proxy.core.raw_json import Pieces
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.request_path.returned_kv import cached_on
+from pdrelay_proxy.requests.engine_choice import EngineChoice
+from pdrelay_proxy.requests.intake import RequestPlan
+from pdrelay_proxy.requests.leg_bodies import prefill_body
+from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
+from pdrelay_proxy.requests.life import RequestLife
+from pdrelay_proxy.requests.stream_move import StreamMove, move_timeout
+from pdrelay_proxy.settings import Settings
+
+_PUSH: Final = TransferMode.PUSH  # looking a member up takes as long as a call
+
+
+class LegSending:
+    """Of one try. Times are seconds of the request's clock."""
+
+    __slots__ = ("_choice", "_life", "_plan", "_settings", "request", "shows_token", "transfer")
+
+    def __init__(  # noqa: PLR0917 (by name it costs more than the rest of it)
+        self,
+        life: RequestLife,
+        plan: RequestPlan,
+        settings: Settings,
+        choice: EngineChoice,
+        request: RequestId,
+        shows_token: bool,  # noqa: FBT001
+    ) -> None:
+        """``request``: what engines know this try by.
+
+        ``shows_token``: the client may see the token of a prefill engine whose blocks are read.
+        """
+        self._life = life
+        self._plan = plan
+        self._settings = settings
+        self._choice = choice
+        self.shows_token = shows_token
+        self.request = request
+        self.transfer = life.services.new_transfer()
+
+    def new_prefill(
+        self, owner: LegOwner, call: GenerationRequest, prefill: Instance, move: StreamMove | None, *, reuses: bool
+    ) -> tuple[PrefillLeg, Pieces]:
+        """Return a prefill leg that is to be sent, and its body.
+
+        ``reuses``: its answer shall tell the tokens of the prompt.
+        """
+        services = self._life.services
+        seconds = self._settings.first_token_timeout_s
+        if move is not None:
+            seconds = min(seconds, move.seconds_for(prefill))
+        now = services.clock()
+        leg = PrefillLeg(owner, prefill, now, now + seconds)
+        leg.shows = self.shows_token and services.leg_bodies.may_show(call, prefill.id)
+        if move is None:
+            leg.reuses = reuses
+            leg.learns = services.fleet.learner is not None and services.fleet.asks_for_ids(call, self._plan.ask)
+        self._life.record.prefill = leg.record
+        holder: CachedOn | None = None
+        ids: msgspec.Raw | None = None
+        if move is not None:
+            ids = move.ids
+        elif self._settings.return_kv:
+            holder = cached_on(services.fleet, self._plan.ask, prefill.id)
+            services.telemetry.kv_return_looked_up(named=holder is not None)
+        return leg, prefill_body(
+            call,
+            self.request,
+            self.transfer,
+            reuses=leg.reuses,
+            shows=leg.shows,
+            learns=leg.learns,
+            cached_on=holder,
+            ids=ids,
+            pushes=self._choice.mode is _PUSH,
+        )
+
+    def new_decode(
+        self, owner: LegOwner, decode: Instance, prefill: PrefillLeg | None, move: StreamMove | None
+    ) -> DecodeLeg:
+        """Return a decode leg that is to be sent; ``prefill``: the leg before it."""
+        life = self._life
+        services = life.services
+        settings = self._settings
+        choice = self._choice
+        record = life.record
+        now = services.clock()
+        due = now + settings.first_token_timeout_s if self._plan.streams else None
+        if move is not None:
+            due = now + min(settings.first_token_timeout_s, move_timeout(settings))
+        leg = DecodeLeg(owner, decode, now, due, services.clock)
+        leg.counts = record.single_reason is None
+        leg.cache_usage = life.cache_usage
+        leg.record.expected = choice.expected
+        choice.expected = None
+        record.decode = leg.record
+        if prefill is not None and prefill.handover is not None and not prefill.is_followed:
+            leg.follows = prefill.is_followed = True
+            services.telemetry.handed_over(now - prefill.handed_over_at)
+        return leg
+
+    def send(
+        self,
+        leg: EngineLeg,
+        body: Pieces,
+        *,
+        is_prefill: bool = False,
+        is_alone: bool = False,
+        asks_for_report: bool = False,
+    ) -> EngineError | None:
+        """Send a leg; return why it cannot be sent, if so.
+
+        ``is_alone``: no prefill engine gets the prompt; ``asks_for_report``: the engine shall say how busy it is.
+        """
+        life = self._life
+        services = life.services
+        plan = self._plan
+        instance = leg.instance
+        leg.record.name = self.request
+        headers = plan.headers
+        if instance.rank is not None or plan.ask.rank is not None:
+            headers = plan.headers_for(instance)
+        if asks_for_report:
+            headers = (*headers, ASK_FOR_REPORT)
+        if life.span is not None:
+            leg.span, headers = life.span.leg(instance, headers)
+        choice = self._choice
+        if choice.slot is instance:  # it becomes the leg's own
+            choice.slot = None
+        else:
+            services.fleet.enter(instance, self.request)
+        if services.fleet.listeners:
+            services.accounts.sent(leg, plan, is_alone=is_alone, is_prefill=is_prefill)
+        try:
+            services.sender.tell(
+                leg,
+                instance,
+                plan.path,
+                headers=headers,
+                request=self.request,
+                body=body,
+                content_type=plan.content_type,
+            )
+        except EngineError as error:
+            return error
+        return None

@@ -1,6 +1,7 @@
 """The connections of clients: one whole head at a time, one request at a time, and an end to all of it in time.
 
-core/http/framing.py reads heads and chunks, and nothing else does: nothing behind it can understand them differently.
+core/http/request_reader.py reads heads and bodies, and nothing else does: nothing behind it can understand them
+differently. What waits, is charged, is refused or takes too long is decided here.
 uvicorn's server makes these connections, and ends them; what it calls is ``__init__``, the methods of an
 ``asyncio.Protocol`` and ``shutdown``.
 """
@@ -18,8 +19,8 @@ from uvicorn.server import ServerState
 from pdrelay_proxy.api.asgi_exchange import AsgiExchange, path_of
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
-from pdrelay_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end, target_in
-from pdrelay_proxy.core.http.repeated_head import RepeatedHead
+from pdrelay_proxy.core.http.framing import Head, RefusalReason
+from pdrelay_proxy.core.http.request_reader import RequestReader
 from pdrelay_proxy.core.http.response_head import STATUS_LINES
 from pdrelay_proxy.errors import (
     BadFraming,
@@ -40,10 +41,7 @@ _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     NotServed: RefusalReason.METHOD,
 }
 _LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
-_BLANK_MOST: Final = 16  # bytes of empty lines before a request (RFC 9112, 2.2: one line is to be ignored)
 _CHUNKED_MOST: Final = 16 * 1024  # bytes of a chunked body that are read at a time: they may be 2,700 chunks
-_HEAD_END: Final = b"\r\n\r\n"
-_RETURN: Final = 13  # begins an empty line before a request
 _LINGER_S: Final = 5.0  # seconds in which a client that is refused may go on sending, so that it reads why
 _LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is before that
 logger = logging.getLogger(__name__)
@@ -85,13 +83,8 @@ class GuardedProtocol(asyncio.Protocol):
     _network: str | None = None  # the name under which it is counted
     _over = False  # it is refused: what still comes is dropped
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
-    _heads: RepeatedHead
-    _head: bytearray | None = None  # the beginning of a head
+    _reader: RequestReader
     _target = b""  # of the request that is refused, as far as it is known; of one whose body comes
-    _in_body = False
-    _remaining = 0  # bytes of a body whose length was declared
-    _chunks: ChunkedBody | None = None
-    _received = 0  # bytes of the body
     _left: bytearray | None = None  # what came behind a request that is not answered yet
     _held = 0  # bytes that are charged for what this connection has sent
     _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
@@ -125,10 +118,10 @@ class GuardedProtocol(asyncio.Protocol):
         self.transport = transport
         self._connections.add(self)
         # What each request looks at is found in an object in a fifth of the time that it takes to find it in a class.
-        self._over, self._in_body, self._head, self._left = False, False, None, None
-        self.exchange = self._idle_timer = None
+        self._over = False
+        self._left = self.exchange = self._idle_timer = None
         self.flow = FlowControl(transport)
-        self._heads = RepeatedHead()
+        self._reader = RequestReader()
         self._since = self.loop.time()
         self._limit_writes(transport)
         self._client = _address(transport, "peername")
@@ -215,15 +208,17 @@ class GuardedProtocol(asyncio.Protocol):
             self.clients.watch(self)
 
     def _read(self, data: bytes) -> None:
+        """Read one request after another, as long as each is answered before the next one is looked at."""
+        reader = self._reader
         while data and not self._over and not self.transport.is_closing():
             exchange = self.exchange
-            if self._in_body:
-                data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
+            if reader.in_body:
+                data = self._read_body(data)
             elif (exchange is None or exchange.response_complete) and not self.flow.write_paused:  # as in _is_next
                 try:
                     data = self._read_head(data)
                 except ClientError:
-                    self._target = target_in(self._head or data)
+                    self._target = reader.target(data)
                     raise
             else:
                 self._keep(data)
@@ -235,83 +230,57 @@ class GuardedProtocol(asyncio.Protocol):
         return (self.exchange is None or self.exchange.response_complete) and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
-        """Read a head if it is complete; return what is behind it."""
-        if self._head is None and data[0] != _RETURN:  # nearly always all of it comes at once
-            end = data.find(_HEAD_END, 0, HEAD_MOST) + len(_HEAD_END)
-            if end >= len(_HEAD_END):
-                return self._begin(self._heads.read(data[:end]), data[end:])
-        received: bytes | bytearray = data
-        read, start = 0, 0
-        if self._head is not None:
-            read = len(self._head)
-            self._head += data
-            received = self._head
-        while received.startswith(b"\r\n", start):
-            start += 2
-        if start > _BLANK_MOST:
-            raise BadFraming(f"there are more than {_BLANK_MOST} bytes of empty lines before the request line")
-        end = find_end(received, start, read=max(0, read - start))
-        if end < 0:
+        """Begin a request if its head is complete; return what is behind it, or behind all of the request."""
+        reader = self._reader
+        size = reader.head_size
+        head = reader.read_head(data)
+        if head is None:
             self._charge(len(data))
-            if self._head is None:
-                self._head, self.between = bytearray(data), False
+            if not size:
+                self.between = False
                 if self.exchange is not None:  # the first one had to come since the connection was made
                     self._since = self.loop.time()
             return b""
-        head = self._heads.read(bytes(received[start:end]))
-        if read:
-            self._head = None
-            self.free(read)
-        return self._begin(head, bytes(received[end:]))
-
-    def _begin(self, head: Head, rest: bytes) -> bytes:
-        """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""
+        if size:
+            self.free(size)
+        rest = reader.rest
         self.begin(head)
-        if head.length == len(rest):
+        if head.length == len(rest):  # all of the request is here, and nothing else
             self.between = True
             self.serve(rest)
             return b""
         if head.length == 0:
             self._end()
-        else:
-            self.between, self._in_body = False, True
-            self._remaining, self._chunks = (0, ChunkedBody()) if head.length is None else (head.length, None)
-            self._since, self._received = self.loop.time(), 0
-            self._target = head.target
+            return rest
+        reader.expect_body(head.length)
+        self.between = False
+        self._since = self.loop.time()
+        self._target = head.target
         return rest
 
-    def _read_length(self, data: bytes) -> bytes:
-        """Read some of a body of known length; return what is behind it."""
-        piece = data[: self._remaining]
-        self._remaining -= len(piece)
-        self._received += len(piece)
-        self.take(piece, is_all=self._received == len(piece) and not self._remaining)
-        if not self._remaining:
-            self._end()
-        return data[len(piece) :]
-
-    def _read_chunks(self, chunks: ChunkedBody, data: bytes) -> bytes:
-        """Read some of a chunked body; return what is behind it."""
-        if len(data) > _CHUNKED_MOST:
+    def _read_body(self, data: bytes) -> bytes:
+        """Take some of a body; return what is behind it."""
+        reader = self._reader
+        is_chunked = reader.is_chunked
+        if is_chunked and len(data) > _CHUNKED_MOST:
             self._keep(data[_CHUNKED_MOST:])
             self.loop.call_soon(self._go_on)
             data = data[:_CHUNKED_MOST]
-        body = chunks.feed(data)
-        if body:
-            self._received += len(body)
-            self.take(body)
-        if not chunks.is_over:
+        piece = reader.read_body(data)
+        if piece:
+            self.take(piece, is_all=not (is_chunked or reader.in_body) and reader.received == len(piece))
+        if reader.in_body:
             return b""
         self._end()
         if self._left is None:
-            return chunks.rest
-        self._left[:0] = chunks.rest
-        self._charge(len(chunks.rest))
+            return reader.rest
+        self._left[:0] = reader.rest
+        self._charge(len(reader.rest))
         return b""
 
     def _end(self) -> None:
         """A request has come to its end."""
-        self.between, self._in_body, self._chunks = True, False, None
+        self.between = True
         is_answered = self.exchange is not None and self.exchange.response_complete  # before all of it had come
         self.serve()
         if is_answered and not self.transport.is_closing():
@@ -431,30 +400,31 @@ class GuardedProtocol(asyncio.Protocol):
         if self._over:
             has_read = not self.transport.get_write_buffer_size()
             return self._since + (_LINGER_S if has_read else _LINGER_MOST_S)
-        if self._in_body:
+        reader = self._reader
+        if reader.in_body:
             if self.flow.read_paused or self.flow.is_full:
                 self._since += elapsed  # it may not send
-            return self._since + bounds.body_s + self._received / _LEAST_RATE
-        if self._head is not None or self.exchange is None:
+            return self._since + bounds.body_s + reader.received / _LEAST_RATE
+        if reader.head_size or self.exchange is None:
             return self._since + bounds.head_s
         return None
 
     def on_overdue(self) -> None:
         """Give it up."""
         bounds = self.clients.bounds
+        reader = self._reader
         if self._over:
             self.transport.abort()
-        elif self._in_body:
-            said = (
-                f"{self._received} bytes of the body came in {self.loop.time() - self._since:.0f} s, which is too slow"
-            )
+        elif reader.in_body:
+            passed_s = self.loop.time() - self._since
+            said = f"{reader.received} bytes of the body came in {passed_s:.0f} s, which is too slow"
             self._refuse(
                 RefusalReason.BODY_TIMEOUT,
                 TooSlow(f"{said}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} bytes"),
             )
-        elif self._head is not None and self._head.strip(b"\r\n"):  # empty lines are none (RFC 9112, 2.2)
+        elif reader.has_begun_head:
             error = TooSlow(f"the head of the request was not complete within {bounds.head_s:g} s")
-            self._target = target_in(self._head)
+            self._target = reader.target()
             self._refuse(RefusalReason.HEAD_TIMEOUT, error)
         else:  # it has asked for nothing, and so gets no answer that it could take for another one's
             self._stop()
@@ -463,7 +433,8 @@ class GuardedProtocol(asyncio.Protocol):
 
     def _stop(self) -> None:
         """Take nothing more that it sends, on whichever way."""
-        self._over, self.between = True, False
+        self._over = True
+        self.between = False
 
     def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
         """Answer what will not be served, if it has no answer yet, and read no more of it."""
@@ -471,7 +442,8 @@ class GuardedProtocol(asyncio.Protocol):
         self.clients.on_refused(fault)
         level = logging.DEBUG if isinstance(error, TooManyConnections) else logging.INFO  # a crowd is counted
         logger.log(level, "a connection of %s is closed: %s", self._client[0] if self._client else "a client", error)
-        self._head = self._left = None
+        self._reader.drop_head()
+        self._left = None
         self.free()
         exchange = self.exchange
         is_open = (
@@ -479,7 +451,7 @@ class GuardedProtocol(asyncio.Protocol):
         )  # of this request: none is read behind another
         if is_open and exchange is not None and exchange.response_started:
             self.transport.close()  # half of an answer has no other end
-        elif is_open or not self._in_body:
+        elif is_open or not self._reader.in_body:
             self.transport.write(self._answer(error))
         if is_open and exchange is not None:
             exchange.leave()

@@ -1,7 +1,7 @@
-"""Where a request begins and ends: heads and chunked bodies, read more strictly than the parser behind reads them.
+"""Where a request begins and ends: heads and chunked bodies, within limits.
 
-The parser gets one whole head at a time, and chunks without extensions and trailers. So it never sees what two readers
-could understand differently, and never more than fits the limits (RFC 9112; what may be refused there is refused).
+What two readers could understand differently is refused, wherever RFC 9112 allows it: a gateway before the router may
+read it in the other way.
 """
 
 import re
@@ -105,7 +105,7 @@ def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
 def read_head(raw: bytes) -> Head:
     """Read a whole head.
 
-    ``Upgrade`` is ignored, as RFC 9110, 7.8 allows: the parser would take the body for the other protocol.
+    ``Upgrade`` is ignored, as RFC 9110, 7.8 allows.
 
     Raises:
         HeadTooLarge: it has too many lines.

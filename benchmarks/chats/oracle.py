@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import msgspec
 
-from pdrelay_proxy.core.protocol.kv_event_stream import PATH, KvEventStream, read_batch, read_event
-from pdrelay_proxy.core.schemas.kv_events import AllBlocksCleared, BlockRemoved
+from pdrelay_proxy.features.kv_events.core.event_stream import PATH, KvEventStream, read_batch, read_event
+from pdrelay_proxy.features.kv_events.event_schemas import AllBlocksCleared, BlockRemoved
 
 AGAIN_S = 0.3  # between two attempts to connect
 SILENT_S = 10.0  # an engine sends a sign of life each second

@@ -26,7 +26,9 @@ from uvicorn.server import ServerState
 import pdrelay_proxy
 from pdrelay_proxy import listeners
 from pdrelay_proxy.app import Fabric, build
-from pdrelay_proxy.settings import FirstTokenFrom, KvEvents, PolicyName, Settings
+from pdrelay_proxy.features.kv_events.settings import KvEvents
+from pdrelay_proxy.options import with_values
+from pdrelay_proxy.settings import FirstTokenFrom, PolicyName, Settings
 from pdrelay_tools.simulated.prefix_cache import PrefixCache
 
 WARM, MEASURED = 50, 150  # requests
@@ -220,8 +222,9 @@ async def play(case, switch):
 
         connection.connection_made(Memory(written))
 
-    router = build(Settings(**given | settings), fabric=Fabric(Probes(), dial, loop.time))
-    config, state = listeners.main_config(router, Settings(**given | settings)), ServerState()
+    chosen = with_values(Settings(**given), settings)
+    router = build(chosen, fabric=Fabric(Probes(), dial, loop.time))
+    config, state = listeners.main_config(router, chosen), ServerState()
     config.load()
     state.default_headers = [(b"date", b"today")]
     answered = []

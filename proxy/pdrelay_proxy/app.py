@@ -14,7 +14,7 @@ from pdrelay_proxy.api.applications import build_applications
 from pdrelay_proxy.api.request_context import RequestContextMiddleware
 from pdrelay_proxy.building.background import build_background
 from pdrelay_proxy.building.discovery import build_discovery
-from pdrelay_proxy.building.engines import Fabric, build_engines
+from pdrelay_proxy.building.engines import Fabric, build_engines, build_fleet
 from pdrelay_proxy.building.requests import build_requests
 from pdrelay_proxy.building.routes import FeatureRoutes, build_routes
 from pdrelay_proxy.consistency import check
@@ -76,7 +76,8 @@ def build(
     added = [make(ground) for make in (features() if make_features is None else make_features)]
     ended = [hear for feature in added if (hear := feature.hears_ended()) is not None]
     spans = next((found for feature in added if (found := feature.spans()) is not None), None)
-    serving = build_requests(settings, engines, clock, ended=ended, spans=spans)
+    fleet = build_fleet(settings, engines, clock, [feature.routing() for feature in added])
+    serving = build_requests(settings, engines, fleet, clock, ended=ended, spans=spans)
     feeds = [feed for feature in added if (feed := feature.feed()) is not None]
     discovery = build_discovery(settings, engines.registry, clock, feeds)
     core = Core(serving, discovery, wall)

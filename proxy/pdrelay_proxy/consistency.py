@@ -18,7 +18,7 @@ from pdrelay_proxy.io.files import (
 from pdrelay_proxy.io.peers import check_peers
 from pdrelay_proxy.io.worker_place import check_workers
 from pdrelay_proxy.live import addresses_of
-from pdrelay_proxy.settings import CACHE_POLICIES, KvEvents, QueueOrder, Settings
+from pdrelay_proxy.settings import CACHE_POLICIES, QueueOrder, Settings
 
 
 def check(settings: Settings) -> None:
@@ -67,15 +67,6 @@ def _check_moves(settings: Settings) -> None:
         )
 
 
-def _check_caches(settings: Settings) -> None:
-    policies = {settings.prefill_policy, settings.decode_policy}
-    if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(CACHE_POLICIES):
-        raise ConfigError(
-            "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
-            "or both expected_ttft"
-        )
-
-
 def _check_decode_itl(settings: Settings) -> None:
     if settings.max_decode_itl_s and settings.decode_policy not in CACHE_POLICIES:
         raise ConfigError(
@@ -117,7 +108,6 @@ _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     _check_queue_order,
     check_peers,
     _check_moves,
-    _check_caches,
     _check_decode_itl,
 )
 _FILES: Final[Sequence[Callable[[Settings], object]]] = (

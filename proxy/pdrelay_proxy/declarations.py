@@ -26,6 +26,14 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class ReusedKv:
+    """What ``reuse_kv`` does to a setting of a feature, where a policy goes by what engines have cached."""
+
+    value: object  # that it gets, unless it is set
+    unused: str  # what is said of a router where it has its default
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """What is declared of a setting, beside its name, type and default."""
 
@@ -36,6 +44,7 @@ class Option:
     chart: str = ""  # the chart's value that sets it; empty: router.settings
     environment: str = ""  # the variable of a secret, which is neither flag nor key
     variable: str = ""  # one that other programs read, too: it holds where neither flag nor file says anything
+    reused: ReusedKv | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +62,11 @@ class Group:
         live: bool = False,
         chart: str = "",
         variable: str = "",
+        reused: ReusedKv | None = None,
     ) -> _T:
         """Declare a field of Settings, or of the settings of a feature."""
-        said = Option(self, help, unset, live, chart, variable=variable)
-        return field(default=default, metadata={"option": said})
+        declared = Option(self, help, unset, live, chart, variable=variable, reused=reused)
+        return field(default=default, metadata={"option": declared})
 
     def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
         """Declare one that comes from the environment alone: ps shows flags, and people show files around."""

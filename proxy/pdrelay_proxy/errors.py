@@ -35,7 +35,6 @@
         * :exc:`ConnectionStale` -- nobody: an idle connection was closed as a request was written to it
         * :exc:`RouterLacks` -- the router: it has no descriptor, port or memory for a connection
         * :exc:`NetworkFault` -- the network: an engine's name does not resolve, or there is no way to it
-        * :exc:`BadKvEvents` -- an engine: what it says of its cache cannot be read, or has gaps
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but outside 1..65535
@@ -209,9 +208,6 @@ class NetworkFault(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reached=False)
-
-
-class BadKvEvents(EngineError): ...
 
 
 class Moved(EngineError): ...

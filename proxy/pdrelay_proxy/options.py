@@ -180,11 +180,26 @@ def choose(args: argparse.Namespace) -> Choices:
     if "reuse_kv" in right and right["reuse_kv"].value:
         chosen = {name: choice.value for name, choice in right.items()}
         source = f"reuse_kv ({right['reuse_kv'].source})"
-        right |= {name: Choice(value, source) for name, value in reused_kv(chosen).items() if name not in wrong}
+        more = reused_kv(chosen, reused_of_features())
+        right |= {name: Choice(value, source) for name, value in more.items() if name not in wrong}
     for name, one in SECRETS.items():  # never arguments: ps would show those
         if secret := os.environ.get(one.option.environment):
             right[name] = Choice(secret, one.option.environment)
     return Choices(right, wrong)
+
+
+def reused_of_features() -> Mapping[str, object]:
+    """Return what ``reuse_kv`` sets of the settings of features."""
+    return {name: one.option.reused.value for name, one in OPTIONS.items() if one.option.reused is not None}
+
+
+def unused_of_features(settings: Settings) -> Sequence[str]:
+    """Say which of these have their defaults, and what a router does not use because of that."""
+    return [
+        f"{one.option.reused.unused} ({name})"
+        for name, one in OPTIONS.items()
+        if one.option.reused is not None and one.value(settings) == one.default
+    ]
 
 
 def _choices_of_file(path: str) -> Mapping[str, Choice | str]:

@@ -56,13 +56,6 @@ class FirstTokenFrom(StrEnum):
     PREFILL = "prefill"  # where the decode engine can go on behind it exactly; else the decode engine
 
 
-class KvEvents(StrEnum):
-    """Whether the router asks engines what they have cached."""
-
-    OFF = "off"
-    AUTO = "auto"  # each engine that tells it; of the others the router knows what it has sent
-
-
 class SlicePairing(StrEnum):
     """Whether the two engines of a request are of one slice: one zone, rack or NVLink domain."""
 
@@ -180,8 +173,6 @@ class Settings:
     max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
         "longest pause in its streams for which a decode engine computes a prompt alone; 0: with expected_ttft it "
         "serves only short prompts alone")
-    kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
-        "auto: the policies prefix and expected_ttft go by the KV events of engines that publish them")
     return_kv: bool = ENGINES.option(False,
         "prefill engines read the KV of earlier answers from decode engines; the connector of both needs return_kv, "
         "too")

@@ -28,10 +28,10 @@ with warnings.catch_warnings():
 
 import msgspec
 
-from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.protocol.kv_event_stream import KvEventStream, read_batch
-from pdrelay_proxy.core.token_blocks import TokenPrompt
+from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
+from pdrelay_proxy.features.kv_events.core.event_stream import KvEventStream, read_batch
+from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, CONTEXT, ROUNDS = 4, 256, 250

@@ -8,8 +8,18 @@ import pytest
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features import feature_settings
-from pdrelay_proxy.options import DECLARED, OPTIONS, SECRETS, needs_restart, read, read_file, serve_settings
-from pdrelay_proxy.settings import KvEvents, KvTransferMode, LogLevel, Settings
+from pdrelay_proxy.options import (
+    DECLARED,
+    OPTIONS,
+    SECRETS,
+    needs_restart,
+    read,
+    read_file,
+    reused_of_features,
+    serve_settings,
+    with_values,
+)
+from pdrelay_proxy.settings import KvTransferMode, LogLevel, Settings
 
 
 @pytest.fixture
@@ -153,13 +163,13 @@ def test_one_setting_chooses_all_that_uses_kv_and_others_win(config):
     by_time = config('prefill_policy = "expected_ttft"', "--reuse-kv", "true", "--min-split-new-bytes", "0")
     by_turns = config('decode_policy = "round_robin"', "--reuse-kv", "true")
 
-    used = {"prefill_policy": "prefix", "decode_policy": "prefix", "kv_events": KvEvents.AUTO, "return_kv": True}
-    assert all_of_it == Settings(reuse_kv=True, **used, min_split_new_bytes=1500)
+    used = {"prefill_policy": "prefix", "decode_policy": "prefix", "return_kv": True}
+    features = reused_of_features()
+    assert all_of_it == with_values(Settings(reuse_kv=True, **used, min_split_new_bytes=1500), features)
     expected = {"prefill_policy": "expected_ttft", "decode_policy": "expected_ttft"}
-    assert by_time == Settings(reuse_kv=True, **used | expected)
-    assert by_turns == Settings(
-        reuse_kv=True, prefill_policy="prefix", decode_policy="round_robin", kv_events=KvEvents.AUTO
-    )
+    assert by_time == with_values(Settings(reuse_kv=True, **used | expected), features)
+    turns = Settings(reuse_kv=True, prefill_policy="prefix", decode_policy="round_robin")
+    assert by_turns == with_values(turns, features)
     assert config("reuse_kv = false") == Settings()
 
 

@@ -228,7 +228,6 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     at_its_end = {"log_level", "drain_grace_s", "shutdown_timeout_s"}
     looked_at = {
         "host",
-        "kv_events",
         "prefill_policy",
         "decode_policy",
         "max_decode_itl_s",

@@ -80,7 +80,7 @@ async def test_later_turns_of_a_chat_are_served_by_its_decode_engine(mode, strea
 async def test_short_prompts_are_split_and_their_follow_ups_are_not():
     """With ``reuse_kv``: what is new is a prefill engine's, and a short turn that follows is the decode engine's."""
     engines = sims(1, 1)
-    async with router(engines, replace(STICKY, reuse_kv=True, **reused_kv({}))) as client:
+    async with router(engines, replace(STICKY, reuse_kv=True, **reused_kv({}, {}))) as client:
         chat, other = Chat(client, "Hello?"), Chat(client, "Who is there?")
         for each in (chat, other):
             for _ in range(3):

@@ -2,17 +2,17 @@
 
 import httpx
 
-from pdrelay_proxy.settings import KvEvents, PolicyName, Settings
+from pdrelay_proxy.features.kv_events.settings import KvEvents, KvEventSettings
+from pdrelay_proxy.settings import PolicyName, Settings
 
 FOLLOWING = Settings(
     prefill_policy=PolicyName.PREFIX,
     decode_policy=PolicyName.PREFIX,
     min_split_new_bytes=400,
-    kv_events=KvEvents.AUTO,
     admin_key="sesame",
     health_check_interval_s=0.2,
     allowed_hosts=("*",),
-)
+).having(KvEventSettings(KvEvents.AUTO))
 
 
 def explained(router, path, body):

@@ -14,8 +14,10 @@ import httpx
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api, Role
-from pdrelay_proxy.core.protocol.kv_event_stream import PATH
-from pdrelay_proxy.settings import KvEvents, PolicyName, Settings
+from pdrelay_proxy.features.kv_events.core.event_stream import PATH
+from pdrelay_proxy.features.kv_events.settings import KvEvents
+from pdrelay_proxy.options import with_values
+from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.rules import expected_text, prompts_of, word_id
 from support.sim import InMemory, sims, until_async
 
@@ -156,7 +158,7 @@ class Scene:
         self.network = Network(dict(self.engines))
         given = {"prefill": tuple(f"{name}:80" for name in PREFILL), "decode": tuple(f"{name}:80" for name in DECODE)}
         given |= {"allowed_hosts": ("*",), "admin_key": "sesame", "retry_budget_ratio": 1.0}
-        self.router = build(Settings(**given | self.settings), fabric=self.network.fabric)
+        self.router = build(with_values(Settings(), given | self.settings), fabric=self.network.fabric)
         self.chats = [Conversation(number, is_ids=number % 2 == 0) for number in range(4)]
         self.fillers = itertools.count(FILLER)
         self.whole = 0  # turns that were answered whole

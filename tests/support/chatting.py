@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.known_prompts import KnownPrompts
 from pdrelay_proxy.core.model import Api, GenerationRequest, Role
-from pdrelay_proxy.core.protocol.kv_event_stream import read_batch
 from pdrelay_proxy.core.raw_json import Fields, decode, maybe
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
 from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
@@ -21,7 +18,13 @@ from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
 from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
+from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
+from pdrelay_proxy.features.kv_events.core.event_stream import read_batch
+from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
+from pdrelay_proxy.features.kv_events.core.prompt_learner import PromptLearner
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import PolicyName, Settings
@@ -97,9 +100,10 @@ class World:
                 self._apply(one, b"\x93\xcb" + bytes(8) + b"\x90\x00")
         learned, dice = PushCoordinates(at_once=True), random.Random(1).randrange
         if not self.omniscient:
-            self.fleet = fleet_of(
-                SETTINGS, registry, learned, self._time, dice, index=self.index, known=self.known
-            )  # fmt: skip
+            reports = EventReports(self.index, registry, self._time, self.known)
+            learner = PromptLearner(self.known, self._time, lambda call: call(), reports.is_ids)
+            added = (RoutingParts(reports, (learner,)),)
+            self.fleet = fleet_of(SETTINGS, registry, learned, self._time, dice, added=added)
         else:
             load = Loads(registry, self._time).of
             prefill, decode = (Prefix(load, LeastLoaded(load), Omniscient(self)) for _ in Role)

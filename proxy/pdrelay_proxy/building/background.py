@@ -12,7 +12,6 @@ from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.peers import RouterPeers, peers_of
 from pdrelay_proxy.io.probes.engine_metrics_watch import EngineMetricsWatch
-from pdrelay_proxy.io.probes.kv_events import KvEventFollower
 from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.status import Status
 from pdrelay_proxy.settings import Settings
@@ -58,7 +57,6 @@ def build_background(
     )
     every_s = settings.engine_metrics_interval_s
     metrics_watch = EngineMetricsWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
-    followers = _followers(engines, serving)
     status = Status(
         telemetry,
         registry,
@@ -75,7 +73,6 @@ def build_background(
             discovery.running(),
             prober.running(),
             metrics_watch.running(),
-            *[each.running() for each in followers],
             *[each.running() for each in peers],
         )
 
@@ -90,16 +87,5 @@ def _peers(
     peers = peers_of(settings, engines.registry, queue, serving.keyring, counters, peer_socket=peer_socket)
     if peers is None:
         return ()
-    engines.fleet.tell_load_changes(peers.changed)
+    serving.fleet.tell_load_changes(peers.changed)
     return (peers,)
-
-
-def _followers(engines: EngineSide, serving: RequestSide) -> Sequence[KvEventFollower]:
-    """Return what asks engines what they have cached; none, if no policy goes by it."""
-    if engines.index is None:
-        return ()
-    counters = serving.telemetry.counters
-    follower = KvEventFollower(
-        engines.registry, engines.checks, engines.index, counters, random.random, known=engines.known
-    )
-    return (follower,)

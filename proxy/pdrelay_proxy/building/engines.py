@@ -1,15 +1,14 @@
-"""Builds what knows the engines, what chooses among them, and what reaches them."""
+"""Builds what knows the engines, what reaches them, and what chooses among them."""
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import httpx
 
 from pdrelay_proxy.core.admission.keys import Outbound
-from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.pair_matrix import PAIRS_KEPT, PairMatrix
 from pdrelay_proxy.core.fleet.pair_modes import PairModes
@@ -17,10 +16,9 @@ from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.address_allowlist import AllowList
-from pdrelay_proxy.core.known_prompts import KnownPrompts
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
-from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.io.files import engine_keys, engine_tls
 from pdrelay_proxy.io.probes.checks import HttpChecks
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
@@ -32,7 +30,7 @@ from pdrelay_proxy.io.wire.connection_guard import Guard, resolved
 from pdrelay_proxy.io.wire.engine_names import EngineNames
 from pdrelay_proxy.io.wire.engine_tls import EngineTls
 from pdrelay_proxy.io.wire.pool import Dial
-from pdrelay_proxy.settings import KvEvents, Settings
+from pdrelay_proxy.settings import Settings
 
 _TURNS: Final = 1 << 16
 
@@ -57,9 +55,6 @@ class EngineSide:
     registry: Registry
     learned: PushCoordinates
     pairs: PairNotes
-    index: CacheIndex | None  # of what engines tell of their caches; None: no policy asks
-    known: KnownPrompts | None  # the tokens of texts, to look them up there
-    fleet: LiveFleet
     outbound: Outbound
     tls: EngineTls
     guard: Guard
@@ -71,28 +66,10 @@ class EngineSide:
 def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
     """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
     registry = _registry(settings, fabric.clock)
-    clock = fabric.clock
     policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
     learned = PushCoordinates(at_once=policy.at_once)
     modes = PairModes(policy.fixed, kind=registry.link)
     pairs = PairNotes(registry, PairMatrix(PAIRS_KEPT), modes)
-    asks_caches = settings.kv_events is not KvEvents.OFF
-    index = CacheIndex() if asks_caches else None
-    known = KnownPrompts(PREFIX_LIFETIME_S) if asks_caches else None
-    # Routers that know of each other do not all begin with the same engine.
-    turn = random.randrange(_TURNS) if settings.peers else 0
-    fleet = fleet_of(
-        settings,
-        registry,
-        learned,
-        clock,
-        random.randrange,
-        turn=turn,
-        index=index,
-        known=known,
-        modes=modes,
-        later=log_calls(),
-    )
     outbound = Outbound(engine_keys(settings))
     tls = EngineTls(engine_tls(settings), settings.engine_server_name)
     resolve = (
@@ -111,15 +88,31 @@ def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
         registry,
         learned,
         pairs,
-        index,
-        known,
-        fleet,
         outbound,
         tls,
         guard,
         wire,
         checks,
         FleetWarnings(),
+    )
+
+
+def build_fleet(
+    settings: Settings, engines: EngineSide, clock: Callable[[], float], added: Sequence[RoutingParts]
+) -> LiveFleet:
+    """Build what requests choose their engines from; ``added``: by features. Raises ConfigError."""
+    # Routers that know of each other do not all begin with the same engine.
+    turn = random.randrange(_TURNS) if settings.peers else 0
+    return fleet_of(
+        settings,
+        engines.registry,
+        engines.learned,
+        clock,
+        random.randrange,
+        turn=turn,
+        added=added,
+        modes=engines.pairs.modes,
+        later=log_calls(),
     )
 
 

@@ -24,6 +24,7 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import client_keys
 from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import HearEnded, Telemetry
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
@@ -43,6 +44,7 @@ class RequestSide:
     """What serves requests, and what is known of them."""
 
     requests: RequestSet
+    fleet: LiveFleet
     gate: Gate
     lifetime: Lifetime
     keyring: Keyring
@@ -55,16 +57,18 @@ class RequestSide:
 def build_requests(
     settings: Settings,
     engines: EngineSide,
+    fleet: LiveFleet,
     clock: Callable[[], float],
     *,
     ended: Sequence[HearEnded] = (),
     spans: Spans | None = None,
 ) -> RequestSide:
     """Build it; ``ended``: hear of requests that are over. Raises ConfigError."""
-    fleet, pairs, wire = engines.fleet, engines.pairs, engines.wire
+    pairs = engines.pairs
+    wire = engines.wire
     gate, lifetime = Gate(settings, clock), Lifetime()
     keyring, reader = Keyring(client_keys(settings)), BodyReader()
-    counters = _counters(engines)
+    counters = _counters(engines, fleet)
     telemetry = Telemetry(counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended)
     releaser = Releaser(wire, told=(telemetry,))
     sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
@@ -102,17 +106,17 @@ def build_requests(
     )
     requests = RequestSet(services)
     models = ModelCatalog(engines.registry, wire, clock)
-    return RequestSide(requests, gate, lifetime, keyring, models, telemetry, releaser, reader)
+    return RequestSide(requests, fleet, gate, lifetime, keyring, models, telemetry, releaser, reader)
 
 
-def _counters(engines: EngineSide) -> Counters:
+def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
     """Return the counters; some of them are counted where pairs are chosen or remembered."""
     pairs = engines.pairs
-    crossings = engines.fleet.crossings
+    crossings = fleet.crossings
     return Counters(
         PATHS,
         slice_crossings=Counter() if crossings is None else crossings.counted,
-        lone_prompts_bound=engines.fleet.bounds,
+        lone_prompts_bound=fleet.bounds,
         pair_failures=pairs.health.failures,
         pairs_dropped=pairs.matrix.counts,
         engine_tls_failures=engines.tls.failures,

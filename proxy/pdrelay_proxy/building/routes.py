@@ -62,7 +62,7 @@ def build_routes(
     access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
     return Routes(
         clients=(model_routes(serving.models, keys),),
-        probes=(probe_routes(engines.fleet, discovery, serving.lifetime, engines.warnings),),
+        probes=(probe_routes(serving.fleet, discovery, serving.lifetime, engines.warnings),),
         operators=(
             liveness_routes(),
             page_routes(background.status, metrics, scrapers),
@@ -86,7 +86,7 @@ def _key_routes(
     clock: Callable[[], float],
 ) -> Sequence[APIRouter]:
     """Return what wants the operator's key."""
-    requests, telemetry, fleet = serving.requests, serving.telemetry, engines.fleet
+    requests, telemetry, fleet = serving.requests, serving.telemetry, serving.fleet
     own = OwnEngines(engines.guard.leads_to)
     explainer = Explainer(
         fleet.rehearsal,

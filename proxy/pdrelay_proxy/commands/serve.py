@@ -14,7 +14,13 @@ from pdrelay_proxy.io import logs
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.worker_place import WorkerPlace
 from pdrelay_proxy.options import add_arguments as add_options
-from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines, without_restart
+from pdrelay_proxy.options import (
+    check_engines,
+    serve_settings,
+    unused_of_features,
+    warn_without_engines,
+    without_restart,
+)
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -84,7 +90,7 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
 
 def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
     logger.info("pdrelay %s", find_build())
-    if (unused := unused_kv(settings)) is not None:
+    if (unused := unused_kv(settings, unused_of_features(settings))) is not None:
         logger.info("%s", unused)
     warn_without_engines(settings, args.config)
 

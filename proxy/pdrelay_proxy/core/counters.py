@@ -114,13 +114,6 @@ class Counters:
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     log_lines_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
-    kv_events: Counter[Key] = field(default_factory=Counter)  # instance, what was told of its cache
-    kv_event_disconnects: Counter[Key] = field(default_factory=Counter)  # instance, EndReason
-    kv_index_drops: Counter[Key] = field(default_factory=Counter)  # instance
-    kv_event_connections: Counter[Key] = field(default_factory=Counter)  # instance, FollowState: 1
-    kv_index_blocks: Counter[Key] = field(default_factory=Counter)  # instance: blocks in the index, now
-    known_prompts: Counter[Key] = field(default_factory=Counter)  # what became of them (core/known_prompts.py)
-    known_prompt_bytes: Counter[Key] = field(default_factory=Counter)  # (): now
     peers: Counter[Key] = field(default_factory=Counter)  # heard or known: other routers, now
     peer_datagrams: Counter[Key] = field(default_factory=Counter)  # what became of them (io/peers.py)
     connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/http/framing.py
@@ -145,9 +138,7 @@ class Counters:
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop the series of removed instances: a fleet that changes must not grow the counters."""
         of_transfers = self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
-        of_caches = self.kv_events, self.kv_event_disconnects, self.kv_index_drops
-        now = self.kv_event_connections, self.kv_index_blocks
-        for counter in (self.legs, *of_transfers, self.cache_misses, *of_caches, *now):
+        for counter in (self.legs, *of_transfers, self.cache_misses):
             _forget(counter, instances)
         _forget(self.mismatches, instances, names=2)
         _forget(self.prefill_times.by_key, instances)

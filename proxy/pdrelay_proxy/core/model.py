@@ -12,12 +12,9 @@ import msgspec
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.core.found_matches import FoundMatches
-from pdrelay_proxy.core.known_prompts import KnownPrefix, KnownPrompts
 from pdrelay_proxy.core.prompt_blocks import PromptBlocks
 from pdrelay_proxy.core.raw_json import NULL, Fields
 from pdrelay_proxy.core.schemas import Coordinates, TokensAnswer
-from pdrelay_proxy.core.token_blocks import TokenPrompt, token_prompt
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
@@ -128,11 +125,6 @@ class RoutingHints:
     again: bool  # it has failed before, at another engine
     context: Mapping[str, msgspec.Raw] = field(compare=False, repr=False)  # the other fields of the request
     _blocks: PromptBlocks | None = field(compare=False, repr=False)  # since a policy has asked for them
-    _ids: tuple[TokenPrompt | None] | None = field(compare=False, repr=False)  # likewise
-    _known: tuple[KnownPrefix | None] | None = field(compare=False, repr=False)  # likewise
-    found: FoundMatches | None = field(
-        compare=False, repr=False
-    )  # what io/request_path/caches.py has just found for it
 
     def __init__(
         self,
@@ -153,9 +145,6 @@ class RoutingHints:
         self.again = again
         self.context = context
         self._blocks = None
-        self._ids = None
-        self._known = None
-        self.found = None
 
     @property
     def blocks(self) -> PromptBlocks:
@@ -165,28 +154,12 @@ class RoutingHints:
             blocks = self._blocks = PromptBlocks(self.prompt, self.context)
         return blocks
 
-    @property
-    def token_prompt(self) -> TokenPrompt | None:
-        """The prompt, if it is one of token ids."""
-        ids = self._ids
-        if ids is None:
-            ids = self._ids = (token_prompt(self.prompt, self.context),)
-        return ids[0]
-
-    def known_prefix(self, prompts: KnownPrompts, *, now: float) -> KnownPrefix | None:
-        """Return what is known of the tokens of a text or a chat, as it was when this was asked first."""
-        known = self._known
-        if known is None:
-            known = self._known = (None if self.token_prompt is not None else prompts.find(self.blocks, now=now),)
-        return known[0]
-
     def once_more(self) -> "RoutingHints":
         """Return the same for a request that has failed before."""
         hints = RoutingHints(
             self.model, self.session, self.prompt, self.tokens, self.rank, again=True, context=self.context
         )
         hints._blocks = self._blocks
-        hints._ids = self._ids
         return hints
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pdrelay_proxy.features.feature import Feature
 
 FEATURES: Final = (
+    "kv_events",
     "pods",
     "roles",
     "why",

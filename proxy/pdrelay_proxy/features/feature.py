@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pdrelay_proxy.api.operator_route import OperatorAccess
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
@@ -65,6 +66,10 @@ class Feature:
     def feed(self) -> EngineFeed | None:
         """Return what tells the router which engines there are, while it serves."""
         return None
+
+    def routing(self) -> RoutingParts:
+        """Return what it adds to the choice of engines. Raises ConfigError."""
+        return RoutingParts()
 
     def hears_ended(self) -> HearEnded | None:
         """Return what is told of requests that are over, some at a time; it must not wait or raise."""

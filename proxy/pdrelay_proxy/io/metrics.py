@@ -149,7 +149,6 @@ class _Collector:
         yield from self._requests()
         yield from self._legs()
         yield from self._transfers()
-        yield from self._caches()
         yield from self._instances()
         yield from self._queue()
         yield from _discovery(self._sources)
@@ -228,26 +227,6 @@ class _Collector:
         yield GaugeMetricFamily("pdrelay_pairs_resting", text, value=self._engines.pairs.resting)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield from self._counted.counter("pdrelay_prompt_mismatches", text, ("prefill", "decode"), "mismatches")
-
-    def _caches(self) -> Iterator[Family | None]:
-        text = "What engines have told of their caches: blocks stored and removed, resets, and what was not understood."
-        yield from self._counted.counter("pdrelay_kv_events", text, ("instance", "event"), "kv_events")
-        text = "Connections for KV events that ended or could not be opened, by reason."
-        yield from self._counted.counter(
-            "pdrelay_kv_event_disconnects", text, ("instance", "reason"), "kv_event_disconnects"
-        )
-        text = "Times that all was forgotten of an engine because it has more blocks than the router remembers."
-        yield from self._counted.counter("pdrelay_kv_index_drops", text, ("instance",), "kv_index_drops")
-        text = "1 for what has become of the connection for the KV events of an engine."
-        yield from self._counted.gauge(
-            "pdrelay_kv_event_connections", text, ("instance", "state"), "kv_event_connections"
-        )
-        text = "Blocks that are remembered of an engine's cache."
-        yield from self._counted.gauge("pdrelay_kv_index_blocks", text, ("instance",), "kv_index_blocks")
-        text = "Texts and chats whose token ids prefill engines were asked for, by what became of the ids."
-        yield from self._counted.counter("pdrelay_known_prompts", text, ("event",), "known_prompts")
-        text = "Memory of the token ids of texts and chats, about."
-        yield from self._counted.gauge("pdrelay_known_prompt_bytes", text, (), "known_prompt_bytes")
 
     def _instances(self) -> Iterator[Family | None]:
         state = GaugeMetricFamily(

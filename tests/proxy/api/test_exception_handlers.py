@@ -82,7 +82,6 @@ def test_errors_that_clients_never_see_are_accounted_for():
         errors.NotAllowed,
         errors.AlreadyKnown,
         errors.CannotTurn,
-        errors.BadKvEvents,
     }  # told on the command line, or by /instances
     every = {kind for _, kind in inspect.getmembers(errors, inspect.isclass)}
 

@@ -4,32 +4,25 @@
 """
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final, TypeVar
 
 import msgspec
 
-from pdrelay_proxy.core.model import Api, GenerationRequest, RoutingHints
+from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.prompt_blocks import may_have_media
 from pdrelay_proxy.core.raw_json import FALSE, NULL, Fields, maybe
 from pdrelay_proxy.core.schemas import PromptIdsAnswer, TokensAnswer
-from pdrelay_proxy.core.token_blocks import is_plain, packed_json
-from pdrelay_proxy.errors import EngineError
 
 _Answer = TypeVar("_Answer", TokensAnswer, PromptIdsAnswer)
-IDS_MOST: Final = 1 << 21  # bytes of their JSON: 300,000 ids
 LONGEST_PROMPT: Final = 1 << 21  # bytes of JSON; ids of longer ones are not passed on
-PIECE: Final = 1 << 15  # bytes of their JSON that are read at once: 5,000 ids, 0.2 ms
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS  # looking a member up takes as long as a call
-_FOR: Final = (_CHAT, _COMPLETIONS)
 _NAME: Final = b'"prompt_token_ids"'
 _DIGITS: Final = range(48, 58)
 _BRACKET: Final = 91  # begins a list
 _QUOTE: Final = 34  # begins a text
 _VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 _TAKES_CHAT_IDS: Final = (0, 32)
-_UNEVEN: Final = ("tools", "documents")  # some templates write them before the last message
 
 
 @lru_cache(maxsize=64)
@@ -60,24 +53,6 @@ def may_pass_ids(api: Api, fields: Fields) -> bool:
         return False
     written = memoryview(prompt)
     return written[0] == _QUOTE and len(written) <= LONGEST_PROMPT  # a list has ids already
-
-
-def may_tell_ids(call: GenerationRequest, ask: RoutingHints) -> bool:
-    """Tell whether a prefill engine can tell all that decides which cache blocks a request's prompt has."""
-    if call.api not in _FOR or ask.token_prompt is not None or not is_plain(call.fields):
-        return False
-    blocks = ask.blocks
-    return blocks.is_compared and not blocks.has_media
-
-
-def is_even(ask: RoutingHints) -> bool:
-    """Tell whether the tokens of a prompt come in the order of its text, as far as its fields show."""
-    if ask.prompt[:1] != b"[":
-        return True
-    for name in _UNEVEN:  # noqa: SIM110 (a generator takes twice as long)
-        if name in ask.context and ask.context[name] != NULL:
-            return False
-    return True
 
 
 def read_with_ids(answer: bytes, wanted: type[_Answer]) -> _Answer | None:
@@ -112,32 +87,3 @@ def found_ids(answer: TokensAnswer | PromptIdsAnswer) -> msgspec.Raw:
     written = memoryview(ids)
     # Lists of lists would be several prompts.
     return ids if len(written) > len(b"[]") and written[0] == _BRACKET and written[1] in _DIGITS else NULL
-
-
-def ids_in(answer: TokensAnswer | None) -> bytes:
-    """Return the same as bytes; empty: it has none."""
-    if answer is None:
-        return b""
-    ids = answer.prompt_token_ids
-    if ids == NULL and len(answer.choices) == 1:
-        ids = answer.choices[0].prompt_token_ids
-    return bytes(ids).strip() if ids != NULL else b""
-
-
-def packed_ids(ids: bytes) -> Iterator[bytes]:
-    """Read the JSON of a list of ids, piece by piece.
-
-    Raises:
-        EngineError: it is something else.
-    """
-    at, end = 1, len(ids) - 1
-    if ids[:1] != b"[" or ids[end:] != b"]":
-        raise EngineError("the ids of a prompt are no list")
-    while at < end:
-        cut = ids.find(b",", at + PIECE, end)
-        cut = end if cut < 0 else cut
-        found = packed_json(b"[%b]" % ids[at:cut])
-        if found is None:
-            raise EngineError("the ids of a prompt are no token ids")
-        yield found
-        at = cut + 1

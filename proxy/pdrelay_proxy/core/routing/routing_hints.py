@@ -23,9 +23,7 @@ def ask_of_call(call: GenerationRequest, session: str | None = None, model: str 
     """Describe a request that has a prompt; ``model``: the one that it names or means; None: see what it names."""
     fields = call.fields
     prompt = memoryview(fields.get(PROMPTS[call.api], _NO_PROMPT))
-    hints = RoutingHints(model_of(fields) if model is None else model, session, prompt, None, call.rank)
-    hints.context = fields
-    return hints
+    return RoutingHints(model_of(fields) if model is None else model, session, prompt, None, call.rank, context=fields)
 
 
 def ask_of_errand(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:

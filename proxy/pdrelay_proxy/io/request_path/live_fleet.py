@@ -24,7 +24,7 @@ from pdrelay_proxy.core.model import (
     RoutingHints,
 )
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.protocol.prompt_ids import may_pass_ids, may_tell_ids, takes_chat_ids
+from pdrelay_proxy.core.protocol.prompt_ids import may_pass_ids, takes_chat_ids
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.leg_listener import LegListener
@@ -35,7 +35,6 @@ from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.io.request_path.cache_learning import CacheLearning
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
-from pdrelay_proxy.io.request_path.prompt_learner import PromptLearner
 
 if TYPE_CHECKING:
     from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
@@ -77,12 +76,15 @@ class LiveFleet(FleetChoice):
         caches: Caches | None = None,
         *,
         remembers: bool = False,
-        learner: PromptLearner | None = None,
+        added: Sequence[LegListener] = (),
         costs: "EngineCosts | None" = None,
         modes: PairModes | None = None,
         later: DeferredCalls | None = None,
     ) -> None:
-        """``modes``: of pairs that can pull and push; ``later``: what went well and has yet to be told here."""
+        """``added``: learn from legs, too; ``modes``: of pairs that can pull and push.
+
+        ``later``: what went well and has yet to be told here.
+        """
         super().__init__(
             registry,
             pairs,
@@ -93,9 +95,8 @@ class LiveFleet(FleetChoice):
             counts=True,
         )
         self.caches = caches  # None: no policy asks for them
-        self.learner = learner  # None: nobody asks for the tokens of texts
         self.costs = costs  # None: no policy asks what engines take for a request
-        self.listeners = self._listeners(caches, costs)  # what learns from legs
+        self.listeners = [*self._listeners(caches, costs), *added]  # what learns from legs
         self._learned = learned  # what prefill engines say in their answers
         self._load_changed: Callable[[InstanceId], None] | None = None
         self.later = DeferredCalls() if later is None else later
@@ -173,7 +174,10 @@ class LiveFleet(FleetChoice):
 
     def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""
-        return self.learner is not None and may_tell_ids(call, ask)
+        for listener in self.listeners:  # noqa: SIM110 (a generator takes twice as long)
+            if listener.wants_prompt_ids(call, ask):
+                return True
+        return False
 
     def takes_chat_ids(self, decode: Instance) -> bool:
         """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is exact."""
@@ -186,8 +190,8 @@ class LiveFleet(FleetChoice):
 
     def learn(self, ask: RoutingHints, answer: TokensAnswer | None) -> None:
         """A prefill engine has answered that was asked for the tokens of the prompt; None: it cannot be read."""
-        if self.learner is not None:
-            self.learner.learn(ask, answer)
+        for listener in self.listeners:
+            listener.prompt_ids_told(ask, answer)
 
     def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's."""

@@ -1,14 +1,12 @@
 """What each policy is made of, and the fleet that they choose from."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.known_prompts import KnownPrompts
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
 from pdrelay_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.expected_ttft import ExpectedTtft
@@ -19,13 +17,13 @@ from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from pdrelay_proxy.core.routing.policies.session import Session
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S, PromptMemory
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
 from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from pdrelay_proxy.io.request_path.prompt_learner import PromptLearner
 from pdrelay_proxy.io.routing_plugins import installed_policy
 from pdrelay_proxy.settings import CACHE_POLICIES, PolicyName, Settings
 
@@ -58,18 +56,17 @@ def fleet_of(
     dice: Dice,
     *,
     turn: int = 0,
-    index: CacheIndex | None = None,
-    known: KnownPrompts | None = None,
+    added: Sequence[RoutingParts] = (),
     modes: PairModes | None = None,
     later: DeferredCalls | None = None,
 ) -> LiveFleet:
     """Return the engines under the policies of the settings; raises ConfigError: there is no such policy.
 
-    ``turn``: where policies begin, so that several routers do not all begin with the same engine; ``index``: what
-    engines tell of their caches; ``known``: the tokens of texts, to look them up there; ``modes`` and ``later``: as in
-    LiveFleet.
+    ``turn``: where policies begin, so that several routers do not all begin with the same engine; ``added``: by
+    features; ``modes`` and ``later``: as in LiveFleet.
     """
-    build = partial(LiveFleet, modes=modes, later=later)
+    listeners = [listener for each in added for listener in each.listeners]
+    build = partial(LiveFleet, added=listeners, modes=modes, later=later)
     names = settings.prefill_policy, settings.decode_policy
     if settings.return_kv and settings.decode_policy not in CACHE_POLICIES:
         names_known = " or ".join(CACHE_POLICIES)
@@ -80,8 +77,9 @@ def fleet_of(
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return build(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock)
-    caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, index, known)
-    learner, itl_s = None if known is None else PromptLearner(known, clock), settings.max_decode_itl_s or None
+    reports = next((each.reports for each in added if each.reports is not None), None)
+    caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, reports)
+    itl_s = settings.max_decode_itl_s or None
     if PolicyName.EXPECTED_TTFT in names:
         if len(set(names)) > 1:
             raise ConfigError("expected_ttft chooses both engines: write it as prefill_policy and as decode_policy")
@@ -92,7 +90,7 @@ def fleet_of(
         pairs = PairSelector(
             registry, weighing, weighing, bound, weighing=weighing, bounds=shares, short_alone=short_alone
         )
-        return build(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
+        return build(registry, pairs, learned, clock, caches, remembers=True, costs=costs)
     loads = Loads(registry, clock)
     parts = PolicyParts(loads.of, dice, turn, caches, loads.kv_usage)
     prefill, decode = (policy_of(name, parts) for name in names)
@@ -107,8 +105,8 @@ def fleet_of(
         choice = PolicyPerLeg(prefill, decode)
         bounds = ShareBounds(registry) if set(names) & _LOYAL else None
         pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds, short_alone=short_alone)
-        return build(registry, pairs, learned, clock, caches, learner=learner, costs=timing)
+        return build(registry, pairs, learned, clock, caches, costs=timing)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
     bound = AloneBound(registry, clock, timing.spares_alone if timing is not None and timing.may_be_alone else None)
     pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry), short_alone=short_alone)
-    return build(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)
+    return build(registry, pairs, learned, clock, caches, remembers=True, costs=timing)

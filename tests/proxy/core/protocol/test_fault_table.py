@@ -23,7 +23,6 @@ from pdrelay_proxy.core.protocol.fault_table import (
 )
 from pdrelay_proxy.errors import (
     AnswerRefused,
-    BadKvEvents,
     ConnectionStale,
     EngineBusy,
     EngineError,
@@ -43,7 +42,6 @@ ERRORS = [
     (EngineError("x", reached=False), Failure.UNREACHABLE),
     (EngineTimeout("did not accept a connection", reached=False), Failure.UNREACHABLE),
     (EngineError("x"), Failure.BAD_RESPONSE),
-    (BadKvEvents("x"), Failure.BAD_RESPONSE),
     (EngineFault("x"), Failure.HTTP_5XX),
     (EngineTimeout("x"), Failure.TIMEOUT),
     (EngineBusy("x"), Failure.BUSY),

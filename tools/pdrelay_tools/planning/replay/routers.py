@@ -10,7 +10,6 @@ from typing import Final, TypeAlias
 import msgspec
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -19,9 +18,12 @@ from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from pdrelay_proxy.core.routing.retries import RetryAttempts
 from pdrelay_proxy.core.routing.route import route
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas import NamedMetrics
-from pdrelay_proxy.core.schemas.kv_events import BlockRemoved, BlockStored, KvEventBatch
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
+from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
+from pdrelay_proxy.features.kv_events.event_schemas import BlockRemoved, BlockStored, KvEventBatch
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.routing_plugins import installed_policies
@@ -243,7 +245,9 @@ def _fleet(
     if VLLM_ROUTER not in names:
         settings = replace(settings, prefill_policy=names[0], decode_policy=names[1])
         try:
-            return fleet_of(settings, Registry(settings), learned, clock, dice, index=index)
+            registry = Registry(settings)
+            added = () if index is None else (RoutingParts(EventReports(index, registry, clock)),)
+            return fleet_of(settings, registry, learned, clock, dice, added=added)
         except ConfigError as exc:
             raise NoReplay(str(exc)) from exc
     if names[0] != names[1]:

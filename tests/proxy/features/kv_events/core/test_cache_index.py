@@ -10,11 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdrelay_proxy.core.fleet.cache_index import RANKS_MOST, CacheIndex
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.protocol.kv_event_stream import read_batch
-from pdrelay_proxy.core.token_blocks import TokenPrompt
-from pdrelay_proxy.errors import BadKvEvents
+from pdrelay_proxy.features.kv_events.core.cache_index import RANKS_MOST, CacheIndex
+from pdrelay_proxy.features.kv_events.core.event_stream import BadKvEvents, read_batch
+from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 from support.searching import examples
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")

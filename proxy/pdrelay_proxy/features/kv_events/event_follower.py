@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.known_prompts import KnownPrompts
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.core.protocol.kv_event_stream import PATH, KvEventStream, read_batch
-from pdrelay_proxy.errors import BadKvEvents
+from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
+from pdrelay_proxy.features.kv_events.core.event_stream import PATH, BadKvEvents, KvEventStream, read_batch
+from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
+from pdrelay_proxy.features.kv_events.event_counts import EventCounts
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
 
@@ -71,7 +70,7 @@ class KvEventFollower:
     registry: Registry
     checks: HttpChecks
     index: CacheIndex
-    counters: Counters
+    counts: EventCounts
     chance: Callable[[], float]  # 0 to 1, so that several routers do not ask at once
     pause_s: float = _PAUSE_S
     refused_s: float = _REFUSED_S
@@ -93,6 +92,8 @@ class KvEventFollower:
             wanted = self._wanted()
             gone = [name for name, one in self._followed.items() if wanted.get(name, (None, None))[1] != one.members]
             await self._drop(frozenset(gone))
+            if gone:
+                self.counts.keep({member.instance.id for member in self.registry.members()})
             for name, (instance, members) in wanted.items():
                 if name not in self._followed:
                     task = asyncio.create_task(self._follow(name, instance))
@@ -130,15 +131,16 @@ class KvEventFollower:
 
     def _show(self) -> None:
         """Write down what is now, for the metrics."""
-        self.counters.kv_event_connections.clear()
-        self.counters.kv_index_blocks.clear()
+        shown = self.counts
+        shown.connections.clear()
+        shown.index_blocks.clear()
         for name, one in self._followed.items():
-            self.counters.kv_event_connections[name, one.state] = 1
-            self.counters.kv_index_blocks[(name,)] = self.index.blocks(name)
+            shown.connections[name, one.state] = 1
+            shown.index_blocks[(name,)] = self.index.blocks(name)
         if self.known is not None:
-            self.counters.known_prompt_bytes[()] = self.known.bytes
+            shown.known_prompt_bytes[()] = self.known.bytes
             for word, count in self.known.counts.items():
-                self.counters.known_prompts[(word,)] = count
+                shown.known_prompts[(word,)] = count
 
     async def _follow(self, name: InstanceId, instance: Instance) -> None:
         """Connect again and again."""
@@ -155,7 +157,7 @@ class KvEventFollower:
             failed = 0 if one.state is FollowState.FOLLOWING else failed + 1
             self._count(name)
             self.index.forget(name)
-            self.counters.kv_event_disconnects[name, reason] += 1
+            self.counts.disconnects[name, reason] += 1
             one.state = _AFTER.get(reason, FollowState.CONNECTING)
             if one.logged != said:
                 one.logged = said
@@ -191,7 +193,7 @@ class KvEventFollower:
                         one.logged = ""
                         logger.info("the KV events of %s are followed", name)
                     if self.index.is_dropped(name):
-                        self.counters.kv_index_drops[(name,)] += 1
+                        self.counts.index_drops[(name,)] += 1
                         return EndReason.OVER_LIMIT, "it has more blocks than are remembered"
                     await asyncio.sleep(0)  # what is at hand already must not hold up requests
                 return EndReason.ENDED, "it has ended the connection"
@@ -203,7 +205,8 @@ class KvEventFollower:
             return (EndReason.SILENT if isinstance(exc.__cause__, TimeoutError) else EndReason.ENDED), f"it {exc}"
 
     def _count(self, name: InstanceId) -> None:
-        counts, events = self.index.take_counts(name), self.counters.kv_events
+        counts = self.index.take_counts(name)
+        events = self.counts.events
         for word, number in (
             ("stored", counts.stored),
             ("removed", counts.removed),

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from typing import Final
 
 from pdrelay_proxy.core.prompt_blocks import PromptBlocks
-from pdrelay_proxy.core.token_blocks import TokenPrompt
+from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 
 BYTES_MOST: Final = 64 * 1024 * 1024  # of all prompts: seven million tokens
 SEAM: Final = 16  # tokens at the end of a prompt that a longer one may have otherwise

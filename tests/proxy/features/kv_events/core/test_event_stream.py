@@ -5,9 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.protocol.kv_event_stream import FRAME_MOST, KvEventStream, read_batch, read_event
-from pdrelay_proxy.core.schemas.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from pdrelay_proxy.errors import BadKvEvents
+from pdrelay_proxy.features.kv_events.core.event_stream import (
+    FRAME_MOST,
+    BadKvEvents,
+    KvEventStream,
+    read_batch,
+    read_event,
+)
+from pdrelay_proxy.features.kv_events.event_schemas import AllBlocksCleared, BlockRemoved, BlockStored
 
 STORED = {"type": "BlockStored", "block_hashes": [b"a"], "token_ids": [1, 2], "block_size": 2}
 

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from pdrelay_proxy.core.token_blocks import (
+from pdrelay_proxy.features.kv_events.core.token_blocks import (
     _PIECES,
     _PIECES_MOST,
     PROMPT_MOST,

@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.core.schemas.kv_events import KvEvent, KvEventBatch, KvEventKind
-from pdrelay_proxy.errors import BadKvEvents
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.features.kv_events.event_schemas import KvEvent, KvEventBatch, KvEventKind
 
 PATH: Final = "/v1/pdrelay/kv_events"
 FRAME_MOST: Final = 16 * 1024 * 1024  # bytes of what follows the length
@@ -20,6 +20,10 @@ _EVENT: Final[msgspec.msgpack.Decoder[KvEvent]] = msgspec.msgpack.Decoder(KvEven
 _KIND: Final = msgspec.msgpack.Decoder(KvEventKind)
 _STORED: Final = "BlockStored"
 _KNOWN: Final = (_STORED, "BlockRemoved", "AllBlocksCleared")
+
+
+class BadKvEvents(EngineError):
+    """What an engine says of its cache cannot be read, or has gaps."""
 
 
 class KvEventStream:

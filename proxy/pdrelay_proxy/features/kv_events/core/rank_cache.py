@@ -9,9 +9,9 @@ there.
 from math import lcm
 from typing import Final
 
-from pdrelay_proxy.core.known_prompts import HeldBeginning
-from pdrelay_proxy.core.schemas.kv_events import BlockHash
-from pdrelay_proxy.core.token_blocks import BlockKey, TokenPrompt
+from pdrelay_proxy.features.kv_events.core.known_prompts import HeldBeginning
+from pdrelay_proxy.features.kv_events.core.token_blocks import BlockKey, TokenPrompt
+from pdrelay_proxy.features.kv_events.event_schemas import BlockHash
 
 BEHIND_MOST: Final = 16_384  # blocks, 2 ms
 

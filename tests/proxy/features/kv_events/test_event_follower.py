@@ -6,15 +6,15 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
-from pdrelay_proxy.core.protocol.kv_event_stream import FRAME_MOST
-from pdrelay_proxy.core.token_blocks import TokenPrompt
+from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
+from pdrelay_proxy.features.kv_events.core.event_stream import FRAME_MOST
+from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
+from pdrelay_proxy.features.kv_events.event_counts import EventCounts
+from pdrelay_proxy.features.kv_events.event_follower import KvEventFollower
 from pdrelay_proxy.io.probes.checks import HttpChecks
-from pdrelay_proxy.io.probes.kv_events import KvEventFollower
 from pdrelay_tools.simulated.engine import Sim
 from support.sim import serving, until_async
 
@@ -28,13 +28,13 @@ PROMPT = TokenPrompt(IDS)
 
 @asynccontextmanager
 async def following(*targets, index=None, transport=None, **pauses):
-    registry, counters = Registry(), Counters(frozenset())
+    registry, counts = Registry(), EventCounts()
     for target in targets:
         registry.add_target(Role.DECODE, Target.parse(target), now=0.0)
     checks = HttpChecks(timeout_s=5, headers=lambda role: ((b"authorization", b"Bearer key"),), transport=transport)
     pauses = {"pause_s": 0.01, "refused_s": 0.05} | pauses
     index = CacheIndex() if index is None else index
-    follower = KvEventFollower(registry, checks, index, counters, lambda: 0.5, **pauses)
+    follower = KvEventFollower(registry, checks, index, counts, lambda: 0.5, **pauses)
     async with follower.running():
         yield follower
 
@@ -66,7 +66,7 @@ async def test_what_an_engine_has_is_known_at_once_and_as_it_changes():
             await until_async(has(follower, 0))
 
             assert engine.cache.has(IDS) == 0
-            assert follower.counters.kv_index_blocks[(D0,)] <= 8
+            assert follower.counts.index_blocks[(D0,)] <= 8
         assert follower.index.cached(D0, PROMPT, None) is None
         assert len(follower.index) == 0
         await until_async(lambda: not engine.cache.readers)
@@ -86,7 +86,7 @@ async def test_an_engine_that_turns_is_followed_on():
             engine.cache.use(IDS)
             await until_async(has(follower, 96))
 
-            assert not follower.counters.kv_event_disconnects
+            assert not follower.counts.disconnects
             assert len(engine.cache.readers) == 1
 
 
@@ -110,7 +110,7 @@ async def test_an_engine_that_goes_is_forgotten_at_once_and_followed_again_when_
         async with following(at) as follower:
             await until_async(has(follower, 96))
             engine.cache.readers[0].append(b"\xc1")  # no msgpack
-            await until_async(lambda: follower.counters.kv_event_disconnects[D0, "invalid"] == 1)
+            await until_async(lambda: follower.counts.disconnects[D0, "invalid"] == 1)
             await until_async(has(follower, 96))
             instance = follower.registry.known(Role.DECODE)[0]
             follower.registry.remove(instance.id, now=0.0)
@@ -129,10 +129,10 @@ async def test_an_engine_without_events_is_asked_again_much_later(status, caplog
 
     async with following("h:1", transport=httpx.MockTransport(answer), refused_s=0.2) as follower:
         await until_async(lambda: len(asked) == 2)
-        counters = follower.counters
-        await until_async(lambda: counters.kv_event_connections[D0, "refused"] == 1)
+        counts = follower.counts
+        await until_async(lambda: counts.connections[D0, "refused"] == 1)
 
-    assert counters.kv_event_disconnects[D0, "refused"] >= 2
+    assert counts.disconnects[D0, "refused"] >= 2
     assert asked[0].url.path == "/v1/pdrelay/kv_events"
     assert asked[0].headers["authorization"] == "Bearer key"
     assert caplog.text.count("KV events are off") == 1
@@ -160,7 +160,7 @@ async def test_what_is_no_stream_of_events_is_tried_again_and_counted(answer, re
         return streamed(*answer)
 
     async with following("h:1", transport=httpx.MockTransport(reply)) as follower:
-        await until_async(lambda: follower.counters.kv_event_disconnects[D0, reason] >= 3)
+        await until_async(lambda: follower.counts.disconnects[D0, reason] >= 3)
         assert follower.index.cached(D0, PROMPT, None) is None
 
 
@@ -186,12 +186,12 @@ async def test_an_engine_is_asked_again_as_soon_as_it_is_up(status, reason):
     async with following("h:1", transport=httpx.MockTransport(answer), pause_s=3600, refused_s=3600) as follower:
         life = follower.registry.member(D0).life
         life.missed("cannot be reached", now=0.0)
-        await until_async(lambda: follower.counters.kv_event_disconnects[D0, reason] == 1)
+        await until_async(lambda: follower.counts.disconnects[D0, reason] == 1)
         is_up = True
         life.seen(now=1.0)
         await until_async(has(follower, 96))
 
-    assert follower.counters.kv_event_disconnects[D0, reason] == 1
+    assert follower.counts.disconnects[D0, reason] == 1
 
 
 async def test_an_engine_that_ends_its_connection_is_asked_again_after_a_pause():
@@ -208,11 +208,11 @@ async def test_an_engine_that_ends_its_connection_is_asked_again_after_a_pause()
         return httpx.Response(200, stream=Frames())
 
     async with following("h:1", transport=httpx.MockTransport(answer), pause_s=3600) as follower:
-        await until_async(lambda: follower.counters.kv_event_connections[D0, "following"] == 1)
+        await until_async(lambda: follower.counts.connections[D0, "following"] == 1)
         follower.registry.member(D0).life.seen(now=0.0)
         await until_async(lambda: follower._followed[D0].is_up)
         ends.set()
-        await until_async(lambda: follower.counters.kv_event_disconnects[D0, "ended"] == 1)
+        await until_async(lambda: follower.counts.disconnects[D0, "ended"] == 1)
         for _ in range(50):
             await asyncio.sleep(0)
 
@@ -224,7 +224,7 @@ async def test_an_engine_that_falls_silent_is_left():
     engine = Sim("decode", cache_blocks=8)
     with serving(engine) as at:
         async with following(at, silent_s=0.1) as follower:
-            await until_async(lambda: follower.counters.kv_event_disconnects[D0, "silent"] >= 2)
+            await until_async(lambda: follower.counts.disconnects[D0, "silent"] >= 2)
 
 
 async def test_an_engine_with_too_much_is_left_alone():
@@ -233,9 +233,9 @@ async def test_an_engine_with_too_much_is_left_alone():
     engine.cache.use(IDS)
     with serving(engine) as at:
         async with following(at, index=CacheIndex(engine_most=3), refused_s=60) as follower:
-            await until_async(lambda: follower.counters.kv_event_connections[D0, "over_limit"] == 1)
+            await until_async(lambda: follower.counts.connections[D0, "over_limit"] == 1)
 
-            assert follower.counters.kv_index_drops[(D0,)] == 1
+            assert follower.counts.index_drops[(D0,)] == 1
             assert follower.index.cached(D0, PROMPT, None) is None
             await until_async(lambda: not engine.cache.readers)
 

@@ -10,12 +10,18 @@ An event without blocks announces its group: an engine's plugin begins a rank's 
 from collections.abc import Iterator, Mapping
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.fleet.rank_cache import GroupBlocks, RankCache, less_of
-from pdrelay_proxy.core.known_prompts import HeldBeginning
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.protocol.kv_event_stream import read_event
-from pdrelay_proxy.core.schemas.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEventBatch
-from pdrelay_proxy.core.token_blocks import ITEM, ROOT, TokenPrompt, extras_of, key_of, packed
+from pdrelay_proxy.features.kv_events.core.event_stream import read_event
+from pdrelay_proxy.features.kv_events.core.known_prompts import HeldBeginning
+from pdrelay_proxy.features.kv_events.core.rank_cache import GroupBlocks, RankCache, less_of
+from pdrelay_proxy.features.kv_events.core.token_blocks import ITEM, ROOT, TokenPrompt, extras_of, key_of, packed
+from pdrelay_proxy.features.kv_events.event_schemas import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KvEventBatch,
+)
 
 BLOCKS_MOST: Final = 1_000_000  # of all engines: 200 to 300 MB
 ENGINE_BLOCKS_MOST: Final = 500_000  # of one engine, all its ranks and groups

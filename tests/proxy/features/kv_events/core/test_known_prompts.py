@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
-from pdrelay_proxy.core.known_prompts import SEAM, KnownPrompts
 from pdrelay_proxy.core.prompt_blocks import PromptBlocks
-from pdrelay_proxy.core.token_blocks import TokenPrompt
+from pdrelay_proxy.features.kv_events.core.known_prompts import SEAM, KnownPrompts
+from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 
 LIFETIME = 100.0
 SYSTEM = {"role": "system", "content": "you are a lighthouse keeper, and answer in verse " * 10}

@@ -1,0 +1,77 @@
+"""Has prefill engines tell the token ids of texts and chats, and takes them out of their answers.
+
+Long ones are read in pieces, between other work.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from pdrelay_proxy.core.model import GenerationRequest, RoutingHints
+from pdrelay_proxy.core.routing.leg_listener import LegListener
+from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
+from pdrelay_proxy.features.kv_events.core.token_blocks import packed_json, prompt_of
+from pdrelay_proxy.features.kv_events.core.told_ids import IDS_MOST, PIECE, ids_in, is_even, may_tell_ids, packed_ids
+
+READINGS_MOST: Final = 8  # long answers that are read at a time: 2 ms in one iteration of the event loop
+
+
+class PromptLearner(LegListener):
+    """Fills the memory of known prompts."""
+
+    def __init__(
+        self,
+        known: KnownPrompts,
+        clock: Callable[[], float],
+        call_soon: Callable[[Callable[[], None]], object],
+        is_ids: Callable[[RoutingHints], bool],
+    ) -> None:
+        """``call_soon``: calls in the next iteration of the event loop; ``is_ids``: a prompt is one of token ids."""
+        self._known = known
+        self._clock = clock  # seconds; the one of the fleet
+        self._call_soon = call_soon
+        self._is_ids = is_ids
+        self._readings = 0
+
+    def wants_prompt_ids(self, call: GenerationRequest, hints: RoutingHints, /) -> bool:
+        """Tell whether the ids of a prompt are unknown, and an engine can tell them."""
+        return may_tell_ids(call, hints) and not self._is_ids(hints)
+
+    def prompt_ids_told(self, hints: RoutingHints, answer: TokensAnswer | None, /) -> None:
+        """Take them in."""
+        ids = ids_in(answer)
+        counts = self._known.counts
+        if not ids:
+            counts["missing"] += 1
+        elif len(ids) <= PIECE:
+            self._learn(hints, packed_json(ids))
+        elif len(ids) > IDS_MOST or self._readings >= READINGS_MOST:
+            counts["skipped"] += 1
+        else:
+            self._readings += 1
+            self._read_on(hints, packed_ids(ids), [])
+
+    def _read_on(self, hints: RoutingHints, pieces: Iterator[bytes], read: list[bytes]) -> None:
+        """Read a piece, and the next one in another iteration of the event loop."""
+        piece = self._next(pieces)
+        if piece:
+            read.append(piece)
+            self._call_soon(lambda: self._read_on(hints, pieces, read))
+            return
+        self._readings -= 1
+        self._learn(hints, b"" if piece is None else b"".join(read))
+
+    def _next(self, pieces: Iterator[bytes]) -> bytes | None:
+        """Return the next ids, packed; empty: there is none; None: they cannot be read."""
+        try:
+            return next(pieces, b"")
+        except EngineError:
+            return None
+
+    def _learn(self, hints: RoutingHints, ids: bytes | None) -> None:
+        prompt = prompt_of(ids, hints.context) if ids else None
+        if prompt is None:
+            self._known.counts["missing"] += 1
+        else:
+            self._known.learn(hints.blocks, prompt, is_even=is_even(hints), now=self._clock())

@@ -1,0 +1,68 @@
+"""Has a router go by the KV events of its engines."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Final
+
+from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.feature import Core, Feature, FeatureParts, Ground
+from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
+from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
+from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
+from pdrelay_proxy.features.kv_events.core.prompt_learner import PromptLearner
+from pdrelay_proxy.features.kv_events.event_counts import EventCounts
+from pdrelay_proxy.features.kv_events.event_follower import KvEventFollower
+from pdrelay_proxy.features.kv_events.settings import KvEvents, KvEventSettings
+from pdrelay_proxy.io.metric_families import Family
+from pdrelay_proxy.settings import CACHE_POLICIES, Settings
+
+
+class KvEventFeature(Feature):
+    """Follows the events of all engines, and looks prompts up in what they tell."""
+
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self._index = CacheIndex()
+        self._known = KnownPrompts(PREFIX_LIFETIME_S)
+        self._counts = EventCounts()
+        self._is_on = ground.settings.of(KvEventSettings).kv_events is not KvEvents.OFF
+
+    @staticmethod
+    def check(settings: Settings, /) -> None:
+        """Raise ConfigError if no policy asks for it."""
+        policies = {settings.prefill_policy, settings.decode_policy}
+        if settings.of(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(CACHE_POLICIES):
+            raise ConfigError(
+                "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
+                "or both expected_ttft"
+            )
+
+    def routing(self) -> RoutingParts:
+        """Return what looks prompts up, and what has engines tell the ids of texts."""
+        if not self._is_on:
+            return RoutingParts()
+        clock = self.ground.clock
+        reports = EventReports(self._index, self.ground.engines.registry, clock, self._known)
+        learner = PromptLearner(
+            self._known, clock, lambda call: asyncio.get_running_loop().call_soon(call), reports.is_ids
+        )
+        return RoutingParts(reports, (learner,))
+
+    def parts(self, core: Core) -> FeatureParts:
+        """Return what follows the events, and the metrics."""
+        del core
+        engines = self.ground.engines
+        follower = KvEventFollower(
+            engines.registry, engines.checks, self._index, self._counts, random.random, known=self._known
+        )
+        return FeatureParts((follower.running,) if self._is_on else (), families=self._families)
+
+    def _families(self) -> Iterator[Family | None]:
+        self._counts.keep({member.instance.id for member in self.ground.engines.registry.members()})
+        yield from self._counts.families()
+
+
+FEATURE: Final = KvEventFeature

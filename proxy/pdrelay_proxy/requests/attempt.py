@@ -330,8 +330,8 @@ class Attempt(LegOwner):
 
     # ---- time
 
-    def look(self, now: float, *, paused: bool) -> None:
-        """See whether a leg has taken too long; ``paused``: the engine of the stream has to wait."""
+    def check_deadlines(self, now: float, *, paused: bool) -> None:
+        """Fail each leg that has taken too long; ``paused``: the engine of the stream has to wait."""
         decode = self.decode
         if self.is_streaming and decode is not None and (decode.heard or paused):
             decode.heard = False

@@ -26,6 +26,7 @@ from pdrelay_proxy.core.routing.retries import LegFailed, RetryAttempts
 from pdrelay_proxy.core.routing.route import split_reason
 from pdrelay_proxy.core.routing.routing_hints import with_model
 from pdrelay_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
+from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.client_response import ClientResponse
 from pdrelay_proxy.requests.intake import RequestPlan
@@ -48,7 +49,7 @@ _CONCURRENT: Final = LegOrder.CONCURRENT
 _READ: Final = push.TransferMode.PULL
 
 
-class Dispatch:
+class Dispatch(Answering):
     """What one request has at its engines."""
 
     __slots__ = ("_attempt", "_client", "_life", "_plan", "settings")
@@ -90,12 +91,12 @@ class Dispatch:
         if self._attempt is not None:
             self._attempt.resume()
 
-    def look(self, now: float) -> None:
-        """See whether a leg has taken too long; a client that reads slowly is not held against the engine."""
+    def check_deadlines(self, now: float, /) -> None:
+        """Fail a leg that has taken too long; a client that reads slowly is not held against the engine."""
         if self._attempt is not None:
-            self._attempt.look(now, paused=self._client.is_paused)
+            self._attempt.check_deadlines(now, paused=self._client.is_paused)
 
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
         """Let go of a decode engine that is left, while the prefill engine has not answered."""
         if self._attempt is not None:
             self._attempt.choice.change_slot(leaving, stuck)

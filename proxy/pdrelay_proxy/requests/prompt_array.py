@@ -24,6 +24,7 @@ from pdrelay_proxy.errors import (
     RouterFull,
 )
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.intake import JSON_TYPE, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
@@ -73,8 +74,8 @@ class PromptRequest(Protocol):
         """End it."""
         ...
 
-    def look(self, now: float, /) -> None:
-        """See whether something has taken too long."""
+    def check_deadlines(self, now: float, /) -> None:
+        """Fail what has taken too long."""
         ...
 
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
@@ -114,7 +115,7 @@ def parts_at_once(fleet: LiveFleet) -> int:
     return min(max(AT_ONCE_AT_LEAST, engines * AT_ONCE_EACH_ENGINE), AT_ONCE_AT_MOST)
 
 
-class PromptArray:
+class PromptArray(Answering):
     """The parts of one request, and what has come of them."""
 
     __slots__ = (
@@ -276,14 +277,14 @@ class PromptArray:
         for part in self._parts.values():
             part.resume()
 
-    def look(self, now: float) -> None:
-        """See whether some leg has taken too long."""
+    def check_deadlines(self, now: float, /) -> None:
+        """Fail each leg that has taken too long, and begin more parts: other requests may have left places."""
         for part in tuple(self._parts.values()):
-            part.look(now)
+            part.check_deadlines(now)
         if self._begun < len(self._prompts) and len(self._parts) < self._at_once:
-            self._life.wake()  # other requests may have left places
+            self._life.wake()
 
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
         """Let go of decode engines that are left, while the prompts are computed elsewhere."""
         for part in self._parts.values():
             part.change_slot(leaving, stuck)

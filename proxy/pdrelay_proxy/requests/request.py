@@ -20,6 +20,7 @@ from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
 from pdrelay_proxy.core.routing.route import array_reason
 from pdrelay_proxy.core.served_tokens import served_tokens
 from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
+from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.body_reader import LARGE
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
@@ -65,7 +66,7 @@ class Request:
     """One request. To its connection it is an exchange (``api/guarded.py``)."""
 
     __slots__ = (
-        "_array",
+        "_answering",
         "_body",
         "_client",
         "_comments",
@@ -110,7 +111,7 @@ class Request:
         self._total_s = 0.0  # seconds that it may take until then
         self._dispatch: Dispatch | None = None  # since it was admitted
         self._comments: CommentedResponse | None = None  # None: its stream has none
-        self._array: PromptArray | None = None  # while each of its prompts is served by itself
+        self._answering: Answering | None = None  # that, or the prompts of an array, each served by itself
         self.response_complete = False
 
     # ---- the client's side: what the protocol calls
@@ -176,18 +177,14 @@ class Request:
     def pause(self) -> None:
         """Have the engines wait: the client is slow, which is not held against them."""
         self._client.is_paused = True
-        if self._array is not None:
-            self._array.pause()
-        elif self._dispatch is not None:
-            self._dispatch.pause()
+        if self._answering is not None:
+            self._answering.pause()
 
     def resume(self) -> None:
         """Go on."""
         self._client.is_paused = False
-        if self._array is not None:
-            self._array.resume()
-        elif self._dispatch is not None:
-            self._dispatch.resume()
+        if self._answering is not None:
+            self._answering.resume()
 
     def interrupt(self, error: Exception) -> None:
         """End the request with this error, at the next point at which it waits."""
@@ -216,9 +213,7 @@ class Request:
     @property
     def engines(self) -> Sequence[InstanceId]:
         """List the engines of the legs that are under way."""
-        if self._array is not None:
-            return self._array.engines
-        return () if self._dispatch is None else self._dispatch.engines
+        return () if self._answering is None else self._answering.engines
 
     # ---- for a stream that is to go on at another engine (requests/stream_moves.py)
 
@@ -252,10 +247,8 @@ class Request:
 
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
         """Let go of a decode engine that is left, while the prompt is computed elsewhere."""
-        if self._array is not None:
-            self._array.change_slot(leaving, stuck)
-        elif self._dispatch is not None:
-            self._dispatch.change_slot(leaving, stuck)
+        if self._answering is not None:
+            self._answering.change_slot(leaving, stuck)
 
     def cut(self, move: StreamMove) -> bool:
         """Cut the stream at once; False: it does not wait for more of it."""
@@ -263,16 +256,14 @@ class Request:
         self._life.wake()
         return self._client.was_cut()
 
-    def look(self, now: float) -> None:
-        """See whether something has taken too long."""
+    def check_deadlines(self, now: float) -> None:
+        """Comment a stream that has been quiet, and end what has taken too long."""
         if self._comments is not None and not self._client.is_paused:
-            self._comments.look(now)
+            self._comments.comment_if_quiet(now)
         if self._ends_at is not None and now >= self._ends_at:
             self.interrupt(OutOfTime(f"the request was not done within {self._total_s:g} s"))
-        elif self._array is not None:
-            self._array.look(now)
-        elif self._dispatch is not None:
-            self._dispatch.look(now)
+        elif self._answering is not None:
+            self._answering.check_deadlines(now)
 
     # ---- the life
 
@@ -295,8 +286,8 @@ class Request:
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
             whole = self._ticket  # None: it is a part itself
             if call is not None and whole is not None and plan.prompts and self._may_divide(call, plan, settings):
-                self._array = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
-                await self._array.answer()
+                array = self._answering = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
+                await array.answer()
             elif call is not None and continues and may_be_resumed(call):
                 await ResumedStream(self._life, dispatch, self._client).answer(call)
             else:
@@ -347,7 +338,7 @@ class Request:
         if not plan.streams:  # a stream is watched piece by piece
             self._total_s = settings.total_timeout_s
             self._ends_at = now + self._total_s
-        dispatch = self._dispatch = Dispatch(life, plan, settings, self._client)
+        dispatch = self._dispatch = self._answering = Dispatch(life, plan, settings, self._client)
         return dispatch
 
     def _join(self, plan: RequestPlan) -> Dispatch:
@@ -356,7 +347,7 @@ class Request:
         life = self._life
         life.on(_ADMITTED)
         services.budget.came(services.clock())
-        dispatch = self._dispatch = Dispatch(life, plan, services.settings.current, self._client)
+        dispatch = self._dispatch = self._answering = Dispatch(life, plan, services.settings.current, self._client)
         return dispatch
 
     def _part(self, writer: ResponseWriter, plan: RequestPlan, place: int) -> "Request":
@@ -451,9 +442,8 @@ class Request:
         life.on(_END)
         self.response_complete = True
         life.end()
-        self._plan = self._dispatch = self._array = self._comments = client.replay = (
-            None  # the connection keeps us until its next one
-        )
+        # The connection keeps us until its next request.
+        self._plan = self._dispatch = self._answering = self._comments = client.replay = None
         self._head = _NO_HEAD
         life.record.over(status, services.clock() - life.record.began_at)
         try:

@@ -64,7 +64,7 @@ class RequestSet(RequestOwner):
             del self._under_way[request]
             self.services.lifetime.in_flight -= 1
 
-    def _look_round(self) -> None:
+    def _check_round(self) -> None:
         self._timer = None
         services = self.services
         now = services.clock()
@@ -74,8 +74,8 @@ class RequestSet(RequestOwner):
             services.gate.expire()
             if not is_late:
                 for request in self:
-                    request.look(now)
-            self.moves.look()
+                    request.check_deadlines(now)
+            self.moves.cut_streams()
         finally:
             if self._under_way and self._timer is None:
                 self._arm_round()
@@ -83,7 +83,7 @@ class RequestSet(RequestOwner):
     def _arm_round(self) -> None:
         pause = self._tick_s()
         self._lateness.expect(self.services.clock() + pause)
-        self._timer = asyncio.get_running_loop().call_later(pause, self._look_round)
+        self._timer = asyncio.get_running_loop().call_later(pause, self._check_round)
 
     def _tick_s(self) -> float:
         settings = self.services.settings.current

@@ -25,12 +25,12 @@ class CommentedResponse:
         self._interval_s = interval_s
         self._lines = lines
         self._quiet_since = now
-        self._wrote = False  # since the last look
+        self._wrote = False  # since it was asked last
         self._is_between = True  # no event has begun and not ended
         self._is_over = False
         self.keep_alive = writer.keep_alive
 
-    def look(self, now: float) -> None:
+    def comment_if_quiet(self, now: float) -> None:
         """Write a comment if nothing was written for long enough."""
         if self._wrote or self._is_over:
             self._wrote = False

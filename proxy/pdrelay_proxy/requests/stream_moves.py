@@ -45,7 +45,7 @@ class StreamMoves(MoveOwner):
         self._relief: dict[InstanceId, float] = {}  # the look at KV caches from which ``_to_leave`` follows
         self._to_leave = Counter[InstanceId]()  # how many streams should still leave an engine without KV room
 
-    def look(self) -> None:
+    def cut_streams(self) -> None:
         """Cut the streams that may move now, as many as may move at the same time."""
         registry = self.services.fleet.registry
         if not registry.moving:
@@ -56,9 +56,9 @@ class StreamMoves(MoveOwner):
             self._relief = registry.relief.shares
             self._to_leave = self._share_out(self._relief)
         if registry.moving or self._to_leave:
-            self._look_at_all(registry.moving)
+            self._cut_streams(registry.moving)
 
-    def _look_at_all(self, moving: Collection[InstanceId]) -> None:
+    def _cut_streams(self, moving: Collection[InstanceId]) -> None:
         """Cut streams of engines that drain, the oldest first; and of full engines the newest, as vLLM preempts."""
         requests = tuple(self._requests)
         # What no other engine can take is looked at once. To choose engines for each of thousands, four times a second,
@@ -95,7 +95,7 @@ class StreamMoves(MoveOwner):
         """A move is over: count it, and look for another."""
         self._under_way -= 1
         self.services.telemetry.stream_moved(move.reason, move.record.outcome or MoveOutcome.FAILED, move.record.gap_s)
-        asyncio.get_running_loop().call_soon(self.look)
+        asyncio.get_running_loop().call_soon(self.cut_streams)
 
     def _try(
         self, request: Request, source: InstanceId, reason: MoveReason, stuck: set[tuple[InstanceId, RequestKind]]

@@ -88,7 +88,7 @@ class Fleet:
 
     def drain(self, name="decode-0"):
         self.router.registry.drain(name, now=0.0, moves=True)
-        self.router.moves.look()
+        self.router.moves.cut_streams()
 
     @property
     def outcomes(self):
@@ -219,7 +219,7 @@ async def test_a_stream_that_cannot_go_on_exactly_ends_at_its_engine(api, fields
     client = fleet.router.start(asked(api, **fields))
     await until(lambda: fleet.sent)
     fleet.drain()
-    fleet.router.moves.look()
+    fleet.router.moves.cut_streams()
     fleet.go_on.set()
     await client.end()
 
@@ -238,7 +238,7 @@ async def test_a_stream_stays_where_the_engines_own_defaults_look_back():
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
     fleet.drain()
-    fleet.router.moves.look()
+    fleet.router.moves.cut_streams()
     fleet.go_on.set()
     await client.end()
 
@@ -294,11 +294,11 @@ async def test_a_sampled_stream_is_cut_where_its_text_is_complete():
     assert client.request.streams_from == "decode-0"
     middle.set()
     await until(lambda: seen == [middle, end])
-    fleet.router.moves.look()
+    fleet.router.moves.cut_streams()
     assert client.request.streams_from == "decode-0"
     end.set()
     await until(lambda: b" 4" in client.body)
-    fleet.router.moves.look()
+    fleet.router.moves.cut_streams()
     await client.end()
 
     assert read(client.body)[0] == " 8 1 2 4 5"
@@ -371,7 +371,7 @@ async def test_so_many_move_at_the_same_time():
     fleet.drain()
     await until(lambda: len(waiting) == 3)
     for _ in range(20):
-        fleet.router.moves.look()
+        fleet.router.moves.cut_streams()
         await asyncio.sleep(0)
 
     assert len(waiting) == 3
@@ -531,7 +531,7 @@ async def test_streams_do_not_wait_for_an_engine_that_has_failed_to_hand_one_ove
 
     registry = fleet.router.registry
     registry.undrain("decode-0", now=0.0)
-    fleet.router.moves.look()
+    fleet.router.moves.cut_streams()
     registry.drain("decode-1", now=0.0)
     fleet.hold_next()
     last = fleet.router.start(asked(Api.COMPLETIONS), "r3")
@@ -730,10 +730,10 @@ async def test_engines_have_little_time_for_a_move(side):
     fleet.drain()
     await until(lambda: len(fleet.engines.legs) == (4 if side == "decode" else 3))
     now[0] = seconds - 0.1
-    client.request.look(now[0])
+    client.request.check_deadlines(now[0])
     assert len(fleet.engines.open) == 1
     now[0] = seconds + 0.1
-    client.request.look(now[0])
+    client.request.check_deadlines(now[0])
     await client.end()
 
     assert read(client.body) == whole(Api.COMPLETIONS)
@@ -771,7 +771,7 @@ async def test_an_engine_with_too_little_time_for_moves_is_not_broken(side):
     await until(lambda: len([leg for leg in fleet.engines.open if leg.instance.id == slow]) == 8)
     now[0] = 8.1
     for client in clients:
-        client.request.look(now[0])
+        client.request.check_deadlines(now[0])
     for client in clients:
         await client.end()
 
@@ -962,7 +962,7 @@ class TestFullEngines:
         loads = {"decode_0": usage} | others
         shown = {name.replace("_", "-"): ShownLoad(0.0, 1, value) for name, value in loads.items()}
         fleet.router.registry.relief.look(shown)
-        fleet.router.moves.look()
+        fleet.router.moves.cut_streams()
 
     async def test_the_newest_leave_and_the_others_stay(self):
         fleet = self._stopped(5)
@@ -1021,7 +1021,7 @@ class TestFullEngines:
         registry.drain("decode-1", now=0.0)
         self._shown(fleet, 1.0, decode_1=0.0)
         registry.undrain("decode-1", now=0.0)
-        fleet.router.moves.look()
+        fleet.router.moves.cut_streams()
         assert [client.request.record.moves for client in clients] == [(), ()]
 
         self._shown(fleet, 1.0, decode_1=0.0)

@@ -208,7 +208,7 @@ async def test_prompts_that_are_still_computed_get_another_decode_engine():
     client = router.start(call(prompt=PROMPTS))
     await until(lambda: len(engines.legs) == len(PROMPTS))
     router.registry.drain("decode-0", now=0.0, moves=True)
-    router.moves.look()
+    router.moves.cut_streams()
     drained = [one.id for one in router.registry.settle(patience_s=60, now=1.0)]
     go_on.set()
     await client.end()
@@ -321,7 +321,7 @@ async def test_places_that_others_leave_are_taken_by_the_next_parts():
     await until(lambda: len(engines.legs) == 4)
     assert asked(engines.legs[3])["prompt"] == "behind"
     behind.hang_up()
-    whole.request.look(0.0)
+    whole.request.check_deadlines(0.0)
     await until(lambda: len(engines.legs) == 5)
     waiting.set()
     await whole.end()
@@ -409,7 +409,7 @@ async def test_its_time_is_that_of_all():
     client = router.start(call(prompt=PROMPTS))
     await until(lambda: len(engines.open) == 3)
     now[0] = 31.0
-    client.request.look(now[0])
+    client.request.check_deadlines(now[0])
     await client.end()
 
     assert client.error[0] == "EngineTimeoutError"
@@ -483,7 +483,7 @@ async def test_the_time_to_the_first_token_is_known_although_a_comment_has_begun
     router = router_of(Scripted(pulled_prefill, late), clock=lambda: now[0], stream_comment_interval_s=10.0)
     client = router.start(call(prompt=PROMPTS, stream=True, max_tokens=9))
     now[0] = 12.0
-    client.request.look(now[0])
+    client.request.check_deadlines(now[0])
     now[0] = 15.0
     is_ready.set()
     await client.end()

@@ -161,7 +161,7 @@ class World:
         while not all(client.is_over for client in self.clients):
             self.now[0] += 0.5
             for request in self.router.requests:
-                request.look(self.now[0])
+                request.check_deadlines(self.now[0])
             self.router.gate.expire()
             await pass_by(3)
 

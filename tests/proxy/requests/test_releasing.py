@@ -279,7 +279,7 @@ async def test_a_prefill_whose_time_is_over_is_abandoned():
     client = router.start(call(model="m"))
     await until(lambda: engines.of(Role.PREFILL))
     now[0] = 5.1
-    client.request.look(now[0])
+    client.request.check_deadlines(now[0])
     await client.end()
     await drained(router)
 

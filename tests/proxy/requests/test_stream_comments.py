@@ -40,7 +40,7 @@ def response(writer):
 def test_a_stream_that_has_no_event_gets_comments_and_with_the_first_its_head(writer, response):
     """Each after the same time; the first event then comes without a head."""
     for now in (101.0, 109.9, 110.0, 119.0, 120.0):
-        response.look(now)
+        response.comment_if_quiet(now)
     response.begin(200, b"other\r\n", b"data: 1\n\n", streams=True)
 
     assert writer.written == [(200, b"lines\r\n", COMMENT, True, False), COMMENT, b"data: 1\n\n"]
@@ -51,7 +51,7 @@ def test_a_stream_that_goes_on_gets_none(writer, response):
     response.begin(200, b"a: b\r\n", b"data: 1\n\n", streams=True, last=True)
     for now in range(105, 200, 5):
         response.write(b"data: 2\n\n")
-        response.look(now)
+        response.comment_if_quiet(now)
 
     assert response.relay is None
     assert COMMENT not in writer.written
@@ -62,16 +62,16 @@ def test_a_stream_that_goes_on_gets_none(writer, response):
 def test_no_comment_stands_within_an_event(writer, response, end):
     """Its line may be whole while the empty one is missing."""
     response.begin(200, b"", b"data: 1", streams=True)
-    response.look(105.0)
-    response.look(200.0)
+    response.comment_if_quiet(105.0)
+    response.comment_if_quiet(200.0)
     response.write(end[: len(end) // 2])
-    response.look(300.0)
-    response.look(400.0)
+    response.comment_if_quiet(300.0)
+    response.comment_if_quiet(400.0)
     assert COMMENT not in writer.written
 
     response.write(b"data: 2" + end)
-    response.look(401.0)
-    response.look(411.0)
+    response.comment_if_quiet(401.0)
+    response.comment_if_quiet(411.0)
     assert writer.written[-1] == COMMENT
 
 
@@ -87,7 +87,7 @@ def test_nothing_comes_behind_the_end(writer, response, over):
         response.close()
     before = list(writer.written)
     for now in (150.0, 200.0, 250.0):
-        response.look(now)
+        response.comment_if_quiet(now)
 
     assert writer.written == before
 
@@ -95,6 +95,6 @@ def test_nothing_comes_behind_the_end(writer, response, over):
 def test_the_connection_is_kept_as_the_response_says(writer, response):
     """It is the router that knows whether it leaves."""
     response.keep_alive = False
-    response.look(110.0)
+    response.comment_if_quiet(110.0)
 
     assert writer.keep_alive is False

@@ -72,7 +72,7 @@ async def test_the_timer_goes_by_the_last_piece():
 
     async def piece():
         now[0] += 60.0
-        client.request.look(now[0])
+        client.request.check_deadlines(now[0])
         return EVENT
 
     async def decode(_):

@@ -100,15 +100,15 @@ async def test_an_engine_has_its_full_time_after_the_shortest_pause():
     router = router_of(Scripted(pulled_prefill, decode), stream_idle_timeout_s=100.0, clock=lambda: now[0])
     client = router.start(call(**STREAM))
     await until(lambda: client.response.begun)
-    client.request.look(0.0)
+    client.request.check_deadlines(0.0)
     now[0] = 99.0
     client.request.pause()
     client.request.resume()
-    client.request.look(101.0)
-    client.request.look(200.9)
+    client.request.check_deadlines(101.0)
+    client.request.check_deadlines(200.9)
     assert not client.is_over
 
-    client.request.look(201.0)
+    client.request.check_deadlines(201.0)
     assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 100 s")
 
 
@@ -128,9 +128,9 @@ async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
     router = router_of(engines, decode_only_fallback=False, **patience, retries=9, spans=notes, clock=lambda: now[0])
     client = router.start()
     await until(lambda: len(engines.of(role)) == 3 and engines.open)
-    client.request.look(49.9)
+    client.request.check_deadlines(49.9)
     assert not client.is_over
-    client.request.look(50.0)
+    client.request.check_deadlines(50.0)
 
     assert client.error == ("RequestTimeoutError", "the request was not done within 50 s")
     assert notes.told[-2][0] == "ended"

@@ -97,7 +97,7 @@ class Fleet(Scripted):
             case "go on":
                 self.tokens = what
         for _ in range(10):
-            self.router.moves.look()
+            self.router.moves.cut_streams()
             await asyncio.sleep(0)
 
 

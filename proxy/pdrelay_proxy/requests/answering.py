@@ -1,0 +1,37 @@
+"""What is under way at engines for one request, as those see it who look after all requests."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.requests.stream_move import StuckPrompts
+
+
+class Answering(ABC):
+    """The two legs of one prompt, or those of several. A class, because a compiled call of a Protocol is slow."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Have the engines wait: the client is slow, which is not held against them."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Let the engines go on."""
+
+    @abstractmethod
+    def check_deadlines(self, now: float, /) -> None:
+        """Fail each leg that has taken too long."""
+
+    @abstractmethod
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
+        """Let go of decode engines that are left, while prompts are computed elsewhere.
+
+        ``stuck``: prompts like these were tried a moment ago, and no engine could.
+        """

@@ -123,7 +123,7 @@ class Scripted:
     open: list = field(default_factory=list)  # at this moment
     kept: int = 0  # connections that were given back behind a whole answer
 
-    def tell(self, call, instance, path, *, headers, request, body, content_type=b"application/json"):
+    def send(self, call, instance, path, *, headers, request, body, content_type=b"application/json"):
         """Implements Teller."""
         named = (*headers, (b"x-request-id", request.encode()))
         Line(self, call, LegRequest(instance, path, b"".join(body), named, content_type))

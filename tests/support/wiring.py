@@ -121,11 +121,11 @@ class Told(ResponseHandler):
 async def told(engines: WireEngines, leg: LegRequest, took: Callable[[bytes], object] = len) -> AsyncGenerator[Told]:
     """Post a leg, and have its answer told; leaving the block drops what has not come."""
     one = Told(leg.instance.id, took)
-    engines.teller.post(one, leg)
+    engines.leg_sender.post(one, leg)
     try:
         yield one
     finally:
         if one.complete:
-            engines.teller.done(one)
+            engines.leg_sender.done(one)
         else:
             one.drop()

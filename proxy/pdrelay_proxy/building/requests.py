@@ -86,7 +86,7 @@ def build_requests(
         fleet=fleet,
         push_coordinates=engines.learned,
         leg_bodies=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
-        sender=wire.teller,
+        sender=wire.leg_sender,
         releaser=releaser,
         budget=RetryBudget(settings.retry_budget_ratio),
         gate=gate,

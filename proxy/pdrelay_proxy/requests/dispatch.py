@@ -182,8 +182,10 @@ class Dispatch(Answering):
             return self._choose_for_move(attempt, attempt.move, single_body)
         if call is not None and single_body is not None:
             attempt.body = single_body
-            home = self._home(attempt) if self._life.record.moves else None
-            return None, attempt.choice.one(self._life.services.fleet.usable(_DECODE) if home is None else [home])
+            source = self._stream_source(attempt) if self._life.record.moves else None
+            return None, attempt.choice.choose_decode(
+                self._life.services.fleet.usable(_DECODE) if source is None else [source]
+            )
         if call is None:
             reason: SingleEngineReason | None = self._plan.single_reason
         elif attempt.retries.is_alone:
@@ -210,12 +212,12 @@ class Dispatch(Answering):
             return None
 
     def _pair_for_move(
-        self, retries: RetryAttempts, lender: Instance | None, met: InstanceId | None
+        self, retries: RetryAttempts, lender: Instance | None, prompt_holder: InstanceId | None
     ) -> tuple[Instance, Instance]:
         """Choose the engine that the stream leaves, which has its KV cache, and a decode engine that may read from it.
 
-        Without one, a prefill engine computes the prompt and the tokens so far: ``met``, which has the prompt, or else
-        another one.
+        Without one, a prefill engine computes the prompt and the tokens so far: ``prompt_holder`` has the prompt,
+        or else another one.
         """
         fleet = self._life.services.fleet
         ask = self._plan.ask.once_more()
@@ -225,20 +227,20 @@ class Dispatch(Answering):
         if lender is not None and (readers := fleet.readers(lender, decodes)):
             return lender, fleet.pair([lender], readers, ask)[1]
         prefills = retries.among(fleet.usable(_PREFILL))
-        own = [one for one in prefills if one.id == met and fleet.fitting(one, decodes)]
-        prefill, decode = fleet.pair(own or prefills, decodes, ask)
+        holders = [one for one in prefills if one.id == prompt_holder and fleet.fitting(one, decodes)]
+        prefill, decode = fleet.pair(holders or prefills, decodes, ask)
         if prefill is None:
             raise NoMatchingInstance("no prefill engine can go on with the stream")
         return prefill, decode
 
-    def _home(self, attempt: Attempt) -> Instance | None:
+    def _stream_source(self, attempt: Attempt) -> Instance | None:
         """Return the engine that a stream has moved from, if no other can go on with it now that it broke off."""
         if any(one.id not in attempt.retries.avoided for one in attempt.choice.usable(_DECODE)):
             return None
         member = self._life.services.fleet.registry.get(self._life.record.moves[-1].source)
         if member is None or member.instance.id in attempt.retries.avoided:
             return None
-        return member.as_home()
+        return member.as_stream_source()
 
     def _choose_for_move(
         self, attempt: Attempt, move: StreamMove, single_body: Pieces | None
@@ -246,14 +248,14 @@ class Dispatch(Answering):
         """Choose the engines that go on with a stream; alone, if all else fails, the one that it came from."""
         if single_body is None:
             pair, move.pair = move.pair, None
-            pair = pair or self._pair_for_move(attempt.retries, move.lender, move.met)
+            pair = pair or self._pair_for_move(attempt.retries, move.lender, move.prompt_holder)
             attempt.choice.note_expected()
             return pair
         attempt.body = single_body
         others = self._with_room(
             [one for one in attempt.choice.usable(_DECODE) if one.id not in attempt.retries.avoided]
         )
-        return None, attempt.choice.one(others or [move.source])
+        return None, attempt.choice.choose_decode(others or [move.source])
 
     def _with_room(self, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """Leave out the engines that streams leave for want of KV room, if there are others."""
@@ -370,7 +372,7 @@ class Dispatch(Answering):
             raise failed
         self._life.record.set_aside(_DECODE, failed.failure)
         failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
-        decode = attempt.choice.one(others)
+        decode = attempt.choice.choose_decode(others)
         if attempt.prefill is not None:
             self._life.services.fleet.took_over(attempt.prefill.instance, decode, self._plan.ask)
         return decode

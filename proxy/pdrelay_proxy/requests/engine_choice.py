@@ -84,7 +84,7 @@ class EngineChoice:
         fitting = fleet.fitting(prefill, self.usable(_DECODE))
         others = fleet.nearest(prefill, [one for one in fitting if one.id not in avoided])
         try:
-            other = self.one(others) if others else None
+            other = self.choose_decode(others) if others else None
         except ProxyError:  # none of them serves the model, or is the rank that the client wants
             other = None
         if other is None:
@@ -114,7 +114,7 @@ class EngineChoice:
         self.expected = found.expected
         return found
 
-    def one(self, among: Sequence[Instance]) -> Instance:
+    def choose_decode(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
         fleet = self._fleet
         chosen = choose_decode(fleet, self._plan.ask, self._plan.path, self._retries, among)

@@ -142,7 +142,7 @@ class LegSending:
         if services.fleet.listeners:
             services.accounts.sent(leg, plan, is_alone=is_alone, is_prefill=is_prefill)
         try:
-            services.sender.tell(
+            services.sender.send(
                 leg,
                 instance,
                 plan.path,

@@ -51,7 +51,7 @@ class Spans(Protocol):
 class Sender(Protocol):
     """Sends legs, and has each told of its response; the calls return at once (io/wire/leg_sender.py)."""
 
-    def tell(
+    def send(
         self,
         call: ResponseHandler,
         instance: Instance,

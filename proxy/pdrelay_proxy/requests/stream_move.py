@@ -55,8 +55,8 @@ class StreamMove:
         "is_alone",
         "is_over",
         "lender",
-        "met",
         "pair",
+        "prompt_holder",
         "reason",
         "record",
         "source",
@@ -71,11 +71,12 @@ class StreamMove:
         name: RequestId,
         *,
         reason: MoveReason,
-        met: InstanceId | None,
+        prompt_holder: InstanceId | None,
     ) -> None:
         """``pair``: the engines that are asked first; ``name``: under which the engine that it leaves is held.
 
-        ``lender``: the engine that it leaves, as a prefill engine; ``met``: the prefill engine that has the prompt.
+        ``lender``: the engine that it leaves, as a prefill engine; ``prompt_holder``: the prefill engine that has the
+        prompt.
         """
         services = owner.services
         self._owner = owner
@@ -84,7 +85,7 @@ class StreamMove:
         self._hold: RequestId | None = name
         self.source = source
         self.lender = lender  # None: it is not asked for the KV cache, or any more
-        self.met = met
+        self.prompt_holder = prompt_holder
         self.pair: tuple[Instance, Instance] | None = pair
         self.ids: msgspec.Raw | None = None  # of a chat: its prompt and the tokens so far
         self.is_alone = False  # two engines have failed to: one computes the rest anew

@@ -123,8 +123,10 @@ class StreamMoves(MoveOwner):
             return False
         self._under_way += 1
         hold = RequestId(f"{record.request_id}-m{len(record.moves)}")
-        met = None if record.prefill is None else record.prefill.instance
-        move = StreamMove(self, member.as_home(), lender, pair, hold, reason=reason, met=met)
+        prompt_holder = None if record.prefill is None else record.prefill.instance
+        move = StreamMove(
+            self, member.as_stream_source(), lender, pair, hold, reason=reason, prompt_holder=prompt_holder
+        )
         if not request.cut(move):
             self._under_way -= 1
             move.let_go()

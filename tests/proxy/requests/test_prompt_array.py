@@ -365,14 +365,14 @@ async def test_long_fields_are_shared_by_all_legs(prefill):
     """They are no copies: 64 parts of two legs each would hold them 128 times."""
     long = "u" * 100_000
     seen, engines = [], Scripted(prefill, decode)
-    tell = engines.tell
+    send = engines.send
 
     def noting(*args, body, **more):
         seen.extend(piece.obj for piece in body if isinstance(piece, memoryview) and len(piece) > 50_000)
         assert sum(len(piece) for piece in body if not isinstance(piece, memoryview)) < 5_000
-        tell(*args, body=body, **more)
+        send(*args, body=body, **more)
 
-    engines.tell = noting
+    engines.send = noting
     router = router_of(engines)
     client = await router.serve(call(prompt=PROMPTS, user=long, metadata={"a": long}))
 

@@ -87,12 +87,12 @@ class Engines(Scripted):
 
     scripts = None
 
-    def tell(self, call, instance, path, **more):
+    def send(self, call, instance, path, **more):
         script = self.scripts.prefill if instance.role is Role.PREFILL else self.scripts.decode
         if script and script[0][1] == "unsendable":
             script.pop(0)
             raise EngineError(f"{instance.id} was not asked", reached=False)
-        super().tell(call, instance, path, **more)
+        super().send(call, instance, path, **more)
 
     async def ask(self, leg, *, timeout_s):
         await asyncio.sleep(0)

@@ -128,7 +128,7 @@ class Member:
             return None
         return self._as(Role.PREFILL)
 
-    def as_home(self) -> Instance:
+    def as_stream_source(self) -> Instance:
         """Return the engine as the decode engine of a stream that it has, or had: it may have turned since."""
         return self._as(Role.DECODE)
 

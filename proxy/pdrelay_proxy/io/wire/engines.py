@@ -44,7 +44,7 @@ class WireEngines:
             guard=guard,
             dial=dial,
         )
-        self._teller = LegSender(self._pool, outbound or Outbound())
+        self._leg_sender = LegSender(self._pool, outbound or Outbound())
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,9 +58,9 @@ class WireEngines:
         return self._pool
 
     @property
-    def teller(self) -> LegSender:
+    def leg_sender(self) -> LegSender:
         """Asks by the same connections, and has answers told."""
-        return self._teller
+        return self._leg_sender
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
         """End the requests to an engine that hangs: those that heard nothing from it for so long; return how many."""
@@ -73,11 +73,11 @@ class WireEngines:
             EngineTimeout: the answer did not come in time.
             EngineError: the engine cannot be reached, broke off, or answered with more than 4 MiB.
         """
-        return await self._whole(leg.instance, partial(self._teller.post, leg=leg), timeout_s)
+        return await self._whole(leg.instance, partial(self._leg_sender.post, leg=leg), timeout_s)
 
     async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse:
         """Get the engine's list of models, ``bare``: without showing a key; raises what ``ask`` raises."""
-        asked = partial(self._teller.get, instance=instance, path="/v1/models", headers=headers, bare=bare)
+        asked = partial(self._leg_sender.get, instance=instance, path="/v1/models", headers=headers, bare=bare)
         return await self._whole(instance, asked, self._probe_timeout_s)
 
     async def _whole(
@@ -94,7 +94,7 @@ class WireEngines:
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         finally:
             if call.complete:
-                self._teller.done(call)
+                self._leg_sender.done(call)
             else:
                 call.drop()
             del call  # an error leads to this frame, and the call to the error: a circle

@@ -27,7 +27,7 @@ class LegSender:
         self._pool = pool
         self._outbound = outbound
 
-    def tell(
+    def send(
         self,
         call: ResponseHandler,
         instance: Instance,

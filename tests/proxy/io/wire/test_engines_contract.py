@@ -1000,9 +1000,9 @@ def test_closing_ends_every_connection(client):
     async def main(leg):
         async with client.make(Settings()) as engines:
             one, two = Told(), Told()
-            engines.teller.post(one, leg)
+            engines.leg_sender.post(one, leg)
             assert await one.whole() == b"hello"
-            engines.teller.post(two, leg)
+            engines.leg_sender.post(two, leg)
             await two.some()
             assert two.body == b"he"
         with pytest.raises(EngineError, match="broke off"):

@@ -40,11 +40,11 @@ def test_the_pieces_of_a_body_arrive_as_one(loop, scheme, contexts, size):
             for _ in range(2):
                 call = Told()
                 pieces = encode_in_pieces({name: Raw(bytes(raw)) for name, raw in fields.items()}, "prompt")
-                engines.teller.tell(call, leg.instance, leg.path, headers=(), request=RequestId("r"), body=pieces)
+                engines.leg_sender.send(call, leg.instance, leg.path, headers=(), request=RequestId("r"), body=pieces)
                 del pieces
                 assert await call.whole() == b"hello"
                 assert call.status == 200
-                engines.teller.done(call)
+                engines.leg_sender.done(call)
             assert engines.pool.idle == 1
 
     with raw_engine(script, tls=theirs) as engine:
@@ -84,7 +84,7 @@ async def test_a_connection_that_cannot_be_opened_for_another_reason_is_told_too
     pool = Pool(keepalive_s=5, connect_timeout_s=5, dial=dial)
     whole = WholeAnswer("decode-0")
     instance = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 1))
-    LegSender(pool, Outbound()).tell(
+    LegSender(pool, Outbound()).send(
         whole, instance, "/v1/completions", headers=(), request=RequestId("r"), body=[b"{}"]
     )
 
@@ -122,7 +122,7 @@ def test_an_idle_connection_that_is_closed_under_a_request_is_told_from_an_engin
             for _ in range(served):
                 await engines.ask(leg, timeout_s=5)
             call = WholeAnswer("decode-0")
-            engines.teller.post(call, leg)
+            engines.leg_sender.post(call, leg)
             if call.source is not None:
                 call.source.heard_at -= waits_s
             await call.answer

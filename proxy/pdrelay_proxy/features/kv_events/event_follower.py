@@ -13,8 +13,9 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
-from pdrelay_proxy.features.kv_events.core.event_stream import PATH, BadKvEvents, KvEventStream, read_batch
+from pdrelay_proxy.features.kv_events.core.event_stream import PATH, KvEventStream, read_batch
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
+from pdrelay_proxy.features.kv_events.errors import BadKvEvents
 from pdrelay_proxy.features.kv_events.event_counts import EventCounts
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed

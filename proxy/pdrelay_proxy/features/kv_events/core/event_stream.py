@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.features.kv_events.errors import BadKvEvents
 from pdrelay_proxy.features.kv_events.event_schemas import KvEvent, KvEventBatch, KvEventKind
 
 PATH: Final = "/v1/pdrelay/kv_events"
@@ -20,10 +20,6 @@ _EVENT: Final[msgspec.msgpack.Decoder[KvEvent]] = msgspec.msgpack.Decoder(KvEven
 _KIND: Final = msgspec.msgpack.Decoder(KvEventKind)
 _STORED: Final = "BlockStored"
 _KNOWN: Final = (_STORED, "BlockRemoved", "AllBlocksCleared")
-
-
-class BadKvEvents(EngineError):
-    """What an engine says of its cache cannot be read, or has gaps."""
 
 
 class KvEventStream:

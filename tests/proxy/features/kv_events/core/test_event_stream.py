@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.features.kv_events.core.event_stream import (
     FRAME_MOST,
-    BadKvEvents,
     KvEventStream,
     read_batch,
     read_event,
 )
+from pdrelay_proxy.features.kv_events.errors import BadKvEvents
 from pdrelay_proxy.features.kv_events.event_schemas import AllBlocksCleared, BlockRemoved, BlockStored
 
 STORED = {"type": "BlockStored", "block_hashes": [b"a"], "token_ids": [1, 2], "block_size": 2}

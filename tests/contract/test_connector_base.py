@@ -17,12 +17,18 @@ with warnings.catch_warnings():
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor import Executor
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+    from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.connector import PDRelayConnector
     from pdrelay_connector.shell.engine_waker import EngineWaker, find_engine_waker
+    from pdrelay_connector.shell.sleep_hooks import before_sleeps
+
+from pdrelay_connector.errors import ConnectorError
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 LONG = 20.0  # s: more than anything here takes
@@ -30,14 +36,14 @@ OURS = sorted(
     name for name, member in vars(PDRelayConnector).items() if inspect.isroutine(member) and not name.startswith("__")
 )
 
-NEWER = {"supports_sleep_mode"}  # vLLM 0.33 asks
+NEWER = ("restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches")  # from vLLM 0.33 on
 
 
 def parameters(cls, name):
     return list(inspect.signature(getattr(cls, name)).parameters)
 
 
-@pytest.mark.parametrize("name", sorted(set(OURS) - NEWER))
+@pytest.mark.parametrize("name", OURS)
 def test_every_method_overrides_one_of_vllms_with_the_same_parameters(name):
     """A method that vLLM renamed would never be called again, in silence."""
     cls = next(cls for cls in (KVConnectorBase_V1, base.SupportsHMA) if hasattr(cls, name))
@@ -45,13 +51,95 @@ def test_every_method_overrides_one_of_vllms_with_the_same_parameters(name):
     assert parameters(PDRelayConnector, name) == parameters(cls, name)
 
 
-def test_sleep_mode_is_refused_as_vllm_0_33_asks():
-    """On the class, with the connector's configuration; its own answer would be yes, and peers would write anywhere."""
-    assert PDRelayConnector.supports_sleep_mode(KVTransferConfig()) is False
-    if hasattr(KVConnectorBase_V1, "supports_sleep_mode"):
-        assert parameters(PDRelayConnector, "supports_sleep_mode") == parameters(
-            KVConnectorBase_V1, "supports_sleep_mode"
-        )
+@pytest.mark.parametrize("name", NEWER)
+def test_a_newer_method_overrides_vllms_where_it_has_one(name):
+    """So a version that has none of them never calls ours, and refuses to sleep before."""
+    assert hasattr(KVConnectorBase_V1, name) == vllm_versions.FOLLOWS_SLEEP
+    if hasattr(KVConnectorBase_V1, name):
+        assert parameters(PDRelayConnector, name) == parameters(KVConnectorBase_V1, name)
+
+
+def test_sleep_mode_is_allowed_as_vllm_0_33_asks():
+    """On the class, with the connector's configuration."""
+    assert PDRelayConnector.supports_sleep_mode(KVTransferConfig()) is True
+
+
+@pytest.mark.skipif(not vllm_versions.FOLLOWS_SLEEP, reason="this vLLM tells no connector of a sleep")
+@pytest.mark.parametrize(
+    ("method", "calls"),
+    [
+        ("sleep", ["unregister_kv_caches()", "backend.suspend("]),
+        ("discard", ["unregister_kv_caches()", "backend.discard("]),
+        ("wake_up", ["backend.resume(", "restore_kv_caches()"]),
+    ],
+)
+def test_a_worker_lets_go_of_the_memory_before_it_goes_and_registers_it_when_it_is_back(method, calls):
+    """In the other order NIXL would hold pages that are gone, or register none."""
+    source = inspect.getsource(getattr(Worker, method))
+
+    assert [source.index(call) for call in calls] == sorted(source.index(call) for call in calls)
+
+
+@pytest.mark.skipif(not vllm_versions.FOLLOWS_SLEEP, reason="this vLLM tells no connector of a sleep")
+def test_the_engine_core_resets_its_cache_then_asks_its_executor_and_passes_the_workers_words_on():
+    """The scheduler's connector hears of a sleep through the executor (shell/sleep_hooks.py), and of its end so."""
+    sleep, wake = inspect.getsource(EngineCore.sleep), inspect.getsource(EngineCore.wake_up)
+
+    assert sleep.index("clear_cache=clear_prefix_cache") < sleep.index("model_executor.sleep(level)")
+    assert wake.index("model_executor.wake_up(tags)") < wake.index("self._set_kv_connector_handshake_metadata()")
+    assert "self.model_executor.discard" in inspect.getsource(EngineCore.release_kv_cache_memory)
+    assert "self.sleeping_tags |= SLEEP_TAGS" in inspect.getsource(Executor.sleep)
+
+
+class Dozing:
+    """An executor as the engine core has one."""
+
+    def __init__(self, *, goes):
+        self.sleeping_tags, self.goes = set(), goes
+
+    def sleep(self, level=1):
+        if self.goes == "fails":
+            raise RuntimeError("a worker has failed")
+        self.sleeping_tags |= {"kv_cache"} if self.goes else set()
+
+    def discard(self, tags):
+        self.sleeping_tags |= set(tags)
+
+
+@pytest.mark.parametrize(("goes", "heard"), [(True, ["let go"]), (False, ["let go", "go on"])])
+def test_the_scheduler_hears_of_a_sleep_before_it_and_goes_on_if_the_memory_stays(goes, heard):
+    """As where vLLM finds that the weights sleep already."""
+    executor, said = Dozing(goes=goes), []
+    before_sleeps(executor, lambda: said.append("let go"), lambda: said.append("go on"))
+    executor.sleep(1)
+    executor.discard(("scheduling",))
+
+    assert said == heard
+
+
+def test_who_cannot_let_go_keeps_all_workers_awake():
+    """A worker that has put its memory away beside one that has not is an engine that is lost."""
+    executor, said = Dozing(goes=True), []
+
+    def prepare():
+        raise ConnectorError("a push may still be written")
+
+    before_sleeps(executor, prepare, lambda: said.append("go on"))
+    for put_away in (executor.sleep, lambda: executor.discard(("kv_cache",))):
+        with pytest.raises(ConnectorError):
+            put_away()
+
+    assert (executor.sleeping_tags, said) == (set(), [])
+
+
+def test_the_scheduler_goes_on_if_a_worker_fails():
+    """VLLM passes the error on, and the engine may be resumed."""
+    executor, said = Dozing(goes="fails"), []
+    before_sleeps(executor, lambda: None, lambda: said.append("go on"))
+    with pytest.raises(RuntimeError):
+        executor.sleep(1)
+
+    assert said == ["go on"]
 
 
 def test_what_decides_the_kv_is_called_so():

@@ -159,6 +159,7 @@ def test_workers_of_all_pipeline_stages_are_known(model):
     """VLLM names them by stage and tensor-parallel rank; peers compare what the model is, too."""
     started = []
     ours = PDRelayConnector.__new__(PDRelayConnector)
+    ours._fingerprint = None
     ours._scheduler = SimpleNamespace(start=lambda ranks, fingerprint: started.append((ranks, fingerprint)))
     ours._vllm_config = EngineArgs(model=str(model), enforce_eager=True, max_model_len=128).create_engine_config()
     places = [(stage, rank) for stage in range(2) for rank in range(2)]

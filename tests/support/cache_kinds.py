@@ -220,6 +220,9 @@ class KindsEngine(ScheduledEngine):
         self.finished_tables, self.loaded = {}, set()
         self.pairs = set()  # (group, P's block, D's block) of what has moved since they were last looked at
         super().__init__(world, name, address)
+
+    def _start_worker(self, engine_config, settings, info):
+        super()._start_worker(engine_config, settings, info)
         write = self.writer._part_writer.write
 
         def watched(ranks, token_ranges, **options):
@@ -263,11 +266,16 @@ class KindsEngine(ScheduledEngine):
         heads = max((getattr(spec, "num_kv_heads", 1) for spec in shape.specs), default=1)
         described = dataclasses.replace(engine_config, all_heads=heads)
         regions = describe_caches(caches, described, shape.blocks, KernelLayout.ENTRIES)
-        network.memories[self.name] = []
+        network.memories[self.agent] = []
         self._keeps = caches  # their memory is read and written by address
         self.connector.engine = self
-        info = RankInfo(0, 1, self.name.encode(), "DRAM", 0, regions)
-        return info, [Copier(network, self.name) for _ in range(2)]
+        info = RankInfo(0, 1, self.agent.encode(), "DRAM", 0, regions)
+        return info, [Copier(network, self.agent) for _ in range(2)]
+
+    def _wait(self, _):
+        """Time passes for all, but for this engine's loop."""
+        self.world.now += 0.1
+        self.world.round(but=self)
 
     def before_computing(self):
         if self.world.writes_at_once:
@@ -344,14 +352,19 @@ class Pair(Turns):
     def register(self, name, prompt, most):
         """Send the decode leg of a push, which may come before the other one."""
         self.asked[name] = prompt, [], most
-        where = {"remote_engine_id": "p", "remote_host": self.p.address.host, "remote_port": self.p.address.port}
+        where = {
+            "remote_engine_id": self.p.agent,
+            "remote_host": self.p.address.host,
+            "remote_port": self.p.address.port,
+        }
         where |= {"do_remote_prefill": True, "transfer_id": name, "transfer_mode": "push"}
         self.d.ask(name, prompt, most=most, params=where)
 
-    def round(self):
+    def round(self, *, but=None):
+        """Everybody has a turn; of one that waits for its own threads, only these."""
         self.network.deliver()
         for engine in (self.p, self.d):
-            for output in engine.turn(self.now):
+            for output in engine.turn(self.now) if engine is not but else engine.turn_of_threads(self.now):
                 self._heard(output)
 
     def _heard(self, output):

@@ -18,7 +18,7 @@ from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager, Revocab
 from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, Hello, LentBlocks, RankInfo, Region, Welcome
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.pull.load import LoadOrder
-from pdrelay_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from pdrelay_connector.core.results import BlocksReleased, FellAsleep, LeaseLost, LoadResult
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.verify.comparison import sums_of
 from pdrelay_connector.core.verify.sampling import Sampling
@@ -111,6 +111,7 @@ class Engine(Blocks):
     frozen: bool = False
     held: dict = field(default_factory=dict)
     freed: list = field(default_factory=list)
+    slept: list = field(default_factory=list)  # what came of each attempt to sleep
     results: dict = field(default_factory=dict)
     orders: dict = field(default_factory=dict)
     into: dict = field(default_factory=dict)
@@ -150,6 +151,7 @@ class Engine(Blocks):
             ),
             peers,
             self.counters,
+            close_all=self.link.close_all,
         )
         self.leases, self.peers = leases, peers
         self.mover = InMemoryTransferAgent(self.network, self.name)
@@ -233,6 +235,8 @@ class Engine(Blocks):
                 self._free(self.held.pop(request))
             case LeaseLost(request):
                 self.on_lost(request)
+            case FellAsleep():
+                self.slept.append(news)
 
     def _ended(self, ended):
         match ended:

@@ -20,7 +20,7 @@ from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
-from pdrelay_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from pdrelay_connector.core.results import BlocksReleased, FellAsleep, LeaseLost, LoadResult
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.verify.comparison import compare, count
 from pdrelay_connector.core.verify.sampling import Sampling
@@ -108,6 +108,7 @@ class PushEngine(Blocks):
     freed: list = field(default_factory=list)
     results: dict = field(default_factory=dict)
     tickets: dict = field(default_factory=dict)
+    slept: list = field(default_factory=list)  # what came of each attempt to sleep
     into: dict = field(default_factory=dict)
     lent: dict = field(default_factory=dict)  # block -> request for which P may write into it
     on_result: Callable[[LoadResult], None] = lambda result: None
@@ -142,6 +143,7 @@ class PushEngine(Blocks):
             self.counters,
             push_coordinator=self.push_coordinator,
             push_receiver=self.push_receiver,
+            close_all=self.link.close_all,
         )
         self.worker_links = [InMemoryLink(network, f"{name}/{rank}", engine=name) for rank in self.ranks_()]
         self.movers = [WatchedMover(network, f"{name}/{rank}", self.world) for rank in self.ranks_()]
@@ -283,6 +285,8 @@ class PushEngine(Blocks):
                 self.announced.append((None, TransferOver(request)))
             case LeaseLost(request):
                 self.on_lost(request)
+            case FellAsleep():
+                self.slept.append(news)
             case BlocksReleased(request):
                 assert self.results[request].quarantined, "P let go of what nobody was told it held"
                 self._take_back(request)

@@ -22,6 +22,7 @@ from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.returning_writer import ReturningWriter
 from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.sleep import in_generation
 from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryTransferAgent, pieces_of
 from pdrelay_tools.local.model import ensure_model
 from support.engines import BLOCK_SIZE, FINGERPRINT, rank_info
@@ -39,6 +40,7 @@ with warnings.catch_warnings():
         init_none_hash,
         make_block_hash_with_group_id,
     )
+    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import FinishReason
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -101,6 +103,12 @@ class InMemoryRunner:
 
     def check(self):
         """No thread has died: its bugs are raised in the test."""
+
+    def start(self):
+        """It has its turns when its process has one."""
+
+    def stop(self):
+        """It has no more turns."""
 
     def turn(self, now):
         if self.commands or self._link.inbox or (self._due is not None and now >= self._due):
@@ -199,7 +207,7 @@ class ScheduledEngine:
 
     def __init__(self, world, name, address):
         self.world, self.name, self.address = world, name, address
-        self.alive, self.frozen = True, False
+        self.alive, self.frozen, self.generation = True, False, 0
         self.inbox = deque()  # what clients ask for, until the next step
         self.lent = {}  # lease -> its blocks and what must be in them
         TimedConnector.worlds[name] = world
@@ -219,17 +227,24 @@ class ScheduledEngine:
 
     def _allocate(self, network, _):
         """Return the description of this engine's memory, and what moves KV in and out of it."""
-        self.memory = network.memories[self.name] = [b"zero"] * (BLOCKS * BLOCK_SIZE)
-        movers = [mover(network, self.name, self.world) for mover in (WatchedMover, WatchedReader)]
-        return rank_info(self.name, BLOCKS, width=BLOCK_BYTES), movers
+        self.memory = network.memories[self.agent] = [b"zero"] * (BLOCKS * BLOCK_SIZE)
+        movers = [mover(network, self.agent, self.world) for mover in (WatchedMover, WatchedReader)]
+        return rank_info(self.agent, BLOCKS, width=BLOCK_BYTES), movers
 
     def _start_threads(self, engine_config, settings):
         network = self.world.network
         info, self.movers = self._allocate(network, engine_config)
-        self.links = [InMemoryLink(network, self.name, engine=self.name) for _ in range(2)]
-        handshakes = {0: RankHandshake(info, info, FINGERPRINT, TOKEN)}
+        self.links = [InMemoryLink(network, self.agent, engine=self.name) for _ in range(2)]
+        self.worker_counters = Counters()
         thread = self.connector._scheduler._control
-        self.counters, self.worker_counters = Counters(), Counters()
+        thread.start = lambda handshakes, *_: self._start_control(thread, engine_config, settings, handshakes)
+        thread._outbox.wait = self._wait
+        handshake = RankHandshake(info, info, FINGERPRINT, TOKEN, self.generation)
+        self.connector._scheduler.start({0: handshake}, FINGERPRINT)
+        self._start_worker(engine_config, settings, info)
+
+    def _start_control(self, thread, engine_config, settings, handshakes):
+        self.counters = Counters()
         self.control = _build_control_plane(
             engine_config,
             settings,
@@ -239,15 +254,22 @@ class ScheduledEngine:
             fingerprint=FINGERPRINT,
             last_turn=lambda: thread._last_turn,
         )
-        self.control_runner = thread._runner = InMemoryRunner(self.control, self.links[0], thread._after_turn)
-        thread._outbox.wait = lambda _: self.control_runner.wake(self.world.now)  # the thread has its turn meanwhile
-        network.listen(self.address, self.links[0], _welcome(self.name, info))
+        self.control_runner = InMemoryRunner(self.control, self.links[0], thread._after_turn)
+        thread._run(self.control_runner)
+        welcome = Welcome(PROTOCOL, EngineId(self.agent), FINGERPRINT, (handshakes[0].rank,))
+        self.world.network.listen(self.address, self.links[0], welcome)
+
+    def _wait(self, _):
+        """The control thread has its turn meanwhile."""
+        self.control_runner.wake(self.world.now)
+
+    def _start_worker(self, engine_config, settings, info):
         self.writer = PushWriter(
             self.links[1],
             self.movers[0],
             self.worker_counters,
             info,
-            scheduler_endpoint=EngineEndpoint(EngineId(self.name), self.address),
+            scheduler_endpoint=EngineEndpoint(EngineId(self.agent), self.address),
             token=TOKEN,
             timeout=TRANSFER,
         )
@@ -285,11 +307,17 @@ class ScheduledEngine:
         """One turn of both threads, and one step of the loop; returns what clients see of it."""
         if not self.alive or self.frozen:
             return []
-        for runner in (self.control_runner, self.worker_runner):
-            runner.turn(now)
+        self.turn_of_threads(now)
         while self.inbox:
             self.inbox.popleft()()
-        return self._step() if self.scheduler.has_requests() else []
+        is_paused = self.scheduler.pause_state is not PauseState.UNPAUSED
+        return self._step() if self.scheduler.has_requests() and not is_paused else []
+
+    def turn_of_threads(self, now):
+        """One turn of both threads; no client sees anything of it."""
+        for runner in (self.control_runner, self.worker_runner):
+            runner.turn(now)
+        return []
 
     def _step(self):
         """As ``EngineCore.step`` and the model runner's mixin for connectors do it."""
@@ -342,6 +370,30 @@ class ScheduledEngine:
             if key not in self.world.cached:
                 wanted = wanted or kv_of(request.all_token_ids)
                 self.world.cached[key] = wanted[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
+
+    @property
+    def agent(self):
+        """By which other engines know this one: each generation has another name, and other memory."""
+        return in_generation(self.name, self.generation)
+
+    def sleep(self):
+        """As vLLM's ``EngineCore.sleep`` and its workers do it, from the reset on."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.connector._scheduler.fall_asleep()
+        self.worker_runner.core.give_up("this engine goes to sleep", now=self.world.now)
+        while self.worker_runner.core.uses_memory:
+            self._wait(None)
+        self.links[1].close_all("")
+        del self.world.network.memories[self.agent]
+
+    def wake_up(self):
+        """The memory is back, elsewhere, and the scheduler goes on."""
+        self.generation += 1
+        worker, (engine_config, settings) = self.worker, (self.connector._engine_config, self.connector._settings)
+        self._start_threads(engine_config, settings)
+        self.worker._outbox, self.worker._loading = worker._outbox, worker._loading
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def die(self):
         """The process ends. What its worker had on its way may still arrive."""
@@ -427,7 +479,3 @@ class ScheduledEngine:
         for peers in (control._peers, self.worker_peers):
             assert {peer.engine for peer in peers._peers.values()} <= living, "an engine that is gone is still known"
         assert set(self.reader._remote_engines) <= living
-
-
-def _welcome(name, info):
-    return Welcome(PROTOCOL, EngineId(name), FINGERPRINT, (info,))

@@ -1,6 +1,7 @@
 """The control thread of a scheduler process: passes the events of its link to the objects they belong to."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TypeAlias
 
 from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted
@@ -14,8 +15,17 @@ from pdrelay_connector.core.messages import FindPrefix, Objection, PrefixFound, 
 from pdrelay_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
 from pdrelay_connector.core.push.decode_scheduler import PushReceiver
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
-from pdrelay_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue, PeerLost
+from pdrelay_connector.core.results import (
+    BlocksReleased,
+    FellAsleep,
+    HandshakeEnded,
+    LeaseLost,
+    LoadResult,
+    NumbersDue,
+    PeerLost,
+)
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
+from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState
 from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
 from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator
 
@@ -29,8 +39,11 @@ ControlResult: TypeAlias = (
     | SearchEnded
     | PrefixWanted
     | NumbersDue
+    | FellAsleep
 )
 PUBLISH_AFTER = 1.0  # s that numbers wait for a step that the engine makes anyway
+LOOK_EVERY = 0.02  # s between two looks whether an engine that is to sleep may
+ASLEEP = "this engine sleeps: its KV cache is put away, and it hands over and takes in nothing until it wakes"
 
 
 class ControlPlane:
@@ -54,11 +67,17 @@ class ControlPlane:
         prefix_lender: PrefixLender | None = None,
         takes_reads: bool = False,
         has_numbers: Callable[[], bool] = lambda: False,
+        close_all: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``takes_reads``: although this engine pushes, others may read what it keeps.
 
         ``has_numbers`` tells whether something was counted that a step of the engine has not collected.
+        ``close_all`` closes all connections and refuses others, for a reason.
         """
+        self._sleep = Sleep()
+        self._close_all = close_all
+        self._sleep_by = inf  # when this engine must be asleep, or stays awake
+        self._fell_asleep: list[FellAsleep] = []
         self.lease_manager = lease_manager
         self.lease_renewer = lease_renewer
         self.counters = counters
@@ -123,6 +142,46 @@ class ControlPlane:
         """Revoke all leases, also those that are being read or written: their KV is void."""
         self.lease_manager.revoke_all()
 
+    def fall_asleep(self, *, until: float) -> None:
+        """Begin nothing, and end what is under way: the engine's memory is about to go away.
+
+        :class:`~pdrelay_connector.core.results.FellAsleep` follows. If it may go, this control plane refuses everybody
+        from then on; another one belongs to the engine that wakes. ``until``: when it stays.
+        """
+        self._sleep.on(SleepEvent.SLEEP_ORDERED)
+        self._sleep_by = until
+        self.lease_manager.revoke_all()
+        self.lease_renewer.give_up()
+
+    def _doze(self, now: float) -> float | None:
+        """Close all connections as soon as nothing uses this engine's memory; return when to look again."""
+        if self._sleep.state is not SleepState.FALLING_ASLEEP:
+            return None
+        why = "this engine goes to sleep"
+        if self._push_coordinator is not None:
+            self._push_coordinator.give_up(why, now=now)
+        if self._push_receiver is not None:
+            self._push_receiver.give_up(why)
+        if self._prefix_finder is not None:
+            self._prefix_finder.give_up()
+        user = self._user_of_memory(now)
+        if user and now < self._sleep_by:
+            return now + LOOK_EVERY
+        self._sleep.on(SleepEvent.OVERDUE if user else SleepEvent.DRAINED)
+        self._fell_asleep.append(FellAsleep(user))
+        if not user:
+            self._close_all(ASLEEP)
+        return None
+
+    def _user_of_memory(self, now: float) -> str:
+        """Say who may still read this engine's memory, or write into it, or into another's with it; "" if nobody."""
+        if self._push_receiver is not None and len(self._push_receiver):
+            return f"{len(self._push_receiver)} pushes of other engines may still be written into its cache"
+        if self._push_coordinator is not None and self._push_coordinator.may_write:
+            return "its workers still write into another engine's cache"
+        is_read = self.lease_manager.leases.has_late_reads(now=now)
+        return "another engine still reads its cache" if is_read else ""
+
     def _is_busy(self, request: RequestId) -> bool:
         is_written = self._push_coordinator is not None and self._push_coordinator.is_writing(request)
         return is_written or (self._staging_coordinator is not None and self._staging_coordinator.is_reading(request))
@@ -162,6 +221,7 @@ class ControlPlane:
             dues.append(self._prefix_finder.advance(now=now))
         if self._prefix_lender is not None:
             dues.append(self._prefix_lender.advance(now=now))
+        dues.append(self._doze(now))
         return min((due for due in dues if due is not None), default=None)
 
     def take_results(self, *, now: float) -> list[ControlResult]:
@@ -179,8 +239,9 @@ class ControlPlane:
         wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
         renewer = self.lease_renewer
         numbers, self._are_numbers_due = [NumbersDue()] * self._are_numbers_due, False
+        asleep, self._fell_asleep = self._fell_asleep, []
         met = [*renewer.take_handshakes(), *renewer.take_lost_peers()]  # who is met and lost in one turn is lost
-        return [*released, *met, *renewer.take_lost(), *results, *searches, *wanted, *numbers]
+        return [*released, *met, *renewer.take_lost(), *results, *searches, *wanted, *numbers, *asleep]
 
     def _publish(self, now: float) -> float | None:
         """Have the engine step for numbers that have waited long enough; return when to look again."""

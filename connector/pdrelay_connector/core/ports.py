@@ -82,6 +82,10 @@ class Link(Protocol):
         """Close a connection, or stop opening it; no event follows."""
         ...
 
+    def close_all(self, why: str) -> None:
+        """Close every connection, also those that are being opened, and refuse others; no event follows."""
+        ...
+
 
 class XferOutcome(Enum):
     """How a NIXL transfer ended."""

@@ -62,6 +62,15 @@ class NumbersDue(NamedTuple):
     """Numbers have waited for a step of the engine: they reach vLLM's metrics with one."""
 
 
+class FellAsleep(NamedTuple):
+    """Nothing reads this engine's memory or writes into it: it may go away, and no peer is connected.
+
+    Or something still does, says the ``failure``, and the engine stays awake.
+    """
+
+    failure: str = ""
+
+
 class LeaseLost(NamedTuple):
     """P holds no lease for this request of ours: a load that has not begun must not begin."""
 

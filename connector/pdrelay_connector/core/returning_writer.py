@@ -34,6 +34,16 @@ class ReturningWriter:
         """Read what a decode engine has leased to us."""
         self._reader.load(order, now=now)
 
+    def give_up(self, why: str, *, now: float) -> None:
+        """End everything that is under way."""
+        self._writer.give_up(why, now=now)
+        self._reader.give_up(why, now=now)
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether something may still be read into this rank's memory, or written from it."""
+        return self._writer.uses_memory or self._reader.uses_memory
+
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a connection."""
         (self._writer if self._writer.owns(event.conn) else self._reader).on(event, now=now)

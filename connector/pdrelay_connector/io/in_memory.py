@@ -43,6 +43,7 @@ class InMemoryNetwork:
         self.links: list[InMemoryLink] = []
         self.memories: dict[str, list[bytes]] = {}
         self._listeners: dict[Address, tuple[InMemoryLink, Welcome]] = {}
+        self._refusals: dict[Address, str] = {}
         self._wires: list[_Wire] = []
         self._calls: list[tuple[InMemoryLink, ConnId, Address]] = []
         self._conns = map(ConnId, itertools.count(1))
@@ -53,6 +54,12 @@ class InMemoryNetwork:
     def listen(self, address: Address, link: "InMemoryLink", welcome: Welcome) -> None:
         """Answer those who call an address; a restarted engine replaces the one before it."""
         self._listeners[address] = link, welcome
+        self._refusals.pop(address, None)
+
+    def refuse(self, link: "InMemoryLink", why: str) -> None:
+        """Close all connections of a link, and refuse others until it listens again."""
+        self._hang_up_all(link)
+        self._refusals.update({address: why for address, entry in self._listeners.items() if entry[0] is link})
 
     def call(self, link: "InMemoryLink", address: Address) -> ConnId:
         """Note that a link wants to meet an address."""
@@ -80,12 +87,15 @@ class InMemoryNetwork:
 
     def kill(self, link: "InMemoryLink") -> None:
         """End a process: its connections close, its address does not answer, its memory is gone."""
+        self._hang_up_all(link)
+        self._listeners = {a: entry for a, entry in self._listeners.items() if entry[0] is not link}
+        self.memories.pop(link.memory, None)
+
+    def _hang_up_all(self, link: "InMemoryLink") -> None:
         for wire in self._wires:
             if link.number in wire.ends:
                 self.hang_up(link, wire.ends[link.number])
-        self._listeners = {a: entry for a, entry in self._listeners.items() if entry[0] is not link}
         self._calls = [call for call in self._calls if call[0] is not link]
-        self.memories.pop(link.memory, None)
 
     def cut(self, link: "InMemoryLink", *, is_cut: bool) -> None:
         """Cut an engine off, or mend it: nothing arrives, and no end notices."""
@@ -163,6 +173,9 @@ class InMemoryNetwork:
         if host is None or welcome is None or (host.number in self._cut and not is_local):
             link.inbox.append(ConnectFailed(conn, f"cannot connect to {address}", has_ended=host is None))
             return
+        if (why := self._refusals.get(address)) is not None:
+            link.inbox.append(ConnectFailed(conn, f"{address} refused: {why}", is_incompatible=True))
+            return
         ends = {link.number: conn, host.number: next(self._conns)}
         self._wires.append(_Wire(frozenset(ends), is_local, ends))
         self._callers[host.number, ends[host.number]] = link.memory
@@ -219,6 +232,11 @@ class InMemoryLink:
         """Close a connection."""
         self.network.hang_up(self, conn)
         self.inbox = [event for event in self.inbox if event.conn != conn]
+
+    def close_all(self, why: str) -> None:
+        """Close every connection, and refuse others."""
+        self.network.refuse(self, why)
+        self.inbox = []
 
     def poll(self) -> Iterator[LinkEvent]:
         """Return what happened since the last call."""

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pdrelay_connector.core.addresses import is_elsewhere, plain_ip
 from pdrelay_connector.core.counters import Counters
@@ -124,6 +125,17 @@ class SocketLink:
         if (found := self._conns.get(conn)) is not None:
             self._drop(found)
         self._events = deque(event for event in self._events if event.conn != conn)
+
+    def close_all(self, why: str) -> None:
+        """Close every connection, also those that are being opened, and refuse others."""
+        self._opener.cancel_all()
+        for conn in list(self._conns.values()):
+            self._drop(conn)
+            self._clients.forget(conn.id)
+        self._events.clear()
+        self._unread.clear()
+        if self._server is not None:
+            self._server = replace(self._server, closed=why)
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, as their Hellos prove.

@@ -46,6 +46,9 @@ UCX_DEFAULTS: Mapping[str, str] = MappingProxyType({
     # instead of 152 (docs/benchmarks/connector.md#on-a-gpu). It WRITEs over CUDA IPC anywhere.
     CUDA_IPC_READS: "on",
 })  # fmt: skip
+# Parameters of a backend whose memory goes away: UCX's registration cache would keep the pages, and so would a peer
+# that has mapped them by CUDA IPC. vLLM's NixlConnector (0.33) starts UCX with the same; UCX_* variables prevail.
+UNPINNED: Mapping[str, str] = MappingProxyType({"engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"})
 # NIXL's exceptions have no common base but Exception: list what the library can raise.
 NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     kind
@@ -258,3 +261,11 @@ def register(agent: Any, memory: str, device: int, spans: Sequence[tuple[int, in
     except NIXL_ERRORS as exc:
         raise TransferError(f"NIXL cannot register the KV cache ({memory} of device {device}): {exc}") from exc
     return metadata
+
+
+def unregister(agent: Any, memory: str, device: int, spans: Sequence[tuple[int, int]]) -> None:
+    """Undo :func:`register`, with the same spans: the memory is about to go away."""
+    try:
+        agent.deregister_memory(agent.get_reg_descs([(base, size, device, "") for base, size in spans], memory))
+    except NIXL_ERRORS as exc:
+        raise TransferError(f"NIXL cannot let go of the KV cache ({memory} of device {device}): {exc}") from exc

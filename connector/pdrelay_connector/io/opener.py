@@ -50,6 +50,10 @@ class ConnectionOpener:
         """Stop to open a connection: it is closed as soon as it is open."""
         self._pending.discard(conn)
 
+    def cancel_all(self) -> None:
+        """Stop to open every connection."""
+        self._pending.clear()
+
     def take_done(self) -> Sequence[tuple[ConnId, Future[Opened]]]:
         """Return the attempts that have ended, and close those that were cancelled."""
         done: list[tuple[ConnId, Future[Opened]]] = []

@@ -27,6 +27,7 @@ class Core(Protocol):
 
 
 CoreT = TypeVar("CoreT", bound=Core)
+AnswerT = TypeVar("AnswerT")
 Command: TypeAlias = Callable[[CoreT, float], None]
 
 
@@ -57,6 +58,16 @@ class Runner(Generic[CoreT]):
         self.check()
         self._commands.put(command)
         self._link.wake()
+
+    def ask(self, question: Callable[[CoreT], AnswerT], *, timeout: float) -> AnswerT:
+        """Return what the thread answers; raises ``ConnectorError`` if it does not within so many seconds."""
+        answers: queue.SimpleQueue[AnswerT] = queue.SimpleQueue()
+        self.post(lambda core, _: answers.put(question(core)))
+        try:
+            return answers.get(timeout=timeout)
+        except queue.Empty:
+            self.check()
+            raise ConnectorError(f"thread {self._thread.name} does not answer") from None
 
     def check(self) -> None:
         """Raise :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died: nothing more will come."""

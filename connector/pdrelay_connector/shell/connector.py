@@ -23,6 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from pdrelay_connector.core.counters import StatsReport
+from pdrelay_connector.core.messages import Fingerprint
 from pdrelay_connector.errors import UnsupportedCache
 from pdrelay_connector.settings import read_settings, remarks
 from pdrelay_connector.shell.control_thread import common_fingerprint
@@ -34,6 +35,7 @@ from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake, 
 from pdrelay_connector.shell.network import check_side_channel
 from pdrelay_connector.shell.plugin import register
 from pdrelay_connector.shell.scheduler import PDRelayConnectorScheduler
+from pdrelay_connector.shell.sleep_hooks import before_sleeps, find_executor
 from pdrelay_connector.shell.vllm_stats import PDRelayPromMetrics, PDRelayStats
 from pdrelay_connector.shell.vllm_versions import LaterHooks
 from pdrelay_connector.shell.worker import PDRelayConnectorWorker
@@ -55,12 +57,15 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         engine_config, settings = read_engine_config(vllm_config, kv_cache_config)
         check_side_channel(settings)
         self._settings, self._engine_config = settings, engine_config
+        self._fingerprint: Fingerprint | None = None  # absent until the workers have described themselves
         self._sides: list[PDRelayConnectorScheduler | PDRelayConnectorWorker] = []
         if role == KVConnectorRole.SCHEDULER:
             for remark in remarks(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ):
                 logger.warning("pdrelay: %s", remark)
             self._scheduler = PDRelayConnectorScheduler(engine_config, settings, find_engine_waker())
             self._sides.append(self._scheduler)
+            if engine_config.sleeps:
+                before_sleeps(find_executor(), self._scheduler.fall_asleep, self._scheduler.stay_awake)
         else:
             rank = WorkerRank(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group)
             self._worker = PDRelayConnectorWorker(engine_config, settings, rank)
@@ -105,7 +110,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Start the control thread: the workers have registered their memory."""
+        """Start the control thread: the workers have registered their memory, at start or after a sleep."""
         ours = {md.rank.worker: md for md in metadata.values() if isinstance(md, RankHandshake)}
         if not ours:
             raise UnsupportedCache(
@@ -113,7 +118,9 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
                 "connector with such a description says, so only one of NixlConnector, PDRelayConnector and the like "
                 "can be in it"
             )
-        self._scheduler.start(ours, with_model(common_fingerprint(ours), self._vllm_config))
+        if self._fingerprint is None:  # after a sleep the files may be those of another model
+            self._fingerprint = with_model(common_fingerprint(ours), self._vllm_config)
+        self._scheduler.start(ours, self._fingerprint)
 
     def on_new_request(self, request: Request) -> None:
         """Start to renew the request's lease."""

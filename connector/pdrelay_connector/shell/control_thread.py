@@ -10,7 +10,7 @@ from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import PrefixFinder
 from pdrelay_connector.core.control import ControlPlane, ControlResult
 from pdrelay_connector.core.counters import Counters, StatsReport
-from pdrelay_connector.core.ids import PartId, RequestId
+from pdrelay_connector.core.ids import EngineId, PartId, RequestId
 from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.lease.lease_table import LeaseTable
 from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
@@ -66,24 +66,27 @@ class ControlThread:
         self._last_turn = clock()  # of vLLM's engine loop; the control thread reads it
         self._has_warned = False  # that leases are not renewed
         self._runner: Runner[ControlPlane] | None = None  # absent before start()
+        self._kept: list[Command[ControlPlane]] | None = None  # while the engine sleeps: what it orders meanwhile
         self._outbox: Outbox[ControlResult] = Outbox(on_news=on_news)
 
-    def start(self, handshakes: Handshakes, fingerprint: Fingerprint) -> None:
-        """Start the thread, and listen if other engines or our own workers connect to this one."""
+    def start(self, handshakes: Handshakes, fingerprint: Fingerprint, engine: EngineId) -> None:
+        """Start the thread as ``engine``, and listen if other engines or our own workers connect to this one.
+
+        After a sleep it takes the place of the one before.
+        """
+        self.stop()
         settings, engine_config = self._settings, self._engine_config
         ranks = tuple(each.rank for each in _ordered(handshakes))
-        welcome = Welcome(PROTOCOL, engine_config.engine, fingerprint, ranks, settings.kv_lease_duration)
+        welcome = Welcome(PROTOCOL, engine, fingerprint, ranks, settings.kv_lease_duration)
         counters = Counters(are_wanted())
         workers = tuple(hash_of(badge_of(handshake.token)) for handshake in handshakes.values())
-        link = open_link(
-            settings, engine_config.engine, counters, role=ProcessRole.SCHEDULER, workers=workers, secrets=self._secrets
-        )
+        link = open_link(settings, engine, counters, role=ProcessRole.SCHEDULER, workers=workers, secrets=self._secrets)
         receives_staged_pushes = (
             engine_config.is_consumer and engine_config.staging_blocks and settings.mode.pushes
         )  # then its own workers connect
         if engine_config.is_producer or receives_staged_pushes:
             link.listen(engine_config.address, HandshakeServer(welcome, self._secrets, engine_config.address.host))
-            logger.info("pdrelay: engine %s listens on %s", engine_config.engine, engine_config.address)
+            logger.info("pdrelay: engine %s listens on %s", engine, engine_config.address)
         for remark in reach_remarks(settings) if engine_config.is_consumer else ():
             logger.info("pdrelay: %s", remark)
         control = _build_control_plane(
@@ -96,8 +99,18 @@ class ControlThread:
             last_turn=lambda: self._last_turn,
             has_numbers=lambda: self._has_loop and (self._outbox.has_report or counters.has_any),
         )
-        self._runner = Runner("pdrelay-control", control, link, self._after_turn)
-        self._runner.start()
+        self._run(Runner("pdrelay-control", control, link, self._after_turn))
+
+    def _run(self, runner: Runner[ControlPlane]) -> None:
+        self._runner = runner
+        runner.start()
+        kept, self._kept = self._kept or (), None
+        for command in kept:
+            runner.post(command)
+
+    def keep_commands(self) -> None:
+        """The engine sleeps: keep what it orders for the thread that takes this one's place."""
+        self._kept = []
 
     def stop(self) -> None:
         """End the thread and close the listener."""
@@ -108,7 +121,15 @@ class ControlThread:
         """Run a command on the thread; raises :exc:`~pdrelay_connector.errors.ConnectorError` if it has died."""
         if self._runner is None:
             raise RuntimeError("vLLM scheduled a request before it passed the workers' handshake metadata")
-        self._runner.post(command)
+        if self._kept is not None:
+            self._kept.append(command)
+        else:
+            self._runner.post(command)
+
+    def check(self) -> None:
+        """Raise :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died."""
+        if self._runner is not None:
+            self._runner.check()
 
     def note_turn(self) -> None:
         """VLLM's engine loop turns. Leases of a loop that does not turn for engine_loop_timeout are not renewed."""
@@ -221,6 +242,7 @@ def _build_control_plane(
             prefix_finder=finder,
             prefix_lender=lender,
             has_numbers=has_numbers,
+            close_all=link.close_all,
         )
     staging_receiver = None
     if slots is not None and engine_config.is_consumer:
@@ -251,6 +273,7 @@ def _build_control_plane(
         prefix_lender=lender,
         takes_reads=settings.mode.pulls,
         has_numbers=has_numbers,
+        close_all=link.close_all,
     )
 
 

@@ -234,6 +234,10 @@ class DecodeRequests:
         else:
             self.handshake_ended(news)
 
+    def forget_engines(self) -> None:
+        """Meet all engines anew: this one has slept, and its connections have ended."""
+        self._met.clear()
+
     def take_incompatible(self) -> list[str]:
         """Return the engines that were found to differ since the last call."""
         found, self._new_objections = self._new_objections, []

@@ -83,6 +83,7 @@ class EngineConfig:
     looks_back: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the same, in both modes
     lookahead: int = 0  # tokens that drafts read beyond those computed
     tokens_per_entry: Mapping[str, int] = field(default_factory=dict[str, int])  # by layer, where not 1
+    sleeps: bool = False  # its memory may go away, and come back
     packed_layers: frozenset[str] = frozenset()  # the order within their blocks is unknown, whatever the kernel
 
     @property
@@ -115,6 +116,11 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         raise SettingsError(
             'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all engines'
         )
+    others = [backend.name for backend in settings.backends if backend.name != "UCX"]
+    if config.model_config.enable_sleep_mode and others:
+        raise SettingsError(
+            f"enable_sleep_mode is on, and NIXL's backend {others[0]} may keep the memory that goes away; use UCX alone"
+        )
     if transfer.is_kv_producer and settings.mode.pushes:
         check_events(current_platform.device_type)
     model = config.model_config
@@ -143,6 +149,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         tokens_per_entry={
             name: tokens for name, spec in specs.items() if (tokens := vllm_versions.tokens_per_entry(spec)) != 1
         },
+        sleeps=model.enable_sleep_mode,
         packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
     )
     _check_stages(engine_config)
@@ -198,9 +205,10 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
             "use_replayssm is on with drafts for KDA layers (RecoverSSM), whose records beside the cache do not move: "
             "start without --use-replayssm"
         )
-    if config.model_config.enable_sleep_mode:
+    if config.model_config.enable_sleep_mode and not vllm_versions.FOLLOWS_SLEEP:
         raise UnsupportedCache(
-            "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
+            f"enable_sleep_mode is on, and vLLM {vllm_versions.VLLM_VERSION} does not tell a connector when the memory "
+            "goes that other engines reach: engines that sleep need vLLM 0.33 or later"
         )
     if vllm_versions.returns_routed_experts(config):
         raise UnsupportedCache(

@@ -18,12 +18,13 @@ from pdrelay_connector.core.verify.sampling import SampledBlock
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: the description of this rank for peers."""
+    """Worker to scheduler, at start and after each sleep: the description of this rank for peers."""
 
     rank: RankInfo  # memory that is read from, in pull, or pushed from
     landing: RankInfo  # memory that is pushed into
     fingerprint: Fingerprint
     token: bytes = b""  # authenticates the worker at its own scheduler, in push
+    generation: int = 0  # how often this rank has slept (core/sleep.py)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, Final
 from prometheus_client import Counter
 
 from pdrelay_connector.core.counters import TransferSample
+from pdrelay_connector.core.sleep import known_as
 from pdrelay_connector.shell.peer_names import PeerNames
 
 PEERS_SHOWN: Final = 64  # engines whose bytes are shown: each restarts under another id
@@ -28,9 +29,10 @@ class PeerRates:
 
     def add(self, labels: Sequence[str], sample: TransferSample) -> None:
         """Add a transfer. Beyond :data:`PEERS_SHOWN` engines the one that moved nothing for longest is forgotten."""
-        if not sample.peer or not self._names.admit(sample.peer):
+        peer = known_as(sample.peer)
+        if not peer or not self._names.admit(peer):
             return
-        key = (*labels, sample.peer)
+        key = (*labels, peer)
         self._shown.pop(key, None)
         self._shown[key] = None
         self._bytes.labels(*key).inc(sample.bytes)

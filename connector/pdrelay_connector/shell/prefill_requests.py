@@ -63,6 +63,7 @@ class PrefillRequests:
         wall_clock: Clock,
     ) -> None:
         self._engine_config = engine_config
+        self.engine = engine_config.engine  # in its present generation
         self._settings = settings
         self._post = post
         self._pool = pool
@@ -172,9 +173,9 @@ class PrefillRequests:
         return bool(self._sampled) or (self._push_progress is not None and self._push_progress.has_pending())
 
     @property
-    def has_leases(self) -> bool:
-        """Whether blocks are held for decode engines."""
-        return len(self._held) > 0
+    def leases(self) -> int:
+        """For how many prompts blocks are held."""
+        return len(self._held)
 
     def release_preempted(self, live: Mapping[str, Request]) -> None:
         """Unpin sliding windows of prompts that are computed anew."""
@@ -317,7 +318,7 @@ class PrefillRequests:
 
     def _params(self, request: Request, name: RequestId, blocks: BlockTables, *, is_pushed: bool) -> PullParams:
         return PullParams(
-            remote_engine_id=self._engine_config.engine,
+            remote_engine_id=self.engine,
             remote_request_id=RequestId(request.request_id),
             remote_host=self._engine_config.address.host,
             remote_port=self._engine_config.address.port,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdrelay_connector.core.messages import MemoryKind, RankInfo, Region
-from pdrelay_connector.io.nixl import register
+from pdrelay_connector.io.nixl import register, unregister
 from pdrelay_connector.shell.cache_reader import reader_of, shape_key
 from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
 from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
@@ -49,6 +49,7 @@ class RegisteredMemory:
             kind, number = place_of(caches)
             spans = spans_of(caches)
         self.kind, self.number = kind, number
+        self._agent, self._spans = agent, spans
         self.cache = reader_of(
             caches, lambda: self._describe(caches, engine_config.blocks), shape_key(engine_config, rank)
         )
@@ -60,6 +61,10 @@ class RegisteredMemory:
         """Copy with vLLM's operation for this device. vLLM has none for the CPU."""
         if self.device.type != "cpu":
             self._copy_rows = copy_rows
+
+    def unregister(self) -> None:
+        """Let go of the memory: NIXL and its peers reach it no more."""
+        unregister(self._agent, self.kind, self.number, self._spans)
 
     def copier(self, buffer: StagingBuffer, wake: Callable[[], None]) -> ThreadCopier:
         """Return a copier between the cache and one of its buffers; the caller starts and stops it."""

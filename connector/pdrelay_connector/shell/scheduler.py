@@ -16,11 +16,22 @@ from vllm.v1.request import Request, RequestStatus
 
 from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
+from pdrelay_connector.core.control import ControlResult
 from pdrelay_connector.core.counters import Counters, StatsReport, merge
 from pdrelay_connector.core.lease.lease_table import LeaseEnded
 from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import Fingerprint
-from pdrelay_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue, PeerLost
+from pdrelay_connector.core.results import (
+    BlocksReleased,
+    FellAsleep,
+    HandshakeEnded,
+    LeaseLost,
+    LoadResult,
+    NumbersDue,
+    PeerLost,
+)
+from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState, in_generation
+from pdrelay_connector.errors import ConnectorError
 from pdrelay_connector.io.secrets import secrets_in_force
 from pdrelay_connector.shell.cache_resets import before_resets
 from pdrelay_connector.shell.cached_prefixes import CachedPrefixes
@@ -67,6 +78,11 @@ class PDRelayConnectorScheduler:
         self._pool: BlockPool | None = None  # vLLM binds it after it has built the connector
         self._counters = Counters(are_wanted())  # of the engine thread
         self._gauges: dict[str, float] = {}  # as last reported
+        self._sleep = Sleep()
+        self._patience = 2 * settings.transfer_timeout  # s that falling asleep may take
+        self._fell_asleep: FellAsleep | None = None  # as the control thread has said; taken by fall_asleep()
+        self._has_started = False
+        self._start_again: Callable[[], None] = lambda: None
         self._live: dict[str, Request] = {}
         self._notes = TimelineNotes(self._counters, monotonic, clock)
         self._control = ControlThread(
@@ -108,22 +124,63 @@ class PDRelayConnectorScheduler:
     def _give_up_leases(self) -> None:
         """End all leases. Only when the control thread says so are their blocks free: until then it confirms reads."""
         self._prefills.release_preempted(self._live)
-        if self._prefills.has_leases:
-            logger.info("pdrelay: the prefix cache is reset: all leases are revoked")
+        if leases := self._prefills.leases:
+            logger.info("pdrelay: the prefix cache is reset: %d leases are revoked", leases)
             self._control.post(lambda control, _: control.revoke_all())
         for _ in range(MAX_RESET_WAITS):
             self.handle_results()
-            if not self._prefills.has_leases:
+            if not self._prefills.leases:
                 return
             self._control.wait_for_results(RESET_WAIT)
 
     def start(self, handshakes: Handshakes, fingerprint: Fingerprint) -> None:
-        """Start the control thread: the workers have registered their memory. Peers compare the ``fingerprint``."""
-        self._control.start(handshakes, fingerprint)
+        """Start the control thread: the workers have registered their memory. Peers compare the ``fingerprint``.
+
+        Again after each sleep, for the next generation; vLLM also calls it with a wake-up of an engine that is awake.
+        """
+        if self._sleep.state is SleepState.ASLEEP:
+            self._sleep.on(SleepEvent.WOKEN)
+            self._sleep.generation = max(handshake.generation for handshake in handshakes.values())
+            self._prefills.engine = in_generation(self._engine_config.engine, self._sleep.generation)
+            self._decodes.forget_engines()
+            logger.info("pdrelay: engine %s is awake", self._prefills.engine)
+        elif self._has_started:
+            return
+        self._has_started = True
+        self._start_again = lambda: self.start(handshakes, fingerprint)
+        self._control.start(handshakes, fingerprint, self._prefills.engine)
 
     def stop(self) -> None:
         """End the control thread and close the listener."""
         self._control.stop()
+
+    def fall_asleep(self) -> None:
+        """Let go of the cache's memory, which vLLM puts away next; raises ``ConnectorError`` if that cannot be.
+
+        VLLM has paused the engine and reset its prefix cache, and so no lease is left that was not given up.
+        """
+        if self._sleep.state is not SleepState.AWAKE:
+            return
+        self._sleep.on(SleepEvent.SLEEP_ORDERED)
+        leases = self._prefills.leases
+        self._control.post(lambda control, now: control.fall_asleep(until=now + self._patience))
+        while self._fell_asleep is None:
+            self._control.check()
+            self._control.wait_for_results(RESET_WAIT)
+            self.handle_results()
+        failure, self._fell_asleep = self._fell_asleep.failure, None
+        self._sleep.on(SleepEvent.OVERDUE if failure else SleepEvent.DRAINED)
+        if failure:
+            raise ConnectorError(f"this engine cannot sleep now: {failure}; try again later")
+        self._control.keep_commands()
+        logger.info(
+            "pdrelay: engine %s goes to sleep: %d leases are given up, and no peer is connected", self._prefills.engine,
+            leases,
+        )  # fmt: skip
+
+    def stay_awake(self) -> None:
+        """Go on after :meth:`fall_asleep`: vLLM has not put the memory away."""
+        self._start_again()
 
     # ---- the life of a request
 
@@ -224,25 +281,30 @@ class PDRelayConnectorScheduler:
         """Handle the control thread's results. Every hook starts with it, so blocks are free before an allocation."""
         self._control.note_turn()
         for result in self._control.take_results():
-            match result:
-                case LeaseEnded(request, why):
-                    self._notes.lease_ended(request, why)
-                    self._prefills.lease_ended(request, why)
-                case LoadResult(request, failure, checks=checks):
-                    self._notes.load_ended(request, has_failed=bool(failure), is_compared=checks is not None)
-                    self._decodes.push_ended(result, is_live=result.request in self._live)
-                case BlocksReleased(request):
-                    self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
-                case HandshakeEnded() | PeerLost():
-                    self._decodes.peer_changed(result)
-                case LeaseLost(request):
-                    self._decodes.lease_lost(request)
-                case SearchEnded():
-                    self._returned.ended(result)
-                case PrefixWanted():
-                    self._cached.add(result)
-                case NumbersDue():
-                    pass  # stats() collects them in this step
+            self._handle(result)
+
+    def _handle(self, result: ControlResult) -> None:
+        match result:
+            case LeaseEnded(request, why):
+                self._notes.lease_ended(request, why)
+                self._prefills.lease_ended(request, why)
+            case LoadResult(request, failure, checks=checks):
+                self._notes.load_ended(request, has_failed=bool(failure), is_compared=checks is not None)
+                self._decodes.push_ended(result, is_live=result.request in self._live)
+            case BlocksReleased(request):
+                self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
+            case HandshakeEnded() | PeerLost():
+                self._decodes.peer_changed(result)
+            case LeaseLost(request):
+                self._decodes.lease_lost(request)
+            case SearchEnded():
+                self._returned.ended(result)
+            case PrefixWanted():
+                self._cached.add(result)
+            case FellAsleep():
+                self._fell_asleep = result
+            case NumbersDue():
+                pass  # stats() collects them in this step
 
     def has_pending(self) -> bool:
         """Whether the engine must step: for results, for the workers' metadata, or to poll quarantined blocks."""

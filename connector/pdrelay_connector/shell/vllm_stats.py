@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdrelay_connector.core.counters import COUNTERS, FAILURES, GAUGES, LOADED, StatsReport, merge
+from pdrelay_connector.core.sleep import known_as
 from pdrelay_connector.core.timeline import TimelineStore
 from pdrelay_connector.shell.nixl_metrics import NixlMetrics
 from pdrelay_connector.shell.peer_names import PeerNames
@@ -136,18 +137,19 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             self._counters[name][engine_idx].inc(value)
         for name, gauge in report.gauges.items():
             self._gauges[name][engine_idx].set(gauge)
-        for peer in report.incompatible:
+        for peer in map(known_as, report.incompatible):
             self._show_refused(*self.per_engine_labelvalues[engine_idx], peer)
-        for peer in report.compatible:
+        for peer in map(known_as, report.compatible):
             self._show_accepted(*self.per_engine_labelvalues[engine_idx], peer)
-        for peer, loads in report.peer_loads.items():
+        for engine, loads in report.peer_loads.items():
+            peer = known_as(engine)
             labels = *self.per_engine_labelvalues[engine_idx], peer
             if loads.keys() <= {LOADED} and labels not in self._failing:
                 continue
             if not self._failing_names.admit(peer):
                 continue
             self._count_peer_loads(labels, loads)
-            self._show_failure(labels, report.failures.get(peer), has_loaded=LOADED in loads)
+            self._show_failure(labels, report.failures.get(engine), has_loaded=LOADED in loads)
         if self._nixl is not None:
             self._nixl.observe(report, engine_idx)
         TIMELINES.add(engine_idx, report.events)

@@ -1,12 +1,15 @@
 """What differs between the versions of vLLM that run the connector, each found by its feature and not by a number."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+
+if TYPE_CHECKING:
+    from pdrelay_connector.shell.worker import PDRelayConnectorWorker
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -18,6 +21,9 @@ else:
 VLLM_VERSION: str = vllm_version
 # From 0.32 on vLLM asks which new blocks a load fills; before, it zeroes those of models with a state all the same.
 ASKS_WHAT_IS_LOADED: bool = hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+
+# From 0.33 on vLLM tells a worker's connector when the cache's memory goes away, and when it is back.
+FOLLOWS_SLEEP: bool = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def returns_routed_experts(config: VllmConfig) -> bool:
@@ -60,15 +66,24 @@ class LaterHooks:
     """Members of a connector that only some versions ask for; the others ignore them."""
 
     _kv_cache_config: KVCacheConfig  # KVConnectorBase_V1 keeps it
+    _worker: "PDRelayConnectorWorker"  # PDRelayConnector has it in a worker's process
     _cache_hit_source = CACHE_HIT_SOURCE  # 0.32: the label of our loads in vllm:prompt_tokens_by_source
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- vLLM's signature
-        """Return False: an engine that wakes up has its cache at other addresses than NIXL has registered.
+        """Return True: what cannot sleep is refused by ``engine_config.py``, in a sentence.
 
-        vLLM calls this from 0.33 on (``kv_connector/v1/base.py``; its default is True). Before, we refuse at start.
+        vLLM calls this from 0.33 on (``kv_connector/v1/base.py``).
         """
-        return False
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the cache's memory: vLLM (0.33) puts it away after this."""
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Register the cache's memory again; vLLM passes ``get_handshake_metadata()`` on after this."""
+        self._worker.restore()
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return all groups: vLLM must not zero their blocks, as it would race with the load (models with a state)."""

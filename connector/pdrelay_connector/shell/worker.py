@@ -6,7 +6,7 @@ Everything here runs on the worker's main thread and only touches queues. The tr
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 
 from pdrelay_connector.core.counters import Counters, ForwardingCounters, StatsReport
-from pdrelay_connector.core.ids import EngineEndpoint, RequestId
+from pdrelay_connector.core.ids import EngineEndpoint, EngineId, RequestId
 from pdrelay_connector.core.layout.transfer_plan import runs_per_block
 from pdrelay_connector.core.messages import Fingerprint, WorkerHello
 from pdrelay_connector.core.pull.decode_worker import PullReader
@@ -26,6 +26,7 @@ from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResul
 from pdrelay_connector.core.returning_writer import ReturningWriter
 from pdrelay_connector.core.session.handshake import ProcessRole, badge_of
 from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState, in_generation
 from pdrelay_connector.core.staging.host_buffer import HostBuffer
 from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.core.staging.worker import StagingWorker
@@ -33,7 +34,7 @@ from pdrelay_connector.core.verify.comparison import compare, count, sums_of
 from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 from pdrelay_connector.errors import ConnectorError
 from pdrelay_connector.io.link import SocketLink
-from pdrelay_connector.io.nixl import NixlTransferAgent, RemoteAgents, make_agent
+from pdrelay_connector.io.nixl import UNPINNED, NixlTransferAgent, RemoteAgents, make_agent
 from pdrelay_connector.io.runner import Command, Runner
 from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.cache_regions import KernelLayout, own_caches
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.pdrelay")
 
 TOKEN_BYTES = 32
+LOOK_EVERY = 0.01  # s between two looks whether anything is under way
 
 
 class PDRelayConnectorWorker:
@@ -74,6 +76,8 @@ class PDRelayConnectorWorker:
         self._counters = Counters(self._has_timelines)
         self._loading: set[RequestId] = set()
         self._idle = False
+        self._sleep = Sleep()
+        self._register_again: Callable[[], None] = lambda: None  # once registered
 
     def register(
         self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
@@ -81,15 +85,64 @@ class PDRelayConnectorWorker:
         """Register the KV cache, or a staging buffer, with NIXL, and start the threads of this engine's role."""
         caches = own_caches(caches, self._engine_config.layers)
         bind_data_plane(self._settings, self._engine_config.address)
+        self._register_again = lambda: self._register(caches, fingerprint, kernel_layout)
+        self._register_again()
+
+    def unregister(self) -> None:
+        """Let go of the memory that peers reach; raises ``ConnectorError`` while something may still write into it."""
+        if self._memory is None:
+            return
+        self._sleep.on(SleepEvent.SLEEP_ORDERED)
+        try:
+            self._give_up()
+        except ConnectorError:
+            self._sleep.on(SleepEvent.OVERDUE)
+            raise
+        self.stop()
+        self._memory.unregister()
+        self._runner = self._push_writer = self._memory = self._handshake = None
+        self._others = []
+        self._sleep.on(SleepEvent.DRAINED)
+        logger.info("pdrelay: rank %d of stage %d has let go of its memory", *self._rank)
+
+    def restore(self) -> None:
+        """Register the memory again, for the next generation of this engine, and start the threads."""
+        if self._sleep.state is SleepState.ASLEEP:
+            self._sleep.on(SleepEvent.WOKEN)
+            self._sleep.generation += 1
+            self._register_again()
+
+    def _give_up(self) -> None:
+        """End loads and pushes, and wait until NIXL says that nothing is under way."""
+        give_up_at = time.monotonic() + self._settings.transfer_timeout
+        runner: Runner[Any] | None = self._runner or self._push_writer  # where both are, they are one
+        if runner is None:
+            return
+        runner.post(lambda mover, now: mover.give_up("this engine goes to sleep", now=now))
+        while runner.ask(lambda mover: bool(mover.uses_memory), timeout=self._settings.transfer_timeout):
+            if time.monotonic() >= give_up_at:
+                raise ConnectorError(
+                    "this rank cannot let go of its memory: an engine that hangs may still read it or write into it; "
+                    "try again later (vllm:pdrelay_blocks_quarantined)"
+                )
+            time.sleep(LOOK_EVERY)
+
+    def _register(
+        self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
+    ) -> None:
+        unpinned = UNPINNED if self._engine_config.sleeps else {}
         agent = make_agent(
             str(uuid.uuid4()),
             progress_delay_us=self._settings.progress_delay_us,
-            backends={backend.name: backend.parameters for backend in self._settings.backends},
+            backends={backend.name: {**unpinned, **backend.parameters} for backend in self._settings.backends},
         )
-        self._agent = agent  # NIXL serves peers as long as the agent lives, even if no thread here uses it
+        # NIXL serves peers as long as its agent lives, even if no thread here uses it. Each generation has another one:
+        # what UCX has opened for a peer, it closes with the agent alone.
         memory = self._memory = RegisteredMemory(agent, self._engine_config, self._rank, caches, kernel_layout)
         producer, consumer = memory.producer, memory.consumer
-        self._handshake = RankHandshake(producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES))
+        self._handshake = RankHandshake(
+            producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES), self._sleep.generation
+        )
         logger.info(
             "pdrelay: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s; %d descriptors a block",
             *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
@@ -296,13 +349,16 @@ class PDRelayConnectorWorker:
     @property
     def _scheduler(self) -> EngineEndpoint:
         """This engine's scheduler process."""
-        return EngineEndpoint(self._engine_config.engine, self._engine_config.address)
+        return EngineEndpoint(self._engine, self._engine_config.address)
+
+    @property
+    def _engine(self) -> EngineId:
+        """This engine in its present generation."""
+        return in_generation(self._engine_config.engine, self._sleep.generation)
 
     def _link(self) -> SocketLink:
         badge = badge_of(self._handshake.token) if self._handshake is not None else b""
-        return open_link(
-            self._settings, self._engine_config.engine, self._counters, role=ProcessRole.WORKER, badge=badge
-        )
+        return open_link(self._settings, self._engine, self._counters, role=ProcessRole.WORKER, badge=badge)
 
     def _forward(self, report: StatsReport) -> None:
         """On the thread of a writer or a stager: pass its numbers on, before its next message leaves."""

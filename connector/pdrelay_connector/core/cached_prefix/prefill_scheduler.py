@@ -18,6 +18,7 @@ from pdrelay_connector.core.lease.kv_params import PullParams
 from pdrelay_connector.core.messages import DropLeases, FindPrefix, PrefixFound, Reachable
 from pdrelay_connector.core.ports import Link
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
+from pdrelay_connector.core.sleep import known_as
 from pdrelay_connector.core.state_machine import transition
 
 PAUSE: Final = 10.0  # s without a question to an engine that has not answered in time: each costs a prefill its timeout
@@ -67,6 +68,7 @@ class _Search:
 class _DecodeEngine:
     """A decode engine that has connected to us, and where it listens."""
 
+    engine: EngineId  # in its present generation: a router knows it by the same name in all of them
     conn: ConnId
     address: Address
     ask_at: float = -inf  # it has not answered, and is not asked before
@@ -92,7 +94,7 @@ class PrefixFinder:
 
     def find(self, question: FindPrefix, engine: EngineId, *, now: float) -> None:
         """Start a search; its end comes out of :meth:`take_ended`."""
-        known = self._engines.get(engine)
+        known = self._engines.get(known_as(engine))
         if known is None:
             self._counters.count("prefixes_of_unknown_engines")
             self._ended.append(SearchEnded(question.request, None))
@@ -102,9 +104,9 @@ class PrefixFinder:
             self._ended.append(SearchEnded(question.request, None))
             return
         self._counters.count("prefixes_asked")
-        search = self._searches[question.request] = _Search(question, engine, known.address)
+        search = self._searches[question.request] = _Search(question, known.engine, known.address)
         self._deadlines.set(question.request, now + self._timeout)
-        self._ask(search, self._peers.ensure_connected(engine, known.address, now=now))
+        self._ask(search, self._peers.ensure_connected(known.engine, known.address, now=now))
 
     def cancel(self, request: RequestId) -> None:
         """The request of a search has ended: what is found for it is given back."""
@@ -117,6 +119,11 @@ class PrefixFinder:
         if peer is not None and peer.state is PeerState.CONNECTED:
             self._link.send(peer.conn, DropLeases((found.remote_request_id,)))
 
+    def give_up(self) -> None:
+        """End all searches: this engine goes to sleep."""
+        for search in list(self._searches.values()):
+            self._end(search, None)
+
     def take_ended(self) -> list[SearchEnded]:
         """Return the searches that have ended since the last call."""
         ended, self._ended = self._ended, []
@@ -128,7 +135,7 @@ class PrefixFinder:
         """A decode engine has said over its own connection where it listens."""
         engine = self._link.engine_of(conn)
         if engine is not None:
-            self._engines[engine] = _DecodeEngine(conn, Address(message.host, message.port))
+            self._engines[known_as(engine)] = _DecodeEngine(engine, conn, Address(message.host, message.port))
 
     def lost(self, conn: ConnId) -> None:
         """A connection that was opened to us has closed."""
@@ -170,7 +177,7 @@ class PrefixFinder:
         for request in self._deadlines.take_due(now=now):
             self._counters.count("prefixes_unanswered")
             search = self._searches[request]
-            if (known := self._engines.get(search.engine)) is not None:
+            if (known := self._engines.get(known_as(search.engine))) is not None:
                 known.ask_at = now + PAUSE
             self._end(search, None)
         return self._deadlines.next()

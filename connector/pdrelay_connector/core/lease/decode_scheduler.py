@@ -147,6 +147,13 @@ class LeaseRenewer:
             self._pending[engine] = None
         self._prune(engine, leases)
 
+    def give_up(self) -> None:
+        """Drop all leases: this engine goes to sleep, and its requests compute their own prompts when it wakes."""
+        for engine, leases in list(self._leases_by_engine.items()):
+            for request in list(leases.params):
+                self._lost.append(LeaseLost(request))
+                self.release(request, engine)
+
     def read_started(self, request: RequestId, engine: EngineId) -> None:
         """Tell P, with this turn and each heartbeat until the load is over, that our workers read a request's blocks.
 

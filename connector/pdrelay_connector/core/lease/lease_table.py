@@ -57,6 +57,9 @@ TRANSITIONS: Final[Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]]] = {
 }
 
 
+_READ: Final = (LeaseEvent.DONE, LeaseEvent.DROPPED)  # these ends say that nothing is read any more
+
+
 class LeaseEnded(NamedTuple):
     """A lease has ended: its blocks may be freed."""
 
@@ -99,6 +102,8 @@ class LeaseTable:
         self._leases: dict[RequestId, _Lease] = {}
         self._deadlines: Deadlines[RequestId] = Deadlines()
         self._by_holder: dict[ConnId, dict[RequestId, None]] = {}  # a dict, because it keeps their order
+        self._late_reads: Deadlines[RequestId] = Deadlines()  # of leases that ended while they were read
+        self._late_ranks: dict[RequestId, set[int]] = {}  # of those: the ranks that have read their part
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -176,8 +181,24 @@ class LeaseTable:
         """End every lease claimed over a connection that closed."""
         return [self.end(request, LeaseEvent.PEER_LOST) for request in list(self._by_holder.get(holder, ()))]
 
+    def has_late_reads(self, *, now: float) -> bool:
+        """Whether a decode engine may still read blocks whose lease is over: they may be another's, but not go away."""
+        for request in self._late_reads.take_due(now=now):
+            del self._late_ranks[request]
+        return bool(self._late_ranks)
+
+    def late_read_ended(self, request: RequestId, rank: int = 0, ranks: int = 1) -> None:
+        """Record that a rank no longer reads the blocks of a lease that is over."""
+        if (done := self._late_ranks.get(request)) is None:
+            return
+        done.add(rank)
+        if len(done) >= ranks:
+            del self._late_ranks[request]
+            self._late_reads.discard(request)
+
     def expire(self, *, now: float) -> list[LeaseEnded]:
         """End the leases that were not renewed in time."""
+        self.has_late_reads(now=now)
         return [self.end(request, LeaseEvent.EXPIRED) for request in self._deadlines.take_due(now=now)]
 
     def next_expiry(self) -> float | None:
@@ -190,6 +211,9 @@ class LeaseTable:
         lease.on(why)
         self._unhold(request, lease)
         self._deadlines.discard(request)
+        if why not in _READ and lease.read_until > -inf:
+            self._late_reads.set(request, lease.read_until)
+            self._late_ranks[request] = set()
         return LeaseEnded(request, why)
 
     def _unhold(self, request: RequestId, lease: _Lease) -> None:

@@ -166,6 +166,7 @@ class LeaseManager:
         for request in dict.fromkeys(requests):
             if request not in self.leases:
                 unknown.append(request)
+                self.leases.late_read_ended(request)
             elif conn is None or not self.refuses(request, conn):
                 self._release([self.leases.end(request, LeaseEvent.DROPPED)])
         return unknown
@@ -253,6 +254,7 @@ class LeaseManager:
 
     def _on_read_done(self, conn: ConnId, done: ReadDone, now: float) -> None:
         if done.request not in self.leases:
+            self.leases.late_read_ended(done.request, done.rank, done.ranks)
             self._counters.count("unknown_transfer_messages")
             self._link.send(conn, FenceResult(done.reader, held=False))
             return

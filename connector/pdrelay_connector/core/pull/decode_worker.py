@@ -122,6 +122,16 @@ class PullReader:
             if now >= load.meet_by:
                 self._time_out(load, now)
 
+    def give_up(self, why: str, *, now: float) -> None:
+        """Fail all loads."""
+        for load in list(self._loads.values()):
+            self._abort_once(load, "loads_aborted", why, now)
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether something may still be read into this rank's memory."""
+        return bool(self._loads)
+
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a connection that we opened."""
         match event:

@@ -229,6 +229,11 @@ class PushReceiver:
         if (push := self._pushes.get(request)) is not None:
             self._abort(push, "loads_aborted", "the request was aborted")
 
+    def give_up(self, why: str) -> None:
+        """Stop all pushes. None is left (``len()``) when no engine writes here any more."""
+        for push in list(self._pushes.values()):
+            self._abort(push, "loads_aborted", why)
+
     def on(self, conn: ConnId, message: Message) -> bool:
         """Take in what P says; false if that is not for us."""
         match message:

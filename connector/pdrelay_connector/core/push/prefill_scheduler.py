@@ -223,6 +223,16 @@ class PushCoordinator:
             why = released.why.name.lower().replace("_", " ")
             self._stop_all(released.request, f"its lease is over ({why})", now, lease_lost=True)
 
+    def give_up(self, why: str, *, now: float) -> None:
+        """Stop all pushes."""
+        for request in list(self._by_request):
+            self._stop_all(request, why, now)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a worker of ours may still write into another engine."""
+        return bool(self._open or self._draining)
+
     # ---- the network
 
     def on(self, event: LinkEvent, *, now: float) -> None:

@@ -99,6 +99,16 @@ class PushWriter:
         else:
             self._awaiting_device.append((event, ready or (lambda: True)))
 
+    def give_up(self, why: str, *, now: float) -> None:  # noqa: ARG002 -- as the reader does
+        """Stop all pushes."""
+        for job in list(self._jobs.values()):
+            self._stop(job, why)
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether something may still be written from this rank's memory."""
+        return bool(len(self._part_writer))
+
     def owns(self, conn: ConnId) -> bool:
         """Whether a connection is the one to our scheduler: nobody else may have us write."""
         return self._scheduler.owns(conn)

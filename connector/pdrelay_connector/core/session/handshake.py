@@ -137,6 +137,7 @@ class HandshakeServer:
     welcome: Welcome
     secrets: Secrets
     advertised: str = ""  # the host name or address that offers name
+    closed: str = ""  # why nobody is accepted, if so
 
     def answer(self, message: Message, arrival: ServerConnection) -> Accepted | Refusal:
         """Check a client's Hello. A refusal reveals nothing that a client without the secret does not know."""
@@ -153,6 +154,8 @@ class HandshakeServer:
                 "you have a shared secret (PDRELAY_CONNECTOR_SECRET), this engine has none; set the same on both",
                 cause="secret",
             )
+        if self.closed:
+            return Refusal(self.closed)
         if message.expects != self.welcome.engine:
             return Refusal(
                 f"engine {message.expects} does not answer here (any more), another one does", is_another=True

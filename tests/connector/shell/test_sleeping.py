@@ -1,0 +1,169 @@
+"""Engines that sleep, with vLLM's scheduler: what was handed over before is not read after, and all goes on."""
+
+import logging
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from pdrelay_connector.shell import vllm_versions
+
+    if not vllm_versions.ASKS_WHAT_IS_LOADED:
+        pytest.skip("the stories' kinds need vLLM 0.32", allow_module_level=True)
+    from vllm.v1.core.sched.interface import PauseState
+
+    from support.cache_kinds import Pair
+    from support.kinds_table import KINDS
+
+from pdrelay_connector.errors import ConnectorError
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+PROMPT = [number % 3 for number in range(61)]
+NAMES = ["full attention", "sliding window", "state of Mamba 2"]
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    """Loads that fail are some."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(params=NAMES)
+def pair(request):
+    kind = KINDS[request.param]
+    return Pair(kind.shape(blocks=56), kind.shape(blocks=200))
+
+
+def offered(pair, name="r"):
+    """Have P compute a prompt; return what it offers."""
+    offers = []
+    pair.asked[name] = PROMPT, [], 3
+    pair.awaited[f"p-{name}"] = offers.append
+    pair.prefill(name, PROMPT, "pull")
+    pair.run(1.0)
+    (offer,) = offers
+    return offer
+
+
+def check_has_text(pair, *, loaded):
+    assert pair.is_done
+    assert pair.d.loaded == set(loaded)
+    for engine in (pair.p, pair.d):
+        assert engine.pool.get_num_free_blocks() == engine.shape.blocks - 1
+
+
+def test_an_offer_from_before_a_sleep_is_not_taken_after_it(pair):
+    """P's memory is another's, at other addresses, under the same port: as after a restart, D computes the prompt."""
+    offer = offered(pair)
+    pair.p.sleep()
+    pair.p.wake_up()
+    pair.d.ask("r", PROMPT, most=3, params=offer)
+    pair.run(30.0)
+
+    check_has_text(pair, loaded=[])
+
+
+def test_an_offer_of_an_engine_that_sleeps_costs_a_prefill(pair):
+    """Its port answers, and says why nothing comes."""
+    offer = offered(pair)
+    pair.p.sleep()
+    pair.d.ask("r", PROMPT, most=3, params=offer)
+    pair.run(30.0)
+
+    check_has_text(pair, loaded=[])
+
+
+def test_after_a_sleep_kv_is_handed_over_as_before(pair):
+    """Both have slept, and more than once; D has met P under another name."""
+    before = offered(pair, "a")
+    pair.d.ask("a", PROMPT, most=3, params=before)
+    pair.run(30.0)
+    for engine in (pair.p, pair.d, pair.p):
+        engine.sleep()
+        pair.run(1.0)
+        engine.wake_up()
+        pair.run(1.0)
+    after = offered(pair, "b")
+    pair.d.ask("b", PROMPT, most=3, params=after)
+    pair.run(30.0)
+    pair.ask("c", PROMPT[::-1], 3, "push")
+    pair.run(30.0)
+
+    assert [before["remote_engine_id"], after["remote_engine_id"]] == ["p", "p_gen2"]
+    check_has_text(pair, loaded=["a", "b", "c"])
+
+
+def test_a_read_across_a_sleep_does_not_count(pair):
+    """P waits for its end before the memory goes, and its lease is over."""
+    offer = offered(pair)
+    pair.d.movers[1].stuck = True
+    pair.d.ask("r", PROMPT, most=3, params=offer)
+    pair.run(1.0)
+    assert pair.d.movers[1]._xfers
+    wait, waited = pair.p.connector._scheduler._control._outbox.wait, []
+
+    def until_read(seconds):
+        waited.append(seconds)
+        pair.d.movers[1].stuck = len(waited) < 5
+        wait(seconds)
+
+    pair.p.connector._scheduler._control._outbox.wait = until_read
+    pair.p.sleep()
+    pair.run(30.0)
+
+    assert len(waited) > 5
+    check_has_text(pair, loaded=[])
+
+
+@pytest.mark.parametrize("sleeper", ["p", "d"])
+def test_a_push_that_waits_for_its_prefill_fails_when_an_engine_sleeps(pair, sleeper):
+    """P must not write into memory that went, and D must not wait for one that sleeps."""
+    pair.register("r", PROMPT, 3)
+    pair.run(1.0)
+    if sleeper == "d":
+        pair.d.abort("r")  # as vLLM does before it sleeps: blocks that wait for KV would hinder the reset
+        del pair.asked["r"]
+        pair.run(1.0)
+    engine = getattr(pair, sleeper)
+    engine.sleep()
+    pair.run(30.0)
+    engine.wake_up()
+    pair.run(30.0)
+
+    check_has_text(pair, loaded=[])
+
+
+def test_what_comes_to_a_decode_engine_that_sleeps_is_loaded_when_it_wakes(pair):
+    """VLLM queues requests meanwhile; what they order of the connector must not go to threads that end."""
+    pair.d.sleep()
+    pair.ask("a", PROMPT, 3, "push")
+    offer = offered(pair, "b")
+    pair.d.ask("b", PROMPT, most=3, params=offer)
+    pair.run(5.0)
+    assert not pair.is_done
+    pair.d.wake_up()
+    pair.run(30.0)
+
+    assert pair.is_done
+    assert "a" in pair.d.loaded  # and "b" finds its blocks, or loads them
+
+
+def test_an_engine_that_cannot_sleep_says_so_and_goes_on(pair):
+    """VLLM passes the error on, and no worker has let go of anything."""
+    offer = offered(pair)
+    pair.d.ask("r", PROMPT, most=3, params=offer)
+    pair.d.movers[1].stuck = True
+    pair.run(1.0)
+    assert pair.d.movers[1]._xfers
+
+    pair.p.control.lease_manager.leases.has_late_reads = lambda now: True  # one that never hears of its end
+    with pytest.raises(ConnectorError, match="cannot sleep now: another engine still reads its cache"):
+        pair.p.sleep()
+    pair.d.movers[1].stuck = False
+    pair.p.scheduler.set_pause_state(PauseState.UNPAUSED)
+    pair.run(30.0)
+
+    check_has_text(pair, loaded=[])

@@ -22,12 +22,13 @@ from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.features import features
+from pdrelay_proxy.features import features, has_other_routers
 from pdrelay_proxy.features.feature import Core, Feature, Ground
 from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
 from pdrelay_proxy.io.reloads import FileReloads
 from pdrelay_proxy.io.request_path.ids import new_id
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.worker_place import WorkerPlace
 from pdrelay_proxy.live import Live
 from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.settings import Settings
@@ -53,12 +54,12 @@ def build(
     settings: Settings,
     *,
     fabric: Fabric | None = None,
-    peer_socket: socket.socket | None = None,
+    place: WorkerPlace | None = None,
     make_features: Sequence[Callable[[Ground], Feature]] | None = None,
 ) -> Router:
     """Build the router. Tests pass a fabric, and other features than all of them.
 
-    ``peer_socket``: bound where other routers reach this one; None: the settings name the port.
+    ``place``: that of one of several workers.
 
     Raises:
         AddressError: an address in the settings cannot be one.
@@ -71,8 +72,9 @@ def build(
     wall = time.time if fabric is None else fabric.clock  # noqa: TID251
     fabric = fabric or Fabric()
     clock = fabric.clock
-    engines = build_engines(settings, fabric)
-    ground = Ground(settings, engines, clock)
+    has_others = place is not None or has_other_routers(settings)
+    engines = build_engines(settings, fabric, has_other_routers=has_others)
+    ground = Ground(settings, engines, clock, place)
     added = [make(ground) for make in (features() if make_features is None else make_features)]
     ended = [hear for feature in added if (hear := feature.hears_ended()) is not None]
     spans = next((found for feature in added if (found := feature.spans()) is not None), None)
@@ -83,7 +85,8 @@ def build(
     core = Core(serving, discovery, wall)
     parts = [feature.parts(core) for feature in added]
     shown = [part.status for part in parts]
-    background = build_background(settings, engines, serving, discovery, shown, peer_socket=peer_socket, clock=clock)
+    other_probes = next((part.other_probes for part in parts if part.other_probes is not None), None)
+    background = build_background(settings, engines, serving, discovery, shown, other_probes=other_probes, clock=clock)
     requests = serving.requests
     telemetry = serving.telemetry
     live_settings = requests.services.settings

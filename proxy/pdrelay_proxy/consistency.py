@@ -5,7 +5,7 @@ from typing import Final
 
 from pdrelay_proxy.core.http.origins import check_open
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.features import features
+from pdrelay_proxy.features import features, has_other_routers
 from pdrelay_proxy.io.files import (
     admin_tls,
     client_keys,
@@ -15,7 +15,6 @@ from pdrelay_proxy.io.files import (
     operator_key,
     server_tls,
 )
-from pdrelay_proxy.io.peers import check_peers
 from pdrelay_proxy.io.worker_place import check_workers
 from pdrelay_proxy.live import addresses_of
 from pdrelay_proxy.settings import CACHE_POLICIES, QueueOrder, Settings
@@ -60,6 +59,14 @@ def _check_queue_order(settings: Settings) -> None:
         raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
 
 
+def _check_workers_meet(settings: Settings) -> None:
+    if settings.workers > 1 and not has_other_routers(settings):
+        raise ConfigError(
+            f"workers is {settings.workers}, and this router has no feature by which workers tell each other of their "
+            "requests: write workers = 1"
+        )
+
+
 def _check_moves(settings: Settings) -> None:
     if settings.move_above is not None and not settings.resume_streams:
         raise ConfigError(
@@ -102,11 +109,11 @@ def _checks() -> Sequence[Callable[[Settings], object]]:
 _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     check_open,
     check_workers,
+    _check_workers_meet,
     check_admin_port,
     _check_limits,
     _check_key_limits,
     _check_queue_order,
-    check_peers,
     _check_moves,
     _check_decode_itl,
 )

@@ -22,7 +22,6 @@ from pdrelay_proxy.declarations import (
     Natural,
     Network,
     Origin,
-    Peer,
     Port,
     Processes,
     Rate,
@@ -182,11 +181,6 @@ class Settings:
     session_names: tuple[SessionName, ...] = ENGINES.option((),
         "headers, or body:FIELD, that name a session; they come before the built-in names",
         unset="the built-in names only")
-    peers: tuple[Peer, ...] = ENGINES.option((),
-        "where the fleet's other routers listen (UDP), as host:port or one DNS name for all; routers tell each other "
-        "the load of engines", chart="router.peers.enabled")
-    peer_port: Port = ENGINES.option(8001,
-        "UDP port on which this router listens to its peers", chart="router.peers.port")
 
     health_check_interval_s: SomeSeconds = HEALTH.option(5.0,
         "time between two health checks of an engine; 0: no health checks")
@@ -307,9 +301,6 @@ class Settings:
     cache_salt_secret: str | None = SECURITY.secret("PDRELAY_CACHE_SALT_SECRET",
         "secret for cache_salt_per_key, the same for all routers of a fleet",
         unset="each client's own key", chart="router.cacheSalt.secretName")
-    peer_secret: str | None = SECURITY.secret("PDRELAY_PEER_SECRET",
-        "secret that the routers of a fleet prove to each other, for peers",
-        unset="peers is refused", chart="router.peers.secret.name")
     public_metrics: bool = SECURITY.option(False, "show /, /stats and /metrics without an API key")
 
     admin_port: Port | None = ADMIN.option(None,
@@ -339,13 +330,6 @@ class Settings:
     ejection_time_s: float = 5.0  # before an ejected engine's trial; doubled after each that fails, up to 60 s
     load_reports: bool = True  # prefill engines are asked for their load, if the prefill policy uses it
     features: tuple[object, ...] = ()  # settings of features that differ from their defaults, one a class
-
-    @property
-    def shares_limits(self) -> bool:
-        """Whether there are rates, which hold for all routers that know each other."""
-        return bool(self.peers) and (
-            self.max_rate is not None or self.max_key_rate is not None or self.max_key_tokens_per_minute is not None
-        )
 
     def of(self, feature: type[T]) -> T:
         """Return the settings of a feature, by their class."""

@@ -39,6 +39,16 @@ async def main():
 
 asyncio.run(main())
 """
+WORKERS = """
+from pdrelay_proxy.consistency import check
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.settings import Settings
+
+try:
+    check(Settings(workers=2, admin_port=9000))
+except ConfigError as error:
+    print(error)
+"""
 
 
 @pytest.fixture
@@ -71,7 +81,9 @@ def remove(copy, name):
 
 
 def names(file, name):
-    """Tell whether a test is about a feature, too: it names it, its command or one of its settings."""
+    """Tell whether a test is about a feature, too: it is among its tests, or names it, its command or a setting."""
+    if TESTS / "features" / name in file.parents:
+        return True
     settings = import_module(f"pdrelay_proxy.features.{name}.settings").SETTINGS
     words = [rf"features\.{name}", f'"{name}"', *WHOLE, *[field.name for field in fields(settings)]]
     return re.search("|".join(words), file.read_text()) is not None
@@ -112,6 +124,16 @@ def test_all_tests_of_the_rest_pass_without_a_feature(copy, name):
 
     assert len(files) > 100
     assert " passed" in passed(copy, files)
+
+
+def test_workers_are_refused_without_the_feature_that_has_them_meet(copy):
+    """Each would fill the same engines, and let in what the limits of all say."""
+    remove(copy, "peers")
+
+    assert python(copy, "-c", WORKERS) == (
+        "workers is 2, and this router has no feature by which workers tell each other of their requests: "
+        "write workers = 1\n"
+    )
 
 
 def test_the_page_s_example_is_a_feature(copy):

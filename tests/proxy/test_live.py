@@ -235,9 +235,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "allowed_origins",
         "tls_client_ca",
         "max_body_bytes",
-        "peers",
         "of",  # the settings of features
-        "shares_limits",  # peers, and whether there are rates
         "move_above",
         *("workers", "admin_port", "admin_host"),
         *SECRETS,

@@ -8,6 +8,7 @@ from pdrelay_connector.settings import read_settings
 from pdrelay_proxy.cli import build_parser
 from pdrelay_proxy.core.http.origins import check_open
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.peers.settings import PeerSettings
 from pdrelay_proxy.options import serve_settings
 from support.helm_chart import DRAWN
 from support.helm_objects import (
@@ -152,7 +153,8 @@ def router_args(objects):
         return ["the router listens on localhost only"]
     ports = {port["name"]: port["containerPort"] for port in container(templates(router(objects))[0])["ports"]}
     own = {"http": settings.port} | ({} if settings.admin_port is None else {"admin": settings.admin_port})
-    own |= {"peers": settings.peer_port} if settings.peers else {}
+    peers = settings.of(PeerSettings)
+    own |= {"peers": peers.peer_port} if peers.peers else {}
     return [] if own == ports else [f"the router listens on {own}, its container says {ports}"]
 
 

@@ -15,18 +15,13 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
-from pdrelay_proxy.core.peers.probe_payload import PROBES, ProbePayload
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
+from pdrelay_proxy.features.peers.core.probe_payload import PROBES, ProbePayload
 from pdrelay_proxy.settings import Settings
 from support.introduced import introduced
+from support.next_probes import next_to_probe
 
 TICK_S, TIMEOUT_S, INTERVAL_S, ANSWER_S, WALL, SECRET = 0.25, 5.0, 5.0, 0.05, 1000.0, b"of this fleet"
-
-
-def next_to_probe(schedule, members, now):
-    """Return the engines whose probes begin at a glance at all of them."""
-    schedule.know(members)
-    return schedule.begin_due(schedule.due(members, now=now), now=now)
 
 
 def after(engine, router):

@@ -13,12 +13,12 @@ from itertools import count
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
-from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload, SendPace
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.features.peers.core.load_payload import LOADS, LoadPayload, SendPace
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
 from pdrelay_proxy.io.request_path.live_fleet import Loads
 from support.introduced import introduced
 

@@ -76,7 +76,7 @@ class InstanceAdmin:
     discovery: Discovery
     own: OwnEngines
     resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
-    has_peers: bool = False  # other routers send requests to the same engines
+    has_other_routers: bool = False  # other routers send requests to the same engines
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
@@ -109,10 +109,11 @@ class InstanceAdmin:
     def _row(self, member: Member, now: float, lone: Mapping[InstanceId, str]) -> InstanceRow:
         instance, life, facts = member.instance, member.life, member.facts
         state, why = life.state, life.why
-        if state is HealthState.DRAINED and member.load.at_peers:
+        if state is HealthState.DRAINED and member.load.at_other_routers:
             state, why = HealthState.DRAINING, "another router has requests there"
         drain = member.drain
-        if self.has_peers and drain is not None and not drain.by_turn and not self.discovery.is_drain_shared(member):
+        is_by_hand = drain is not None and not drain.by_turn
+        if self.has_other_routers and is_by_hand and not self.discovery.is_drain_shared(member):
             why = f"{why}; by this router alone: give the order to the others, too"
         return InstanceRow(
             id=instance.id,

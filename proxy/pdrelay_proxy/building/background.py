@@ -1,16 +1,15 @@
-"""Builds what runs beside the requests: what finds engines, looks at them, turns their roles, tells other routers."""
+"""Builds what runs beside the requests: what finds engines, and what looks at them."""
 
 import random
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
+from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.discovery.reconciler import Discovery
-from pdrelay_proxy.io.peers import RouterPeers, peers_of
 from pdrelay_proxy.io.probes.engine_metrics_watch import EngineMetricsWatch
 from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.status import Status
@@ -33,18 +32,16 @@ def build_background(
     discovery: Discovery,
     shown: Sequence[Callable[[], FeatureStatus | None]],
     *,
-    peer_socket: socket.socket | None,
+    other_probes: OtherProbes | None,
     clock: Callable[[], float],
 ) -> BackgroundWork:
     """Build it. Raises ConfigError.
 
-    ``shown``: what features have to show on the status page. ``peer_socket``: bound where other routers reach this one;
-    None: the settings name the port.
+    ``shown``: what features have to show on the status page. ``other_probes``: those of other routers.
     """
     registry = engines.registry
     telemetry = serving.telemetry
     admission = serving.gate.admission
-    peers = _peers(settings, engines, serving, peer_socket)
     prober = Prober(
         registry,
         engines.checks,
@@ -52,7 +49,7 @@ def build_background(
         clock,
         random.random,
         give_up=engines.wire.give_up,
-        others=peers[0].probes if peers else None,
+        others=other_probes,
         warnings=engines.warnings,
     )
     every_s = settings.engine_metrics_interval_s
@@ -73,19 +70,6 @@ def build_background(
             discovery.running(),
             prober.running(),
             metrics_watch.running(),
-            *[each.running() for each in peers],
         )
 
     return BackgroundWork(discovery, status, running)
-
-
-def _peers(
-    settings: Settings, engines: EngineSide, serving: RequestSide, peer_socket: socket.socket | None
-) -> Sequence[RouterPeers]:
-    """Return what the fleet's other routers are told by and heard with; none, if there are no others."""
-    queue, counters = serving.gate.admission, serving.telemetry.counters
-    peers = peers_of(settings, engines.registry, queue, serving.keyring, counters, peer_socket=peer_socket)
-    if peers is None:
-        return ()
-    serving.fleet.tell_load_changes(peers.changed)
-    return (peers,)

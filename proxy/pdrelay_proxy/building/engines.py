@@ -61,9 +61,10 @@ class EngineSide:
     wire: WireEngines
     checks: HttpChecks
     warnings: FleetWarnings  # of the fleet as a whole
+    has_other_routers: bool  # they send requests to the same engines, and tell of them
 
 
-def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
+def build_engines(settings: Settings, fabric: Fabric, *, has_other_routers: bool = False) -> EngineSide:
     """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
     registry = _registry(settings, fabric.clock)
     policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
@@ -94,6 +95,7 @@ def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
         wire,
         checks,
         FleetWarnings(),
+        has_other_routers,
     )
 
 
@@ -102,7 +104,7 @@ def build_fleet(
 ) -> LiveFleet:
     """Build what requests choose their engines from; ``added``: by features. Raises ConfigError."""
     # Routers that know of each other do not all begin with the same engine.
-    turn = random.randrange(_TURNS) if settings.peers else 0
+    turn = random.randrange(_TURNS) if engines.has_other_routers else 0
     return fleet_of(
         settings,
         engines.registry,

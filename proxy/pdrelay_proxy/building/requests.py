@@ -66,7 +66,8 @@ def build_requests(
     """Build it; ``ended``: hear of requests that are over. Raises ConfigError."""
     pairs = engines.pairs
     wire = engines.wire
-    gate, lifetime = Gate(settings, clock), Lifetime()
+    gate = Gate(settings, clock, has_other_routers=engines.has_other_routers)
+    lifetime = Lifetime()
     keyring, reader = Keyring(client_keys(settings)), BodyReader()
     counters = _counters(engines, fleet)
     telemetry = Telemetry(counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended)
@@ -101,7 +102,9 @@ def build_requests(
         request_over=telemetry.request_over,
         ids=ClientIds(settings.request_id_headers),
         origins=AllowedOrigins(settings.allowed_origins) if settings.allowed_origins else None,
-        reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
+        reports=settings.load_reports
+        and settings.prefill_policy != PolicyName.ROUND_ROBIN
+        and not engines.has_other_routers,
         spans=spans,
     )
     requests = RequestSet(services)

@@ -105,7 +105,7 @@ def _key_routes(
         discovery,
         own,
         resumes=lambda: requests.services.settings.current.resume_streams,
-        has_peers=bool(settings.peers),
+        has_other_routers=engines.has_other_routers,
         warnings=engines.warnings,
     )
     return (

@@ -121,7 +121,7 @@ def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> i
 
     settings, _ = _own_settings(args, place)
     logs.configure(settings.log_level, settings.log_format, worker=None if place is None else place.number)
-    router = build(settings, peer_socket=None if place is None else place.peer_socket)
+    router = build(settings, place=place)
     if place is None:  # else the supervisor has
         check_engines(settings, args.config)
     if place is None or place.number == 0:  # it starts before the others, and alone

@@ -114,8 +114,6 @@ class Counters:
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     log_lines_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
-    peers: Counter[Key] = field(default_factory=Counter)  # heard or known: other routers, now
-    peer_datagrams: Counter[Key] = field(default_factory=Counter)  # what became of them (io/peers.py)
     connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/http/framing.py
     durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path, RequestOutcome
     queue_times: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path

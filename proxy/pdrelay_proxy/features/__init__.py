@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
     from pdrelay_proxy.features.feature import Feature
+    from pdrelay_proxy.settings import Settings
 
 FEATURES: Final = (
     "kv_events",
+    "peers",
     "pods",
     "roles",
     "why",
@@ -27,6 +29,11 @@ FEATURES: Final = (
 def features() -> "Sequence[type[Feature]]":
     """Return all features. Their modules import what a router consists of."""
     return [cast("type[Feature]", module.FEATURE) for module in _modules("feature")]
+
+
+def has_other_routers(settings: "Settings") -> bool:
+    """Tell whether other routers send requests to the same engines, and some feature has them meet."""
+    return any(feature.has_other_routers(settings) for feature in features())
 
 
 @lru_cache(1)

@@ -8,12 +8,14 @@ from fastapi import APIRouter
 from pdrelay_proxy.api.operator_route import OperatorAccess
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
+from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
+from pdrelay_proxy.io.worker_place import WorkerPlace
 from pdrelay_proxy.requests.services import Spans
 from pdrelay_proxy.settings import Settings
 
@@ -25,6 +27,7 @@ class Ground:
     settings: Settings
     engines: EngineSide
     clock: Callable[[], float]  # seconds; only differences count
+    place: WorkerPlace | None = None  # that of one of several workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class FeatureParts:
     routes: Sequence[Callable[[OperatorAccess], APIRouter]] = ()  # for operators
     status: Callable[[], FeatureStatus | None] = lambda: None  # a part of the status page, in plain texts
     families: Callable[[], Iterator[Family | None]] = lambda: iter(())  # of metrics; None: a step without any
+    other_probes: OtherProbes | None = None  # those of other routers; only one feature may have them
 
 
 class Feature:
@@ -60,6 +64,12 @@ class Feature:
     @staticmethod
     def finds_engines(settings: Settings, /) -> bool:
         """Tell whether ``feed`` will name engines, so that the settings need not."""
+        del settings
+        return False
+
+    @staticmethod
+    def has_other_routers(settings: Settings, /) -> bool:
+        """Tell whether it has other routers, or several workers, share loads and limits with this one."""
         del settings
         return False
 

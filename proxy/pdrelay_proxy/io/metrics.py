@@ -152,7 +152,6 @@ class _Collector:
         yield from self._instances()
         yield from self._queue()
         yield from _discovery(self._sources)
-        yield from self._peers()
 
     def _requests(self) -> Iterator[Family | None]:
         text = "Requests that are over, by path and by how they ended for the client."
@@ -273,12 +272,6 @@ class _Collector:
         text = "Requests that the admission control refused, by the limit."
         refused = [((limit.value,), count) for limit, count in admission.refused.items()]
         yield from counter_family("pdrelay_requests_refused", text, ("reason",), refused)
-
-    def _peers(self) -> Iterator[Family | None]:
-        text = "Other routers of the fleet: those that are heard, and those that are known by their addresses."
-        yield from self._counted.gauge("pdrelay_peers", text, ("state",), "peers")
-        text = "Datagrams to and from other routers, by what became of them."
-        yield from self._counted.counter("pdrelay_peer_datagrams", text, ("result",), "peer_datagrams")
 
 
 def _speeds(members: Sequence[Member]) -> Iterator[Family]:

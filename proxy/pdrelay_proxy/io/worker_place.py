@@ -52,8 +52,6 @@ class WorkerPlace:
             port=self.port,
             admin_port=admin_port_of(settings, self.number),
             store=self.store,
-            peers=tuple(f"{LOOPBACK}:{port}" for port in self.peer_ports),
-            peer_secret=self.secret,
         )
 
 
@@ -84,8 +82,6 @@ def check_workers(settings: Settings) -> None:
     admin_port = settings.admin_port
     if count == 1:
         return
-    if settings.peers:
-        raise ConfigError(f"peers needs workers 1, not {count}: run more routers in place of workers")
     if admin_port is None:
         raise ConfigError(
             f"workers is {count}, and admin_port is not set: each worker has its own metrics, and needs a port to show "

@@ -14,8 +14,11 @@ from pdrelay_proxy.settings import Settings
 class Gate:
     """One for the router, on its one event loop."""
 
-    def __init__(self, limits: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        self.admission = Admission(limits)  # its counts are for whoever watches
+    def __init__(
+        self, limits: Settings, clock: Callable[[], float] = time.monotonic, *, has_other_routers: bool = False
+    ) -> None:
+        """``has_other_routers``: rates are limits of all of them together."""
+        self.admission = Admission(limits, has_other_routers=has_other_routers)  # its counts are for whoever watches
         self._clock = clock
         self._watching: dict[Ticket, Callable[[], None]] = {}  # of those that wait
 

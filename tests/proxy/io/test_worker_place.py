@@ -1,4 +1,4 @@
-"""What makes a worker a router that has the others as its peers."""
+"""What makes a worker a router among others."""
 
 import socket
 from dataclasses import replace
@@ -20,21 +20,13 @@ def place():
         yield WorkerPlace(1, 8000, "file:/x/engines", nowhere, (701, 703), "s" * 32, SEVERAL, nowhere)
 
 
-def test_a_worker_is_a_router_with_the_others_as_peers_and_one_store(place):
+def test_a_worker_is_a_router_with_an_admin_port_of_its_own_and_the_store_of_all(place):
     """So that they share what routers share, and nothing else is needed."""
     own = place.settings(SEVERAL)
 
     assert (own.workers, own.port, own.admin_port) == (1, 8000, 9001)
-    assert own.peers == ("127.0.0.1:701", "127.0.0.1:703")
     assert own.store == "file:/x/engines"
     check(own)
-
-
-@pytest.mark.parametrize("name", ["max_rate", "max_key_rate", "max_key_tokens_per_minute"])
-def test_rates_hold_for_all_workers_together(place, name):
-    """They share what they let in; without a rate there is nothing to share."""
-    assert place.settings(replace(SEVERAL, **{name: 7})).shares_limits
-    assert not place.settings(SEVERAL).shares_limits
 
 
 def test_the_limits_that_hold_for_each_worker_are_named():
@@ -49,7 +41,6 @@ def test_the_limits_that_hold_for_each_worker_are_named():
     ("changes", "said"),
     [
         ({"admin_port": None}, "workers is 3, and admin_port is not set: each worker has its own metrics"),
-        ({"peers": ("a:1",)}, "peers needs workers 1, not 3: run more routers in place of workers"),
         ({"admin_port": 65_534}, "the last of 3 workers would have 65536: write at most 65533"),
         ({"admin_port": 7998}, "port is 8000, and the admin ports of 3 workers are 7998 to 8000"),
     ],

@@ -44,8 +44,10 @@ class _Account:
 class Admission:
     """Hands out places. Whatever a call does to other tickets than its own comes back, once, from ``poll``."""
 
-    def __init__(self, limits: Settings) -> None:
+    def __init__(self, limits: Settings, *, has_other_routers: bool = False) -> None:
+        """``has_other_routers``: rates are limits of all of them together."""
         self.limits = limits
+        self._has_other_routers = has_other_routers
         self.admitted = 0
         self.waiting = 0
         self.held_bytes = 0
@@ -55,6 +57,7 @@ class Admission:
         self._bucket = TokenBucket()
         self._shares = FairShares() if limits.queue_order is _FAIR else None
         self._has_rates = _has_rates(limits)
+        self.shares_limits = has_other_routers and self._has_rates
         self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
         self.news: list[Ticket] = []  # what ``poll`` would return
         self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
@@ -104,7 +107,7 @@ class Admission:
         if limits.max_key_tokens_per_minute is not None:
             account.quota.take(limits.max_key_tokens_per_minute * self.share, ticket.tokens, now=now)
             ticket.charged = ticket.tokens
-        if limits.shares_limits:
+        if self.shares_limits:
             note_usage(self.usage, ticket.key, prompts, ticket.tokens)
             ticket.reported = ticket.tokens
 
@@ -172,7 +175,7 @@ class Admission:
     def charge_elsewhere(self, key: str, requests: int, tokens: int, *, now: float) -> None:
         """Charge what another router of the fleet has let in; an empty key: of all clients."""
         limits = self.limits
-        if not limits.shares_limits:
+        if not self.shares_limits:
             return
         if not key:
             if limits.max_rate is not None:
@@ -193,6 +196,7 @@ class Admission:
         """
         self.limits = limits
         self._has_rates = _has_rates(limits)
+        self.shares_limits = self._has_other_routers and self._has_rates
         self.counts_tokens = _counts_tokens(limits)
         is_fair = limits.queue_order is _FAIR
         if is_fair != (self._shares is not None):
@@ -305,7 +309,7 @@ class Admission:
         limits = self.limits
         if (per_minute := limits.max_key_tokens_per_minute) is not None:
             self._accounts[ticket.key].quota.take(per_minute * self.share, cost - ticket.charged, now=now)
-        if limits.shares_limits:
+        if self.shares_limits:
             note_usage(self.usage, ticket.key, 0, cost - ticket.reported)
 
     def _turn_away(self, ticket: Ticket, event: TicketEvent, refusal: Refusal) -> None:
@@ -326,9 +330,9 @@ class Admission:
 
 
 def _has_rates(limits: Settings) -> bool:
-    """Tell whether requests are charged by their rate, or by that of their tokens, here or in the fleet."""
+    """Tell whether requests are charged by their rate, or by that of their tokens."""
     rates = limits.max_key_rate, limits.max_key_tokens_per_minute, limits.max_rate
-    return limits.shares_limits or any(rate is not None for rate in rates)
+    return any(rate is not None for rate in rates)
 
 
 def _counts_tokens(limits: Settings) -> bool:

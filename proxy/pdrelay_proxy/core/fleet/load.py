@@ -22,7 +22,7 @@ class Load:
 
     fresh_s: float = 5.0  # for so long a report counts
     report: NamedMetrics | None = None
-    at_peers: int = 0  # requests it has from the fleet's other routers, as they say
+    at_other_routers: int = 0  # requests it has from the fleet's other routers, as they say
     _reported: float = 0.0
     _kv: tuple[float, float] | None = None  # when it showed what share of its KV cache is in use
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
@@ -70,7 +70,7 @@ class Load:
         below 1, decides between equals.
         """
         report = self.report
-        in_flight = len(self._requests) + self.at_peers  # not the property, which is a call
+        in_flight = len(self._requests) + self.at_other_routers  # not the property, which is a call
         if report is None or now > self._reported + self.fresh_s:
             return float(in_flight)
         return in_flight + report.num_requests_waiting + min(report.kv_cache_usage_perc, 0.999)

@@ -73,7 +73,7 @@ class ShareBound:
 
     def _is_idle(self, name: InstanceId) -> bool:
         member = self._registry.get(name)
-        return member is not None and not member.load.in_flight and not member.load.at_peers
+        return member is not None and not member.load.in_flight and not member.load.at_other_routers
 
 
 class ShareBounds:

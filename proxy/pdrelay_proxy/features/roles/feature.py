@@ -11,6 +11,7 @@ from pdrelay_proxy.building.discovery import build_shared_text
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.ports import SharedText
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features import has_other_routers
 from pdrelay_proxy.features.feature import Core, Feature, FeatureParts
 from pdrelay_proxy.features.roles.leased_turns import LeasedTurns
 from pdrelay_proxy.features.roles.role_board import RoleBoard
@@ -34,7 +35,8 @@ class RolesFeature(Feature):
             raise ConfigError(
                 f"roles is {chosen.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
             )
-        if chosen.roles is RolesMode.AUTO and settings.peers and settings.store == "memory":
+        has_others = settings.workers == 1 and has_other_routers(settings)  # workers have a store in any case
+        if chosen.roles is RolesMode.AUTO and has_others and settings.store == "memory":
             raise ConfigError(
                 "roles is auto, and several routers (peers) would decide at the same time, because store is memory: "
                 "write kubernetes:CONFIGMAP, redis://... or file:PATH"

@@ -215,7 +215,7 @@ class EngineCosts(LegListener):
 def _elsewhere(member: Member, now: float) -> int:
     """Return how many requests an engine has of other routers, as far as is known."""
     load = member.load
-    return max(load.at_peers, load.waiting(now=now) - load.in_flight)
+    return max(load.at_other_routers, load.waiting(now=now) - load.in_flight)
 
 
 def _median(fits: list[LineFit], otherwise: Line) -> Line:

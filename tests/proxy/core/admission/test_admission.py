@@ -44,6 +44,16 @@ def test_which_states_are_final():
     }
 
 
+@pytest.mark.parametrize("name", ["max_rate", "max_key_rate", "max_key_tokens_per_minute"])
+def test_rates_hold_for_all_routers_together_that_know_each_other(name):
+    """They share what they let in; without a rate there is nothing to share."""
+    limits = Settings(**{name: 7})
+
+    assert Admission(limits, has_other_routers=True).shares_limits
+    assert not Admission(limits).shares_limits
+    assert not Admission(Settings(), has_other_routers=True).shares_limits
+
+
 def test_the_more_important_takes_no_place_that_is_anothers_share():
     """Or one client could send all others away."""
     admission = Admission(Settings(max_concurrency=1, max_queue=4, max_queue_wait_s=10.0))

@@ -293,8 +293,8 @@ def test_a_request_that_is_sent_away_while_it_waits_costs_no_tokens(sent_away):
             max_queue=1,
             max_queue_wait_s=10.0,
             max_key_tokens_per_minute=1000,
-            peers=("router:8001",),
-        )
+        ),
+        has_other_routers=True,
     )
     ask(admission, "z")
     waiting = ask(admission, "a", prompt=990)

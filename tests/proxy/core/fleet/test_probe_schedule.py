@@ -14,7 +14,7 @@ from pdrelay_proxy.core.fleet.target import EngineSource, Origin
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.settings import Settings
-from support.probing_routers import next_to_probe
+from support.next_probes import next_to_probe
 
 TICK_S, TIMEOUT_S, INTERVAL_S = 0.25, 5.0, 5.0
 

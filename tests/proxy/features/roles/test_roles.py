@@ -11,6 +11,7 @@ from starlette.routing import Route
 from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.peers.settings import PeerSettings
 from pdrelay_proxy.features.roles.settings import RoleSettings, RolesMode
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import Sim
@@ -192,7 +193,7 @@ def test_roles_without_a_target_are_refused(missing):
 
 def test_several_routers_without_a_shared_store_are_refused():
     """Each would turn engines by itself, and none would know of the others' turns."""
-    settings = replace(AUTO, peers=("router-2:8001",), peer_secret="s" * 32)
+    settings = AUTO.having(PeerSettings(("router-2:8001",), peer_secret="s" * 32))
 
     with pytest.raises(ConfigError, match=r"several routers .peers. would decide at the same time"):
         check(settings)

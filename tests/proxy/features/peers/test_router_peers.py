@@ -6,10 +6,10 @@ import pytest
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
-from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
-from pdrelay_proxy.io.peers import RouterPeers
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
+from pdrelay_proxy.features.peers.peer_counts import PeerCounts
+from pdrelay_proxy.features.peers.router_peers import Meeting, RouterPeers
 from pdrelay_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
@@ -41,17 +41,15 @@ class OneRouter:
     """A router with peers; its time stands still."""
 
     def __init__(self, *names):
-        self.admission = Admission(Settings(peers=("router:8001",), max_rate=100.0))
-        self.counters = Counters(frozenset())
+        self.admission = Admission(Settings(max_rate=100.0), has_other_routers=True)
+        self.counts = PeerCounts()
         self.peers = RouterPeers(
             Registry(),
             self.admission,
             tuple,
-            [Address("http", name, 8001) for name in names],
-            self.counters,
-            secret=SECRET,
+            self.counts,
+            Meeting([Address("http", name, 8001) for name in names], SECRET, ("127.0.0.1", 0)),
             probes=True,
-            listen=("127.0.0.1", 0),
             clock=lambda: 0.0,
             wall=lambda: WALL,
         )
@@ -76,7 +74,7 @@ class OneRouter:
 
     @property
     def known(self):
-        return self.counters.peers["known",]
+        return self.counts.known
 
 
 async def test_a_name_that_leads_nowhere_is_a_router_that_is_not_heard(dns, caplog):

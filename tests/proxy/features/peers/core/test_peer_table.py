@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
-from pdrelay_proxy.core.peers.datagrams import MOST_PEERS, DatagramFault
-from pdrelay_proxy.core.peers.load_payload import LOADS
-from pdrelay_proxy.core.peers.peer_table import TRANSITIONS, PeerEvent, PeerState, PeerTable
-from pdrelay_proxy.core.peers.probe_payload import PROBES
+from pdrelay_proxy.features.peers.core.datagrams import MOST_PEERS, DatagramFault
+from pdrelay_proxy.features.peers.core.load_payload import LOADS
+from pdrelay_proxy.features.peers.core.peer_table import TRANSITIONS, PeerEvent, PeerState, PeerTable
+from pdrelay_proxy.features.peers.core.probe_payload import PROBES
 
 A, B = b"a" * 8, b"b" * 8
 

@@ -13,7 +13,7 @@ from enum import auto
 from typing import Final
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.core.peers.datagrams import MOST_PEERS, SKEW_S, DatagramFault, DatagramKind
+from pdrelay_proxy.features.peers.core.datagrams import MOST_PEERS, SKEW_S, DatagramFault, DatagramKind
 
 PATIENCE_S: Final = (
     3.0  # seconds without a datagram until a router counts as departed: each repeats itself every second

@@ -15,9 +15,12 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
-from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.peers.core.load_payload import LOADS, LoadPayload
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
+from pdrelay_proxy.features.peers.feature import PeersFeature
+from pdrelay_proxy.features.peers.peer_counts import PeerCounts
+from pdrelay_proxy.features.peers.settings import PeerSettings
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import Sim
 from support.cluster import free_ports
@@ -53,17 +56,24 @@ class Fleet:
     routers: list[Router]
     clients: list[httpx.AsyncClient]
     engines: list[Holding]
+    counts: list[PeerCounts]
 
     def told(self, number):
         """Return how many requests of other routers a router knows of, by prefill engine."""
         members = self.routers[number].live.registry.members()
-        return [member.load.at_peers for member in members if member.instance.role == "prefill"]
+        return [member.load.at_other_routers for member in members if member.instance.role == "prefill"]
 
     async def all_know_of(self, requests, numbers):
         await until_async(lambda: all(sum(self.told(number)) == requests for number in numbers), seconds=30)
 
+    def peers(self, ground):
+        """Build the feature, and keep its counts."""
+        feature = PeersFeature(ground)
+        self.counts.append(feature.counts)
+        return feature
+
     def heard(self, number):
-        return self.routers[number].telemetry.counters.peers.get(("heard",), 0)
+        return self.counts[number].heard
 
 
 @asynccontextmanager
@@ -73,7 +83,7 @@ async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=Non
     holding = [Holding(engines[f"p{place}"]) for place in range(prefill)]
     network = InMemory({f"p{place}": one for place, one in enumerate(holding)} | {"d0": engines["d0"]})
     async with AsyncExitStack() as stack:
-        found = Fleet([], [], holding)
+        found = Fleet([], [], holding, [])
         for number, port in enumerate(ports):
             settings = Settings(
                 prefill=tuple(f"p{place}:80" for place in range(prefill)),
@@ -81,12 +91,11 @@ async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=Non
                 allowed_hosts=("*",),
                 prefill_policy=policy,
                 decode_policy=PolicyName.LEAST_LOADED,
-                peers=tuple(f"127.0.0.1:{each}" for each in ports),
-                peer_port=port,
-                peer_secret=SECRET if secrets is None else secrets[number],
                 **more,
             )
-            router = build(settings, fabric=network.fabric)
+            secret = SECRET if secrets is None else secrets[number]
+            settings = settings.having(PeerSettings(tuple(f"127.0.0.1:{each}" for each in ports), port, secret))
+            router = build(settings, fabric=network.fabric, make_features=[found.peers])
             await stack.enter_async_context(network.running(router.app))
             transport = httpx.ASGITransport(router.app, raise_app_exceptions=False)
             client = httpx.AsyncClient(transport=transport, base_url="http://router", timeout=30)
@@ -134,8 +143,7 @@ def admits(admission, name):
 async def test_a_router_with_another_secret_is_not_heard_and_is_counted():
     """Its requests would make engines look busy."""
     async with fleet(2, 2, secrets=[SECRET, "the secret of other routers"]) as found:
-        counters = found.routers[0].telemetry.counters
-        await until_async(lambda: counters.peer_datagrams["tag",] > 0, seconds=30)
+        await until_async(lambda: found.counts[0].datagrams["tag"] > 0, seconds=30)
 
         assert found.heard(0) == 0
         assert found.told(0) == [0, 0]
@@ -153,12 +161,12 @@ async def test_what_a_router_that_has_gone_had_sent_is_not_taken_in_by_one_that_
         wall = time.time()  # noqa: TID251 (as the router's own)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             for data in (exchange.introduction(wall=wall), *exchange.sealed(LOADS, loads.bodies(now=0.0), wall=wall)):
-                sender.sendto(data, ("127.0.0.1", router.live.settings.current.peer_port))
-            counters = router.telemetry.counters
-            await until_async(lambda: counters.peer_datagrams["unknown",] > 0, seconds=30)
+                sender.sendto(data, ("127.0.0.1", router.live.settings.current.of(PeerSettings).peer_port))
+            datagrams = found.counts[0].datagrams
+            await until_async(lambda: datagrams["unknown"] > 0, seconds=30)
 
         assert found.told(0) == [0]
-        assert counters.peer_datagrams["tag",] == counters.peer_datagrams["clock",] == 0
+        assert datagrams["tag"] == datagrams["clock"] == 0
 
 
 async def test_engines_are_not_asked_for_reports_of_their_load():
@@ -193,9 +201,12 @@ async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings(peers=("router:8001",)), "PDRELAY_PEER_SECRET"),
-        (Settings(peers=("router:8001",), peer_secret="short"), "PDRELAY_PEER_SECRET"),
-        (Settings(peers=("router:8001",), peer_secret=SECRET, workers=2, admin_port=9000), "workers 1"),
+        (Settings().having(PeerSettings(("router:8001",))), "PDRELAY_PEER_SECRET"),
+        (Settings().having(PeerSettings(("router:8001",), peer_secret="short")), "PDRELAY_PEER_SECRET"),
+        (
+            Settings(workers=2, admin_port=9000).having(PeerSettings(("router:8001",), peer_secret=SECRET)),
+            "peers needs workers 1, not 2: run more routers in place of workers",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, said):

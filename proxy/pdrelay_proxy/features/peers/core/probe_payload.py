@@ -21,9 +21,9 @@ from typing import Final
 from pdrelay_proxy.core.fleet.probe_schedule import keeps_blocks
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.peers.datagrams import DatagramFault, DatagramKind, Opened, bodies_of
-from pdrelay_proxy.core.peers.load_payload import engine_name
-from pdrelay_proxy.core.peers.peer_table import PATIENCE_S
+from pdrelay_proxy.features.peers.core.datagrams import DatagramFault, DatagramKind, Opened, bodies_of
+from pdrelay_proxy.features.peers.core.load_payload import engine_name
+from pdrelay_proxy.features.peers.core.peer_table import PATIENCE_S
 
 WATCHERS: Final = 3  # of an engine: one may end, and one may be cut off from it
 _ENTRY: Final = Struct(">8sB")

@@ -14,8 +14,15 @@ from typing import Final
 from pdrelay_proxy.core.fleet.load import Load
 from pdrelay_proxy.core.fleet.registry import Member, Registry
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.peers.datagrams import MOST_BODY, NAME_BYTES, DatagramFault, DatagramKind, Opened, bodies_of
-from pdrelay_proxy.core.peers.peer_table import PATIENCE_S
+from pdrelay_proxy.features.peers.core.datagrams import (
+    MOST_BODY,
+    NAME_BYTES,
+    DatagramFault,
+    DatagramKind,
+    Opened,
+    bodies_of,
+)
+from pdrelay_proxy.features.peers.core.peer_table import PATIENCE_S
 
 _ENTRY: Final = Struct(">8sH")
 _ENTRIES: Final = MOST_BODY // _ENTRY.size  # of one datagram
@@ -95,7 +102,7 @@ class LoadPayload:
             if engine not in counts and len(counts) >= _MOST_ENGINES:
                 return DatagramFault.TOO_MANY
             if (load := self._loads.get(engine)) is not None:
-                load.at_peers += requests - counts.get(engine, _NO_COUNT)[0]
+                load.at_other_routers += requests - counts.get(engine, _NO_COUNT)[0]
             counts[engine] = requests, now
         return None
 
@@ -120,7 +127,7 @@ class LoadPayload:
         self._names = {one.instance.id: before.get(one.instance.id) or engine_name(one) for one in members}
         self._loads = {self._names[one.instance.id]: one.load for one in members}
         for engine, load in self._loads.items():
-            load.at_peers = sum([counts.get(engine, _NO_COUNT)[0] for counts in self._peers.values()])
+            load.at_other_routers = sum([counts.get(engine, _NO_COUNT)[0] for counts in self._peers.values()])
 
 
 def engine_name(member: Member) -> bytes:

@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
-from pdrelay_proxy.core.peers.datagrams import DatagramFault
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
-from pdrelay_proxy.core.peers.quota_payload import QUOTAS, QuotaPayload
+from pdrelay_proxy.features.peers.core.datagrams import DatagramFault
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
+from pdrelay_proxy.features.peers.core.quota_payload import QUOTAS, QuotaPayload
 from pdrelay_proxy.settings import Settings
 from support.introduced import introduced
 
-SECRET, NAMES, PEERS = b"of this fleet", ("a", "b"), ("router:8001",)
+SECRET, NAMES = b"of this fleet", ("a", "b")
 WALL = 1000.0
 
 
 class OneRouter:
     """An admission, and its side of the exchange."""
 
-    def __init__(self, number, *, secret=SECRET, **limits):
-        self.admission = Admission(Settings(peers=PEERS, **limits))
+    def __init__(self, number, *, secret=SECRET, has_other_routers=True, **limits):
+        self.admission = Admission(Settings(**limits), has_other_routers=has_other_routers)
         self.quotas = QuotaPayload(self.admission, lambda: NAMES)
         self.exchange = PeerExchange(bytes([number]) * 8, secret, {QUOTAS: self.quotas})
 
@@ -161,20 +161,20 @@ def test_what_a_router_that_has_gone_has_sent_charges_nothing_again():
 
 def test_limits_of_ones_own_are_not_charged_what_others_serve():
     """A router without peers keeps to its own."""
-    one, other = fleet(2, max_key_tokens_per_minute=600)
-    other.admission.change(Settings(max_key_tokens_per_minute=600), now=0.0)
+    one = OneRouter(1, max_key_tokens_per_minute=600)
+    other = OneRouter(2, max_key_tokens_per_minute=600, has_other_routers=False)
+    met(one, other)
     one.serve("a", tokens=10_000)
     tell([one, other])
 
     assert other.serve("a", now=0.0)
 
 
-def test_a_request_that_came_before_the_limits_were_shared_gives_nothing_back():
+def test_a_request_that_came_before_the_limits_gives_nothing_back():
     """Its estimate was never told, so the others are told of all it has cost."""
-    one = OneRouter(1, max_key_tokens_per_minute=600)
-    one.admission.change(Settings(max_key_tokens_per_minute=600), now=0.0)
+    one = OneRouter(1)
     early = one.admission.arrive("a", 0, 500 * BYTES_PER_TOKEN, now=0.0)
-    one.admission.change(Settings(max_key_tokens_per_minute=600, peers=PEERS), now=0.0)
+    one.admission.change(Settings(max_key_tokens_per_minute=600), now=0.0)
     one.admission.leave(early, 30, now=0.0)
 
     assert one.admission.usage["a"].tokens == 30

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, RequestId, Role
-from pdrelay_proxy.core.peers.datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
-from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload, SendPace
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
+from pdrelay_proxy.features.peers.core.datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
+from pdrelay_proxy.features.peers.core.load_payload import LOADS, LoadPayload, SendPace
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
 from support.introduced import introduced
 
 SECRET = b"of this fleet"
@@ -69,13 +69,13 @@ def test_a_router_knows_what_the_others_have_at_an_engine():
     one.send(2, "c")
 
     assert other.hears(one.says()) == [None]
-    assert [other.load(place).at_peers for place in range(3)] == [2, 0, 1]
+    assert [other.load(place).at_other_routers for place in range(3)] == [2, 0, 1]
     assert [other.load(place).score(now=0.0) for place in range(3)] == [2.0, 0.0, 1.0]
     assert [other.load(place).in_flight for place in range(3)] == [0, 0, 0]  # what ends a drain are its own
 
     one.end(0, "a")
     other.hears(one.says(now=0.1))
-    assert [other.load(place).at_peers for place in range(3)] == [1, 0, 1]
+    assert [other.load(place).at_other_routers for place in range(3)] == [1, 0, 1]
 
 
 def test_an_engine_that_has_turned_is_the_same_to_all_routers():
@@ -85,7 +85,7 @@ def test_an_engine_that_has_turned_is_the_same_to_all_routers():
     one.send(0)
 
     assert other.hears(one.says()) == [None]
-    assert other.load(0).at_peers == 1
+    assert other.load(0).at_other_routers == 1
 
 
 def test_only_what_has_changed_is_told_and_everything_once_a_second():
@@ -97,10 +97,10 @@ def test_only_what_has_changed_is_told_and_everything_once_a_second():
     one.says(now=0.4)
     one.send(2)
     late.hears(one.says(now=0.5))
-    assert [late.load(place).at_peers for place in range(3)] == [0, 1, 1]
+    assert [late.load(place).at_other_routers for place in range(3)] == [0, 1, 1]
 
     late.hears(one.says(now=1.0))
-    assert [late.load(place).at_peers for place in range(3)] == [1, 1, 1]
+    assert [late.load(place).at_other_routers for place in range(3)] == [1, 1, 1]
     assert one.says(now=1.5) == []
     assert len(one.says(now=2.0)) == 1
 
@@ -119,7 +119,7 @@ def test_a_change_that_was_lost_is_told_with_the_next_one(ends):
     one.send(2)
     other.hears(one.says(now=0.2))
 
-    assert [other.load(place).at_peers for place in range(3)] == [0 if ends else 2, 0, 1]
+    assert [other.load(place).at_other_routers for place in range(3)] == [0 if ends else 2, 0, 1]
 
 
 def test_a_change_is_told_again_only_where_the_datagram_has_room():
@@ -144,7 +144,7 @@ def test_a_router_that_is_silent_counts_no_more():
     other.hears(two.says(now=2.5), now=2.5)
 
     assert other.exchange.expire(now=3.1) == 1
-    assert (other.load(0).at_peers, other.exchange.peers) == (1, 1)
+    assert (other.load(0).at_other_routers, other.exchange.peers) == (1, 1)
 
 
 def test_a_count_whose_end_was_lost_is_forgotten():
@@ -159,7 +159,7 @@ def test_a_count_whose_end_was_lost_is_forgotten():
         other.hears(one.says(now=second), now=second)
         other.exchange.expire(now=second)
 
-    assert [other.load(place).at_peers for place in range(2)] == [0, 1]
+    assert [other.load(place).at_other_routers for place in range(2)] == [0, 1]
 
 
 def test_an_engine_that_is_added_later_has_what_others_told_of_it():
@@ -171,7 +171,7 @@ def test_an_engine_that_is_added_later_has_what_others_told_of_it():
     other.hears(one.says(now=0.1))
     other.exchange.expire(now=0.2)
 
-    assert other.load(1).at_peers == 1
+    assert other.load(1).at_other_routers == 1
 
 
 steps = st.lists(
@@ -215,7 +215,7 @@ def test_whatever_is_lost_repeated_or_late_the_next_repetition_is_the_truth(foun
             other.exchange.expire(now=now + second)
 
     for (one, engine), load in {key: routers[key[0]].load(key[1]) for key in under_way}.items():
-        assert load.at_peers == sum(under_way[other, engine] for other in range(3) if other != one)
+        assert load.at_other_routers == sum(under_way[other, engine] for other in range(3) if other != one)
 
 
 def altered(data, at):
@@ -230,7 +230,7 @@ def test_an_altered_datagram_is_dropped(place):
     (data,) = one.says()
 
     assert other.hears([altered(data, place % len(data))])[0] in (DatagramFault.TAG, DatagramFault.MALFORMED)
-    assert other.load(0).at_peers == 0
+    assert other.load(0).at_other_routers == 0
 
 
 def test_a_stranger_and_an_old_datagram_are_dropped():
@@ -243,7 +243,7 @@ def test_a_stranger_and_an_old_datagram_are_dropped():
     assert other.hears(one.says(wall=940.0)) == [DatagramFault.CLOCK]
     assert other.hears(one.says(now=1.0, wall=float("nan"))) == [DatagramFault.CLOCK]
     assert other.hears(other.says()) == [None]
-    assert (other.load(0).at_peers, other.exchange.peers) == (0, 0)
+    assert (other.load(0).at_other_routers, other.exchange.peers) == (0, 0)
 
 
 def test_what_a_router_has_sent_before_it_fell_silent_is_not_taken_in_again():
@@ -255,13 +255,13 @@ def test_what_a_router_has_sent_before_it_fell_silent_is_not_taken_in_again():
     assert other.exchange.expire(now=3.1) == 1
 
     assert other.hears(old, now=3.2, wall=1003.2) == [DatagramFault.LATE] * 2
-    assert (other.load(0).at_peers, other.exchange.peers) == (0, 0)
+    assert (other.load(0).at_other_routers, other.exchange.peers) == (0, 0)
 
     one.end(0)
     met(one, other, now=4.0)
     assert other.hears(one.says(now=4.0), now=4.0) == [None]
     assert other.hears(old, now=4.1, wall=1004.1) == [DatagramFault.LATE] * 2
-    assert (other.load(0).at_peers, other.exchange.peers) == (0, 1)
+    assert (other.load(0).at_other_routers, other.exchange.peers) == (0, 1)
 
 
 def test_a_count_that_is_too_old_is_not_taken_in_again():
@@ -276,7 +276,7 @@ def test_a_count_that_is_too_old_is_not_taken_in_again():
         other.exchange.expire(now=second)
 
     assert other.hears(old, now=6.1, wall=1006.1) == [DatagramFault.LATE]
-    assert other.load(0).at_peers == 0
+    assert other.load(0).at_other_routers == 0
 
 
 def test_what_was_overtaken_by_many_is_dropped():
@@ -289,7 +289,7 @@ def test_what_was_overtaken_by_many_is_dropped():
         other.hears(one.says(now=number / 100))
 
     assert other.hears(old) == [DatagramFault.LATE]
-    assert other.load(0).at_peers == 20
+    assert other.load(0).at_other_routers == 20
 
 
 @given(st.binary(max_size=1500))
@@ -323,7 +323,7 @@ def test_many_engines_take_several_datagrams_below_any_mtu():
     assert len(told) == 3
     assert max(map(len, told)) <= MOST_BYTES
     assert set(other.hears(told)) == {None}
-    assert sum(other.load(place).at_peers for place in range(300)) == 300
+    assert sum(other.load(place).at_other_routers for place in range(300)) == 300
 
 
 @pytest.mark.parametrize(("targets", "per_s"), [(1, 3000), (15, 200), (63, 47)])

@@ -17,7 +17,7 @@ from typing import Final
 
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.admission.key_usage import KeyUsage
-from pdrelay_proxy.core.peers.datagrams import NAME_BYTES, DatagramFault, DatagramKind, Opened, bodies_of
+from pdrelay_proxy.features.peers.core.datagrams import NAME_BYTES, DatagramFault, DatagramKind, Opened, bodies_of
 
 _ENTRY: Final = Struct(">8sqqii")
 QUOTAS: Final = DatagramKind(b"xpQ1", _ENTRY.size)

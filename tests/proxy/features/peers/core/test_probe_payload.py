@@ -5,9 +5,9 @@ import random
 import pytest
 
 from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule
-from pdrelay_proxy.core.peers.datagrams import DatagramFault, Envelope
-from pdrelay_proxy.core.peers.load_payload import engine_name
-from pdrelay_proxy.core.peers.probe_payload import PROBES, WATCHERS
+from pdrelay_proxy.features.peers.core.datagrams import DatagramFault, Envelope
+from pdrelay_proxy.features.peers.core.load_payload import engine_name
+from pdrelay_proxy.features.peers.core.probe_payload import PROBES, WATCHERS
 from support.introduced import introduced
 from support.probing_routers import INTERVAL_S, SECRET, TICK_S, TIMEOUT_S, WALL, Fleet, Router, after
 

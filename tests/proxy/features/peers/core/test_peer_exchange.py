@@ -9,11 +9,11 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
-from pdrelay_proxy.core.peers.datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
-from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
-from pdrelay_proxy.core.peers.probe_payload import PROBES, ProbePayload
-from pdrelay_proxy.core.peers.quota_payload import QUOTAS, QuotaPayload
+from pdrelay_proxy.features.peers.core.datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
+from pdrelay_proxy.features.peers.core.load_payload import LOADS, LoadPayload
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
+from pdrelay_proxy.features.peers.core.probe_payload import PROBES, ProbePayload
+from pdrelay_proxy.features.peers.core.quota_payload import QUOTAS, QuotaPayload
 from pdrelay_proxy.settings import Settings
 
 SECRET, WALL = b"of this fleet", 1000.0
@@ -29,7 +29,7 @@ class OneRouter:
 
     def __init__(self, number):
         name = number.to_bytes(8, "big")
-        self.registry, self.admission = Registry(), Admission(Settings(peers=("router:8001",), max_key_rate=100.0))
+        self.registry, self.admission = Registry(), Admission(Settings(max_key_rate=100.0), has_other_routers=True)
         self.engine = self.registry.add(Role.PREFILL, Address("http", "p0", 80)).id
         self.loads = LoadPayload(self.registry)
         self.quotas = QuotaPayload(self.admission, lambda: ["a"])
@@ -77,11 +77,11 @@ def test_what_was_sent_before_a_router_began_is_not_taken_in():
     gone.serve("r")
     told = gone.says(now=0.0)
     assert there.hears(told) == [None, None]
-    assert there.load.at_peers == 1
+    assert there.load.at_other_routers == 1
 
     late.meets(gone.introduces())
     assert late.hears(told) == [DatagramFault.UNKNOWN] * 2
-    assert (late.load.at_peers, late.exchange.peers, late.admission._accounts) == (0, 0, {})
+    assert (late.load.at_other_routers, late.exchange.peers, late.admission._accounts) == (0, 0, {})
 
 
 def test_a_router_that_is_there_is_heard_after_it_has_named_the_other_one():
@@ -92,7 +92,7 @@ def test_a_router_that_is_there_is_heard_after_it_has_named_the_other_one():
 
     acquainted(one, late)
     assert late.hears(one.says(now=1.0), now=1.0) == [None, None]
-    assert (late.load.at_peers, late.exchange.peers) == (1, 1)
+    assert (late.load.at_other_routers, late.exchange.peers) == (1, 1)
     assert list(late.admission._accounts) == ["a"]
 
 

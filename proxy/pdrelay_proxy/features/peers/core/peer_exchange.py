@@ -6,8 +6,8 @@ A datagram of this module's own kind names the routers that its sender hears: it
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from pdrelay_proxy.core.peers.datagrams import NAME_BYTES, DatagramFault, DatagramKind, Envelope, Opened
-from pdrelay_proxy.core.peers.peer_table import PeerTable
+from pdrelay_proxy.features.peers.core.datagrams import NAME_BYTES, DatagramFault, DatagramKind, Envelope, Opened
+from pdrelay_proxy.features.peers.core.peer_table import PeerTable
 
 INTRODUCTIONS: Final = DatagramKind(b"xpI1", NAME_BYTES)
 

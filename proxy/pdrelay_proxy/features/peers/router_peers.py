@@ -7,31 +7,35 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
-from pdrelay_proxy.core.admission.keys import Keyring
-from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.peers.datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, DatagramKind
-from pdrelay_proxy.core.peers.load_payload import LOADS, LoadPayload, SendPace
-from pdrelay_proxy.core.peers.peer_exchange import PeerExchange
-from pdrelay_proxy.core.peers.probe_payload import PROBES, ProbePayload
-from pdrelay_proxy.core.peers.quota_payload import QUOTAS, QuotaPayload
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.peers.core.datagrams import MOST_PEERS, NAME_BYTES, DatagramKind
+from pdrelay_proxy.features.peers.core.load_payload import LOADS, LoadPayload, SendPace
+from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
+from pdrelay_proxy.features.peers.core.probe_payload import PROBES, ProbePayload
+from pdrelay_proxy.features.peers.core.quota_payload import QUOTAS, QuotaPayload
+from pdrelay_proxy.features.peers.peer_counts import PeerCounts
 from pdrelay_proxy.io.background import meanwhile, repeatedly
-from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _REPEAT_S: Final = 1.0
 _RESOLVE_S: Final = 5.0
 _INTRODUCE_S: Final = 0.05  # after a router was heard for the first time; several may start at once
-_LEAST_SECRET: Final = 16  # characters
-_SENT: Final = ("sent",)
-_LOST: Final = ("send_failed",)
-_RECEIVED: Final = ("received",)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a router meets the others."""
+
+    others: Sequence[Address]  # a name may have several addresses, this router's own among them
+    secret: bytes  # that all of them have
+    listen: tuple[str, int] | socket.socket  # host and port, or a socket that is bound
 
 
 class RouterPeers(asyncio.DatagramProtocol):
@@ -42,30 +46,30 @@ class RouterPeers(asyncio.DatagramProtocol):
         registry: Registry,
         admission: Admission,
         key_names: Callable[[], Iterable[str]],
-        names: Sequence[Address],
-        counters: Counters,
+        counts: PeerCounts,
+        meeting: Meeting,
         *,
-        secret: bytes,
         probes: bool,
-        listen: tuple[str, int] | socket.socket,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,  # noqa: TID251 (hosts have no other clock in common)
     ) -> None:
-        """``names``: where routers listen; a name may have several addresses, this router's own among them.
+        """``key_names``: of the keys that clients may have. ``probes``: this router probes engines.
 
-        ``key_names``: of the keys that clients may have. ``probes``: this router probes engines. ``listen``: host and
-        port, or a socket that is bound. ``clock``: seconds that only rise; ``wall``: since 1970.
+        ``clock``: seconds that only rise; ``wall``: since 1970.
         """
         me = secrets.token_bytes(NAME_BYTES)
         self._loads = LoadPayload(registry)
         self._quotas = QuotaPayload(admission, key_names)
         self.probes = ProbePayload(registry, me, probes=probes)
         self.probes.call_on_news(self._tell_probes_soon)
-        self._exchange = PeerExchange(me, secret, {LOADS: self._loads, PROBES: self.probes, QUOTAS: self._quotas})
+        self._exchange = PeerExchange(
+            me, meeting.secret, {LOADS: self._loads, PROBES: self.probes, QUOTAS: self._quotas}
+        )
         self._admission = admission
-        self._names = names
-        self._listen = listen
-        self._counters = counters
+        self._names = meeting.others
+        self._listen = meeting.listen
+        self._counts = counts
+        counts.begin()
         self._clock = clock
         self._wall = wall
         self._transport: asyncio.DatagramTransport | None = None
@@ -76,7 +80,6 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._timer: asyncio.Handle | None = None
         self._introducing: asyncio.Handle | None = None
         self._telling: asyncio.Handle | None = None  # of failed probes
-        self._heard = 0  # routers, as they were logged
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -119,11 +122,11 @@ class RouterPeers(asyncio.DatagramProtocol):
         fault = self._exchange.receive(data, now=self._clock(), wall=self._wall())
         if self._exchange.has_news and self._introducing is None and self._transport is not None:
             self._introducing = asyncio.get_running_loop().call_later(_INTRODUCE_S, self._introduce)
-        self._count(_RECEIVED if fault is None else (fault.value,))
+        self._count("received" if fault is None else fault.value)
 
     def error_received(self, exc: Exception) -> None:  # noqa: ARG002 (of a router that has gone: ICMP)
         """Count what did not reach a router."""
-        self._count(_LOST)
+        self._count("send_failed")
 
     def _introduce(self) -> None:
         """Tell the others whom this router hears: they take nothing in from it before."""
@@ -143,18 +146,17 @@ class RouterPeers(asyncio.DatagramProtocol):
         if silent := self._exchange.expire(now=self._clock()):
             logger.info("%d of the fleet's routers are silent: their requests do not count any more", silent)
         heard = self._exchange.peers
-        if heard > self._heard:
+        if heard > (self._counts.heard or 0):
             logger.info("another router of the fleet is heard: %d now", heard)
-        self._heard = heard
-        self._counters.peers["heard",] = heard
-        self._counters.peers["known",] = self._known
+        self._counts.heard = heard
+        self._counts.known = self._known
         self._set_share()
         if self._introducing is None:
             self._introduce()
         if self._timer is None:
             self._send()
         self._send_all(self._sealed(PROBES, self.probes.bodies()))
-        if self._admission.limits.shares_limits:
+        if self._admission.shares_limits:
             self._send_all(self._sealed(QUOTAS, self._quotas.bodies()))
 
     @property
@@ -168,7 +170,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         heard = self._exchange.peers
         known = self._known
         admission = self._admission
-        share = (1 + min(heard, known)) / (1 + known) if admission.limits.shares_limits else 1.0
+        share = (1 + min(heard, known)) / (1 + known) if admission.shares_limits else 1.0
         if share != admission.share:
             log = logger.warning if share < 1 else logger.info
             log("%d of %d other routers are heard: limits of the fleet are %.0f %% here", heard, known, 100 * share)
@@ -190,7 +192,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         for data in datagrams:
             for target in self._targets:
                 transport.sendto(data, target)
-                self._count(_SENT)
+                self._count("sent")
 
     async def _resolve_for_ever(self, family: socket.AddressFamily) -> None:
         while True:
@@ -226,44 +228,5 @@ class RouterPeers(asyncio.DatagramProtocol):
             if self._introducing is None:
                 self._introduce()
 
-    def _count(self, key: tuple[str]) -> None:
-        self._counters.peer_datagrams[key] += 1
-
-
-def peers_of(
-    settings: Settings,
-    registry: Registry,
-    admission: Admission,
-    keyring: Keyring,
-    counters: Counters,
-    *,
-    peer_socket: socket.socket | None = None,
-) -> RouterPeers | None:
-    """Return what the settings ask for; None: no other routers. Raises AddressError.
-
-    ``peer_socket``: bound where the others reach this router; None: the settings name the port.
-    """
-    if not settings.peers:
-        return None
-    counters.peer_datagrams.update({(word,): 0 for word in ("sent", "received", *DatagramFault)})
-    return RouterPeers(
-        registry,
-        admission,
-        keyring.names,
-        [Address.parse(text) for text in settings.peers],
-        counters,
-        secret=(settings.peer_secret or "").encode(),
-        probes=settings.health_check_interval_s > 0,
-        listen=peer_socket or (settings.host, settings.peer_port),
-    )
-
-
-def check_peers(settings: Settings) -> None:
-    """Raise ConfigError if the settings of the exchange contradict each other."""
-    if not settings.peers:
-        return
-    if len((settings.peer_secret or "").encode()) < _LEAST_SECRET:
-        raise ConfigError(
-            f"peers needs a secret of {_LEAST_SECRET} characters or more in PDRELAY_PEER_SECRET, the same for all: "
-            "else anybody could say that engines are busy"
-        )
+    def _count(self, result: str) -> None:
+        self._counts.datagrams[result] += 1

@@ -1,0 +1,1 @@
+"""Several routers before the same engines: docs/several-routers.md."""

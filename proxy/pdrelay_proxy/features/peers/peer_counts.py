@@ -1,0 +1,30 @@
+"""How many other routers there are, and what became of datagrams."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pdrelay_proxy.features.peers.core.datagrams import DatagramFault
+from pdrelay_proxy.io.metric_families import Family, counter_family, gauge_family
+
+
+class PeerCounts:
+    """What one router counts."""
+
+    def __init__(self) -> None:
+        self.heard: int | None = None  # other routers; None: the settings name none
+        self.known = 0  # those that there should be
+        self.datagrams: Counter[str] = Counter()  # sent, send_failed, received, or why one was dropped
+
+    def begin(self) -> None:
+        """Show what there will be."""
+        self.heard = 0
+        self.datagrams.update(dict.fromkeys(("sent", "received", *DatagramFault), 0))
+
+    def families(self) -> Iterator[Family]:
+        """Return its metrics."""
+        text = "Other routers of the fleet: those that are heard, and those that are known by their addresses."
+        states = [] if self.heard is None else [(("heard",), self.heard), (("known",), self.known)]
+        yield gauge_family("pdrelay_peers", text, ("state",), states)
+        text = "Datagrams to and from other routers, by what became of them."
+        counts = [((result,), count) for result, count in self.datagrams.items()]
+        yield from counter_family("pdrelay_peer_datagrams", text, ("result",), counts)

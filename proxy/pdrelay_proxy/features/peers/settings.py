@@ -1,0 +1,26 @@
+"""The settings of routers that tell each other of their requests."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from pdrelay_proxy.declarations import Peer, Port
+from pdrelay_proxy.settings import ENGINES, SECURITY
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """The choices, in the order of ``--help``."""
+
+    # fmt: off
+    peers: tuple[Peer, ...] = ENGINES.option((),
+        "where the fleet's other routers listen (UDP), as host:port or one DNS name for all; routers tell each other "
+        "the load of engines", chart="router.peers.enabled")
+    peer_port: Port = ENGINES.option(8001,
+        "UDP port on which this router listens to its peers", chart="router.peers.port")
+    peer_secret: str | None = SECURITY.secret("PDRELAY_PEER_SECRET",
+        "secret that the routers of a fleet prove to each other, for peers",
+        unset="peers is refused", chart="router.peers.secret.name")
+    # fmt: on
+
+
+SETTINGS: Final = PeerSettings

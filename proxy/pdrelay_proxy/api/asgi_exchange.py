@@ -38,7 +38,7 @@ class ServingConnection(Protocol):
         """Return the header lines that the server puts into every head."""
         ...
 
-    def on_response_complete(self) -> None:
+    def answered(self, *, keep_alive: bool) -> None:
         """The answer is written."""
         ...
 
@@ -185,9 +185,7 @@ class AsgiExchange:
         if not more:
             self.response_complete = True
             self._news.set()
-            if not self.keep_alive:
-                self._connection.transport.close()
-            self._connection.on_response_complete()
+            self._connection.answered(keep_alive=self.keep_alive)
 
 
 def _request_scope(head: Head) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class _EndpointProtocol(GuardedProtocol):
     requests: RequestSet
 
     _request: Request | None = None  # that was read last, if it was for an endpoint
-    _is_coming = False  # not all of its body is here
     _unwritten: memoryview | None = None  # the rest of a long answer, which the client has yet to make room for
     _keeps = False  # whether the connection stays open behind it
     _busy = False  # a request for an endpoint is under way
@@ -63,7 +62,7 @@ class _EndpointProtocol(GuardedProtocol):
         waits = head.expects and not head.is_old and head.length != 0  # the client sends its body if we say so
         response = HttpResponse(self, self.transport.write, keep_alive and not waits, not head.is_old)
         request = self._request = self.exchange = Request(self.requests, response, path, head.headers, head.shown)
-        self._busy, self._is_coming = True, head.length != 0
+        self._busy = True
         if request.check() and waits:
             request.keep_alive = keep_alive  # a refusal closes: what comes behind it may be the body or a request
             self.transport.write(CONTINUE)
@@ -77,7 +76,7 @@ class _EndpointProtocol(GuardedProtocol):
 
     def serve(self, body: bytes = b"") -> None:
         """Have it served: it is complete. ``body``: all of it, if none was taken before."""
-        request, self._is_coming = self._request, False
+        request = self._request
         if request is None:
             super().serve(body)
             return
@@ -147,19 +146,8 @@ class _EndpointProtocol(GuardedProtocol):
     def answered(self, *, keep_alive: bool) -> None:
         """Go on with what is behind the request, once all of its answer is written."""
         self._busy, self._keeps = False, keep_alive
-        if self._unwritten is not None:
-            return
-        if not keep_alive and self._is_coming:  # it was refused, and the client has yet to read why
-            self._stop()
-            self._linger()
-            return
-        if not keep_alive:
-            self.transport.close()
-        if self._left is not None or self.flow.read_paused or self.transport.is_closing():
-            self.on_response_complete()
-            return
-        self.server_state.total_requests += 1
-        self.rest()
+        if self._unwritten is None:
+            super().answered(keep_alive=keep_alive)
 
     def is_idle(self) -> bool:
         """Tell whether no request is under way, and no answer is being written."""

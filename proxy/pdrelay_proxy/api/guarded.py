@@ -244,6 +244,7 @@ class GuardedProtocol(asyncio.Protocol):
         if size:
             self.free(size)
         rest = reader.rest
+        self.between = head.length == 0
         self.begin(head)
         if head.length == len(rest):  # all of the request is here, and nothing else
             self.between = True
@@ -253,7 +254,6 @@ class GuardedProtocol(asyncio.Protocol):
             self._end()
             return rest
         reader.expect_body(head.length)
-        self.between = False
         self._since = self.loop.time()
         self._target = head.target
         return rest
@@ -364,10 +364,18 @@ class GuardedProtocol(asyncio.Protocol):
         if len(self._left) > HIGH_WATER:
             self.flow.fill()
 
-    def on_response_complete(self) -> None:
-        """Go on with what is behind the request."""
+    def answered(self, *, keep_alive: bool) -> None:
+        """Go on with what is behind the request: all of its answer is written."""
         self._asgi = None
         self.server_state.total_requests += 1
+        if (
+            not keep_alive and not self.between
+        ):  # some of its body is to come, and the client has yet to read the answer
+            self._stop()
+            self._linger()
+            return
+        if not keep_alive:
+            self.transport.close()
         if not self.transport.is_closing():
             self.flow.resume_reading()
             self.rest()

@@ -43,8 +43,10 @@ class Connection:
     def default_lines(self):
         return b"date: today\r\n"
 
-    def on_response_complete(self):
+    def answered(self, *, keep_alive):
         self.complete += 1
+        if not keep_alive:
+            self.transport.close()
 
 
 def exchange(app, lines=(), *, method="GET", target="/x", old=False):

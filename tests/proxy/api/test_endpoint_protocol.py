@@ -288,12 +288,24 @@ def test_a_client_of_http_1_0_gets_the_same_without_chunks(both, name):
     assert answer == now
 
 
-def test_a_client_that_is_refused_and_still_sends_reads_why(both):
+UPLOADS = {
+    "an endpoint": (PATH, {"Connection": "close"}, 413),
+    "FastAPI": ("/v1/nothing", {"Connection": "close"}, 404),
+    "FastAPI, in HTTP/1.0": ("/health", {"version": "1.0"}, 405),
+    "FastAPI, not asked for": ("/v1/nothing", {"Expect": "100-continue"}, 404),
+    "an operator": ("/instances/add", {"Connection": "close"}, 404),
+}
+
+
+@pytest.mark.parametrize("case", UPLOADS)
+def test_a_client_that_is_refused_and_still_sends_reads_why(both, case):
     """Were its connection closed at once, what it sends would have the kernel take the answer back."""
-    for _ in range(10):
+    path, options, status = UPLOADS[case]
+    upload = post(b"x" * 3_000_000, path=path, **options)
+    for _ in range(5):
         with both[0].open() as client:
-            assert client.send(post(LONG, Connection="close")).answer().status == 413
-            assert client.is_over()
+            assert client.send(upload).answer().status == status
+            assert client.sock.recv(1) == b""  # and no reset
 
 
 def test_a_client_of_http_1_0_is_told_that_its_stream_broke_off():

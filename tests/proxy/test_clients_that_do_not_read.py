@@ -47,12 +47,15 @@ async def small(port, request=b""):
 
 
 @asynccontextmanager
-async def asked(options, act, *, stream):
-    """A router, a decode engine that answers so, and a client that has asked and not read."""
+async def asked(options, act, *, stream, before=b"", **patience):
+    """A router, a decode engine that answers so, and a client that has asked and not read.
+
+    ``before``: what it has asked first.
+    """
     async with (
         reciting({"prefill": (), "decode": (act,)}, ONE_EACH) as cast,
-        routing(cast, options, write_timeout_s=PATIENCE_S) as served,
-        small(served.port, post(text(stream=stream), JSON)) as sock,
+        routing(cast, options, **({"write_timeout_s": PATIENCE_S} | patience)) as served,
+        small(served.port, before + post(text(stream=stream), JSON)) as sock,
     ):
         yield cast, served.port, served.settled, sock
 
@@ -123,6 +126,22 @@ def test_a_client_that_reads_slowly_gets_everything(options):
     found = next((seen for _ in range(5) if (seen := run(scene(), seconds=30)) is not None), None)
 
     assert found is True
+
+
+def test_a_connection_whose_answer_is_being_read_is_not_idle():
+    """It has rested before; a long answer takes a slow client more time than a connection may be idle."""
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def scene():
+        patience = {"write_timeout_s": 20, "keepalive_s": PATIENCE_S}
+        async with asked({}, LONG, stream=False, before=health, **patience) as (*_, sock):
+            await asyncio.sleep(2 * PATIENCE_S)
+            received = b""
+            while piece := await asyncio.get_running_loop().sock_recv(sock, 300_000):
+                received += piece
+            return received
+
+    assert run(scene(), seconds=30).endswith(b'xxx"}]}')
 
 
 async def flood(scope, receive, send):

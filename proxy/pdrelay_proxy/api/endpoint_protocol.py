@@ -151,7 +151,7 @@ class _EndpointProtocol(GuardedProtocol):
 
     def is_idle(self) -> bool:
         """Tell whether no request is under way, and no answer is being written."""
-        return not self._busy and super().is_idle()
+        return not self._busy and self._unwritten is None and super().is_idle()
 
 
 def _path_of(target: bytes) -> str | None:

@@ -92,17 +92,18 @@ class AsgiExchange:
 
     async def run(self, app: App) -> None:
         """Have the application answer. Whatever it does, the answer has an end, or the connection."""
+        scope = self._scope
         try:
-            await app(self._scope, self._receive, self._send)
+            await app(scope, self._receive, self._send)
         except asyncio.CancelledError:  # the server ends, and has waited long enough
             self._fail()
             raise
         except Exception:
-            logger.exception("the application has failed at %s %s", self._scope["method"], self._scope["path"])
+            logger.exception("the application has failed at %s %s", scope["method"], scope["path"])
             self._fail()
         else:
             if not (self.response_complete or self._gone):
-                logger.error("the application has not answered %s %s", self._scope["method"], self._scope["path"])
+                logger.error("the application has not answered %s %s", scope["method"], scope["path"])
                 self._fail()
 
     def _fail(self) -> None:
@@ -184,6 +185,8 @@ class AsgiExchange:
                 self._connection.transport.write(body)
         if not more:
             self.response_complete = True
+            self._scope = {}  # the connection keeps us until its next request
+            self._body.clear()
             self._news.set()
             self._connection.answered(keep_alive=self.keep_alive)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import tracemalloc
 
 import pytest
 
@@ -226,6 +227,22 @@ async def test_a_client_is_asked_for_its_body_when_somebody_wants_it(reads):
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200" if reads else b"HTTP/1.1 200"
     )
     assert connection.transport.closed
+
+
+async def test_of_a_request_that_is_answered_nothing_is_left():
+    """Its connection keeps it until the next one, however long that takes."""
+    app = answering(start((b"content-length", b"0")), body())
+    tracemalloc.start()
+    _connection, made, task = exchange(app, ["X-A: " + "a" * 50_000, "Content-Length: 1000000"], method="POST")
+    made.take(bytearray(500_000))
+    await task
+    made.take(bytearray(500_000))
+    del task
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert made.response_complete
+    assert left < 40_000
 
 
 async def test_who_does_not_read_is_waited_for():

@@ -213,7 +213,7 @@ def change_of(count):
         fleet, name, turn = fleet_of(registry, RoundRobin()), registry.known(Role.DECODE)[3].id, iter(range(10**9))
 
         def change(registry=registry, fleet=fleet, name=name, turn=turn):
-            (registry.drain if next(turn) % 2 else registry.undrain)(name, now=0.0)
+            (registry.departures.drain if next(turn) % 2 else registry.departures.undrain)(name, now=0.0)
             fleet.any_pair(RoutingHints("m"))
 
         found[case] = micros(change, 0.1) / 1000

@@ -85,7 +85,7 @@ class Live:
             for member in self.registry.members():  # also those that have turned: the settings name what they were
                 one = member.instance
                 if one.pool is role and one.address.authority in gone:
-                    self.registry.retire(one.id, now=self.clock())
+                    self.registry.departures.retire(one.id, now=self.clock())
                     logger.info("%s is no longer listed: it is drained, and then forgotten", one.id)
             for authority, target in after[role].items():
                 if before[role].get(authority) == target:

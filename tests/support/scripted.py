@@ -486,7 +486,7 @@ def router_of(
             Keyring(),
             Sites(settings),
             sessions=SessionIds(()),
-            model_of_unnamed=registry.model_of_unnamed if asks_for_models else None,
+            model_of_unnamed=registry.models.of_unnamed if asks_for_models else None,
         ),
         fleet=fleet,
         push_coordinates=learned,

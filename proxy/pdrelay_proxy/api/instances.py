@@ -33,8 +33,9 @@ from pdrelay_proxy.api.stepped import in_steps, in_turns
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.pair_health import PairState
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Key, Target
 from pdrelay_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
 from pdrelay_proxy.core.protocol.request_bodies import parse

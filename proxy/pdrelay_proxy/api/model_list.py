@@ -13,7 +13,8 @@ from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
 from pdrelay_proxy.api.schemas import ErrorResponse, ServedModels
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineResponse, Headers, Instance, Role
 from pdrelay_proxy.core.protocol.response_filter import check_type
 from pdrelay_proxy.core.raw_json import NotJson, decode
@@ -129,7 +130,7 @@ class ModelCatalog:
         known = [models for models in decodes if models is not None]
         if not decodes or len(known) < len(decodes):
             return frozenset()  # one of those that have not said may serve anything
-        return self._registry.served.difference(*known)
+        return self._registry.models.names.difference(*known)
 
     async def _ask_some(self, engines: Sequence[Instance]) -> EngineResponse | None:
         """Return the first list of some engines; without one, what one of them says; None: none of them answers."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastapi import HTTPException, Request
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.registry import Member
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.http.own_address import is_own_address
 
 

@@ -82,7 +82,7 @@ def build_requests(
             salts,
             _sessions(settings),
             _media_hosts(settings),
-            engines.registry.model_of_unnamed,
+            engines.registry.models.of_unnamed,
         ),
         fleet=fleet,
         push_coordinates=engines.learned,
@@ -123,7 +123,7 @@ def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
         pair_failures=pairs.health.failures,
         pairs_dropped=pairs.matrix.counts,
         engine_tls_failures=engines.tls.failures,
-        turns=engines.registry.turns,
+        turns=engines.registry.departures.turns,
     )
 
 

@@ -96,7 +96,7 @@ def _key_routes(
         requests.services.leg_bodies,
         fleet.caches,
         fleet.passes_ids,
-        engines.registry.model_of_unnamed,
+        engines.registry.models.of_unnamed,
     )
     instances = InstanceAdmin(
         engines.registry,

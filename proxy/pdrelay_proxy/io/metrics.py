@@ -18,7 +18,8 @@ from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.discovery.reconcile import Freshness
 from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.routing.fleet_groups import slices, unpaired_in_steps
 from pdrelay_proxy.io.metric_families import SERIES_AT_ONCE, CountedFamilies, Family, counter_family, parts_of

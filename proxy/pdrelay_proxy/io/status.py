@@ -6,9 +6,10 @@ from typing import Final
 
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
 from pdrelay_proxy.core.fleet.pair_rows import worst_rows
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus

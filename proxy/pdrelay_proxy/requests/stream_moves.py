@@ -48,15 +48,15 @@ class StreamMoves(MoveOwner):
     def cut_streams(self) -> None:
         """Cut the streams that may move now, as many as may move at the same time."""
         registry = self.services.fleet.registry
-        if not registry.moving:
+        if not registry.departures.moving:
             self._stayed.clear()
         if self._unable:
-            self._unable.intersection_update((*registry.moving, *registry.relief.shares))
+            self._unable.intersection_update((*registry.departures.moving, *registry.relief.shares))
         if registry.relief.shares is not self._relief:
             self._relief = registry.relief.shares
             self._to_leave = self._share_out(self._relief)
-        if registry.moving or self._to_leave:
-            self._cut_streams(registry.moving)
+        if registry.departures.moving or self._to_leave:
+            self._cut_streams(registry.departures.moving)
 
     def _cut_streams(self, moving: Collection[InstanceId]) -> None:
         """Cut streams of engines that drain, the oldest first; and of full engines the newest, as vLLM preempts."""

@@ -96,7 +96,7 @@ async def test_an_engine_that_moves_its_streams_says_so():
     transport = httpx.ASGITransport(built.app)
     async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         status, found = await call(client, "drain", {"id": "decode-0", "move": True})
-        moving = list(registry.moving)
+        moving = list(registry.departures.moving)
         await call(client, "undrain", {"id": "decode-0"})
 
     assert status == 200
@@ -104,7 +104,7 @@ async def test_an_engine_that_moves_its_streams_says_so():
         ("draining", "is to be drained, and its streams move")
     ]
     assert moving == ["decode-0"]
-    assert not registry.moving
+    assert not registry.departures.moving
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def explainer_of(router):
         lambda: router.settings.current,
         SessionIds(()),
         router.leg_bodies,
-        model_of_unnamed=router.registry.model_of_unnamed,
+        model_of_unnamed=router.registry.models.of_unnamed,
     )
 
 

@@ -87,7 +87,7 @@ class Fleet:
         self._holds_at.append(at)
 
     def drain(self, name="decode-0"):
-        self.router.registry.drain(name, now=0.0, moves=True)
+        self.router.registry.departures.drain(name, now=0.0, moves=True)
         self.router.moves.cut_streams()
 
     @property
@@ -436,12 +436,12 @@ async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
     registry = fleet.router.registry
     for name, where in (("prefill-0", "a"), ("decode-0", "a"), ("decode-1", "b"), ("decode-2", "a")):
         registry.learn(name, EngineCapabilities(slice=where))
-    registry.drain("decode-2", now=0.0)
+    registry.departures.drain("decode-2", now=0.0)
     clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(4)]
     await until(lambda: len(fleet.engines.legs) == 4)
     names = "decode-0", "decode-1", "decode-2"
     near, far, _ = (registry.member(name).load.in_flight for name in names)
-    registry.undrain("decode-2", now=0.0)
+    registry.departures.undrain("decode-2", now=0.0)
     fleet.drain("decode-0")
     after = [registry.member(name).load.in_flight for name in names]
     go_on.set()
@@ -530,13 +530,13 @@ async def test_streams_do_not_wait_for_an_engine_that_has_failed_to_hand_one_ove
     assert asks == ["decode-0", "prefill-0", "prefill-0", "prefill-0"]
 
     registry = fleet.router.registry
-    registry.undrain("decode-0", now=0.0)
+    registry.departures.undrain("decode-0", now=0.0)
     fleet.router.moves.cut_streams()
-    registry.drain("decode-1", now=0.0)
+    registry.departures.drain("decode-1", now=0.0)
     fleet.hold_next()
     last = fleet.router.start(asked(Api.COMPLETIONS), "r3")
     await until(lambda: last.request.streams_from == "decode-0")
-    registry.undrain("decode-1", now=0.0)
+    registry.departures.undrain("decode-1", now=0.0)
     fleet.drain()
     await last.end()
     assert asks[4:] == ["decode-0", "prefill-0"]
@@ -629,11 +629,11 @@ async def test_a_stream_goes_back_to_an_engine_of_both_roles_as_to_a_decode_engi
 
     fleet = Fleet(then={"decode-0": dead})
     registry = fleet.router.registry
-    registry.turn("decode-1", EngineRole.BOTH, now=0.0)
-    registry.drain("decode-0", now=0.0)
+    registry.departures.turn("decode-1", EngineRole.BOTH, now=0.0)
+    registry.departures.drain("decode-0", now=0.0)
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
-    registry.undrain("decode-0", now=0.0)
+    registry.departures.undrain("decode-0", now=0.0)
     fleet.drain("decode-1")
     await client.end()
 
@@ -847,12 +847,12 @@ async def test_a_pair_of_decode_engines_that_has_rested_is_tried_by_a_stream_tha
     registry.pairs.failed(("decode-0", "decode-1"), PairFailure.TRANSFER, 3, now=0.0)
     registry.settle_rests("decode-1")
     for number in range(3):
-        registry.undrain("decode-0", now=now[0])
-        registry.drain("decode-1", now=now[0])
+        registry.departures.undrain("decode-0", now=now[0])
+        registry.departures.drain("decode-1", now=now[0])
         client = fleet.router.start(asked(Api.COMPLETIONS), f"r{number}")
         await until(lambda: fleet.sent)
         fleet.sent = 0
-        registry.undrain("decode-1", now=now[0])
+        registry.departures.undrain("decode-1", now=now[0])
         fleet.drain("decode-0")
         await client.end()
         assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
@@ -875,13 +875,13 @@ async def test_a_move_over_an_engine_that_pulls_and_pushes_teaches_nothing():
     registry, modes = fleet.router.registry, list[str]()
     for member in registry.members():
         registry.learn(member.instance.id, EngineCapabilities(mode=EngineMode.AUTO))
-    registry.drain("decode-1", now=0.0)
+    registry.departures.drain("decode-1", now=0.0)
     for number in range(3):
         modes.append((await fleet.router.serve(asked(Api.COMPLETIONS), f"before{number}")).record.mode)
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
     modes.append(client.request.record.mode)
-    registry.undrain("decode-1", now=0.0)
+    registry.departures.undrain("decode-1", now=0.0)
     fleet.drain()
     await client.end()
     for number in range(4):
@@ -946,7 +946,7 @@ class TestFullEngines:
 
     def _stopped(self, count):
         fleet = Fleet(holds_at=(8,) * count, breaking=replace(NEVER_BROKEN, move_above=0.95))
-        fleet.router.registry.drain("decode-1", now=0.0)
+        fleet.router.registry.departures.drain("decode-1", now=0.0)
         return fleet
 
     async def _begun(self, fleet, count):
@@ -955,7 +955,7 @@ class TestFullEngines:
             clients.append(fleet.router.start(asked(Api.COMPLETIONS), f"r{n}"))
             await until(lambda: clients[-1].request.streams_from == "decode-0" and fleet.sent)
             fleet.sent = 0
-        fleet.router.registry.undrain("decode-1", now=0.0)
+        fleet.router.registry.departures.undrain("decode-1", now=0.0)
         return clients
 
     def _shown(self, fleet, usage, **others):
@@ -1000,13 +1000,13 @@ class TestFullEngines:
         fleet = Fleet(y=4, then={"decode-1": dead}, breaking=replace(NEVER_BROKEN, move_above=0.95))
         registry = fleet.router.registry
         for name in ("decode-1", "decode-2", "decode-3"):
-            registry.drain(name, now=0.0)
+            registry.departures.drain(name, now=0.0)
         (client,) = await self._begun(fleet, 1)
-        registry.drain("decode-1", now=0.0)
-        registry.undrain("decode-1", now=0.0)
-        registry.undrain("decode-2", now=0.0)
+        registry.departures.drain("decode-1", now=0.0)
+        registry.departures.undrain("decode-1", now=0.0)
+        registry.departures.undrain("decode-2", now=0.0)
         self._shown(fleet, 1.0, decode_1=0.0, decode_2=1.0, decode_3=0.0)
-        registry.undrain("decode-3", now=0.0)
+        registry.departures.undrain("decode-3", now=0.0)
         await client.end()
 
         assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
@@ -1018,9 +1018,9 @@ class TestFullEngines:
         clients = await self._begun(fleet, 2)
         registry = fleet.router.registry
 
-        registry.drain("decode-1", now=0.0)
+        registry.departures.drain("decode-1", now=0.0)
         self._shown(fleet, 1.0, decode_1=0.0)
-        registry.undrain("decode-1", now=0.0)
+        registry.departures.undrain("decode-1", now=0.0)
         fleet.router.moves.cut_streams()
         assert [client.request.record.moves for client in clients] == [(), ()]
 

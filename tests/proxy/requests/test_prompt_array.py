@@ -207,7 +207,7 @@ async def test_prompts_that_are_still_computed_get_another_decode_engine():
     router = router_of(engines := Scripted(prefill, decode), 1, 2)
     client = router.start(call(prompt=PROMPTS))
     await until(lambda: len(engines.legs) == len(PROMPTS))
-    router.registry.drain("decode-0", now=0.0, moves=True)
+    router.registry.departures.drain("decode-0", now=0.0, moves=True)
     router.moves.cut_streams()
     drained = [one.id for one in router.registry.settle(patience_s=60, now=1.0)]
     go_on.set()

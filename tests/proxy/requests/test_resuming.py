@@ -138,7 +138,7 @@ async def test_streams_are_resumed_again_when_no_engine_looks_back(why):
     if why == "it is gone":
         router.registry.remove("prefill-0", now=0.0)
     else:
-        router.registry.drain("prefill-1", now=0.0)
+        router.registry.departures.drain("prefill-1", now=0.0)
         told = await router.serve(call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]))
         assert told.error == ("EngineError", "broke off")  # it had begun before
     then = await router.serve(call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]))

@@ -81,12 +81,12 @@ class Fleet(Scripted):
         match verb:
             case "turn":
                 with suppress(CannotTurn):
-                    self.registry.check_turn(name, more[0])
-                    self.registry.turn(name, more[0], now=self.now)
+                    self.registry.departures.check_turn(name, more[0])
+                    self.registry.departures.turn(name, more[0], now=self.now)
             case "drain" | "move":
-                self.registry.drain(name, now=self.now, moves=verb == "move")
+                self.registry.departures.drain(name, now=self.now, moves=verb == "move")
             case "undrain":
-                self.registry.undrain(name, now=self.now)
+                self.registry.departures.undrain(name, now=self.now)
             case "kill":
                 self.dead.add(name)
             case "revive":

@@ -10,7 +10,9 @@ from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import compared, difference, fit, have_common_model
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Member, Registry, first_of, listed
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry, listed
+from pdrelay_proxy.core.fleet.served_models import first_of
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 
 _LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
@@ -81,7 +83,7 @@ def _of_twins(registry: Registry, members: Sequence[Member]) -> Sequence[FleetWa
     found = list[FleetWarning]()
     for member in members:
         name = member.instance.id
-        first = registry.twin_of(name)
+        first = registry.twins.twin_of(name)
         if first is not None:
             text = f"{name} is {first} under another address (one engine_id): {first} alone gets requests"
             found.append(FleetWarning((name, first), text))

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Final
 
 from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.pair_health import FailingPair, Pair, PairHealth, PairState, PairTrouble
 from pdrelay_proxy.core.fleet.pair_matrix import PairFacts, PairMatrix
 from pdrelay_proxy.core.fleet.pair_modes import PairMode, PairModes
-from pdrelay_proxy.core.fleet.registry import Member
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.schemas.pairs import PairRow
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Member
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.core.model import InstanceId, Role
 

@@ -1,6 +1,6 @@
 """What engines tell of their own prefix caches: the place of a feature that hears of it."""
 
-from pdrelay_proxy.core.fleet.registry import Member
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.model import RoutingHints
 
 

@@ -13,7 +13,8 @@ from typing import Final, TypeAlias
 from pdrelay_proxy.core.fleet import compatibility
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Registry, clipped, listed
+from pdrelay_proxy.core.fleet.registry import Registry, listed
+from pdrelay_proxy.core.fleet.served_models import clipped
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import Grouping, group_engines, group_known
 from pdrelay_proxy.core.routing.group_weights import FairRates, Shares, shares_of
@@ -203,7 +204,7 @@ def why_none(registry: Registry, role: Role, ask: RoutingHints) -> UnknownModel 
     members = [member for member in registry.members() if member.facts.serves(ask.model)]
     if not members:
         model = clipped(ask.model or "")
-        return UnknownModel(f"the model {model!r} is not served here; there is {registry.named_models()}")
+        return UnknownModel(f"the model {model!r} is not served here; there is {registry.models.listed()}")
     members = [member for member in members if member.as_role(role) is not None]
     if not any(has_rank(member.instance, ask) for member in members):
         if ask.rank is not None and role is Role.DECODE:

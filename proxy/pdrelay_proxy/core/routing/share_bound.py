@@ -103,7 +103,7 @@ def make_room(kept: dict[str | None, T], registry: Registry) -> None:
 
     All that engines serve has room: what is dropped is found anew, and a bound that is dropped begins anew.
     """
-    if len(kept) >= _LEAST_MODELS and len(kept) >= min(len(registry.served) + 1, _MOST_MODELS):
+    if len(kept) >= _LEAST_MODELS and len(kept) >= min(len(registry.models.names) + 1, _MOST_MODELS):
         del kept[next(iter(kept))]
 
 

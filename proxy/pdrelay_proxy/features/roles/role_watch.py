@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, Instance, Role
 from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals, engine_totals
 from pdrelay_proxy.features.roles.role_board import RoleBoard
@@ -83,7 +84,7 @@ class RoleWatch:
     def _reading(self, member: Member, totals: EngineTotals | None) -> EngineReading:
         one = member.instance
         other = EngineRole.DECODE if one.role is Role.PREFILL else EngineRole.PREFILL
-        may_turn = self._registry.get(one.id) is member and self._registry.can_turn(one.id, other)
+        may_turn = self._registry.get(one.id) is member and self._registry.departures.can_turn(one.id, other)
         return EngineReading(one.id, one.role, _key(one), totals, may_turn)
 
     async def _read(self, instance: Instance) -> EngineTotals | None:

@@ -22,7 +22,8 @@ from pdrelay_proxy.core.discovery.reconcile import (
     shown_name,
 )
 from pdrelay_proxy.core.discovery.unnamed_assignments import UnnamedAssignments
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.steps import finish
@@ -191,7 +192,7 @@ class Reconciler:
 
     def _turn(self, member: Member, role: EngineRole, *, at_once: bool) -> None:
         before = member.turn
-        self._registry.turn(member.instance.id, role, now=self.clock(), at_once=at_once)
+        self._registry.departures.turn(member.instance.id, role, now=self.clock(), at_once=at_once)
         if member.heading is role:
             verb = "serves" if member.turn is None else "turns to"
             logger.info("%s %s %s%s", member.instance.id, verb, role, "" if before is None else ", and not as before")
@@ -232,9 +233,9 @@ class Reconciler:
                 logger.info("%s is gone: %s no longer names it", name, action.origin.source)
             case "drain":
                 moves = action.origin.wanted is not None and action.origin.wanted.moves
-                self._registry.drain(name, now=now, moves=moves)
+                self._registry.departures.drain(name, now=now, moves=moves)
             case "undrain":
-                self._registry.undrain(name, now=now)
+                self._registry.departures.undrain(name, now=now)
             case "adopt" | "add":
                 pass
         member.origin = action.origin
@@ -451,7 +452,7 @@ class Discovery:
         """
         await self._leave(name, leaves=True, moves=moves)
         if self._registry.get(name) is not None:
-            self._registry.drain(name, now=self._reconciler.clock(), moves=moves)
+            self._registry.departures.drain(name, now=self._reconciler.clock(), moves=moves)
 
     def is_drain_shared(self, member: Member) -> bool:
         """Tell whether the other routers of the store know of its drain, too."""
@@ -467,7 +468,7 @@ class Discovery:
         if member.turn is not None:
             await self._assign(member, member.role)
         await self._leave(name, leaves=False)
-        self._registry.undrain(name, now=self._reconciler.clock())
+        self._registry.departures.undrain(name, now=self._reconciler.clock())
 
     async def turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
         """Have an engine serve another role, at all routers of the store, as soon as nothing of the old one is left.
@@ -480,7 +481,7 @@ class Discovery:
             CannotTurn: it cannot, or is the last one that serves the role that it leaves, and ``force`` is not set.
             StoreDown: the store has not acknowledged it.
         """
-        self._registry.check_turn(name, to, force=force)
+        self._registry.departures.check_turn(name, to, force=force)
         await self._forget_assignments()
         member = self._registry.member(name)
         before, heading = member.role, member.heading
@@ -488,7 +489,9 @@ class Discovery:
         if force or heading is to or self._registry.get(name) is not member:
             return
         try:
-            self._registry.check_begun(name, before, to)  # others may have asked for another one at the same moment
+            self._registry.departures.check_begun(
+                name, before, to
+            )  # others may have asked for another one at the same moment
         except CannotTurn:
             if self._reconciler.role_of(member) is to:
                 await self._assign(member, heading)

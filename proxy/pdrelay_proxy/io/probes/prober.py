@@ -9,8 +9,9 @@ from typing import Final, Protocol
 from pdrelay_proxy.core.fleet.compatibility import shown_facts
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings, pair_differences
 from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes, ProbeSchedule, keeps_blocks
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed, ProbeNotMade

@@ -9,7 +9,8 @@ from typing import Final
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN, EngineSpeed, Line, LineFit, Priors
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.token_counts import TokenCounts
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.routing.leg_listener import LegListener

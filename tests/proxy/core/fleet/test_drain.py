@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.fleet.registry import Drain
+from pdrelay_proxy.core.fleet.member import Drain
 from pdrelay_proxy.core.model import Role
 
 

@@ -101,7 +101,7 @@ def test_engines_that_leave_do_not_keep_the_door_open():
     """They get nothing new."""
     world = World()
     world.deny(0)
-    world.registry.drain(world.engines[1].id, now=0)
+    world.registry.departures.drain(world.engines[1].id, now=0)
     assert world.is_shut()
     world.registry.remove(world.engines[0].id, now=0)
     world.deny(0, 2)

@@ -124,5 +124,5 @@ def test_a_pair_is_as_well_as_its_engines(role):
     assert shown() == ("ejected", f"{role}-0: cannot be reached")
     member.life.seen(now=7.0)
     assert shown() == ("well", None)
-    registry.drain(member.instance.id, now=8.0)
+    registry.departures.drain(member.instance.id, now=8.0)
     assert shown() == ("draining", f"{role}-0: is to be drained")

@@ -1,6 +1,7 @@
 """Who exists, and what is known of them."""
 
 import itertools
+from operator import attrgetter
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -20,6 +21,7 @@ from pdrelay_proxy.settings import Settings
 from support.searching import examples
 
 A, B = Address("http", "a", 1), Address("http", "b", 1)
+DEPARTURES = ["departures.drain", "departures.undrain", "departures.retire"]
 
 
 def test_ids_are_stable_and_say_nothing_about_addresses():
@@ -64,7 +66,7 @@ def test_when_none_can_serve_the_error_says_what_became_of_each():
     registry = Registry()
     names = [registry.add(Role.DECODE, Address("http", "d", port)).id for port in (1, 2, 3)]
     registry.member(names[0]).life.missed("cannot be reached", now=0)
-    registry.drain(names[1], now=0)
+    registry.departures.drain(names[1], now=0)
     registry.remove(names[2], now=0)
     with pytest.raises(NoInstance) as caught:
         registry.usable(Role.DECODE)
@@ -77,7 +79,7 @@ def test_the_error_names_a_few_of_thousands():
     """It goes to each client while a zone is gone."""
     registry = Registry()
     for port in range(1, 1001):
-        registry.drain(registry.add(Role.DECODE, Address("http", "d", port)).id, now=0)
+        registry.departures.drain(registry.add(Role.DECODE, Address("http", "d", port)).id, now=0)
 
     with pytest.raises(NoInstance, match=r"decode-15 is draining, and 984 more$"):
         registry.usable(Role.DECODE)
@@ -128,11 +130,11 @@ def test_a_list_that_was_handed_out_does_not_change():
     assert len(before) == 1
 
 
-@pytest.mark.parametrize("verb", ["remove", "drain", "undrain"])
+@pytest.mark.parametrize("verb", ["remove", "departures.drain", "departures.undrain"])
 def test_nothing_is_done_to_who_is_not_there(verb):
     """A typing error must not look like success."""
     with pytest.raises(UnknownInstance, match="no instance 'decode-7'"):
-        getattr(Registry(), verb)(InstanceId("decode-7"), now=0)
+        attrgetter(verb)(Registry())(InstanceId("decode-7"), now=0)
 
 
 def test_an_engine_that_retires_goes_when_it_has_nothing_left():
@@ -140,13 +142,13 @@ def test_an_engine_that_retires_goes_when_it_has_nothing_left():
     registry = Registry()
     old = registry.add(Role.DECODE, A)
     registry.member(old.id).load.enter(RequestId("r"))
-    registry.retire(old.id, now=0)
+    registry.departures.retire(old.id, now=0)
     new = registry.add(Role.DECODE, A)
     registry.settle(patience_s=60, now=1)
     assert registry.known(Role.DECODE) == (old, new)
     assert registry.usable(Role.DECODE) == (new,)
     with pytest.raises(AlreadyKnown, match="a:1 is already known as decode-1"):
-        registry.undrain(old.id, now=1)
+        registry.departures.undrain(old.id, now=1)
     registry.member(old.id).load.leave(RequestId("r"))
 
     assert registry.settle(patience_s=60, now=2) == [old]
@@ -157,11 +159,11 @@ def test_an_engine_that_retires_may_be_kept_after_all():
     """By hand; one that was drained before goes at once."""
     registry = Registry()
     one, other = registry.add(Role.DECODE, A), registry.add(Role.DECODE, B)
-    registry.retire(one.id, now=0)
-    registry.undrain(one.id, now=0)
-    registry.drain(other.id, now=0)
+    registry.departures.retire(one.id, now=0)
+    registry.departures.undrain(one.id, now=0)
+    registry.departures.drain(other.id, now=0)
     registry.settle(patience_s=60, now=1)
-    registry.retire(other.id, now=1)
+    registry.departures.retire(other.id, now=1)
     registry.settle(patience_s=60, now=2)
 
     assert registry.known(Role.DECODE) == (one,)
@@ -216,7 +218,7 @@ class Machine(RuleBasedStateMachine):
         self.given.add(name)
 
     @precondition(lambda self: self.known())
-    @rule(data=st.data(), verb=st.sampled_from(["drain", "undrain", "retire", "remove", "enter", "leave"]))
+    @rule(data=st.data(), verb=st.sampled_from([*DEPARTURES, "remove", "enter", "leave"]))
     def act(self, data, verb):
         name = data.draw(st.sampled_from(self.known()))
         match verb:
@@ -225,7 +227,7 @@ class Machine(RuleBasedStateMachine):
             case "leave":
                 self.registry.member(name).load.leave(RequestId("r"))
             case _:
-                getattr(self.registry, verb)(name, now=self.now)
+                attrgetter(verb)(self.registry)(name, now=self.now)
 
     @rule(seconds=st.floats(0, 40))
     def settle(self, seconds):

@@ -1,6 +1,7 @@
 """Engines that turn: what they serve, when, and what is true of them afterwards."""
 
 import itertools
+from operator import attrgetter
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -25,6 +26,7 @@ from support.searching import examples
 
 PREFILL, DECODE, BOTH = EngineRole
 REQUEST = RequestId("r")
+DEPARTURES = ["departures.drain", "departures.undrain", "departures.retire"]
 
 
 def registry_of(x, y, **options):
@@ -66,9 +68,9 @@ def test_a_decode_engine_turns_when_its_requests_are_over():
     registry = registry_of(1, 2)
     member = registry.member(InstanceId("decode-0"))
     member.load.enter(REQUEST)
-    registry.turn("decode-0", PREFILL, now=1.0)
+    registry.departures.turn("decode-0", PREFILL, now=1.0)
     assert sides(registry) == (["prefill-0"], ["decode-1"])
-    assert "decode-0" in registry.moving
+    assert "decode-0" in registry.departures.moving
     assert (member.role, member.heading, member.life.state) == (DECODE, PREFILL, HealthState.DRAINING)
     assert member.life.why == "turns to prefill, and its streams move"
     registry.settle(patience_s=60, now=2.0)
@@ -78,15 +80,15 @@ def test_a_decode_engine_turns_when_its_requests_are_over():
 
     assert sides(registry) == (["prefill-0", "decode-0"], ["decode-1"])
     assert (member.role, member.turn, member.drain, member.life.why) == (PREFILL, None, None, "serves prefill")
-    assert not registry.moving
-    assert registry.turns == {("prefill", "turned"): 1}
+    assert not registry.departures.moving
+    assert registry.departures.turns == {("prefill", "turned"): 1}
 
 
 def test_a_prefill_engine_turns_when_decode_engines_have_read_what_it_lends():
     """Twice in a row it says that it keeps nothing: its numbers are those of a step before."""
     registry = registry_of(2, 1)
     member = registry.member(InstanceId("prefill-1"))
-    registry.turn("prefill-1", DECODE, now=0.0)
+    registry.departures.turn("prefill-1", DECODE, now=0.0)
     for now, kept in enumerate((1.0, 0.0, 0.0)):
         registry.settle(patience_s=60, now=float(now))
         assert sides(registry) == (["prefill-0"], ["decode-0"])
@@ -94,23 +96,23 @@ def test_a_prefill_engine_turns_when_decode_engines_have_read_what_it_lends():
     registry.settle(patience_s=60, now=3.0)
 
     assert sides(registry) == (["prefill-0"], ["prefill-1", "decode-0"])
-    assert not registry.moving
+    assert not registry.departures.moving
 
 
 def test_an_engine_that_is_both_has_one_id_and_one_load():
     """It adds a role at once, and drops one when all it has is over."""
     registry = registry_of(1, 2)
-    registry.turn("decode-0", BOTH, now=0.0)
+    registry.departures.turn("decode-0", BOTH, now=0.0)
     assert sides(registry) == (["prefill-0", "decode-0"], ["decode-0", "decode-1"])
     one, other = registry.member("decode-0").as_role(Role.PREFILL), registry.member("decode-0").as_role(Role.DECODE)
     assert (one.id, one.role, one.pool) == (other.id, Role.PREFILL, Role.DECODE)
     assert (other.role, other.pool) == (Role.DECODE, Role.DECODE)
-    registry.turn("decode-0", DECODE, now=1.0)
+    registry.departures.turn("decode-0", DECODE, now=1.0)
     assert sides(registry) == (["prefill-0"], ["decode-1"])
     registry.settle(patience_s=60, now=62.0)
 
     assert sides(registry) == (["prefill-0"], ["decode-0", "decode-1"])
-    assert registry.turns == {("both", "turned"): 1, ("decode", "turned"): 1}
+    assert registry.departures.turns == {("both", "turned"): 1, ("decode", "turned"): 1}
 
 
 def test_time_ends_a_turn():
@@ -118,14 +120,14 @@ def test_time_ends_a_turn():
     registry = registry_of(1, 2)
     member = registry.member(InstanceId("decode-0"))
     member.load.enter(REQUEST)
-    registry.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.turn("decode-0", PREFILL, now=0.0)
     registry.settle(patience_s=60, now=TURN_TIMEOUT_S - 1)
     assert member.role is DECODE
     registry.settle(patience_s=60, now=TURN_TIMEOUT_S)
 
     assert sides(registry) == (["prefill-0", "decode-0"], ["decode-1"])
     assert member.life.why == "serves prefill, beside 1 of before"
-    assert registry.turns == {("prefill", "late"): 1}
+    assert registry.departures.turns == {("prefill", "late"): 1}
     member.speed.leave(REQUEST, TURN_TIMEOUT_S + 1)
     member.load.leave(REQUEST)
 
@@ -135,27 +137,27 @@ def test_another_turn_ends_one_that_is_under_way(role, more):
     """Back to what it serves: it is as if nothing had been."""
     registry = registry_of(1, 2)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
-    registry.turn("decode-0", PREFILL, now=0.0)
-    registry.turn("decode-0", role, now=1.0)
+    registry.departures.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.turn("decode-0", role, now=1.0)
 
     assert registry.member("decode-0").role is role
     assert "decode-0" in ids(registry, Role.DECODE)
-    assert not registry.moving
-    assert registry.turns == {("prefill", "cancelled"): 1} | more
+    assert not registry.departures.moving
+    assert registry.departures.turns == {("prefill", "cancelled"): 1} | more
 
 
 def test_what_an_operator_drains_stays_drained_when_it_has_turned():
     """The two are asked for by themselves, in any order."""
     registry = registry_of(2, 2)
-    registry.drain("decode-0", now=0.0)
-    registry.turn("decode-0", PREFILL, now=0.0)
-    registry.turn("prefill-0", DECODE, now=0.0)
-    registry.drain("prefill-0", now=0.0)
+    registry.departures.drain("decode-0", now=0.0)
+    registry.departures.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.turn("prefill-0", DECODE, now=0.0)
+    registry.departures.drain("prefill-0", now=0.0)
     for now in (1.0, 61.0):
         registry.settle(patience_s=60, now=now)
     assert sides(registry) == (["prefill-1"], ["decode-1"])
     for name in ("decode-0", "prefill-0"):
-        registry.undrain(name, now=62.0)
+        registry.departures.undrain(name, now=62.0)
 
     assert sides(registry) == (["prefill-1", "decode-0"], ["prefill-0", "decode-1"])
 
@@ -174,55 +176,56 @@ def test_when_a_turn_is_over_a_drain_is_what_it_was_asked_to_be(moves, why, movi
     member = registry.member(InstanceId("decode-0"))
     member.load.enter(REQUEST)
     steps = [
-        lambda: registry.drain("decode-0", now=0.0, moves=moves),
-        lambda: registry.turn("decode-0", PREFILL, now=0.0),
+        lambda: registry.departures.drain("decode-0", now=0.0, moves=moves),
+        lambda: registry.departures.turn("decode-0", PREFILL, now=0.0),
     ]
     for step in steps if drains_first else reversed(steps):
         step()
-    assert (list(registry.moving), member.life.why) == (["decode-0"], "turns to prefill, and its streams move")
+    assert list(registry.departures.moving) == ["decode-0"]
+    assert member.life.why == "turns to prefill, and its streams move"
     if end == "cancelled":
-        registry.turn("decode-0", DECODE, now=1.0)
+        registry.departures.turn("decode-0", DECODE, now=1.0)
     else:
         registry.settle(patience_s=60, now=TURN_TIMEOUT_S)
 
-    assert registry.turns == {("prefill", end): 1}
+    assert registry.departures.turns == {("prefill", end): 1}
     assert (member.life.state, member.life.why) == (HealthState.DRAINING, why)
-    assert (list(registry.moving), member.drain.moves) == (moving, moves)
+    assert (list(registry.departures.moving), member.drain.moves) == (moving, moves)
 
 
 def test_an_engine_can_be_told_to_move_its_streams_after_a_turn_that_was_cancelled():
     """Asked again, or for the first time."""
     registry = registry_of(1, 2)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
-    registry.drain("decode-0", now=0.0)
-    registry.turn("decode-0", PREFILL, now=0.0)
-    registry.turn("decode-0", DECODE, now=1.0)
-    registry.drain("decode-0", now=2.0, moves=True)
+    registry.departures.drain("decode-0", now=0.0)
+    registry.departures.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.turn("decode-0", DECODE, now=1.0)
+    registry.departures.drain("decode-0", now=2.0, moves=True)
 
-    assert list(registry.moving) == ["decode-0"]
+    assert list(registry.departures.moving) == ["decode-0"]
     assert registry.member("decode-0").life.why == MOVES
 
 
 def test_a_turn_to_decode_does_not_keep_the_streams_of_what_is_undrained_moving():
     """An engine that is both, drained by moving, that gives up prefill: taken back, its streams stay."""
     registry = registry_of(1, 2)
-    registry.turn("decode-0", BOTH, now=0.0)
+    registry.departures.turn("decode-0", BOTH, now=0.0)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
-    registry.drain("decode-0", now=1.0, moves=True)
-    registry.turn("decode-0", DECODE, now=1.0)
-    assert list(registry.moving) == ["decode-0"]
-    registry.undrain("decode-0", now=2.0)
+    registry.departures.drain("decode-0", now=1.0, moves=True)
+    registry.departures.turn("decode-0", DECODE, now=1.0)
+    assert list(registry.departures.moving) == ["decode-0"]
+    registry.departures.undrain("decode-0", now=2.0)
 
-    assert not registry.moving
+    assert not registry.departures.moving
     assert registry.member("decode-0").turn is not None
 
 
 def test_what_is_taken_back_into_use_while_it_turns_still_turns():
     """A pod that is Ready again; an operator's undrain also ends the turn (io/discovery/reconciler.py)."""
     registry = registry_of(1, 2)
-    registry.drain("decode-0", now=0.0)
-    registry.turn("decode-0", PREFILL, now=0.0)
-    registry.undrain("decode-0", now=0.0)
+    registry.departures.drain("decode-0", now=0.0)
+    registry.departures.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.undrain("decode-0", now=0.0)
     assert sides(registry) == (["prefill-0"], ["decode-1"])
     registry.settle(patience_s=60, now=1.0)
 
@@ -234,13 +237,13 @@ def test_an_engine_that_goes_while_it_turns_is_counted():
     registry = registry_of(1, 3)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
     for name in ("decode-0", "decode-1"):
-        registry.turn(name, PREFILL, now=0.0)
+        registry.departures.turn(name, PREFILL, now=0.0)
     registry.remove("decode-0", now=1.0)
-    registry.retire("decode-1", now=1.0)
+    registry.departures.retire("decode-1", now=1.0)
     registry.settle(patience_s=60, now=2.0)
 
     assert sides(registry) == (["prefill-0"], ["decode-2"])
-    assert registry.turns == {("prefill", "removed"): 2}
+    assert registry.departures.turns == {("prefill", "removed"): 2}
 
 
 # ---- what cannot turn
@@ -252,21 +255,21 @@ def test_the_last_engine_of_a_role_does_not_turn_unless_it_is_forced():
     with pytest.raises(
         CannotTurn, match="prefill-0 is the last prefill engine that serves: turn another one to prefill"
     ):
-        registry.check_turn("prefill-0", DECODE)
-    registry.check_turn("prefill-0", DECODE, force=True)
-    registry.check_turn("prefill-0", BOTH)
-    registry.check_turn("decode-0", PREFILL)
-    registry.turn("decode-0", PREFILL, now=0.0)
+        registry.departures.check_turn("prefill-0", DECODE)
+    registry.departures.check_turn("prefill-0", DECODE, force=True)
+    registry.departures.check_turn("prefill-0", BOTH)
+    registry.departures.check_turn("decode-0", PREFILL)
+    registry.departures.turn("decode-0", PREFILL, now=0.0)
     with pytest.raises(CannotTurn, match="decode-1 is the last decode engine that serves"):
-        registry.check_turn("decode-1", PREFILL)
+        registry.departures.check_turn("decode-1", PREFILL)
 
-    assert registry.turns == {("decode", "refused"): 1, ("prefill", "refused"): 1}
+    assert registry.departures.turns == {("decode", "refused"): 1, ("prefill", "refused"): 1}
 
 
 @pytest.mark.parametrize(
     "happen",
     [
-        lambda registry: registry.drain("decode-1", now=0.0),
+        lambda registry: registry.departures.drain("decode-1", now=0.0),
         lambda registry: registry.member("decode-1").life.missed("away", now=0.0),
         lambda registry: registry.learn("decode-1", EngineCapabilities(models=frozenset({"other"}))),
     ],
@@ -278,7 +281,7 @@ def test_an_engine_that_does_not_serve_the_same_is_no_other_one(happen):
     registry.learn("decode-0", EngineCapabilities(models=frozenset({"m"})))
     happen(registry)
     with pytest.raises(CannotTurn, match="decode-0 is the last decode engine"):
-        registry.check_turn("decode-0", PREFILL)
+        registry.departures.check_turn("decode-0", PREFILL)
 
 
 def test_engines_that_cannot_serve_the_role_say_why():
@@ -287,26 +290,26 @@ def test_engines_that_cannot_serve_the_role_say_why():
     registry.add_target(Role.DECODE, Target.parse("dp:80#dp=2"), now=0.0)
     registry.learn("decode-0", EngineCapabilities(kv_role="kv_consumer"))
     registry.add(Role.PREFILL, Address("http", "d1", 80), now=0.0)
-    registry.retire("prefill-0", now=0.0)
+    registry.departures.retire("prefill-0", now=0.0)
     for name, why in {
         "decode-0": "decode-0 has kv_role kv_consumer: only an engine that was started with kv_both can turn",
         "decode-1": "d1:80 is also prefill-1, which is prefill: remove one of the two",
         "decode-2": "decode-2 is rank 0 of a data-parallel engine: its ranks share an address, and cannot turn",
     }.items():
         with pytest.raises(CannotTurn, match=why):
-            registry.check_turn(name, PREFILL, force=True)
-        registry.turn(name, PREFILL, now=0.0)
+            registry.departures.check_turn(name, PREFILL, force=True)
+        registry.departures.turn(name, PREFILL, now=0.0)
         assert registry.member(name).heading is DECODE
     with pytest.raises(CannotTurn, match="prefill-0 is no longer listed"):
-        registry.check_turn("prefill-0", BOTH)
+        registry.departures.check_turn("prefill-0", BOTH)
     with pytest.raises(UnknownInstance):
-        registry.check_turn("decode-9", BOTH)
+        registry.departures.check_turn("decode-9", BOTH)
 
 
 def test_the_address_of_an_engine_that_has_turned_is_taken():
     """Else it would be twice in the pool that it has come to; its own role is free for nobody else either."""
     registry = registry_of(1, 2)
-    registry.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.turn("decode-0", PREFILL, now=0.0)
     registry.settle(patience_s=60, now=1.0)
     for role in Role:
         with pytest.raises(AlreadyKnown, match="d0:80 is already known as decode-0"):
@@ -329,7 +332,7 @@ def test_what_was_true_of_the_old_role_is_dropped_and_the_cache_is_not():
     member.speed.answered(REQUEST, UNKNOWN, 1.0)
     member.speed.leave(REQUEST, 1.0)
     before = registry.changes.count
-    registry.turn("decode-0", PREFILL, now=1.0)
+    registry.departures.turn("decode-0", PREFILL, now=1.0)
     registry.settle(patience_s=60, now=2.0)
 
     assert not registry.pairs.pairs()
@@ -346,7 +349,7 @@ def test_the_pairs_of_a_prefill_engine_that_has_turned_rest_no_longer():
     for _ in range(5):
         registry.pairs.failed(("prefill-0", "decode-0"), PairFailure.HANDSHAKE, 1, now=0.0)
     registry.settle_rests(InstanceId("decode-0"))
-    registry.turn("prefill-0", DECODE, now=0.0)
+    registry.departures.turn("prefill-0", DECODE, now=0.0)
     registry.settle(patience_s=60, now=61.0)
 
     assert not registry.member("decode-0").facts.resting
@@ -374,7 +377,7 @@ def test_an_engine_that_is_both_is_never_both_of_one_request(x, y, both, expecte
     """There would be nothing to transfer, and no slot that another engine could have had."""
     registry = registry_of(x, y)
     for number in range(both):
-        registry.turn(f"decode-{number}", BOTH, now=0.0)
+        registry.departures.turn(f"decode-{number}", BOTH, now=0.0)
 
     assert pairs_of(registry) == expected
 
@@ -382,7 +385,7 @@ def test_an_engine_that_is_both_is_never_both_of_one_request(x, y, both, expecte
 def test_one_engine_that_is_both_is_no_pair():
     """It serves alone, as a decode engine without a prefill engine does."""
     registry = registry_of(0, 1)
-    registry.turn("decode-0", BOTH, now=0.0)
+    registry.departures.turn("decode-0", BOTH, now=0.0)
     with pytest.raises(NoMatchingInstance):
         pairs_of(registry)
     found = group_engines(registry.usable(Role.PREFILL), registry.usable(Role.DECODE), registry.facts)
@@ -416,18 +419,19 @@ class Turning(RuleBasedStateMachine):
         member = self.registry.member(name)
         before = member.turn
         try:
-            self.registry.check_turn(name, to, force=force)
+            self.registry.departures.check_turn(name, to, force=force)
         except CannotTurn:
             return
-        self.registry.turn(name, to, now=self.now)
+        self.registry.departures.turn(name, to, now=self.now)
         assert member.heading is to
         self.begun += member.turn not in (None, before)
 
     @precondition(lambda self: self.known())
-    @rule(data=st.data(), verb=st.sampled_from(["drain", "undrain", "retire", "remove"]), moves=st.booleans())
+    @rule(data=st.data(), verb=st.sampled_from([*DEPARTURES, "remove"]), moves=st.booleans())
     def change(self, data, verb, moves):
         name = data.draw(st.sampled_from(self.known()))
-        getattr(self.registry, verb)(name, now=self.now, **({"moves": moves} if verb == "drain" else {}))
+        more = {"moves": moves} if verb == DEPARTURES[0] else {}
+        attrgetter(verb)(self.registry)(name, now=self.now, **more)
         if verb == "remove":
             self.running = {request: found for request, found in self.running.items() if name not in found}
 
@@ -467,12 +471,12 @@ class Turning(RuleBasedStateMachine):
         for engine in self.running.pop(name):
             self.registry.member(engine).load.leave(name)
 
-    @precondition(lambda self: self.registry.moving and self.running)
+    @precondition(lambda self: self.registry.departures.moving and self.running)
     @rule()
     def move(self):
         """A stream of an engine that is drained by moving goes on at another one."""
         for name, engines in self.running.items():
-            if engines[-1] in self.registry.moving:
+            if engines[-1] in self.registry.departures.moving:
                 others = [one for one in ids(self.registry, Role.DECODE) if one not in engines]
                 if others:
                     self.registry.member(engines[-1]).load.leave(name)
@@ -516,13 +520,14 @@ class Turning(RuleBasedStateMachine):
 
     @invariant()
     def every_turn_has_an_end(self):
-        over = sum(n for (_, outcome), n in self.registry.turns.items() if outcome != "refused")
+        over = sum(n for (_, outcome), n in self.registry.departures.turns.items() if outcome != "refused")
         assert over >= self.begun - sum(member.turn is not None for member in self.registry.members())
 
     @invariant()
     def only_what_is_drained_moves(self):
         for member in self.registry.members():
-            assert (member.instance.id in self.registry.moving) == (member.drain is not None and member.drain.moves)
+            moves = member.drain is not None and member.drain.moves
+            assert (member.instance.id in self.registry.departures.moving) == moves
 
 
 Turning.TestCase.settings = hypothesis_settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

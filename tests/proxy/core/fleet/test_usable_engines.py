@@ -72,10 +72,10 @@ class World:
         self.registry.remove(member.instance.id, now=self.now)
 
     def drain(self, member):
-        self.registry.drain(member.instance.id, now=self.now)
+        self.registry.departures.drain(member.instance.id, now=self.now)
 
     def undrain(self, member):
-        self.registry.undrain(member.instance.id, now=self.now)
+        self.registry.departures.undrain(member.instance.id, now=self.now)
 
     def learn(self, member, facts):
         self.registry.learn(member.instance.id, facts)
@@ -90,7 +90,7 @@ class World:
         member.life.missed("why", now=self.now)
 
     def turn(self, member, to):
-        self.registry.turn(member.instance.id, to, now=self.now, at_once=True)
+        self.registry.departures.turn(member.instance.id, to, now=self.now, at_once=True)
 
     def rest(self, member, place):
         pair = member.instance.id, self.at(place).instance.id

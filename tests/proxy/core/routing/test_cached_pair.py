@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.departures import Departures
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -224,14 +225,14 @@ class Calm(RuleBasedStateMachine):
 
     @rule(place=SOME, retires=st.booleans())
     def drain(self, place, retires):
-        how = Registry.retire if retires else Registry.drain
-        self.have(place, lambda side, member: how(side.registry, member.instance.id, now=side.now))
+        how = Departures.retire if retires else Departures.drain
+        self.have(place, lambda side, member: how(side.registry.departures, member.instance.id, now=side.now))
 
     @rule(place=SOME)
     def undrain(self, place):
         def undrained(side):
             member = self.at(side, place)
-            side.registry.undrain(member.instance.id, now=side.now)
+            side.registry.departures.undrain(member.instance.id, now=side.now)
             return [member.instance]
 
         if self.slow.registry.members():
@@ -243,7 +244,7 @@ class Calm(RuleBasedStateMachine):
         for side in self.sides:
             for member in side.registry.members():
                 if member.drain is not None and not member.retires:
-                    side.registry.undrain(member.instance.id, now=side.now)
+                    side.registry.departures.undrain(member.instance.id, now=side.now)
                 member.life.missed("why", now=side.now)
                 member.life.seen(now=side.now)
 

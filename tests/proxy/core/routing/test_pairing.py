@@ -236,7 +236,7 @@ def test_what_is_remembered_changes_no_choice(steps):
         if what == "learn":
             registry.learn(everyone[which], facts)
         elif what != "nothing":
-            getattr(registry, what)(everyone[which], now=1.0)
+            getattr(registry.departures, what)(everyone[which], now=1.0)
         try:
             usable = [registry.usable(role) for role in Role]
         except NoInstance:

@@ -127,6 +127,6 @@ def test_adapters_in_turn_are_looked_at_once_for_each_change():
     world.looks_of(asks)
     assert world.looks_of(asks * 3) == 0
 
-    world.registry.drain(world.registry.known(Role.DECODE)[0].id, now=0.0)
+    world.registry.departures.drain(world.registry.known(Role.DECODE)[0].id, now=0.0)
     assert world.looks_of(asks) <= 10 * 100
     assert world.looks_of(asks * 3) == 0

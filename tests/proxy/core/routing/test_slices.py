@@ -85,7 +85,7 @@ def test_where_slices_are_required_no_pair_is_of_two(prefill, decode, events, po
         if event == "eject":
             world.eject(one)
         elif event == "drain":
-            world.registry.drain(one.id, now=world.now)
+            world.registry.departures.drain(one.id, now=world.now)
         world.now += 6.0 if event == "rest" else 0.1
 
     for number in range(8):
@@ -218,7 +218,7 @@ def lacking(world, what):
         if what == "removed":
             world.registry.remove(one.id, now=0.0)
         elif what == "drained":
-            world.registry.drain(one.id, now=0.0)
+            world.registry.departures.drain(one.id, now=0.0)
         elif what == "ejected":
             world.eject(one)
         elif what == "not up":

@@ -102,7 +102,7 @@ async def test_an_engine_that_drains_is_no_engine_of_its_role():
     world = World(8, 8)
     await world.run(5.0, 5.0, 300)
     for number in range(4):
-        world.registry.drain(f"prefill-{number}", now=world.fleet.now)
+        world.registry.departures.drain(f"prefill-{number}", now=world.fleet.now)
     decision = await world.run(5.0, 5.0, 60)
 
     assert decision.engines.prefill == 4
@@ -113,10 +113,10 @@ async def test_an_engine_that_retires_before_it_has_turned_holds_up_nothing():
     world = World(8, 8)
     await world.run(8.5, 2.0, 60)
     world.registry.member("decode-7").load.enter("endless")
-    world.registry.turn("decode-7", EngineRole.PREFILL, now=world.fleet.now)
+    world.registry.departures.turn("decode-7", EngineRole.PREFILL, now=world.fleet.now)
     assert (await world.run(8.5, 2.0, 60)).verdict == "turning"
 
-    world.registry.retire("decode-7", now=world.fleet.now)
+    world.registry.departures.retire("decode-7", now=world.fleet.now)
     before = world.board.decisions["turn", "prefill"]
     await world.run(8.5, 2.0, 600)
 

@@ -83,7 +83,7 @@ def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it()
     """At the next look, under a new name: the old one goes with what it has."""
     world = World()
     world.see(A)
-    world.registry.retire(world.registry.members()[0].instance.id, now=1)
+    world.registry.departures.retire(world.registry.members()[0].instance.id, now=1)
     world.reconcile()
 
     assert world.there == [("prefill-0", "a:80", HealthState.DRAINING), ("prefill-1", "a:80", HealthState.STARTING)]
@@ -121,17 +121,17 @@ async def test_all_routers_of_a_store_move_the_streams_of_an_engine():
     world = World()
     await world.discovery.add(Role.DECODE, Target.parse("a:1"))
     await world.discovery.drain("decode-0")
-    assert not world.registry.moving
+    assert not world.registry.departures.moving
     await world.discovery.drain("decode-0", moves=True)
     other = World()
     other.reconciler.view(EngineSource.STORE, [replace(wanted_of(world), leaves=False)])
     other.reconciler.view(EngineSource.STORE, [wanted_of(world)])
 
-    assert list(world.registry.moving) == list(other.registry.moving) == ["decode-0"]
+    assert list(world.registry.departures.moving) == list(other.registry.departures.moving) == ["decode-0"]
     await world.discovery.undrain("decode-0")
     other.reconciler.view(EngineSource.STORE, [wanted_of(world)])
-    assert not world.registry.moving
-    assert not other.registry.moving
+    assert not world.registry.departures.moving
+    assert not other.registry.departures.moving
 
 
 def wanted_of(world):
@@ -536,10 +536,10 @@ def test_streams_move_from_a_pod_that_is_deleted():
     world = World()
     world.see(D, E)
     world.see(replace(D, leaves=True), E)
-    assert not world.registry.moving
+    assert not world.registry.departures.moving
     world.see(replace(D, leaves=True, moves=True), E)
 
-    assert list(world.registry.moving) == ["decode-0"]
+    assert list(world.registry.departures.moving) == ["decode-0"]
 
 
 async def test_a_router_that_starts_serves_what_the_store_says_at_once():
@@ -556,8 +556,8 @@ async def test_a_router_that_starts_serves_what_the_store_says_at_once():
     found.see(D)
 
     assert serving(found) == {"decode-0": DECODE, "decode-1": PREFILL}
-    assert not found.registry.moving
-    assert [late.registry.turns, found.registry.turns] == [{}, {}]
+    assert not found.registry.departures.moving
+    assert [late.registry.departures.turns, found.registry.departures.turns] == [{}, {}]
 
 
 async def test_two_routers_of_one_store_agree():
@@ -757,7 +757,7 @@ async def test_another_engine_at_the_address_of_one_that_is_gone_serves_its_own_
     world.see(A)
     await turn_now(world, "decode-0", PREFILL)
     world.registry.member("decode-0").load.enter("r")
-    world.registry.retire("decode-0", now=1)
+    world.registry.departures.retire("decode-0", now=1)
     await look(world, seconds=600)
     assert world.store._entries  # it has a stream
 
@@ -780,7 +780,7 @@ async def test_an_engine_that_is_added_by_hand_serves_what_was_asked_for(before)
     await turn_now(world, "decode-1", PREFILL)
     world.see()
     if before == "settings":
-        world.registry.retire("decode-1", now=1)
+        world.registry.departures.retire("decode-1", now=1)
         world.registry.settle(patience_s=0, now=1)
     assert "decode-1" not in serving(world)
 

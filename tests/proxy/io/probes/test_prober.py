@@ -211,7 +211,7 @@ async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_gi
         return engines.shown
 
     engines.numbers = numbers
-    registry.drain(member.instance.id, now=time.monotonic())
+    registry.departures.drain(member.instance.id, now=time.monotonic())
     async with prober(registry, engines, give_up, hung_s=0.3).running():
         await until_async(lambda: len(asked) >= 3)
         await asyncio.sleep(0.05)
@@ -243,7 +243,7 @@ async def test_without_an_interval_only_drained_engines_are_asked(registry, engi
     """Requests alone tell how the others are."""
     add(registry)
     draining = add(registry, Role.PREFILL)
-    registry.drain(draining.instance.id, now=time.monotonic())
+    registry.departures.drain(draining.instance.id, now=time.monotonic())
     async with prober(registry, engines, health_check_interval_s=0).running():
         await until_async(lambda: engines.readings >= 1)
         assert (engines.looks, draining.life.state) == (0, HealthState.DRAINING)
@@ -261,7 +261,7 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
         raise ProbeFailed("cannot be reached")
 
     engines.numbers = numbers
-    registry.drain(member.instance.id, now=time.monotonic())
+    registry.departures.drain(member.instance.id, now=time.monotonic())
     async with prober(registry, engines, drain_idle_s=0.3).running():
         await until_async(lambda: member.life.state is HealthState.DRAINED)
 
@@ -388,7 +388,7 @@ async def test_an_engine_that_retires_is_forgotten_when_it_has_nothing_left(regi
     caplog.set_level("INFO", "pdrelay_proxy")
     member = add(registry)
     async with prober(registry, engines, health_check_interval_s=0).running():
-        registry.retire(member.instance.id, now=time.monotonic())
+        registry.departures.retire(member.instance.id, now=time.monotonic())
         await until_async(lambda: not registry.members())
 
     assert "decode-0 has nothing left, and is forgotten" in caplog.text

@@ -99,7 +99,7 @@ class SimulatedRoles:
     def _begin(self, name: InstanceId, role: Role) -> None:
         now = self._loop.now
         self._turned_at.append(now)
-        self._registry.drain(name, now=now)
+        self._registry.departures.drain(name, now=now)
         self._leaving[name] = role, now
         self._loop.after(_GLANCE_S, partial(self._glance, name))
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Final
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, RoutingHints
 from pdrelay_proxy.core.routing.cache_reports import CacheReport, CacheReports
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex

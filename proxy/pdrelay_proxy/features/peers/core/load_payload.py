@@ -12,7 +12,8 @@ from struct import Struct
 from typing import Final
 
 from pdrelay_proxy.core.fleet.load import Load
-from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.features.peers.core.datagrams import (
     MOST_BODY,

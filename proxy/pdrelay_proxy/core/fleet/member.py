@@ -1,0 +1,123 @@
+"""One engine, and all that is known of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
+from pdrelay_proxy.core.fleet.health import EngineHealth
+from pdrelay_proxy.core.fleet.load import Load
+from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
+from pdrelay_proxy.core.fleet.target import BY_HAND, Origin
+from pdrelay_proxy.core.fleet.turns import RoleTurn
+from pdrelay_proxy.core.model import EngineRole, Instance, Role
+
+KV_BOTH: Final = "kv_both"  # vLLM's kv_role of an engine that sends and loads KV
+_SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
+
+
+@dataclass(slots=True)
+class Drain:
+    """What is seen of an engine while it is drained: its own requests end first, then what decode engines may read."""
+
+    since: float  # when it got its last request, or was told to drain
+    kept: float | None = None  # as it said last; None: it does not say
+    zeros: int = 0  # readings in a row that said that nothing is kept
+    moves: bool = False  # its streams go on at other engines (requests/stream_moves.py)
+    moves_by_hand: bool = False  # they shall also when no turn asks for it
+    by_turn: bool = False  # for a turn alone: nobody wants it drained when that is over
+
+    def reading(self, kept: float | None) -> None:
+        """Take in what it said of the blocks it keeps."""
+        self.kept = kept
+        self.zeros = self.zeros + 1 if kept == 0 else 0
+
+    def verdict(self, role: Role, in_flight: int, *, patience_s: float, now: float) -> str | None:
+        """Say why it is empty; None: it is not.
+
+        A prefill engine that does not say what it keeps, or seems to keep it for ever, is believed to be empty after
+        ``patience_s`` seconds without a request: by then its leases have run out.
+        """
+        if in_flight:
+            self.since, self.zeros = now, 0
+            return None
+        if role is Role.DECODE:
+            return "has no request left"
+        if self.zeros >= _SURE:
+            return "has no request left and keeps nothing for decode engines"
+        if now < self.since + patience_s:
+            return None
+        said = "does not say what it keeps" if self.kept is None else f"still shows {self.kept:g} of what it keeps"
+        return f"has had no request for {patience_s:g} s, but {said}"
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine, and all that is known of it."""
+
+    instance: Instance  # of one that serves both roles: as a prefill engine
+    life: EngineHealth
+    load: Load = field(default_factory=Load)
+    speed: EngineSpeed = field(default_factory=EngineSpeed)  # filled in for the policies that ask for times
+    lone: LonePrompts = field(default_factory=LonePrompts)  # filled in if the decode policy remembers prompts
+    facts: EngineCapabilities = field(default_factory=EngineCapabilities)
+    drain: Drain | None = None  # while it is drained
+    retires: bool = False  # it is forgotten once it is drained
+    origin: Origin = BY_HAND  # who wants it here
+    as_decode: Instance | None = None  # of one that serves both roles; None: it serves that of ``instance``
+    turn: RoleTurn | None = None  # while it turns
+
+    @property
+    def role(self) -> EngineRole:
+        """What it serves, also while it turns to something else."""
+        if self.as_decode is not None:
+            return EngineRole.BOTH
+        return EngineRole.PREFILL if self.instance.role is Role.PREFILL else EngineRole.DECODE
+
+    @property
+    def heading(self) -> EngineRole:
+        """What it serves, or turns to."""
+        return self.role if self.turn is None else self.turn.to
+
+    @property
+    def leaves_decode(self) -> bool:
+        """Tell whether it turns away from decode."""
+        return self.turn is not None and Role.DECODE in self.leaves_by(self.turn.to)
+
+    def leaves_by(self, to: EngineRole) -> Sequence[Role]:
+        """List the roles that it serves, and would not any more."""
+        return [role for role in Role if self.role.serves(role) and not to.serves(role)]
+
+    def serves_or_will(self, role: Role) -> bool:
+        """Tell whether it serves a role, or turns to it."""
+        return self.role.serves(role) or self.heading.serves(role)
+
+    def as_role(self, role: Role) -> Instance | None:
+        """Return the engine as it serves a role; None: it does not."""
+        return self.instance if self.instance.role is role else self.as_decode
+
+    def as_lender(self) -> Instance | None:
+        """Return the engine as the prefill engine of what it has in its prefix cache; None: it is not asked for that.
+
+        It does not hand KV over (``kv_consumer``), does not answer its probes, or is several ranks behind one address,
+        of which another one would get the request.
+        """
+        facts = self.facts
+        hides_ranks = facts.connector is not None and facts.engine_id is None and self.instance.rank is None
+        if facts.kv_role not in (None, KV_BOTH) or self.life.misses or self.life.is_away or hides_ranks:
+            return None
+        return self._as(Role.PREFILL)
+
+    def as_stream_source(self) -> Instance:
+        """Return the engine as the decode engine of a stream that it has, or had: it may have turned since."""
+        return self._as(Role.DECODE)
+
+    def serve(self, role: EngineRole) -> None:
+        """Serve this and nothing else."""
+        self.as_decode = self._as(Role.DECODE) if role is EngineRole.BOTH else None
+        self.instance = self._as(Role.DECODE if role is EngineRole.DECODE else Role.PREFILL)
+
+    def _as(self, role: Role) -> Instance:
+        one = self.instance
+        return Instance(one.id, role, one.address, one.rank, None if role is one.pool else one.pool)

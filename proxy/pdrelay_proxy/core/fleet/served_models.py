@@ -1,0 +1,102 @@
+"""The models that engines say they serve, and what a request means that names none."""
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Final
+
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.member_table import MemberTable
+from pdrelay_proxy.errors import BadRequest
+
+_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
+_NAME_MOST: Final = 100  # characters of one model's name in a message
+_MOST_MODELS: Final = 10  # names in one message: an engine may have thousands of adapters
+_MOST_SHARED: Final = 1024  # sets of models; beyond, those that no engine serves any more are forgotten
+
+
+class ServedModels:
+    """Of all engines."""
+
+    __slots__ = ("_bases", "_served", "_sets", "_table")
+
+    def __init__(self, table: MemberTable) -> None:
+        self._table = table
+        # Sets of models that engines serve, or of their base models, so that equal ones are the same: thousands are
+        # then compared in no time.
+        self._sets: dict[frozenset[str], frozenset[str]] = {}
+        self._served: tuple[int, frozenset[str]] = (-1, frozenset())  # the names in them, and for which changes
+        self._bases: tuple[int, frozenset[frozenset[str]]] = (-1, frozenset())  # of engines that serve, likewise
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all models."""
+        version, names = self._served
+        if version != self._table.changes.count:
+            members = self._table.by_id.values()
+            names = frozenset[str]().union(*{one.facts.models for one in members if one.facts.models is not None})
+            self._served = self._table.changes.count, names
+        return names
+
+    def of_unnamed(self) -> str | None:
+        """Return the model that a request means which names none: the one base model of all engines that serve.
+
+        None: no engine has said what it serves. An adapter does not count: its engine serves its base model, too.
+        Raises BadRequest: there are several.
+        """
+        version, bases = self._bases
+        if version != self._table.changes.count:
+            lives = [member for member in self._table.by_id.values() if member.life.state not in _LEAVING]
+            bases = frozenset([member.facts.bases for member in lives if member.facts.bases is not None])
+            self._bases = self._table.changes.count, bases
+        if not bases:
+            return None
+        first, *others = bases
+        common = first.intersection(*others)
+        if not common:
+            raise BadRequest(
+                f"name a model: the engines behind this router serve {first_of(frozenset[str]().union(*bases))}",
+                param="model",
+            )
+        return min(common)
+
+    def listed(self) -> str:
+        """Name the models for a message, base models first."""
+        adapters = [member.facts.adapters for member in self._table.by_id.values() if member.facts.adapters]
+        return first_of(self.names, frozenset[str]().union(*adapters))
+
+    def shared(self, facts: EngineCapabilities) -> EngineCapabilities:
+        """Return facts with what follows from them; they name the sets of models that other engines name, too."""
+        facts = facts.in_one_line()
+        root = facts.root if facts.fingerprint is None else None  # that of our connector tells models apart better
+        if facts.models is None:
+            return facts if root is facts.root else replace(facts, root=root)
+        models = self._same(facts.models)
+        bases = models if not facts.adapters else self._same(models - facts.adapters)
+        if models is facts.models and bases is facts.bases and root is facts.root:
+            return facts
+        return replace(facts, models=models, bases=bases, root=root)
+
+    def _same(self, names: frozenset[str]) -> frozenset[str]:
+        """Return the set of these names that other engines have."""
+        found = self._sets.get(names)
+        if found is None:
+            if len(self._sets) >= _MOST_SHARED:
+                all_facts = [member.facts for member in self._table.by_id.values()]
+                known = [each for facts in all_facts for each in (facts.models, facts.bases)]
+                self._sets = {each: each for each in known if each is not None}
+            found = self._sets.setdefault(names, names)
+        return found
+
+
+def first_of(models: Set[str], last: Set[str] = frozenset()) -> str:
+    """Name the first of some models, and how many more there are; ``last``: those that are named after the others."""
+    names = sorted(models, key=lambda name: (name in last, name))
+    more = len(names) - _MOST_MODELS
+    named = ", ".join([clipped(name) for name in names[:_MOST_MODELS]])
+    return f"{named}, and {more} more" if more > 0 else named or "none"
+
+
+def clipped(name: str) -> str:
+    """Return as much of a model's name as a message has room for: a client, or an engine, may write megabytes."""
+    return name if len(name) <= _NAME_MOST else name[:_NAME_MOST] + "..."

@@ -9,16 +9,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from types import SimpleNamespace
 
-import httpx
 import pytest
 
-from pdrelay_tools.local.processes import open_fleet
-from support import router_kind
-from support.cluster import base_url, router_command
 from support.compiled import ROOT, NoCompiler, compiled, modules
-from support.sim import serving, sims
 
 pytestmark = pytest.mark.processes
 
@@ -135,50 +129,6 @@ def test_a_router_knows_whether_it_is_compiled(folder):
     ]
 
     assert [each.stdout for each in said] == ["True\n", "False\n"]
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize(("asked", "kind"), [("", "compiled"), ("compiled", "compiled"), ("plain", "plain Python")])
-def test_the_router_before_real_engines_is_the_one_that_was_asked_for(folder, monkeypatch, tmp_path, asked, kind):
-    """If nobody asks for one, it is what the image has."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv(router_kind.CHOICE, asked)
-    with serving(sims()["p0"]) as p, serving(sims()["d0"]) as d, open_fleet(tmp_path) as fleet:
-        command = router_command("router", [SimpleNamespace(address=p)], [SimpleNamespace(address=d)])
-        child = fleet.start(command)
-        fleet.wait_ready([child], timeout_s=30)
-        body = {"prompt": "once upon a time", "max_tokens": 5}
-        answer = httpx.post(f"{base_url(command)}/v1/completions", json=body, timeout=20, trust_env=False)
-
-    assert answer.status_code == 200
-    assert f", {kind})" in child.log.read_text().splitlines()[0]
-
-
-def test_a_kind_of_router_that_nobody_knows_is_refused(monkeypatch):
-    """Quietly, it would be the other one."""
-    monkeypatch.setenv(router_kind.CHOICE, "fast")
-
-    with pytest.raises(ValueError, match="fast"):
-        router_kind.environment()
-
-
-def test_where_nothing_can_be_compiled_the_router_is_plain_and_that_is_said(monkeypatch):
-    """Unless a compiled one was asked for."""
-
-    def impossible():
-        raise NoCompiler("there is no C compiler")
-
-    monkeypatch.setattr(router_kind, "compiled", impossible)
-    router_kind.forget()
-    monkeypatch.setenv(router_kind.CHOICE, "")
-    try:
-        assert router_kind.environment() == {}
-        assert "there is no C compiler" in router_kind.said()
-        monkeypatch.setenv(router_kind.CHOICE, "compiled")
-        with pytest.raises(NoCompiler):
-            router_kind.environment()
-    finally:
-        router_kind.forget()
 
 
 @pytest.mark.compiled

@@ -27,11 +27,6 @@ def said() -> str:
     return _chosen(os.environ.get(CHOICE, ""))[1]
 
 
-def forget() -> None:
-    """Have it chosen anew."""
-    _chosen.cache_clear()
-
-
 @functools.cache  # one session has one router, even if somebody edits its sources meanwhile
 def _chosen(asked: str) -> tuple[Path | None, str]:
     if asked not in ("", *KINDS):

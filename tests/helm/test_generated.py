@@ -5,8 +5,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import shutil
-import subprocess
 import tarfile
 
 import pytest
@@ -14,7 +12,7 @@ import yaml
 
 from pdrelay_proxy.settings import PolicyName
 from support import chart_archive
-from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, binary, least_values, notes, run
+from support.helm_chart import CHART, ROOT, Chart, binary, notes, run
 from support.oci_registry import oci_registry
 
 pytestmark = pytest.mark.processes
@@ -116,77 +114,6 @@ def test_the_chart_is_packed_without_its_tests(tmp_path):
 
         assert Chart(package).objects() == Chart().objects()
         package.unlink()
-
-
-@pytest.fixture(scope="module")
-def keyrings(tmp_path_factory):
-    """A key of these tests alone: the file to sign with, and the one to verify with."""
-    if shutil.which("gpg") is None:
-        pytest.skip("gpg is not installed")
-    folder = tmp_path_factory.mktemp("keys")
-    (home := folder / "home").mkdir(mode=0o700)
-
-    def gpg(*argv):
-        whole = ["gpg", "--homedir", str(home), "--batch", "--pinentry-mode", "loopback", "--passphrase", "", *argv]
-        return subprocess.run(whole, capture_output=True, check=True, timeout=60).stdout
-
-    gpg("--quick-generate-key", "pdrelay test", "rsa2048", "sign", "1d")
-    (secret := folder / "secret.gpg").write_bytes(gpg("--export-secret-keys"))
-    (public := folder / "public.gpg").write_bytes(gpg("--export"))
-    subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], check=True, capture_output=True, timeout=60)
-    return secret, public
-
-
-def signed(helm, folder, keyrings):
-    """Pack the chart and sign it."""
-    run(
-        helm, "package", str(CHART), "-d", str(folder), "--sign", "--key", "pdrelay test", "--keyring", str(keyrings[0])
-    )
-    (package,) = folder.glob("*.tgz")
-    return package
-
-
-@pytest.mark.parametrize("helm", HELMS)
-def test_a_package_can_be_signed_and_a_changed_one_is_not_taken_for_it(helm, tmp_path, keyrings):
-    """With a key of this test alone."""
-    package = signed(helm, tmp_path, keyrings)
-
-    assert "pdrelay test" in run(helm, "verify", str(package), "--keyring", str(keyrings[1]))
-    package.write_bytes(package.read_bytes() + b"\0")
-    with pytest.raises(Refused, match="sha256 sum does not match"):
-        run(helm, "verify", str(package), "--keyring", str(keyrings[1]))
-
-
-@pytest.mark.parametrize("helm", HELMS)
-def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, keyrings, monkeypatch):
-    """With its signature, and what is rendered from there is what the folder renders; a changed one is refused."""
-    monkeypatch.setenv("HELM_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "out").mkdir()
-    package = signed(helm, tmp_path, keyrings)
-    pull = ["--plain-http", "--version", "0.1.0", "-d", str(tmp_path / "out")]
-    pull += ["--verify", "--keyring", str(keyrings[1])]
-    with oci_registry() as (host, registry):
-        chart = f"oci://{host}/charts/pdrelay"
-        run(helm, "push", str(package), f"oci://{host}/charts", "--plain-http")
-        run(helm, "pull", chart, *pull)
-        named = ["--set", "connector.secret.name=s", "--set", "router.peers.secret.name=s"]
-        with least_values() as least:
-            remote = ["--version", "0.1.0", "--plain-http", "-n", "ns"]
-            rendered = run(helm, "template", "r", chart, *remote, *least, *named)
-        for digest, body in registry.blobs.items():
-            if body == package.read_bytes():
-                registry.blobs[digest] = body[:-1] + bytes([body[-1] ^ 1])
-        shutil.rmtree(tmp_path / "cache")
-        with pytest.raises(Refused, match=r"(?i)digest|mismatch|sha256"):
-            run(helm, "pull", chart, *pull)
-
-    assert (tmp_path / "out" / package.name).read_bytes() == package.read_bytes()
-    assert rendered.endswith(
-        Chart(package).text(
-            {"connector": {"secret": {"name": "s"}}, "router": {"peers": {"secret": {"name": "s"}}}}, helm=helm
-        )
-    )  # helm 4 first says what it has pulled
-    assert ("charts/pdrelay", "0.1.0") in registry.manifests
 
 
 def test_an_archive_of_the_package_holds_what_helm_pushes(tmp_path, monkeypatch):

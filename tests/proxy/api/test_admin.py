@@ -126,22 +126,14 @@ async def test_what_cannot_be_added_is_told_in_the_demos_words(body, detail):
     assert (status["prefill_node_count"], status["decode_node_count"]) == (1, 1)
 
 
-async def test_why_an_engine_is_not_added_is_in_the_log(caplog):
-    """The demo's words do not say it."""
-    async with router(sims(), OPEN) as client:
-        await add(client, {"type": "decode", "instance": "silent:80"})
-
-    assert "decode silent:80 is not added: candidate cannot be reached" in caplog.text
-
-
-async def test_why_an_engine_is_not_added_is_in_a_header():
-    """For pdrelay instances add: the operator need not look for the log of the router that was asked."""
+async def test_why_an_engine_is_not_added_is_in_the_log_and_in_a_header(caplog):
+    """The demo's words do not say it; who asked need not look for the log of the router that was asked."""
     async with router(sims(), OPEN) as client:
         body = {"type": "decode", "instance": "silent:80"}
         refused = await client.post("/instances/add", json=body, headers=KEY)
 
+    assert "decode silent:80 is not added: candidate cannot be reached" in caplog.text
     assert refused.headers["x-pdrelay-reason"].startswith("candidate cannot be reached")
-    assert refused.json() == {"detail": "Instance validation failed."}
 
 
 async def test_a_name_that_leads_nowhere_is_in_the_log_too(caplog, monkeypatch):
@@ -184,18 +176,15 @@ async def test_an_engine_of_a_second_model_can_be_added():
     assert [len(engines[name].log) for name in ("p0", "d0", "xp0", "xd0")] == [0, 0, 4, 4]
 
 
-@pytest.mark.parametrize("instance", ["xd0:80", "http://xd0:80", "XD0:80"])
-async def test_names_are_accepted(instance):
-    """The demo takes only IP addresses; clusters have names."""
-    async with router(engines_and_new(), OPEN) as client:
+@pytest.mark.parametrize(
+    ("instance", "known"),
+    [("xd0:80", "xd0:80"), ("http://xd0:80", "xd0:80"), ("XD0:80", "xd0:80"), ("[::1]:80", "[::1]:80")],
+)
+async def test_names_and_ipv6_are_accepted(instance, known):
+    """The demo takes only IPv4 addresses; clusters have names, and IPv6 stands in the brackets that URLs use."""
+    async with router(engines_and_new() | {"::1": sims()["d0"]}, OPEN) as client:
         assert (await add(client, {"type": "decode", "instance": instance}))[0] == 200
-        assert (await client.get("/status")).json()["decode_nodes"] == ["d0:80", "xd0:80"]
-
-
-async def test_ipv6_is_accepted():
-    """In the brackets that URLs use."""
-    async with router(sims() | {"::1": sims()["d0"]}, OPEN) as client:
-        assert (await add(client, {"type": "decode", "instance": "[::1]:80"}))[0] == 200
+        assert (await client.get("/status")).json()["decode_nodes"] == ["d0:80", known]
 
 
 async def test_the_wrong_method_is_told_in_the_demos_format():

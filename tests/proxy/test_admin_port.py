@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import socket
 import ssl
 from contextlib import ExitStack, contextmanager, suppress
@@ -214,32 +213,6 @@ def test_probes_need_no_certificate_where_clients_do(tmp_path):
 
     assert open_paths == [200, 200, 200, 200]
     assert shown == [401, 401, 200]
-
-
-def test_the_admin_port_has_the_certificate_of_the_main_port(tmp_path):
-    """And serves the renewed one after SIGHUP, as the main port does."""
-    authority = Authority(tmp_path, "ca")
-    pair = authority.sign("router")
-    trusting = ssl.create_default_context(cafile=authority.own.cert)
-
-    def serial(port):
-        with (
-            socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
-            trusting.wrap_socket(plain, server_hostname="127.0.0.1") as tls,
-        ):
-            return tls.getpeercert()["serialNumber"]
-
-    with two_ports(tmp_path, "--tls-cert", pair.cert, "--tls-key", pair.key) as (router, _):
-        answer = httpx.get(router.admin + "/live", verify=trusting, timeout=20)
-        before = serial(router.ports[1])
-        authority.sign("router")
-        router.signal(signal.SIGHUP)
-        until(lambda: "the settings were read again" in router.said)
-        after = serial(router.ports[1])
-
-    assert (router.url[:5], router.admin[:5]) == ("https", "https")
-    assert answer.status_code == 200
-    assert before != after
 
 
 def test_a_process_uses_renewed_certificates_and_keys_without_a_signal(tmp_path):

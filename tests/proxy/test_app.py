@@ -4,7 +4,6 @@ import json
 import logging
 import re
 
-import httpx
 import pytest
 
 from pdrelay_proxy.app import build
@@ -33,21 +32,6 @@ def text_of(response):
 
 def violations(engines):
     return [violation for sim in engines.values() for violation in sim.violations]
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [TEXT, CHAT])
-async def test_two_engines_give_the_text_of_one(path, body, stream, mode):
-    """That is the whole promise of a split, whoever moves the KV cache, from the first request on."""
-    engines = sims(mode=mode)
-    async with router(engines) as client:
-        responses = [await client.post(path, json=body | {"stream": stream}) for _ in range(3)]
-
-    assert [response.status_code for response in responses] == [200] * 3
-    assert {text_of(response) for response in responses} == {expected_text(body)}
-    assert [len(engines[name].log) for name in ("p0", "d0")] == [3, 3]
-    assert not violations(engines)
 
 
 async def test_every_pair_serves_and_says_so():
@@ -176,17 +160,6 @@ async def test_bad_input_is_refused_before_any_engine_sees_it(content, headers, 
     assert not any(sim.log for sim in engines.values())
 
 
-async def test_the_engines_own_refusal_is_passed_on_unchanged():
-    """An unknown model, for example: vLLM knows best how to say it."""
-    engines = sims()
-    async with router(engines) as client:
-        response = await client.post(TEXT[0], json=TEXT[1] | {"model": "unheard-of"})
-
-    assert response.status_code == 404
-    assert response.json()["error"]["message"] == "The model `unheard-of` does not exist."
-    assert not engines["d0"].log
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream):
     """Nothing answers 200 when a leg failed, and nothing tells a client an address."""
@@ -276,23 +249,6 @@ async def test_a_request_by_an_alias_has_both_legs_and_the_models_first_name():
     assert [one["id"] for one in listed] == [*names]
 
 
-async def test_models_come_from_any_engine_that_answers():
-    """Decode engines first, and a dead one is passed over."""
-
-    async def dead(request):
-        raise httpx.ConnectError("refused", request=request)
-
-    dead.takes_legs = False
-    async with router({"d0": dead} | sims(1, 0, model="tiny")) as client:
-        response = await client.get("/v1/models")
-    assert [model["id"] for model in response.json()["data"]] == ["tiny"]
-
-    async with router({"d0": dead}) as client:
-        response = await client.get("/v1/models")
-    assert response.status_code == 503
-    assert response.json()["error"].keys() == ERROR
-
-
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health")]
 )
@@ -314,50 +270,6 @@ async def test_what_is_not_there_is_told_in_the_shape_clients_know(path):
 
     assert response.status_code == 404
     assert response.json()["error"]["code"] == 404
-
-
-async def test_without_engines_there_is_a_sentence_and_not_a_crash():
-    """A fresh cluster answers politely, and says what is missing."""
-    async with router({}) as client:
-        split = await client.post(TEXT[0], json=TEXT[1])
-        health = await client.get("/health")
-    async with router(sims(0, 1), Settings(decode_only_fallback=False)) as client:
-        no_prefill = await client.post(TEXT[0], json=TEXT[1])
-        solo = await client.post(TEXT[0], json=TEXT[1] | {"n": 2})
-
-    assert [split.status_code, health.status_code, no_prefill.status_code, solo.status_code] == [503, 503, 503, 200]
-    assert split.json()["error"]["message"] == "the router knows no decode instance"
-    assert health.json()["error"]["message"] == "the router knows no prefill instance"
-    assert no_prefill.json()["error"]["message"] == "the router knows no prefill instance"
-
-
-async def test_every_request_leaves_one_line(caplog):
-    """Ids, engines, reason, status and time; never a body or a key."""
-    caplog.set_level(logging.INFO, "pdrelay_proxy")
-    caplog.set_level(logging.INFO, "pdrelay.access")
-    engines = sims()
-    async with router(engines, Settings(health_check_interval_s=0.0)) as client:  # probes have lines of their own
-        secret = {"headers": {"authorization": "Bearer secret"}}
-        ids = [
-            (await client.post(TEXT[0], json=TEXT[1], **secret)).headers["x-request-id"],
-            (await client.post(TEXT[0], json=TEXT[1] | {"n": 2}, **secret)).headers["x-request-id"],
-            (await client.post(TEXT[0], content=b"secret", headers=JSON | secret["headers"])).headers["x-request-id"],
-        ]
-
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("pdrelay")]
-    assert lines[:2] == ["prefill-0 is at http://p0:80", "decode-0 is at http://d0:80"]
-    split, single, bad = [record.getMessage() for record in caplog.records if record.name == "pdrelay.access"]
-    assert split.startswith(
-        f"request_id={ids[0]} path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 duration_ms="
-    )
-    assert single.startswith(
-        f"request_id={ids[1]} path=/v1/completions prefill=- decode=decode-0 status=200 duration_ms="
-    )
-    assert single.endswith(" single_reason='n'")
-    assert bad.startswith(f"request_id={ids[2]} path=/v1/completions prefill=- decode=- status=400 duration_ms=")
-    assert " error=" in bad
-    assert "once upon" not in caplog.text
-    assert "secret" not in "".join(lines)
 
 
 @pytest.mark.parametrize(("addresses", "error"), [(("nowhere",), AddressError), (("a:1", "http://a:1"), AlreadyKnown)])

@@ -97,17 +97,6 @@ async def test_responses_are_named_in_the_body():
     assert "store" not in legs[1]
 
 
-async def test_an_answer_for_later_is_refused():
-    """It could not be fetched: clients cannot reach the one engine that has it."""
-    engines = sims()
-    async with router(engines) as client:
-        response = await client.post(Api.RESPONSES, json=BODIES[Api.RESPONSES] | {"background": True})
-
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "background"
-    assert not engines["d0"].log
-
-
 @pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
 async def test_a_stream_that_fails_before_its_first_word_is_retried(api):
     """/v1/responses announces itself before the engine has done anything: that is not yet an answer."""
@@ -166,28 +155,6 @@ async def test_a_form_is_passed_through(path):
     assert entry.headers["content-type"].startswith("multipart/form-data; boundary=")
     assert response.json()["bytes"] == int(entry.headers["content-length"])
     assert wrong.status_code == 415
-
-
-async def test_nothing_private_passes_through():
-    """vLLM looks for these fields in more places than one would think."""
-    engines = sims()
-    async with router(engines) as client:
-        embedding = await client.post("/v1/embeddings", json={"input": "a", "kv_transfer_params": {"a": 1}})
-        form = await client.post(
-            "/v1/audio/transcriptions", files={"file": b"x"}, data={"vllm_xargs": '{"kv_transfer_params":"a"}'}
-        )
-    assert [embedding.status_code, form.status_code] == [400, 400]
-    assert not engines["d0"].log
-
-
-async def test_one_leg_is_sent_again_when_it_fails():
-    """As any other."""
-    engines = sims(0, 2)
-    engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
-    async with router(engines) as client:
-        responses = [await client.post("/v1/embeddings", json={"input": "a"}) for _ in range(2)]
-
-    assert [response.status_code for response in responses] == [200, 200]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

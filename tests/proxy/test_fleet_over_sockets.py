@@ -65,34 +65,6 @@ async def ask_many(client, count, *, at_once=16):
     return [wrong for wrong in await asyncio.gather(*map(one, range(count))) if wrong is not None]
 
 
-FAULTS = {
-    "p0": [
-        SimulatedFault(FaultKind.DROP),  # a reset in place of an answer
-        SimulatedFault(FaultKind.STATUS, status=500),
-        SimulatedFault(FaultKind.FORGET, names=("remote_engine_id",)),
-    ],
-    "d0": [
-        SimulatedFault(FaultKind.STATUS, status=500),
-        SimulatedFault(FaultKind.DROP),
-        SimulatedFault(FaultKind.STATUS, status=502),
-    ],
-}
-
-
-@pytest.mark.parametrize(("sick", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults])
-@pytest.mark.slow  # the same
-async def test_one_of_two_engines_fails_every_request_and_all_are_answered(sick, fault):
-    """200 of 200; and it is left alone after a few, instead of costing every second request a retry."""
-    with cluster(2, 2, OPEN) as running:
-        running.engines[sick].inject(fault)
-        async with client_of(running) as client:
-            wrong = await ask_many(client, 200)
-
-        assert wrong == []
-        assert len(running.engines[sick].log) < 40
-        assert running.engines["d1"].violations == []
-
-
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
 @pytest.mark.slow  # hundreds of requests for each way to fail
 async def test_an_engine_that_fails_at_once_is_ejected_before_the_budget_of_retries_is_spent(settings):

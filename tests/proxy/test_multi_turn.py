@@ -10,11 +10,9 @@ import pytest
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
-from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
-from support.clock import Clock
 from support.sim import InMemory, Sim, router, sims
 
 STICKY = Settings(
@@ -175,21 +173,6 @@ async def test_a_turn_whose_engine_is_gone_is_routed_anew():
     assert "unreachable" in timings[0]
     assert [is_alone(timing) for timing in timings] == [False, True]
     assert len(engines["p0"].log) == 2
-
-
-async def test_what_was_long_ago_is_forgotten():
-    """The engine may have evicted it."""
-    clock = Clock()
-    async with router(sims(), Settings(**_given(STICKY)), clock) as client:
-        chat = Chat(client)
-        await chat.turn()
-        clock.now += PREFIX_LIFETIME_S + 0.1
-        assert not is_alone(await chat.turn())
-
-
-def _given(settings):
-    names = ("prefill_policy", "decode_policy", "min_split_new_bytes", "admin_key", "health_check_interval_s")
-    return {name: getattr(settings, name) for name in names}
 
 
 def forgetful(cached):

@@ -1,9 +1,7 @@
 """What only real connections show: hanging up, breaking off, and bytes that arrive while others are being made."""
 
-import asyncio
 import json
 import socket
-import threading
 
 import httpx
 import openai
@@ -97,71 +95,6 @@ def test_a_body_over_the_limit_gets_its_answer_on_the_same_connection():
             assert [declared.status_code, counted.status_code] == [413, 413]
         assert client.post(url, json=BODY).status_code == 200
         assert len(running.engines["p0"].log) == 1
-
-
-def test_both_engines_are_at_work_at_the_same_time_when_prefill_pushes():
-    """The first answer of a prefill engine tells the router where it is; from then on nobody waits for it."""
-    with cluster(mode="push") as running:
-        post(running)
-        running.engines["p0"]._prefill_s = 60.0
-        with running.open("/v1/completions", BODY):
-            until(lambda: [sim.log[-1].state for sim in running.engines.values()] == ["open", "open"])
-        until(lambda: [sim.log[-1].state for sim in running.engines.values()] == ["hung up", "hung up"])
-        running.engines["p0"]._prefill_s = 0.0
-        response = post(running)
-
-        assert response.json()["choices"][0]["text"] == expected_text(BODY)
-        assert response.headers["server-timing"].startswith('mode;desc="push", ')
-        assert not any(sim.violations for sim in running.engines.values())
-
-
-def _answer_behind_a_decode_leg(prefill, decodes):
-    """Have the next answer of a prefill engine wait until a decode engine waits for its KV: each has its own thread."""
-    waits = threading.Event()
-    answer = prefill._answer
-
-    async def answer_late(*args):
-        prefill._answer = answer
-        assert await asyncio.to_thread(waits.wait, 30)
-        return await answer(*args)
-
-    def noted(decode_answer):
-        async def answer_noted(*args):
-            waits.set()
-            try:
-                return await decode_answer(*args)
-            finally:
-                waits.clear()
-
-        return answer_noted
-
-    prefill._answer = answer_late
-    for sim in decodes:
-        sim._answer = noted(sim._answer)
-
-
-@pytest.mark.parametrize(("kind", "said"), [(FaultKind.STATUS, "http_5xx"), (FaultKind.DROP, "connection_closed")])
-def test_a_push_that_fails_is_done_again_by_others(kind, said):
-    """The decode engine is told at once, on its connection; it would wait for minutes."""
-    with cluster(2, 2, mode="push") as running:
-        warm = 0
-        while not (running.engines["p0"].log and running.engines["p1"].log):  # one may not have been probed yet
-            post(running)
-            warm += 1
-        prefill = running.engines["p0"]
-        decodes = [running.engines[name] for name in ("d0", "d1")]
-        prefill.inject(SimulatedFault(kind, times=1))
-        _answer_behind_a_decode_leg(prefill, decodes)
-        responses = [post(running, BODY | {"stream": True}) for _ in range(2)]
-
-        assert [response.status_code for response in responses] == [200, 200]
-        assert sum(f'retry;desc="prefill-0 {said}"' in one.headers["server-timing"] for one in responses) == 1
-        assert max(response.elapsed.total_seconds() for response in responses) < 20
-        legs = [entry for sim in decodes for entry in sim.log]
-        until(lambda: sorted(entry.state for entry in legs) == ["done"] * (warm + 2) + ["hung up"])
-        ids = [entry.headers["x-request-id"] for entry in legs]
-        assert len(set(ids)) == len(ids)
-        assert not any(sim.violations for sim in running.engines.values())
 
 
 def test_a_prefill_engine_that_restarts_is_found_again():

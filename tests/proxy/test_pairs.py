@@ -175,30 +175,6 @@ async def test_one_request_shows_that_they_can_meet_again():
     assert CUT in after
 
 
-async def test_an_engine_that_meets_none_serves_alone():
-    """A prefill engine's work would be for nothing."""
-    async with world(1, 1) as running:
-        await running.until_resting()
-        after = await running.ask()
-
-    assert after == (None, "decode-0")
-
-
-async def test_no_request_is_refused_if_all_pairs_rest():
-    """And no engine may serve alone: it is slow, as before."""
-    settings = Settings(
-        admin_key="sesame",
-        health_check_interval_s=0.0,
-        engine_metrics_interval_s=0.01,
-        decode_only_fallback=False,
-    )
-    async with world(1, 1, settings) as running:
-        await running.until_resting()
-        after = await running.ask()
-
-    assert after == CUT
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_that_fail_between_two_engines_are_served_by_others(stream):
     """With kv_load_failure_policy fail the decode engine ends them with an error; so does it with vLLM's connector."""

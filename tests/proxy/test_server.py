@@ -244,25 +244,6 @@ def test_tls_towards_clients_and_towards_engines(start, tmp_path):
         process.kill()
 
 
-def test_an_engine_whose_certificate_is_not_known_gets_nothing(start, tmp_path):
-    """Not a byte of the request; and the client is told no address."""
-    with serving(sims()["p0"], **_certificate(Authority(tmp_path, "other"))) as p0:
-        process = start("--prefill", f"https://{p0}", "--decode", f"https://{p0}", "--health-check-interval", "0")
-        answer = process.post()
-        process.kill()
-
-    assert answer.status_code == 502
-    assert answer.json()["error"]["message"] == (
-        "decode-0 shows a certificate of no authority that the router trusts (engine_ca): unable to get local issuer"
-        " certificate"
-    )
-
-
-def _certificate(authority):
-    pair = authority.sign("engine")
-    return {"ssl_certfile": pair.cert, "ssl_keyfile": pair.key}
-
-
 def _serial(process, context):
     """Return the serial number of the certificate that a new connection is shown."""
     with httpx.Client(verify=context) as client, client.stream("GET", f"{process.url}/ready") as response:

@@ -40,7 +40,7 @@ def log(caplog):
 
 
 def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
-    """One line for each request, with no address and no key in it, also when an engine fails."""
+    """One line for each request, with no address, no key and no prompt in it, also when an engine fails."""
     with cluster(1, 2) as fleet:
         fleet.engines["d0"].inject(SimulatedFault(FaultKind.DROP))
         answers = [
@@ -59,4 +59,4 @@ def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
             assert entry.headers["x-request-id"].partition("-r")[0] in ids
     about_requests = json.dumps(list(lines.values()))
     assert "retries" in about_requests
-    assert not any(secret in about_requests for secret in ("127.0.0.1", "http://", "sk-never", *ports))
+    assert not any(secret in about_requests for secret in ("127.0.0.1", "http://", "sk-never", "once upon", *ports))

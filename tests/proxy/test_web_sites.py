@@ -84,13 +84,12 @@ def test_openais_client_works_unchanged(stage):
         assert sdk.completions.create(**BODY).choices[0].text
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_a_router_for_others_without_keys_does_not_start(host):
+def test_a_router_for_others_without_keys_does_not_start():
     """One sentence, and what would be right."""
-    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", "0", "--host", host]
+    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", "0", "--host", "0.0.0.0"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 2
-    assert done.stderr.startswith(f"pdrelay serve: host is {host}, so others could use the engines without a key")
+    assert done.stderr.startswith("pdrelay serve: host is 0.0.0.0, so others could use the engines without a key")
     assert "allow_unauthenticated" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -97,6 +97,17 @@ async def test_responses_are_named_in_the_body():
     assert "store" not in legs[1]
 
 
+async def test_an_answer_for_later_is_refused():
+    """It could not be fetched: clients cannot reach the one engine that has it."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(Api.RESPONSES, json=BODIES[Api.RESPONSES] | {"background": True})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "background"
+    assert not engines["d0"].log
+
+
 @pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
 async def test_a_stream_that_fails_before_its_first_word_is_retried(api):
     """/v1/responses announces itself before the engine has done anything: that is not yet an answer."""

@@ -168,7 +168,7 @@ def _without_upgrade(raw: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tupl
 def _closes(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     """Tell whether the client asks for the connection to be closed."""
     for name, value in headers:
-        if name == b"connection" and b"close" in value.lower().replace(b" ", b"").split(b","):
+        if name == b"connection" and b"close" in [option.strip(b" \t") for option in value.lower().split(b",")]:
             return True
     return False
 

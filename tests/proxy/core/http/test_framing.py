@@ -34,6 +34,24 @@ def test_only_the_offer_of_an_upgrade_is_left_out():
     assert read_head(offered).length == 3
 
 
+@pytest.mark.parametrize(
+    ("value", "keeps"),
+    [
+        (b"close", False),
+        (b"Close", False),
+        (b"keep-alive, close", False),
+        (b"keep-alive,\tclose\t", False),
+        (b"a\r\nConnection: close", False),
+        (b"keep-alive", True),
+        (b"closed", True),
+        (b"cl ose", True),
+    ],
+)
+def test_a_client_may_ask_for_its_connection_to_be_closed(value, keeps):
+    """In a list, whose white space may be tabs (RFC 9110, 5.6.1 and 5.6.3)."""
+    assert read_head(HEAD.replace(b"Host", b"Connection: " + value + b"\r\nHost")).keep_alive is keeps
+
+
 def cut(data, places):
     places = sorted(place % (len(data) + 1) for place in places)
     return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True) if a < b]

@@ -50,7 +50,7 @@ class AsgiExchange:
         """``scope``: what the connection knows, to which this adds the request.
 
         Raises:
-            BadFraming: there is no path in its target.
+            BadFraming: its target cannot be read.
         """
         self._connection = connection
         self._scope = dict(scope) | _request_scope(head)
@@ -194,16 +194,15 @@ class AsgiExchange:
 def _request_scope(head: Head) -> dict[str, Any]:
     """Return what the scope says of a request."""
     try:
-        url = httptools.parse_url(head.target)
-        path = url.path.decode("ascii")
-    except (httptools.HttpParserInvalidURLError, AttributeError) as exc:  # no URL, or one without a path
+        path, query = _parts_of(head.target)
+    except httptools.HttpParserInvalidURLError as exc:
         raise BadFraming("the target of the request cannot be read: write a path, or an absolute URL") from exc
     return {
         "http_version": "1.0" if head.is_old else "1.1",
         "method": head.method.decode("ascii"),
-        "path": unquote(path),
-        "raw_path": url.path,
-        "query_string": url.query or b"",
+        "path": unquote(path.decode("ascii")),
+        "raw_path": path,
+        "query_string": query,
         "headers": list(head.headers),
     }
 
@@ -211,7 +210,13 @@ def _request_scope(head: Head) -> dict[str, Any]:
 def path_of(target: bytes) -> str:
     """Return the path in the target of a request: without a host and a query, and without escapes; empty: none."""
     try:
-        path = httptools.parse_url(target).path
+        path, _ = _parts_of(target)
     except httptools.HttpParserInvalidURLError:
         return ""
-    return unquote(path.decode("ascii")) if path else ""
+    return unquote(path.decode("ascii"))
+
+
+def _parts_of(target: bytes) -> tuple[bytes, bytes]:
+    """Return the path and the query in the target of a request; a URL may end behind its host (RFC 9110, 4.2.3)."""
+    url = httptools.parse_url(target)
+    return url.path or b"/", url.query or b""

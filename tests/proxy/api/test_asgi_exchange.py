@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from pdrelay_proxy.api.asgi_exchange import AsgiExchange
+from pdrelay_proxy.api.asgi_exchange import AsgiExchange, path_of
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
 from pdrelay_proxy.core.http.framing import read_head
 from pdrelay_proxy.errors import BadFraming
@@ -284,7 +284,21 @@ async def test_the_scope_says_what_was_asked():
     assert (b"x-a", b"1") in seen["headers"]
 
 
-@pytest.mark.parametrize("target", ["http://", "x:y"])
+@pytest.mark.parametrize(("target", "query"), [("http://elsewhere", b""), ("http://elsewhere:80?c=d", b"c=d")])
+async def test_an_absolute_url_without_a_path_is_the_root(target, query):
+    """It has to be accepted (RFC 9112, 3.2.2), and means the same as with a slash (RFC 9110, 4.2.3)."""
+    seen = {}
+
+    async def app(scope, receive, send):
+        seen.update(scope)
+
+    await said(app, target=target)
+
+    assert (seen["path"], seen["raw_path"], seen["query_string"]) == ("/", b"/", query)
+    assert path_of(target.encode()) == "/"
+
+
+@pytest.mark.parametrize("target", ["http://", "x:y", "?a=b"])
 async def test_a_target_without_a_path_is_refused(target):
     """Nothing is there that an application could look for."""
     with pytest.raises(BadFraming, match="write a path"):

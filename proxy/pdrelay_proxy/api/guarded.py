@@ -42,6 +42,7 @@ _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
 }
 _LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
 _CHUNKED_MOST: Final = 16 * 1024  # bytes of a chunked body that are read at a time: they may be 2,700 chunks
+_AT_ONCE: Final = 8  # requests of one client that are begun in a turn: each may be refused there and then
 _LINGER_S: Final = 5.0  # seconds in which a client that is refused may go on sending, so that it reads why
 _LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is before that
 logger = logging.getLogger(__name__)
@@ -210,11 +211,17 @@ class GuardedProtocol(asyncio.Protocol):
     def _read(self, data: bytes) -> None:
         """Read one request after another, as long as each is answered before the next one is looked at."""
         reader = self._reader
+        begun = 0
         while data and not self._over and not self.transport.is_closing():
             exchange = self.exchange
             if reader.in_body:
                 data = self._read_body(data)
+            elif begun == _AT_ONCE:
+                self._keep(data)
+                self.loop.call_soon(self._go_on)
+                return
             elif (exchange is None or exchange.response_complete) and not self.flow.write_paused:  # as in _is_next
+                begun += 1
                 try:
                     data = self._read_head(data)
                 except ClientError:

@@ -1,0 +1,62 @@
+"""A connection of a client, at what is no socket: the bytes that it gets are handed to it, turn by turn of the loop."""
+
+import asyncio
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from pdrelay_proxy.api.clients import Clients
+from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.said, self.closed = b"", False
+
+    def write(self, data):
+        self.said += data
+
+    def close(self):
+        self.closed = True
+
+    def is_closing(self):
+        return self.closed
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+
+def connected():
+    """Connect a client to a router that listens nowhere; returns the connection and its transport."""
+    requests = build(Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",))).requests
+    kind = endpoint_protocol(requests, Clients(), write_timeout_s=None, on_write_timeout=lambda: None)
+    config = uvicorn.Config(lambda *_: None, http=kind, lifespan="off", log_config=None)
+    config.load()
+    connection, transport = kind(config, ServerState(), {}), Transport()
+    connection.connection_made(transport)
+    return connection, transport
+
+
+async def test_requests_that_are_refused_at_once_leave_others_their_turn():
+    """Hundreds of them come in one packet, and each costs as much as one that comes alone; no key is needed."""
+    refused = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+    connection, transport = connected()
+    said, turns = [], 0
+
+    connection.data_received(refused * 300)
+    while not said or said[-1] < 300:
+        said.append(transport.said.count(b"HTTP/1.1 415 "))
+        turns += 1
+        assert turns < 300
+        await asyncio.sleep(0)
+    connection.connection_lost(None)
+
+    assert max(after - before for before, after in zip([0, *said], said, strict=False)) <= 16

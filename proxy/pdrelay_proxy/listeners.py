@@ -38,7 +38,7 @@ def main_protocol(
         settings.max_connections_per_address,
         settings.overload_status,
     )
-    clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
+    clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
     return endpoint_protocol(
         router.requests,
         clients,
@@ -74,7 +74,7 @@ class AdminListener:
             min(_ADMIN_CONNECTIONS, _wanted(settings)),
             min(_ADMIN_PER_ADDRESS, _wanted(settings)),
         )
-        clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
+        clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
         protocol = admin_protocol(clients, write_timeout_s=WRITE_TIMEOUT_S, on_write_timeout=telemetry.stalled_client)
         app = cast("Any", router.admin_app)
         self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(KEEPALIVE_S))

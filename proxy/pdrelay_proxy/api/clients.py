@@ -53,13 +53,11 @@ class Clients:
         bounds: Bounds | None = None,
         *,
         on_refused: Callable[[RefusalReason], None] = lambda _: None,
-        hold: Callable[[int], bool] = lambda _: True,
         charge: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.bounds = bounds or Bounds()
         self.on_refused = on_refused  # is told of each connection that is refused
-        self.hold = hold  # take so many bytes of those that all requests may hold; False: there are not as many left
-        self.charge = charge  # the same whether they are left or not; fewer than 0: give them back
+        self.charge = charge  # take so many bytes of those that all requests may hold; fewer than 0: give them back
         self._count = 0
         self._by_address = Counter[str]()
         self._unfinished: dict[Timed, None] = {}

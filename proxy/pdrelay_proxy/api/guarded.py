@@ -172,12 +172,10 @@ class GuardedProtocol(asyncio.Protocol):
         with suppress(OSError, AttributeError):  # it has just been closed, or the system has no such option
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.write_timeout_s * 1000))
 
-    def hold(self, size: int) -> bool:
-        """Take bytes of those that all requests together may hold; False: there are not as many left."""
-        if not self.clients.hold(size):
-            return False
+    def _charge(self, size: int) -> None:
+        """Take bytes of those that all requests together may hold, whether they are left or not: they are few."""
         self._held += size
-        return True
+        self.clients.charge(size)
 
     def free(self, size: int | None = None) -> None:
         """Give them back, so many or all."""
@@ -185,11 +183,6 @@ class GuardedProtocol(asyncio.Protocol):
         if size:
             self._held -= size
             self.clients.charge(-size)
-
-    def _charge(self, size: int) -> None:
-        """Take bytes that are few, whether they are left or not."""
-        self._held += size
-        self.clients.charge(size)
 
     # What it sends
 

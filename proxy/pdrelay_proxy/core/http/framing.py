@@ -39,7 +39,6 @@ class RefusalReason(StrEnum):
     METHOD = "method"  # CONNECT
     HEAD_TIMEOUT = "head_timeout"
     BODY_TIMEOUT = "body_timeout"
-    BYTES = "max_inflight_bytes"
     CONNECTIONS = "max_connections"
     ADDRESS = "max_connections_per_address"
 

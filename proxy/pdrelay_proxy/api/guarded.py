@@ -266,7 +266,10 @@ class GuardedProtocol(asyncio.Protocol):
             self._keep(data[_CHUNKED_MOST:])
             self.loop.call_soon(self._go_on)
             data = data[:_CHUNKED_MOST]
+        kept = reader.line_size
         piece = reader.read_body(data)
+        if is_chunked:
+            self._charge(reader.line_size - kept)
         if piece:
             self.take(piece, is_all=not (is_chunked or reader.in_body) and reader.received == len(piece))
         if reader.in_body:

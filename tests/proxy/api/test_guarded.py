@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -27,6 +28,9 @@ class Transport(asyncio.Transport):
     def is_closing(self):
         return self.closed
 
+    def can_write_eof(self):
+        return False
+
     def pause_reading(self):
         pass
 
@@ -34,10 +38,10 @@ class Transport(asyncio.Transport):
         pass
 
 
-def connected():
+def connected(clients=None):
     """Connect a client to a router that listens nowhere; returns the connection and its transport."""
     requests = build(Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",))).requests
-    kind = endpoint_protocol(requests, Clients(), write_timeout_s=None, on_write_timeout=lambda: None)
+    kind = endpoint_protocol(requests, clients or Clients(), write_timeout_s=None, on_write_timeout=lambda: None)
     config = uvicorn.Config(lambda *_: None, http=kind, lifespan="off", log_config=None)
     config.load()
     connection, transport = kind(config, ServerState(), {}), Transport()
@@ -60,3 +64,22 @@ async def test_requests_that_are_refused_at_once_leave_others_their_turn():
     connection.connection_lost(None)
 
     assert max(after - before for before, after in zip([0, *said], said, strict=False)) <= 16
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n", None])
+async def test_trailers_that_wait_for_their_end_are_charged(end):
+    """As the beginning of a head is: 64 KiB of each connection, whatever becomes of its request."""
+    charged = []
+    connection, _ = connected(Clients(charge=charged.append))
+    connection.data_received(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\na: "
+    )
+    for _ in range(6):
+        connection.data_received(b"b" * 10_000)
+
+    assert sum(charged) == 60_003
+    if end is None:
+        connection.connection_lost(None)
+    else:
+        connection.data_received(end)
+    assert sum(charged) == 0

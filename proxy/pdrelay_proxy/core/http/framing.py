@@ -234,6 +234,11 @@ class ChunkedBody:
         self._size = 0  # bytes of the chunks, as far as their sizes have come
         self._in_trailers = False
 
+    @property
+    def line_size(self) -> int:
+        """Return the bytes of a line, or of trailers, whose end has not come."""
+        return len(self._pending)
+
     def feed(self, data: bytes) -> bytes:
         """Return the part of the body that is in ``data``.
 

@@ -1,7 +1,7 @@
 """Reads the requests of one connection, one after another: a head, then its body, as their bytes come.
 
-It keeps the beginning of a head, and nothing of a body but the beginning of a chunk's line. Who reads must pass on what
-is behind a request once that is served: nothing of the next one is looked at before.
+It keeps the beginning of a head, and of a body no more than the beginning of a chunk's line, or of its trailers. Who
+reads must pass on what is behind a request once that is served: nothing of the next one is looked at before.
 """
 
 from typing import Final
@@ -43,6 +43,11 @@ class RequestReader:
     def is_chunked(self) -> bool:
         """Tell whether the body that comes is chunked."""
         return self._chunks is not None
+
+    @property
+    def line_size(self) -> int:
+        """Return the bytes that are kept of a chunked body."""
+        return 0 if self._chunks is None else self._chunks.line_size
 
     def target(self, data: bytes = b"") -> bytes:
         """Return the target in the beginning of a head; ``data``: its bytes, if none came before."""

@@ -220,6 +220,10 @@ hooks: $(STAMPS)/dev ## check every commit before it is made
 bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: docs/benchmarks/connector.md, 20 minutes, on an idle machine; ONLY=ABCD QUICK=1
 	$(BIN)/python benchmarks/connector/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
+.PHONY: bench-limits
+bench-limits: $(STAMPS)/dev ## each cost beside its floor in the same run: docs/benchmarks/connector.md, 5 minutes, on an idle machine; QUICK=1
+	$(BIN)/python benchmarks/limits/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+
 .PHONY: bench-shapes
 bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs/benchmarks/connector.md, 4 minutes, on an idle machine; QUICK=1
 	$(BIN)/python benchmarks/shapes/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
@@ -247,6 +251,10 @@ bench-roles: $(STAMPS)/dev ## roles that follow the traffic, on real engines: do
 .PHONY: soak
 soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/router.md, 35 minutes; MINUTES=30
 	$(BIN)/python benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))
+
+.PHONY: soak-transfers
+soak-transfers: $(STAMPS)/dev ## a million transfers over NIXL between two processes: does anything add up? TRANSFERS=1000000 TCP=1
+	$(BIN)/python -m benchmarks.connector.transfer_soak $(if $(TRANSFERS),--transfers $(TRANSFERS)) $(if $(TCP),--tcp)
 
 .PHONY: sim-fleet
 sim-fleet: $(STAMPS)/dev ## a simulated fleet of 1,000 engines: docs/benchmarks/fleet.md, one minute; QUICK=1

@@ -10,7 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/benchmarks"
-PART_OF = {"workers": "router", "soak": "router", "first-token": "router", "shapes": "connector", "roles": "fleet"}
+PART_OF = {
+    "workers": "router",
+    "soak": "router",
+    "first-token": "router",
+    "shapes": "connector",
+    "limits": "connector",
+    "roles": "fleet",
+}
 
 
 def parser_of(doc, quick):

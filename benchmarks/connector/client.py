@@ -70,6 +70,17 @@ class Client:
         reply = self._http.post(f"{p.base_url}/v1/completions", json=body, headers={"X-Request-Id": name})
         return reply.raise_for_status().json()["kv_transfer_params"]
 
+    def first_leg(self, engine, prompt, *, is_leg):
+        """Ask an engine for one token, as a leg of a request or as a whole one."""
+        if is_leg:
+            return self.prefill(engine, prompt, _name())
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "min_tokens": 1}
+        return self._http.post(f"{engine.base_url}/v1/completions", json=body).raise_for_status().json()
+
+    def decode(self, d, prompt):
+        """Ask D alone; return when its first token came."""
+        return self._decode(d, prompt, _name(), None)
+
     def _decode(self, d, prompt, name, params):
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
         body |= {"kv_transfer_params": params, "temperature": 0}

@@ -1,0 +1,102 @@
+"""A great many transfers over real NIXL between two processes: does anything add up?
+
+``make soak-transfers`` prints a table: resident memory, descriptors and threads of both processes after each tenth.
+Reads and writes take turns, through ``io/nixl.py`` as engines use it, of one to eight pieces at random places, over
+shared memory or TCP.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from pdrelay_connector.core.messages import RankInfo, Region
+from pdrelay_connector.core.ports import XferOutcome
+
+SIZE, PIECE, MOST = 16 << 20, 4096, 8  # bytes of each memory and of a piece; pieces of a transfer
+TENTHS = 10
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def made():
+    """Return an agent, its memory and what a peer must know of it."""
+    from pdrelay_connector.io.nixl import make_agent, register
+
+    memory, agent = np.ones(SIZE, dtype=np.uint8), make_agent(str(uuid.uuid4()), progress_delay_us=1000)
+    metadata, address = register(agent, "DRAM", 0, [(memory.ctypes.data, SIZE)]), memory.ctypes.data
+    return agent, memory, RankInfo(0, 1, metadata, "DRAM", 0, (Region(address, 1, 1, 1, SIZE, SIZE, SIZE, SIZE),))
+
+
+def hold():
+    """Own the memory of the other end until stdin closes."""
+    agent, memory, info = made()
+    print(json.dumps({"info": [info.agent.hex(), memory.ctypes.data]}), flush=True)
+    sys.stdin.read()
+    del agent
+
+
+def cost(pid):
+    """Return the resident MB, descriptors and threads of a process."""
+    place = Path(f"/proc/{pid}")
+    pages = int((place / "statm").read_text().split()[1])
+    return pages * PAGE / 1e6, len(list((place / "fd").iterdir())), len(list((place / "task").iterdir()))
+
+
+class Mover:
+    """Moves pieces between this process's memory and the other's."""
+
+    def __init__(self, holder):
+        from pdrelay_connector.io.nixl import NixlTransferAgent
+
+        agent, self.memory, _ = made()
+        metadata, self.there = json.loads(next(line for line in holder.stdout if line.startswith('{"info"')))["info"]
+        region = Region(self.there, 1, 1, 1, SIZE, SIZE, SIZE, SIZE)
+        self.agent, self.draw = NixlTransferAgent(agent, "DRAM", 0), random.Random(3)
+        self.handle = self.agent.attach(RankInfo(0, 1, bytes.fromhex(metadata), "DRAM", 0, (region,)))
+
+    def move(self, number):
+        places = self.draw.sample(range(SIZE // PIECE), self.draw.randrange(1, MOST + 1))
+        spans = [(self.there + place * PIECE, self.memory.ctypes.data + place * PIECE, PIECE) for place in places]
+        (self.agent.read if number % 2 else self.agent.write)(self.handle, np.array(spans, dtype=np.int64))
+        while not (ended := self.agent.poll()):
+            pass
+        if ended[0].outcome is not XferOutcome.DONE:
+            raise RuntimeError(f"transfer {number} failed: {ended[0].reason}")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--transfers", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=1200.0, help="at most")
+    parser.add_argument("--tcp", action="store_true", help="not over shared memory")
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    os.environ |= {"UCX_NET_DEVICES": "lo", **({"UCX_TLS": "tcp"} if args.tcp else {})}
+    if args.hold:
+        hold()
+        return
+    argv = [sys.executable, "-m", "benchmarks.connector.transfer_soak", "--hold"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        mover, began = Mover(holder), time.monotonic()
+        print("| transfers | s | mover: MB | descriptors | threads | holder: MB | descriptors | threads |")
+        print("|---|---|---|---|---|---|---|---|")
+        for number in range(1, args.transfers + 1):
+            mover.move(number)
+            is_late = time.monotonic() - began > args.seconds
+            if number % (args.transfers // TENTHS) == 0 or number == 1000 or is_late:
+                cells = [f"{cell:.0f}" for pid in (os.getpid(), holder.pid) for cell in cost(pid)]
+                print(f"| {number:,} | {time.monotonic() - began:.0f} | {' | '.join(cells)} |", flush=True)
+            if is_late:
+                break
+        holder.stdin.close()
+
+
+if __name__ == "__main__":
+    main()

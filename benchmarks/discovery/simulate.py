@@ -34,19 +34,22 @@ from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
 from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from pdrelay_proxy.core.routing.policies.expected_ttft import ExpectedTtft
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.features.expected_ttft.core.engine_costs import EngineCosts
+from pdrelay_proxy.features.expected_ttft.core.engine_speed import EngineSpeeds
+from pdrelay_proxy.features.expected_ttft.core.expected_ttft import ExpectedTtft
+from pdrelay_proxy.features.expected_ttft.settings import EXPECTED_TTFT
+from pdrelay_proxy.features.expected_ttft.weighing import ITL_WEIGHT
 from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.caches import Caches
-from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from pdrelay_proxy.io.request_path.policies import ITL_WEIGHT, policy_of
+from pdrelay_proxy.io.request_path.policies import policy_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
 
@@ -139,8 +142,8 @@ def choice_of(registry, policy):
     load, caches = Loads(registry, time.monotonic).of, Caches(PromptMemory(1800.0), registry, time.monotonic)
     if policy is PolicyName.ROUND_ROBIN:
         return RoundRobin()
-    if policy is PolicyName.EXPECTED_TTFT:
-        costs = EngineCosts(registry, caches, time.monotonic, weight=ITL_WEIGHT, itl_most_s=None)
+    if policy == EXPECTED_TTFT:
+        costs = EngineCosts(registry, EngineSpeeds(), caches, time.monotonic, weight=ITL_WEIGHT, itl_most_s=None)
         return ExpectedTtft(costs, random.randrange)
     parts = PolicyParts(load, random.randrange, 0, caches)
     return PolicyPerLeg(policy_of(policy, parts), policy_of(policy, parts))
@@ -158,7 +161,7 @@ def fleet_of(registry, choice):
 def choices(sizes, spent_s, case):
     """Time what a request costs before its first leg: who may serve, who fits (narrowing), who is chosen (policy)."""
     found = {}
-    for policy in PolicyName:
+    for policy in (*PolicyName, EXPECTED_TTFT):
         for count in sizes:
             registry, turn = registry_of(count, case), iter(range(10**9))
             fleet, choice = fleet_of(registry, choice_of(registry, policy)), choice_of(registry, policy)

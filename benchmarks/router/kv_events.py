@@ -20,6 +20,7 @@ from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
 from pdrelay_proxy.features.kv_events.core.event_stream import KvEventStream, read_batch
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
 from pdrelay_proxy.features.kv_events.core.prompt_learner import PromptLearner
+from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt, token_prompt
 
 D0, SIZE, TOKENS, PROMPTS, ROUNDS = InstanceId("decode-0"), 16, 8192, 100, 5
@@ -99,10 +100,10 @@ async def reading(count, dice):
     answer, next_answer = (msgspec.json.encode({"prompt_token_ids": each}) for each in (ids, ids + ids[:50]))
     known, seen = KnownPrompts(1e9), {}
     soon = asyncio.get_running_loop().call_soon
-    learner = PromptLearner(known, time.monotonic, soon, lambda _: False)
+    learner = PromptLearner(known, time.monotonic, soon, PromptLookup(known, time.monotonic))
     assert ask.blocks.size < next_ask.blocks.size
     began = last = time.process_time()
-    learner.prompt_ids_told(ask, maybe(answer, TokensAnswer))
+    learner.ids_told(ask, maybe(answer, TokensAnswer))
     longest = time.process_time() - last
     while not known.counts:
         last = time.process_time()
@@ -111,7 +112,7 @@ async def reading(count, dice):
     seen[f"ms to learn {count} ids"] = (time.process_time() - began) * 1e3
     seen[f"ms of it in the longest turn, {count} ids"] = longest * 1e3
     seen[f"µs to find them for the next turn, {count} ids"] = timed(lambda: known.find(next_ask.blocks, now=0), 20)
-    learner.prompt_ids_told(next_ask, maybe(next_answer, TokensAnswer))
+    learner.ids_told(next_ask, maybe(next_answer, TokensAnswer))
     while known.counts["learned"] < 2:
         await asyncio.sleep(0)
     assert known.counts["continued"] == 1

@@ -17,7 +17,7 @@ from pdrelay_proxy.io.files import (
 )
 from pdrelay_proxy.io.worker_place import check_workers
 from pdrelay_proxy.live import addresses_of
-from pdrelay_proxy.settings import CACHE_POLICIES, QueueOrder, Settings
+from pdrelay_proxy.settings import QueueOrder, Settings
 
 
 def check(settings: Settings) -> None:
@@ -74,14 +74,6 @@ def _check_moves(settings: Settings) -> None:
         )
 
 
-def _check_decode_itl(settings: Settings) -> None:
-    if settings.max_decode_itl_s and settings.decode_policy not in CACHE_POLICIES:
-        raise ConfigError(
-            "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what decode engines have to "
-            "compute of a prompt"
-        )
-
-
 def check_admin_port(settings: Settings) -> None:
     """Raise ConfigError if the settings of the admin port contradict those of the main one, or have no port."""
     if settings.admin_port is None:
@@ -115,7 +107,6 @@ _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     _check_key_limits,
     _check_queue_order,
     _check_moves,
-    _check_decode_itl,
 )
 _FILES: Final[Sequence[Callable[[Settings], object]]] = (
     addresses_of,

@@ -23,10 +23,10 @@ from pdrelay_proxy.core.http.allowed_origins import is_origin
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
 from pdrelay_proxy.declarations import Kind, Option
 from pdrelay_proxy.errors import AddressError, ConfigError
-from pdrelay_proxy.features import feature_settings, features
+from pdrelay_proxy.features import feature_policies, feature_settings, features
 from pdrelay_proxy.io.files import read_text
 from pdrelay_proxy.io.routing_plugins import installed_policies
-from pdrelay_proxy.settings import FIRST, Settings
+from pdrelay_proxy.settings import FIRST, PolicyName, Settings, policy_kind
 
 logger = logging.getLogger(__name__)
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
@@ -180,7 +180,7 @@ def choose(args: argparse.Namespace) -> Choices:
     if "reuse_kv" in right and right["reuse_kv"].value:
         chosen = {name: choice.value for name, choice in right.items()}
         source = f"reuse_kv ({right['reuse_kv'].source})"
-        more = reused_kv(chosen, reused_of_features())
+        more = reused_kv(chosen, reused_of_features(), feature_policies())
         right |= {name: Choice(value, source) for name, value in more.items() if name not in wrong}
     for name, one in SECRETS.items():  # never arguments: ps would show those
         if secret := os.environ.get(one.option.environment):
@@ -428,7 +428,8 @@ def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type
     """Return how a field's type is written: it says so (Annotated), or it is a switch, a choice or a text."""
     for part in (annotation, *get_args(annotation)):
         if found := getattr(part, "__metadata__", ()):
-            return cast("Kind", found[0])
+            kind = cast("Kind", found[0])
+            return policy_kind((*PolicyName, *feature_policies())) if kind.metavar == "POLICY" else kind
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         *others, last = annotation
         right = f"a choice: write {', '.join(others)} or {last}"

@@ -87,10 +87,6 @@ class PolicyName(StrEnum):
     POWER_OF_TWO = "power_of_two"  # the less loaded of two that chance picks
     SESSION = "session"  # the same engine for all requests of a session; without one, the least loaded
     PREFIX = "prefix"  # the engine that has seen the longest beginning of the prompt, unless it is overloaded
-    EXPECTED_TTFT = "expected_ttft"  # for both legs: the two engines whose first token is expected first
-
-
-CACHE_POLICIES: Final = (PolicyName.PREFIX, PolicyName.EXPECTED_TTFT)  # they remember what engines have cached
 
 
 class QueueOrder(StrEnum):
@@ -107,15 +103,13 @@ class OverloadStatus(StrEnum):
     TOO_MANY_REQUESTS = "429"  # meshes and load balancers eject who answers 503
 
 
-PolicyChoice = Annotated[
-    str,
-    Kind(
-        f"a policy: write {', '.join(PolicyName)}, or the name of one that is installed",
-        "POLICY",
-        choices=tuple(PolicyName),
-        is_open=True,
-    ),
-]
+def policy_kind(names: tuple[str, ...]) -> Kind:
+    """Return how a policy is written; ``names``: those that need no other package."""
+    right = f"a policy: write {', '.join(names)}, or the name of one that is installed"
+    return Kind(right, "POLICY", choices=names, is_open=True)
+
+
+PolicyChoice = Annotated[str, policy_kind(tuple(PolicyName))]  # those of features come behind these
 
 FIRST: Final = Group("what most routers need")
 ENGINES: Final = Group("engines, and how a request is split between them")
@@ -169,9 +163,6 @@ class Settings:
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
         "a decode engine serves a prompt alone if its cache lacks fewer bytes than this of the prompt's JSON; also "
         "the limit for all prompts that it computes alone at a time", live=True)
-    max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
-        "longest pause in its streams for which a decode engine computes a prompt alone; 0: with expected_ttft it "
-        "serves only short prompts alone")
     return_kv: bool = ENGINES.option(False,
         "prefill engines read the KV of earlier answers from decode engines; the connector of both needs return_kv, "
         "too")

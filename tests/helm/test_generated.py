@@ -10,6 +10,7 @@ import tarfile
 import pytest
 import yaml
 
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.settings import PolicyName
 from support import chart_archive
 from support.helm_chart import CHART, ROOT, Chart, binary, notes, run
@@ -50,7 +51,7 @@ def test_the_chart_knows_the_policies_of_the_router():
     """It refuses another name, because the router would not start."""
     listed = re.search(r"own := list (.*) -", (CHART / "templates/_checks.tpl").read_text())[1]
 
-    assert listed.replace('"', "").split() == [*PolicyName]
+    assert listed.replace('"', "").split() == [*PolicyName, *feature_policies()]
 
 
 def _leaves(values, path, described):

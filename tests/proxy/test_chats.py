@@ -41,7 +41,7 @@ ROUNDS = st.lists(
     max_size=6,
 )
 OPTIONS = st.fixed_dictionaries({
-    "policy": st.sampled_from([PolicyName.PREFIX, PolicyName.EXPECTED_TTFT]),
+    "policy": st.sampled_from([PolicyName.PREFIX, "expected_ttft"]),
     "kv_events": st.sampled_from(KvEvents),
     "first_token_from": st.sampled_from(FirstTokenFrom),
     "resume_streams": st.booleans(),

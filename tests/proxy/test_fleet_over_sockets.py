@@ -8,6 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.edges
 KEY = {"X-Api-Key": "sesame"}
 # Engines are judged by what they answer, and not by how busy this machine is.
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.5, health_check_timeout_s=20.0, ejection_time_s=60.0)
-POLICIES = [replace(OPEN, prefill_policy=policy, decode_policy=policy) for policy in PolicyName]
+POLICIES = [replace(OPEN, prefill_policy=policy, decode_policy=policy) for policy in [*PolicyName, *feature_policies()]]
 
 
 async def ask(client, number):
@@ -65,7 +66,7 @@ async def ask_many(client, count, *, at_once=16):
     return [wrong for wrong in await asyncio.gather(*map(one, range(count))) if wrong is not None]
 
 
-@pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda one: str(one.decode_policy))
 @pytest.mark.slow  # hundreds of requests for each way to fail
 async def test_an_engine_that_fails_at_once_is_ejected_before_the_budget_of_retries_is_spent(settings):
     """It has fewer requests than the others, so policies that look at the load send it more than its share."""
@@ -109,7 +110,7 @@ async def test_an_engine_that_has_no_room_is_not_broken(status):
         assert len(running.engines["d0"].log) > 10
 
 
-@pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda one: str(one.decode_policy))
 async def test_an_engine_that_has_recovered_gets_requests_again(settings):
     """Under every policy: after its trial it has its share."""
     settings = replace(settings, health_check_interval_s=0.0, ejection_time_s=0.2, circuit_breaker_failures=2)

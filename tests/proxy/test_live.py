@@ -230,7 +230,6 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "host",
         "prefill_policy",
         "decode_policy",
-        "max_decode_itl_s",
         "allow_unauthenticated",
         "allowed_origins",
         "tls_client_ca",

@@ -10,6 +10,7 @@ import pytest
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
+from pdrelay_proxy.features.expected_ttft.settings import ExpectedTtftSettings
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
@@ -78,7 +79,7 @@ async def test_later_turns_of_a_chat_are_served_by_its_decode_engine(mode, strea
 async def test_short_prompts_are_split_and_their_follow_ups_are_not():
     """With ``reuse_kv``: what is new is a prefill engine's, and a short turn that follows is the decode engine's."""
     engines = sims(1, 1)
-    async with router(engines, replace(STICKY, reuse_kv=True, **reused_kv({}, {}))) as client:
+    async with router(engines, replace(STICKY, reuse_kv=True, **reused_kv({}, {}, ()))) as client:
         chat, other = Chat(client, "Hello?"), Chat(client, "Who is there?")
         for each in (chat, other):
             for _ in range(3):
@@ -253,7 +254,7 @@ class Gated(Sim):
                 await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("policy", [PolicyName.PREFIX, PolicyName.EXPECTED_TTFT])
+@pytest.mark.parametrize("policy", [PolicyName.PREFIX, "expected_ttft"])
 async def test_a_decode_engine_computes_no_more_than_the_threshold_at_a_time(policy):
     """Its streams wait for all prompts of a step: the second one is split, and an operator sees how often."""
     gated = Gated()
@@ -313,7 +314,7 @@ async def test_explain_shows_what_a_decode_engine_computes_alone_and_what_follow
 @pytest.mark.parametrize(("itl_s", "alone"), [(10.0, [True] * 3), (1e-9, [False] * 3)])
 async def test_measured_times_bound_what_decode_engines_serve_alone_with_prefix_too(itl_s, alone):
     """However few bytes are new."""
-    async with router(sims(1, 1, prefill_s=0.01), replace(STICKY, max_decode_itl_s=itl_s)) as client:
+    async with router(sims(1, 1, prefill_s=0.01), STICKY.having(ExpectedTtftSettings(itl_s))) as client:
         chat = Chat(client, streams=True)
         await chat.turn()
         timings = [await chat.turn() for _ in alone]

@@ -17,7 +17,7 @@ OTHER = "the name of the ship is Argo, and it comes into port today, " * 12  # a
 CHANGING = re.compile(r"[0-9a-f]{16,}|dur=[0-9.]+")  # ids, and milliseconds
 POLICIES = {
     "prefix": {"prefill_policy": PolicyName.PREFIX, "decode_policy": PolicyName.PREFIX},
-    "expected_ttft": {"prefill_policy": PolicyName.EXPECTED_TTFT, "decode_policy": PolicyName.EXPECTED_TTFT},
+    "expected_ttft": {"prefill_policy": "expected_ttft", "decode_policy": "expected_ttft"},
     "round_robin": {},
 }
 IDS = {SECRET: list(range(700)), OTHER: list(range(1000, 1700))}

@@ -103,7 +103,7 @@ class Load:
         ("push", PolicyName.ROUND_ROBIN),
         ("pull", PolicyName.LEAST_LOADED),
         ("push", PolicyName.PREFIX),
-        ("pull", PolicyName.EXPECTED_TTFT),
+        ("pull", "expected_ttft"),
     ],
 )
 async def test_no_request_is_lost_and_none_is_on_the_wrong_side(mode, policy):

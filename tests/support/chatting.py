@@ -25,6 +25,7 @@ from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
 from pdrelay_proxy.features.kv_events.core.event_stream import read_batch
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
 from pdrelay_proxy.features.kv_events.core.prompt_learner import PromptLearner
+from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import PolicyName, Settings
@@ -100,9 +101,9 @@ class World:
                 self._apply(one, b"\x93\xcb" + bytes(8) + b"\x90\x00")
         learned, dice = PushCoordinates(at_once=True), random.Random(1).randrange
         if not self.omniscient:
-            reports = EventReports(self.index, registry, self._time, self.known)
-            learner = PromptLearner(self.known, self._time, lambda call: call(), reports.is_ids)
-            added = (RoutingParts(reports, (learner,)),)
+            lookup = PromptLookup(self.known, self._time)
+            learner = PromptLearner(self.known, self._time, lambda call: call(), lookup)
+            added = (RoutingParts(EventReports(self.index, lookup), learner),)
             self.fleet = fleet_of(SETTINGS, registry, learned, self._time, dice, added=added)
         else:
             load = Loads(registry, self._time).of

@@ -39,6 +39,7 @@ from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.services import LiveSettings, Services
 from pdrelay_proxy.settings import KvTransferMode, Settings
+from support.feature_routing import routing_of_features
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
 EVENTS, JSON = "text/event-stream", "application/json"
@@ -472,7 +473,8 @@ def router_of(
         PushCoordinates(at_once=manner.at_once),
         Telemetry(Counters(frozenset({*map(str, Api)})), clock),
     )
-    fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, later=telemetry.later)
+    added = routing_of_features(settings, registry, clock)
+    fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, added=added, later=telemetry.later)
     names, ended, numbers = [], {}, itertools.count()
 
     def request_over(record):

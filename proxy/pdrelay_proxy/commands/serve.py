@@ -10,6 +10,7 @@ from importlib import import_module
 from pdrelay_proxy.commands.interrupts import ctrl_c_ends_at_once
 from pdrelay_proxy.core.routing.kv_reuse import unused_kv
 from pdrelay_proxy.errors import AlreadyKnown, ConfigError
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.io import logs
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.worker_place import WorkerPlace
@@ -90,7 +91,7 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
 
 def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
     logger.info("pdrelay %s", find_build())
-    if (unused := unused_kv(settings, unused_of_features(settings))) is not None:
+    if (unused := unused_kv(settings, unused_of_features(settings), feature_policies())) is not None:
         logger.info("%s", unused)
     warn_without_engines(settings, args.config)
 

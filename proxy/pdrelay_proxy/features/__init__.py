@@ -1,8 +1,9 @@
 """What a router does beyond serving requests. Each feature is a folder; without its folder and its line, it is gone.
 
 A folder may have ``feature.py``, whose FEATURE is a class of ``Feature``; ``settings.py``, whose SETTINGS is a class of
-declared settings; and ``command.py``, a subcommand of ``pdrelay`` with the folder's name, of which COMMAND in its
-``__init__.py`` says what it does. No module outside of a folder imports one inside.
+declared settings, and whose POLICIES, if it has some, are names of routing policies; and ``command.py``, a subcommand
+of ``pdrelay`` with the folder's name, of which COMMAND in its ``__init__.py`` says what it does. No module outside of a
+folder imports one inside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pdrelay_proxy.settings import Settings
 
 FEATURES: Final = (
+    "expected_ttft",
     "kv_events",
     "peers",
     "pods",
@@ -40,6 +42,14 @@ def has_other_routers(settings: "Settings") -> bool:
 def feature_settings() -> Sequence[type[object]]:
     """Return the classes of the settings of features."""
     return [cast("type[object]", module.SETTINGS) for module in _modules("settings")]
+
+
+@lru_cache(1)
+def feature_policies() -> Sequence[str]:
+    """Return the names of routing policies of features: each chooses both engines, by what they have cached."""
+    return [
+        name for module in _modules("settings") for name in cast("tuple[str, ...]", getattr(module, "POLICIES", ()))
+    ]
 
 
 def feature_commands() -> Mapping[str, tuple[str, str]]:

@@ -16,9 +16,7 @@ from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnk
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.discovery.reconcile import Freshness
-from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.routing.fleet_groups import slices, unpaired_in_steps
@@ -262,7 +260,6 @@ class _Collector:
         yield parts
         text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
         yield from self._counted.counter("pdrelay_slice_crossings", text, ("reason",), "slice_crossings")
-        yield from _speeds(members)
 
     def _queue(self) -> Iterator[Family | None]:
         admission = self._admission
@@ -273,46 +270,6 @@ class _Collector:
         text = "Requests that the admission control refused, by the limit."
         refused = [((limit.value,), count) for limit, count in admission.refused.items()]
         yield from counter_family("pdrelay_requests_refused", text, ("reason",), refused)
-
-
-def _speeds(members: Sequence[Member]) -> Iterator[Family]:
-    """Say what was learned of engines: nothing without the policy expected_ttft."""
-    for name, text, value in _SPEEDS:
-        family = GaugeMetricFamily(name, text, labels=("instance",))
-        for some in parts_of(members, SERIES_AT_ONCE):
-            family.samples = []
-            for member in some:
-                found = value(member.speed)
-                if found is not None:
-                    family.add_metric((member.instance.id,), found)
-            yield family
-
-
-def _rate(speed: EngineSpeed) -> float | None:
-    return None if speed.prefill.line is None else 1.0 / speed.prefill.line.slope_s
-
-
-def _queued(speed: EngineSpeed) -> float | None:
-    return speed.computing.tokens if speed.prefill.line is not None or speed.computing.tokens else None
-
-
-def _step(speed: EngineSpeed) -> float | None:
-    return None if speed.step.line is None else speed.step.line.at(len(speed.running))
-
-
-_SPEEDS: Final[Sequence[tuple[str, str, Callable[[EngineSpeed], float | None]]]] = (
-    (
-        "pdrelay_instance_prefill_tokens_per_second",
-        "Tokens of prompts that an engine computes in a second, as its legs show.",
-        _rate,
-    ),
-    ("pdrelay_instance_queued_tokens", "Tokens of prompts that this router waits for an engine to compute.", _queued),
-    (
-        "pdrelay_instance_inter_token_latency_seconds",
-        "Seconds between two tokens of a stream of an engine, with the streams that it has now, as its streams show.",
-        _step,
-    ),
-)
 
 
 def _discovery(sources: Sequence[Freshness]) -> Iterator[Family]:

@@ -21,11 +21,14 @@ def installed_policies() -> Sequence[str]:
     return sorted({found.name for found in entry_points(group=GROUP)} - set(PolicyName))
 
 
-def installed_policy(name: str, parts: PolicyParts) -> Policy:
-    """Load a policy and build it; raises ConfigError: there is none of this name, or it cannot be built."""
+def installed_policy(name: str, parts: PolicyParts, by_features: Sequence[str]) -> Policy:
+    """Load a policy and build it; raises ConfigError: there is none of this name, or it cannot be built.
+
+    ``by_features``: the names of policies that features have, for the sentence.
+    """
     found = next((each for each in entry_points(group=GROUP) if each.name == name), None)
     if found is None:
-        known = ", ".join([*PolicyName, *installed_policies()])
+        known = ", ".join([*PolicyName, *by_features, *installed_policies()])
         raise ConfigError(f"there is no policy {name!r}: there are {known}")
     policy = _built(found, parts)
     missing = [method for method in ("one", "copy") if not callable(getattr(policy, method, None))]

@@ -81,7 +81,7 @@ class LegAccounts:
 
     def _time_tokens(self, leg: DecodeLeg, path: str, last_token_at: float | None, now: float) -> None:
         """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
-        name = None if self.fleet.costs is None else leg.instance.id
+        name = None if self.fleet.stepped is None else leg.instance.id
         gaps = leg.gaps = self.telemetry.gaps(path, name)
         leg.read_at = now
         if last_token_at is not None:

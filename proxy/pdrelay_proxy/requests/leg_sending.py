@@ -64,7 +64,7 @@ class LegSending:
         leg.shows = self.shows_token and services.leg_bodies.may_show(call, prefill.id)
         if move is None:
             leg.reuses = reuses
-            leg.learns = bool(services.fleet.listeners) and services.fleet.asks_for_ids(call, self._plan.ask)
+            leg.learns = services.fleet.id_reader is not None and services.fleet.asks_for_ids(call, self._plan.ask)
         self._life.record.prefill = leg.record
         holder: CachedOn | None = None
         ids: msgspec.Raw | None = None

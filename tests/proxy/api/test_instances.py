@@ -12,6 +12,7 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.clock import Clock
@@ -204,7 +205,7 @@ async def test_engines_that_cannot_share_a_request_are_named():
     assert 'reason;desc="no_matching_prefill_engine"' in answer.headers["server-timing"]
 
 
-@pytest.mark.parametrize("policy", PolicyName)
+@pytest.mark.parametrize("policy", [*PolicyName, *feature_policies()])
 async def test_explaining_changes_nothing(policy):
     """Ten times the same answer, and then the request goes there."""
     engines = sims(3, 3)
@@ -217,7 +218,7 @@ async def test_explaining_changes_nothing(policy):
         answer = await client.post("/v1/completions", json=PROMPT, headers=headers)
 
     pairs = {(one["prefill"], one["decode"]) for one in said}
-    if policy not in (PolicyName.POWER_OF_TWO, PolicyName.EXPECTED_TTFT):  # chance picks one of equals
+    if policy not in (PolicyName.POWER_OF_TWO, *feature_policies()):  # chance picks one of equals
         assert len(pairs) == 1
         prefill, decode = pairs.pop()
         assert f'prefill;desc="{prefill}"' in answer.headers["server-timing"]

@@ -98,4 +98,4 @@ def test_one_that_is_no_policy_is_an_error_at_start(name, said):
 def test_expected_ttft_stands_for_both_legs():
     """It is one cost for a pair."""
     with pytest.raises(ConfigError, match="write it as prefill_policy and as decode_policy"):
-        build(Settings(prefill=("p:1",), decode=("d:1",), decode_policy=PolicyName.EXPECTED_TTFT))
+        build(Settings(prefill=("p:1",), decode=("d:1",), decode_policy="expected_ttft"))

@@ -18,6 +18,7 @@ from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BadRequest, PathNotServed, ProxyError
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
 from support.bodies import BASE
 from support.scripted import Scripted, call, good_decode, params_of, prefilled, pulled_prefill, router_of
@@ -134,7 +135,8 @@ _RULES = st.fixed_dictionaries(
         "slice_pairing": st.sampled_from(SlicePairing),
     }
 )
-_POLICIES = st.sampled_from(PolicyName).map(lambda name: {"prefill_policy": name, "decode_policy": name})
+_NAMES = st.sampled_from([*PolicyName, *feature_policies()])
+_POLICIES = _NAMES.map(lambda name: {"prefill_policy": name, "decode_policy": name})
 _SESSIONS = st.sampled_from([(), ((b"x-session-id", b"one"),), ((b"x-session-id", b"two"),)])
 
 

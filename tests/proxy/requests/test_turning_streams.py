@@ -144,4 +144,3 @@ def test_whatever_happens_in_whatever_order(plan, pushes):
     assert not fleet.open
     assert fleet.router.is_idle()
     assert [member.turn for member in fleet.registry.members() if member.turn is not None] == []
-    assert all(not member.speed.entered for member in fleet.registry.members())

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
 from pdrelay_proxy.core.fleet.health import EngineHealth
 from pdrelay_proxy.core.fleet.load import Load
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
@@ -59,7 +58,6 @@ class Member:
     instance: Instance  # of one that serves both roles: as a prefill engine
     life: EngineHealth
     load: Load = field(default_factory=Load)
-    speed: EngineSpeed = field(default_factory=EngineSpeed)  # filled in for the policies that ask for times
     lone: LonePrompts = field(default_factory=LonePrompts)  # filled in if the decode policy remembers prompts
     facts: EngineCapabilities = field(default_factory=EngineCapabilities)
     drain: Drain | None = None  # while it is drained
@@ -67,6 +65,7 @@ class Member:
     origin: Origin = BY_HAND  # who wants it here
     as_decode: Instance | None = None  # of one that serves both roles; None: it serves that of ``instance``
     turn: RoleTurn | None = None  # while it turns
+    stint: int = 0  # the number of times that it has turned: what was learned of it before is not true any more
 
     @property
     def role(self) -> EngineRole:
@@ -115,6 +114,7 @@ class Member:
 
     def serve(self, role: EngineRole) -> None:
         """Serve this and nothing else."""
+        self.stint += 1
         self.as_decode = self._as(Role.DECODE) if role is EngineRole.BOTH else None
         self.instance = self._as(Role.DECODE if role is EngineRole.DECODE else Role.PREFILL)
 

@@ -9,7 +9,6 @@ from typing import Final
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
 from pdrelay_proxy.core.fleet.departures import Departures
-from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
 from pdrelay_proxy.core.fleet.health import SERVING, EngineHealth, HealthState
 from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
@@ -249,7 +248,6 @@ class Registry:
         Its prefix cache is what it was, and so is what is known of it: the process is the same.
         """
         name = member.instance.id
-        member.speed = EngineSpeed()
         member.lone = LonePrompts()
         member.load.report = None
         for _, decode in (*self.pairs.forget(name), (name, name)):

@@ -1,40 +1,45 @@
-"""What engines tell of their own prefix caches: the place of a feature that hears of it."""
+"""What engines tell of their own prefix caches: the place of a feature that hears of it.
 
+Classes, because a compiled call of a Protocol is slow. No call may wait or raise.
+"""
+
+from typing import TypeAlias
+
+from pdrelay_proxy.core.fleet.health import ChangeCount
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.model import RoutingHints
 
+# Bytes of the prompt that an engine has for certain; how many it may have with what it was sent; how that is known, for
+# operators. A tuple: it is made for each engine of each request.
+CacheReport: TypeAlias = tuple[int, int, str]
 
-class CacheReport:
-    """What one engine has of a prompt, as it tells itself. It does not change."""
 
-    __slots__ = ("most", "size", "source")
+class PromptReports:
+    """What engines have of one prompt, while nothing changes."""
 
-    def __init__(self, size: int, most: int, source: str) -> None:
-        self.size = size  # bytes of the prompt that it has for certain
-        self.most = most  # with what it was sent it may have as many
-        self.source = source  # how that is known, for operators
+    __slots__ = ()
+
+    def report(self, engine: Member, /) -> CacheReport | None:
+        """Return what an engine has; None: what it was sent decides."""
+        del engine
+        return None
+
+    def tokens(self, engine: Member, /) -> int | None:
+        """Return how many tokens an engine has for certain; None: it or they are not known."""
+        del engine
+        return None
+
+    def sent(self, now: float, /) -> None:
+        """A request with this prompt goes to an engine."""
 
 
 class CacheReports:
-    """Says what engines have of prompts. Without such a feature all is a guess, by what they were sent.
+    """Says what engines have of prompts. Without such a feature all is a guess, by what they were sent."""
 
-    No call may wait or raise. A class, because a compiled call of a Protocol is slow.
-    """
+    def __init__(self, changes: ChangeCount) -> None:
+        self.changes = changes  # what was reported stays true while its count is the same
 
-    @property
-    def changes(self) -> int:
-        """How often something changed: what was reported stays true while this is the same."""
-        return 0
-
-    def report(self, engine: Member, hints: RoutingHints, /) -> CacheReport | None:
-        """Return what an engine has of a prompt; None: what it was sent decides."""
-        del engine, hints
+    def of(self, hints: RoutingHints, /) -> PromptReports | None:
+        """Return what engines have of a prompt; None: what they were sent decides."""
+        del hints
         return None
-
-    def tokens(self, engine: Member, hints: RoutingHints, /) -> int | None:
-        """Return how many tokens of the prompt an engine has for certain; None: it or they are not known."""
-        del engine, hints
-        return None
-
-    def sent(self, hints: RoutingHints, /) -> None:
-        """A request with this prompt goes to an engine."""

@@ -119,9 +119,9 @@ class FleetChoice:
         except NoInstance:  # whoever chooses two engines finds the same, and says what follows
             return False
 
-    def take_expected(self, _ask: RoutingHints, /) -> ExpectedTime | None:
-        """Return what is expected of the latest choice; None: the policies do not ask for it."""
-        return self.pairs.expected
+    def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
+        """Return what was expected of the latest choice, once, if it was this request's; None: nothing is weighed."""
+        return self.pairs.take_expected(ask)
 
     # ---- which engines
 

@@ -1,8 +1,7 @@
 """The hooks in the life of a request's legs, for what the choice of engines learns from them."""
 
-from pdrelay_proxy.core.model import GenerationRequest, Instance, RequestId, RoutingHints
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, RoutingHints
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.schemas import TokensAnswer
 
 
 class LegListener:
@@ -13,13 +12,13 @@ class LegListener:
 
     __slots__ = ()
 
+    @property
+    def times_streams(self) -> bool:
+        """Whether ``stepped`` is called."""
+        return False
+
     def slot_held(self, decode: Instance, request: RequestId, /) -> None:
         """A decode engine will get the request once a prefill engine has answered."""
-
-    def wants_prompt_ids(self, call: GenerationRequest, ask: RoutingHints, /) -> bool:
-        """Tell whether a prefill engine shall tell the token ids of a prompt: a prefill leg is about to be sent."""
-        del call, ask
-        return False
 
     def leg_sent(
         self, engine: Instance, request: RequestId, ask: RoutingHints, /, *, computes: bool, is_timed: bool
@@ -33,9 +32,6 @@ class LegListener:
     def prompt_computed(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None, /) -> None:
         """A prefill engine has answered; ``counted``: tokens of the prompt, if it says."""
 
-    def prompt_ids_told(self, ask: RoutingHints, answer: TokensAnswer | None, /) -> None:
-        """A prefill engine has answered that a listener wanted the ids of; None: the answer cannot be read."""
-
     def stream_begun(self, decode: Instance, request: RequestId, ask: RoutingHints, /) -> None:
         """A decode engine has sent the first event of a stream."""
 
@@ -44,3 +40,6 @@ class LegListener:
 
     def left(self, engine: Instance, request: RequestId, /) -> None:
         """No leg of the request is at the engine any more."""
+
+    def stepped(self, decode: InstanceId, gaps: list[float], /) -> None:
+        """The streams of a decode engine got their tokens so many seconds apart, in the last moment."""

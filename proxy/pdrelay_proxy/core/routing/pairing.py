@@ -56,11 +56,17 @@ class HolderPolicy(Protocol):
 class WeighingPolicy(PairPolicy, Protocol):
     """A choice that knows what each engine would take for a request, and so whether it is worth two of them."""
 
-    latest: ExpectedTime | None  # what is expected of the latest choice
+    def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
+        """Return what was expected of the latest choice, once, if it was this request's."""
+        ...
 
     def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
         """Tell whether the decode engine that ``one`` returns next is expected to be faster than any pair."""
         ...
+
+
+class CacheWeighingPolicy(WeighingPolicy, HolderPolicy, Protocol):
+    """One that also goes by what decode engines have in their caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +278,9 @@ class PairSelector:
         alone = self._within_bound(self._alone(decode, ask), ask)  # the engines that ``one`` looks at
         return self.weighing.alone(prefill, alone, ask)
 
-    @property
-    def expected(self) -> ExpectedTime | None:
-        """What is expected of the latest choice; None: the policies do not ask for it."""
-        return None if self.weighing is None else self.weighing.latest
+    def take_expected(self, ask: RoutingHints) -> ExpectedTime | None:
+        """Return what was expected of the latest choice, once, if it was this request's; None: nothing is weighed."""
+        return None if self.weighing is None else self.weighing.take_expected(ask)
 
     def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""

@@ -1,10 +1,25 @@
 """What a feature adds to the choice of engines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdrelay_proxy.core.model import Instance, RoutingHints
 from pdrelay_proxy.core.routing.cache_reports import CacheReports
 from pdrelay_proxy.core.routing.leg_listener import LegListener
+from pdrelay_proxy.core.routing.pairing import CacheWeighingPolicy
+from pdrelay_proxy.core.routing.policy_parts import PolicyParts
+from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """What it would take engines to serve a request, for the choice among them."""
+
+    # Measures legs. It notes what engines are sent, once it has looked at what they have (PromptMatches.sent).
+    listener: LegListener
+    # Tells whether a decode engine may compute a prompt alone, for the sake of its streams; None: nobody wants to know.
+    spares: Callable[[Instance, RoutingHints], bool] | None
+    policy: CacheWeighingPolicy | None = None  # chooses both engines; None: the policies of the two legs do
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,4 +27,8 @@ class RoutingParts:
     """All of it; each may be left out."""
 
     reports: CacheReports | None = None  # what engines tell of their caches; only one feature may have it
+    id_reader: PromptIdReader | None = None  # has prefill engines tell the ids of prompts; likewise
     listeners: Sequence[LegListener] = ()  # of each leg, behind what policies that go by caches learn themselves
+    policies: Sequence[str] = ()  # names of policies for both legs, which go by caches
+    # Returns what the settings want to be weighed; only one feature may. Raises ConfigError.
+    weigh: Callable[[PolicyParts], Weighing | None] = lambda _: None

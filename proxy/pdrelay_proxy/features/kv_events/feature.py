@@ -8,16 +8,18 @@ from typing import Final
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.features.feature import Core, Feature, FeatureParts, Ground
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
 from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
 from pdrelay_proxy.features.kv_events.core.prompt_learner import PromptLearner
+from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.event_counts import EventCounts
 from pdrelay_proxy.features.kv_events.event_follower import KvEventFollower
 from pdrelay_proxy.features.kv_events.settings import KvEvents, KvEventSettings
 from pdrelay_proxy.io.metric_families import Family
-from pdrelay_proxy.settings import CACHE_POLICIES, Settings
+from pdrelay_proxy.settings import PolicyName, Settings
 
 
 class KvEventFeature(Feature):
@@ -34,7 +36,8 @@ class KvEventFeature(Feature):
     def check(settings: Settings, /) -> None:
         """Raise ConfigError if no policy asks for it."""
         policies = {settings.prefill_policy, settings.decode_policy}
-        if settings.of(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(CACHE_POLICIES):
+        by_cache = {PolicyName.PREFIX, *feature_policies()}
+        if settings.of(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(by_cache):
             raise ConfigError(
                 "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
                 "or both expected_ttft"
@@ -45,11 +48,10 @@ class KvEventFeature(Feature):
         if not self._is_on:
             return RoutingParts()
         clock = self.ground.clock
-        reports = EventReports(self._index, self.ground.engines.registry, clock, self._known)
-        learner = PromptLearner(
-            self._known, clock, lambda call: asyncio.get_running_loop().call_soon(call), reports.is_ids
-        )
-        return RoutingParts(reports, (learner,))
+        lookup = PromptLookup(self._known, clock)
+        reports = EventReports(self._index, lookup)
+        learner = PromptLearner(self._known, clock, lambda call: asyncio.get_running_loop().call_soon(call), lookup)
+        return RoutingParts(reports, learner)
 
     def parts(self, core: Core) -> FeatureParts:
         """Return what follows the events, and the metrics."""

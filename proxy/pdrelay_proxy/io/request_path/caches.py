@@ -6,7 +6,7 @@ from typing import Final
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.prompt_blocks import PromptBlocks
-from pdrelay_proxy.core.routing.cache_reports import CacheReports
+from pdrelay_proxy.core.routing.cache_reports import CacheReports, PromptReports
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 
 SENT: Final = "sent"  # it is known by what was sent alone
@@ -17,18 +17,16 @@ _SAME_S: Final = 0.1  # for so long the passing of time changes nothing that mat
 class _Matches:
     """What was found of one prompt, for as long as caches, engines and time are nearly the same."""
 
-    __slots__ = ("at", "blocks", "coming", "engines", "model", "reported", "sent", "there")
+    __slots__ = ("at", "blocks", "changes", "coming", "model", "reports", "there")
 
-    def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
-        self, at: float, sent: int, reported: int, engines: int, blocks: PromptBlocks, model: str | None
+    def __init__(
+        self, at: float, changes: int, blocks: PromptBlocks, model: str | None, reports: PromptReports | None
     ) -> None:
-        """``at``: seconds; ``sent``, ``reported``, ``engines``: changes of the memory, the reports, the registry."""
-        self.at = at
-        self.sent = sent
-        self.reported = reported
-        self.engines = engines
+        self.at = at  # seconds
+        self.changes = changes  # of what was sent, of engines and of their reports, added up: each can only grow
         self.blocks = blocks
         self.model = model
+        self.reports = reports  # None: what was sent decides
         self.there: dict[str, int] = {}  # bytes by instance
         self.coming: dict[str, int] = {}  # likewise, with what is on its way
 
@@ -61,7 +59,7 @@ class Caches:
         for instance in among:
             size = known.get(instance.id)
             if size is None:
-                size = known[instance.id] = self._size_and_source(instance, hints, matches, is_there=is_there)[0]
+                size = known[instance.id] = self._size_and_source(instance, matches, is_there=is_there)[0]
             sizes.append(size)
         return sizes
 
@@ -69,25 +67,22 @@ class Caches:
         """Return what was found of this prompt a moment ago, if nothing has changed since."""
         matches = self._latest
         now = self._clock()
-        sent = self._memory.changes
-        reported = 0 if self._reports is None else self._reports.changes
-        engines = self._registry.changes.count
+        changes = self._memory.changes + self._registry.changes.count
+        if self._reports is not None:
+            changes += self._reports.changes.count
         blocks = hints.blocks
         if (
             matches is None
             or matches.blocks is not blocks
-            or matches.sent != sent
-            or matches.reported != reported
-            or matches.engines != engines
+            or matches.changes != changes
             or matches.model != hints.model
             or now > matches.at + _SAME_S
         ):
-            matches = self._latest = _Matches(now, sent, reported, engines, blocks, hints.model)
+            reports = None if self._reports is None else self._reports.of(hints)
+            matches = self._latest = _Matches(now, changes, blocks, hints.model, reports)
         return matches
 
-    def _size_and_source(
-        self, instance: Instance, hints: RoutingHints, matches: _Matches, *, is_there: bool
-    ) -> tuple[int, str]:
+    def _size_and_source(self, instance: Instance, matches: _Matches, *, is_there: bool) -> tuple[int, str]:
         """Return how many bytes of the prompt an engine has, and how it is known."""
         member = self._registry.get(instance.id)
         if member is None:
@@ -95,35 +90,33 @@ class Caches:
         memory = self._memory
         since = member.life.cache_since
         now = matches.at
-        report = None if self._reports is None else self._reports.report(member, hints)
+        report = None if matches.reports is None else matches.reports.report(member)
         if report is None:
             return memory.matched(instance.id, matches.blocks, since=since, now=now, is_there=is_there), SENT
-        size = report.size
-        if report.most > size:
+        size, most, source = report
+        if most > size:
             sent = memory.matched(instance.id, matches.blocks, since=since, now=now, is_there=is_there)
-            size = max(size, min(sent, report.most))
+            size = max(size, min(sent, most))
         if is_there:
-            return size, report.source
+            return size, source
         if now - _ON_ITS_WAY_S > since:  # noqa: PLR1730 (a call of ``max`` takes as long as a lookup)
             since = now - _ON_ITS_WAY_S
         coming = memory.on_its_way(instance.id, matches.blocks, since=since, now=now)
-        return coming if coming > size else size, report.source
+        return coming if coming > size else size, source
 
     def tokens_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many tokens of the prompt each engine has by its own reports, of those that tell."""
-        reports = self._reports
+        reports = self._recent(hints).reports
         if reports is None:
             return {}
-        counts = {member.instance.id: reports.tokens(member, hints) for member in self._registry.members()}
+        counts = {member.instance.id: reports.tokens(member) for member in self._registry.members()}
         return {name: count for name, count in counts.items() if count is not None}
 
     def sources_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, str]:
         """Return how it is known what each engine has."""
         known = [instance for role in Role for instance in self._registry.known(role)]
         matches = self._recent(hints)
-        return {
-            one.id: self._size_and_source(one, hints, matches, is_there=one.role is Role.DECODE)[1] for one in known
-        }
+        return {one.id: self._size_and_source(one, matches, is_there=one.role is Role.DECODE)[1] for one in known}
 
     def by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many bytes of the prompt each engine has, of those that have some."""
@@ -136,16 +129,22 @@ class Caches:
         member = self._registry.get(instance.id)
         if member is None:
             return
-        matches = self._latest
+        blocks = hints.blocks
+        now = self._clock()
         memory = self._memory
-        is_known = matches is not None and matches.blocks is hints.blocks and matches.sent == memory.changes
-        memory.sent(instance.id, hints.blocks, since=member.life.cache_since, now=self._clock())
-        if matches is not None and is_known:  # what other engines have is as it was
-            matches.sent = memory.changes
+        matches = self._latest
+        if matches is not None and matches.blocks is not blocks:
+            matches = None
+        before = memory.changes
+        memory.sent(instance.id, blocks, since=member.life.cache_since, now=now)
+        if matches is not None:  # what other engines have is as it was
+            matches.changes += memory.changes - before
             matches.there.pop(instance.id, None)
             matches.coming.pop(instance.id, None)
         if self._reports is not None:
-            self._reports.sent(hints)
+            reports = self._reports.of(hints) if matches is None else matches.reports
+            if reports is not None:
+                reports.sent(now)
 
     def arrived(self, instance: Instance, hints: RoutingHints) -> None:
         """A prefill engine has answered: it has the prompt."""

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import Final
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.counters import Key
-from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.load import read_report
@@ -29,15 +29,13 @@ from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
 from pdrelay_proxy.core.routing.retries import BrokenAnswer
 from pdrelay_proxy.core.routing.slices import nearest
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.io.request_path.cache_learning import CacheLearning
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
-
-if TYPE_CHECKING:
-    from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 
 _CHAT: Final = Api.CHAT  # looking a member up takes as long as a call
 _PREFILL: Final = Role.PREFILL
@@ -76,8 +74,8 @@ class LiveFleet(FleetChoice):
         caches: Caches | None = None,
         *,
         remembers: bool = False,
+        id_reader: PromptIdReader | None = None,
         added: Sequence[LegListener] = (),
-        costs: "EngineCosts | None" = None,
         modes: PairModes | None = None,
         later: DeferredCalls | None = None,
     ) -> None:
@@ -95,24 +93,17 @@ class LiveFleet(FleetChoice):
             counts=True,
         )
         self.caches = caches  # None: no policy asks for them
-        self.costs = costs  # None: no policy asks what engines take for a request
-        self.listeners = [*self._listeners(caches, costs), *added]  # what learns from legs
+        self.id_reader = id_reader  # None: nobody asks for the tokens of texts
+        listeners = list(added)
+        if caches is not None:  # before all others: what is sent to an engine is new to it
+            listeners.insert(0, CacheLearning(caches, registry, clock, remembers=remembers))
+        self.listeners: Sequence[LegListener] = listeners  # what learns from legs
+        timing = [listener for listener in listeners if listener.times_streams]
+        # What learns from the seconds between tokens; None: nobody asks for them by engine.
+        self.stepped = partial(_stepped, timing) if timing else None
         self._learned = learned  # what prefill engines say in their answers
         self._load_changed: Callable[[InstanceId], None] | None = None
         self.later = DeferredCalls() if later is None else later
-
-    def _listeners(self, caches: Caches | None, costs: "EngineCosts | None") -> Sequence[LegListener]:
-        found: list[LegListener] = []
-        if caches is not None:
-            found.append(CacheLearning(caches, self.registry, self._clock, remembers=self.remembers))
-        if costs is not None:  # behind it: what is sent to an engine is no longer new to it
-            found.append(costs)
-        return found
-
-    @property
-    def stepped(self) -> Callable[[InstanceId, list[float]], None] | None:
-        """What learns from the seconds between tokens; None: no policy asks for them."""
-        return None if self.costs is None else self.costs.stepped
 
     @property
     def bounds(self) -> Counter[Key]:
@@ -174,10 +165,7 @@ class LiveFleet(FleetChoice):
 
     def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""
-        for listener in self.listeners:  # noqa: SIM110 (a generator takes twice as long)
-            if listener.wants_prompt_ids(call, ask):
-                return True
-        return False
+        return self.id_reader is not None and self.id_reader.wants_ids(call, ask)
 
     def takes_chat_ids(self, decode: Instance) -> bool:
         """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is exact."""
@@ -190,12 +178,8 @@ class LiveFleet(FleetChoice):
 
     def learn(self, ask: RoutingHints, answer: TokensAnswer | None) -> None:
         """A prefill engine has answered that was asked for the tokens of the prompt; None: it cannot be read."""
-        for listener in self.listeners:
-            listener.prompt_ids_told(ask, answer)
-
-    def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
-        """Return what was expected of the latest choice, once, if it was this request's."""
-        return None if self.costs is None else self.costs.take_expected(ask)
+        if self.id_reader is not None:
+            self.id_reader.ids_told(ask, answer)
 
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
@@ -263,3 +247,8 @@ class LiveFleet(FleetChoice):
                 self.later.settle()  # that it has served its trial may be among what waits
             if member.life.trial is not None:
                 member.life.released(request)
+
+
+def _stepped(listeners: Sequence[LegListener], decode: InstanceId, gaps: list[float]) -> None:
+    for listener in listeners:
+        listener.stepped(decode, gaps)

@@ -9,7 +9,6 @@ from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
 from pdrelay_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
-from pdrelay_proxy.core.routing.policies.expected_ttft import ExpectedTtft
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
@@ -22,15 +21,12 @@ from pdrelay_proxy.core.routing.share_bound import ShareBounds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
-from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.routing_plugins import installed_policy
-from pdrelay_proxy.settings import CACHE_POLICIES, PolicyName, Settings
+from pdrelay_proxy.settings import PolicyName, Settings
 
 Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
 
-
-ITL_WEIGHT: Final = 4.0  # tokens for which the time between tokens counts beside the time to first token
 # They send an engine more than others for what it has; the load or turns bound the others.
 _LOYAL: Final = frozenset({PolicyName.PREFIX, PolicyName.SESSION})
 _OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
@@ -42,10 +38,13 @@ _OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
 }
 
 
-def policy_of(name: str, parts: PolicyParts) -> Policy:
-    """Build the policy of one leg: the router's own, or one that is installed. Raises ConfigError."""
+def policy_of(name: str, parts: PolicyParts, by_features: Sequence[str] = ()) -> Policy:
+    """Build the policy of one leg: the router's own, or one that is installed. Raises ConfigError.
+
+    ``by_features``: the names of others, for both legs.
+    """
     build = _OWN.get(name)
-    return installed_policy(name, parts) if build is None else build(parts)
+    return installed_policy(name, parts, by_features) if build is None else build(parts)
 
 
 def fleet_of(
@@ -65,48 +64,46 @@ def fleet_of(
     ``turn``: where policies begin, so that several routers do not all begin with the same engine; ``added``: by
     features; ``modes`` and ``later``: as in LiveFleet.
     """
+    id_reader = next((each.id_reader for each in added if each.id_reader is not None), None)
+    build = partial(LiveFleet, id_reader=id_reader, modes=modes, later=later)
     listeners = [listener for each in added for listener in each.listeners]
-    build = partial(LiveFleet, added=listeners, modes=modes, later=later)
+    by_features = [name for each in added for name in each.policies]
+    by_cache = (PolicyName.PREFIX, *by_features)
     names = settings.prefill_policy, settings.decode_policy
-    if settings.return_kv and settings.decode_policy not in CACHE_POLICIES:
-        names_known = " or ".join(CACHE_POLICIES)
+    if settings.return_kv and settings.decode_policy not in by_cache:
+        names_known = " or ".join(by_cache)
         raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
     # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find its KV there.
-    short_alone = not (settings.reuse_kv and settings.decode_policy in CACHE_POLICIES)
+    short_alone = not (settings.reuse_kv and settings.decode_policy in by_cache)
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-        return build(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock)
+        return build(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock, added=listeners)
     reports = next((each.reports for each in added if each.reports is not None), None)
     caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, reports)
-    itl_s = settings.max_decode_itl_s or None
-    if PolicyName.EXPECTED_TTFT in names:
-        if len(set(names)) > 1:
-            raise ConfigError("expected_ttft chooses both engines: write it as prefill_policy and as decode_policy")
-        costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
-        weighing = ExpectedTtft(costs, dice)
-        bound = AloneBound(registry, clock, costs.spares_alone if costs.may_be_alone else None)
-        shares = ShareBounds(registry)
-        pairs = PairSelector(
-            registry, weighing, weighing, bound, weighing=weighing, bounds=shares, short_alone=short_alone
-        )
-        return build(registry, pairs, learned, clock, caches, remembers=True, costs=costs)
     loads = Loads(registry, clock)
     parts = PolicyParts(loads.of, dice, turn, caches, loads.kv_usage)
-    prefill, decode = (policy_of(name, parts) for name in names)
-    timing: EngineCosts | None = None
-    if itl_s and settings.decode_policy == PolicyName.PREFIX:
-        timing = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
-    prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=timing is None)
-    if timing is not None and settings.prefill_policy == PolicyName.PREFIX:
-        prefill = prefix.copy()  # the costs note what engines are sent, once they have looked at what these have
+    weighing = next((found for each in added if (found := each.weigh(parts)) is not None), None)
+    spares = None if weighing is None else weighing.spares
+    if weighing is not None:  # before the others: what is sent to an engine is no longer new to it
+        listeners.insert(0, weighing.listener)
+    if weighing is not None and weighing.policy is not None:
+        policy = weighing.policy
+        bound = AloneBound(registry, clock, spares)
+        shares = ShareBounds(registry)
+        pairs = PairSelector(registry, policy, policy, bound, weighing=policy, bounds=shares, short_alone=short_alone)
+        return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)
+    prefill, decode = (policy_of(name, parts, by_features) for name in names)
+    prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=weighing is None)
+    if weighing is not None and settings.prefill_policy == PolicyName.PREFIX:
+        prefill = prefix.copy()  # what weighs notes what engines are sent, once it has looked at what these have
     if settings.decode_policy != PolicyName.PREFIX:
         holders = prefill.holders if isinstance(prefill, Prefix) else None
         choice = PolicyPerLeg(prefill, decode)
         bounds = ShareBounds(registry) if set(names) & _LOYAL else None
         pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds, short_alone=short_alone)
-        return build(registry, pairs, learned, clock, caches, costs=timing)
+        return build(registry, pairs, learned, clock, caches, added=listeners)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
-    bound = AloneBound(registry, clock, timing.spares_alone if timing is not None and timing.may_be_alone else None)
+    bound = AloneBound(registry, clock, spares)
     pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry), short_alone=short_alone)
-    return build(registry, pairs, learned, clock, caches, remembers=True, costs=timing)
+    return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.pair_health import PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -128,7 +127,6 @@ def test_time_ends_a_turn():
     assert sides(registry) == (["prefill-0", "decode-0"], ["decode-1"])
     assert member.life.why == "serves prefill, beside 1 of before"
     assert registry.departures.turns == {("prefill", "late"): 1}
-    member.speed.leave(REQUEST, TURN_TIMEOUT_S + 1)
     member.load.leave(REQUEST)
 
 
@@ -328,16 +326,14 @@ def test_what_was_true_of_the_old_role_is_dropped_and_the_cache_is_not():
         registry.pairs.failed(("prefill-0", "decode-0"), PairFailure.HANDSHAKE, 1, now=0.0)
     registry.settle_rests(InstanceId("decode-0"))
     assert member.facts.resting == {"prefill-0"}
-    member.speed.send(REQUEST, 100, UNKNOWN, 0.0, computes=True)
-    member.speed.answered(REQUEST, UNKNOWN, 1.0)
-    member.speed.leave(REQUEST, 1.0)
+    stint = member.stint
     before = registry.changes.count
     registry.departures.turn("decode-0", PREFILL, now=1.0)
     registry.settle(patience_s=60, now=2.0)
 
     assert not registry.pairs.pairs()
     assert not member.facts.resting
-    assert member.speed.prefill.line is None
+    assert member.stint > stint
     assert member.load.report is None
     assert member.life.cache_since == since
     assert registry.changes.count > before

@@ -18,8 +18,10 @@ from pdrelay_proxy.core.routing.fleet_groups import fleet_groups, slices
 from pdrelay_proxy.core.routing.group_weights import BOUND, shares_of
 from pdrelay_proxy.core.routing.slices import CrossingReason, SliceCrossings, divide_by_slice, nearest
 from pdrelay_proxy.errors import NoInstance
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import PolicyName, Settings, SlicePairing
+from support.feature_routing import routing_of_features
 
 BRITTLE = Settings(circuit_breaker_failures=1, ejection_time_s=5)
 REQUIRE, PREFER = SlicePairing.REQUIRE, SlicePairing.PREFER
@@ -37,7 +39,8 @@ class World:
         )
         self.registry, self.ports = Registry(self.settings), itertools.count(1)
         learned = PushCoordinates(at_once=True)
-        self.fleet = fleet_of(self.settings, self.registry, learned, lambda: self.now, lambda n: n // 2)
+        added = routing_of_features(self.settings, self.registry, lambda: self.now)
+        self.fleet = fleet_of(self.settings, self.registry, learned, lambda: self.now, lambda n: n // 2, added=added)
 
     def add(self, role, name=None, revision=None):
         target = Target.parse(f"h:{next(self.ports)}")
@@ -336,7 +339,7 @@ def test_a_session_stays_in_its_slice(pairing):
     [
         (PolicyName.PREFIX, PolicyName.PREFIX),
         (PolicyName.PREFIX, PolicyName.ROUND_ROBIN),
-        (PolicyName.EXPECTED_TTFT, PolicyName.EXPECTED_TTFT),
+        *[(name, name) for name in feature_policies()],
     ],
 )
 def test_a_conversation_stays_where_its_prompt_is_cached(pairing, policies):

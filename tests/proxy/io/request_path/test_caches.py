@@ -5,11 +5,12 @@ import json
 import pytest
 
 from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import ChangeCount
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.routing.cache_reports import CacheReport, CacheReports
+from pdrelay_proxy.core.routing.cache_reports import CacheReports, PromptReports
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.io.request_path.caches import SENT
 from pdrelay_proxy.io.request_path.policies import fleet_of
@@ -25,19 +26,18 @@ def hints():
 SIZE = hints().blocks.size
 
 
-class Told(CacheReports):
-    """Engines that tell what a test says."""
+class Told(CacheReports, PromptReports):
+    """Engines that tell what a test says, of any prompt."""
 
     def __init__(self, **reports):
+        super().__init__(ChangeCount())
         self.reports = reports
         self.asked = 0
-        self.changed = 0
 
-    @property
-    def changes(self):
-        return self.changed
+    def of(self, hints, /):
+        return self
 
-    def report(self, engine, hints, /):
+    def report(self, engine, /):
         self.asked += 1
         return self.reports.get(engine.instance.id.replace("-", "_"))
 
@@ -113,7 +113,7 @@ def test_what_was_found_for_a_request_ends_with_time_and_with_a_report():
     world.caches.matched(engine, ask)
     assert told.asked == 2
 
-    told.changed += 1
+    told.changes.count += 1
     world.caches.matched(engine, ask)
 
     assert told.asked == 3
@@ -132,7 +132,7 @@ def test_a_request_that_is_sent_again_has_the_same_prompt():
 
 def test_a_report_counts_more_than_what_was_sent():
     """An engine that has evicted a prompt has it no more; how far it goes on behind what it tells, was sent."""
-    nothing, some, part = CacheReport(0, 0, "told"), CacheReport(100, 100, "told"), CacheReport(100, 300, "both")
+    nothing, some, part = (0, 0, "told"), (100, 100, "told"), (100, 300, "both")
     world = World(Told(prefill_0=nothing, decode_0=some, decode_1=part))
     ask = hints()
     engines = [world.engine(role, place) for role in Role for place in (0, 1)]
@@ -148,7 +148,7 @@ def test_a_report_counts_more_than_what_was_sent():
 
 def test_what_is_on_its_way_counts_beside_a_report():
     """The engine tells of it once it has computed it."""
-    world = World(Told(prefill_0=CacheReport(0, 0, "told")))
+    world = World(Told(prefill_0=(0, 0, "told")))
     ask, engine = hints(), world.engine(Role.PREFILL)
     world.caches.sent(engine, ask)
 

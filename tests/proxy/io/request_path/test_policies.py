@@ -12,6 +12,7 @@ from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.routing.share_bound import BURST, EACH
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import Settings
+from support.feature_routing import routing_of_features
 
 
 @pytest.mark.parametrize("least", [0, 4096], ids=["two engines", "one engine where it has the prompt"])
@@ -23,7 +24,8 @@ def test_policies_that_follow_caches_and_sessions_are_bound_while_revisions_are_
     """One conversation with many requests at a time: all of them would go to one engine."""
     settings = Settings(prefill_policy=names[0], decode_policy=names[1])
     registry = Registry(settings)
-    fleet = fleet_of(settings, registry, PushCoordinates(at_once=True), lambda: 0.0, lambda n: n // 2)
+    added = routing_of_features(settings, registry, lambda: 0.0)
+    fleet = fleet_of(settings, registry, PushCoordinates(at_once=True), lambda: 0.0, lambda n: n // 2, added=added)
     for role in Role:
         for port in range(1, 9):
             facts = EngineCapabilities(revision=str(port % 2))

@@ -7,10 +7,12 @@ import pytest
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.model import EngineRole, Role, RoutingHints
 from pdrelay_proxy.core.schemas import Coordinates
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import PolicyName, Settings
+from support.feature_routing import routing_of_features
 
 PROMPT = json.dumps([{"role": "user", "content": "a long question " * 60}]).encode()
 PREFILL, DECODE, BOTH = EngineRole
@@ -23,7 +25,8 @@ def fleet(policy, learned=None):
         for number in range(3):
             registry.add(role, Address("http", f"{role[0]}{number}", 80))
     learned = PushCoordinates(at_once=True) if learned is None else learned
-    return fleet_of(settings, registry, learned, lambda: 0.0, lambda n: 0)
+    added = routing_of_features(settings, registry, lambda: 0.0)
+    return fleet_of(settings, registry, learned, lambda: 0.0, lambda n: 0, added=added)
 
 
 def turn(fleet, name, to):
@@ -40,7 +43,7 @@ def hints(**more):
     return RoutingHints("m", **{"prompt": PROMPT} | more)
 
 
-@pytest.mark.parametrize("policy", [PolicyName.PREFIX, PolicyName.EXPECTED_TTFT])
+@pytest.mark.parametrize("policy", [PolicyName.PREFIX, *feature_policies()])
 def test_its_prefix_cache_is_remembered(policy):
     """A conversation that it has goes to it as a prefill engine, too; and back, when it turns back."""
     found = fleet(policy)
@@ -65,19 +68,6 @@ def test_sessions_go_elsewhere_and_come_back():
     assert {during[one] for one in sessions} == {"decode-0", "decode-2"}
     assert all(during[one] == before[one] for one in sessions if before[one] != "decode-1")
     assert {one: found.any_pair(hints(session=one))[1].id for one in sessions} == before
-
-
-def test_rates_are_learned_anew():
-    """What it took as a decode engine says nothing of it as a prefill engine beside others of that kind."""
-    found = fleet(PolicyName.EXPECTED_TTFT)
-    costs, request, one = found.costs, RequestId("r"), as_role(found, "decode-1", Role.DECODE)
-    costs.leg_sent(one, request, hints(), computes=True, is_timed=True)
-    turn(found, "decode-1", PREFILL)
-    costs.stream_begun(one, request, hints())
-    found.leave(one, request)
-    speed = found.registry.member("decode-1").speed
-
-    assert (speed.prefill.line, speed.entered, len(speed.computing)) == (None, set(), 0)
 
 
 def test_where_it_pushes_from_is_known_when_it_is_a_prefill_engine_again():

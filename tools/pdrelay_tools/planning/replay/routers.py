@@ -21,8 +21,13 @@ from pdrelay_proxy.core.routing.route import route
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas import NamedMetrics
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features import feature_policies
+from pdrelay_proxy.features.expected_ttft.core.engine_speed import EngineSpeeds
+from pdrelay_proxy.features.expected_ttft.settings import ExpectedTtftSettings
+from pdrelay_proxy.features.expected_ttft.weighing import routing_parts
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
 from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
+from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.event_schemas import BlockRemoved, BlockStored, KvEventBatch
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
@@ -35,7 +40,7 @@ Load: TypeAlias = Callable[[Instance], float]
 _TICK_S: Final = 0.25  # as requests/request_set.py
 _USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'  # of an answer
 VLLM_ROUTER: Final = "vllm-router"
-CHOICES: Final = (*map(str, PolicyName), VLLM_ROUTER)
+CHOICES: Final = (*map(str, PolicyName), *feature_policies(), VLLM_ROUTER)
 
 
 class VllmRouter:
@@ -122,7 +127,7 @@ class ReplayRouter:
         """
         names, least, itl_s = _parsed(choice)
         self._index = CacheIndex() if kv_events else None
-        self._settings = Settings(max_decode_itl_s=itl_s, min_split_new_bytes=least)
+        self._settings = Settings(min_split_new_bytes=least).having(ExpectedTtftSettings(itl_s))
         self.fleet = _fleet(names, clock, Random(seed).randrange, self._index, self._settings)
         facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
@@ -172,7 +177,7 @@ class ReplayRouter:
 
     def stepped(self, decode: InstanceId, gap_s: float) -> None:
         """The streams of a decode engine got their next tokens so long after the ones before."""
-        if self.fleet.costs is not None:
+        if self.fleet.stepped is not None:
             self._gaps.setdefault(decode, []).append(gap_s)
 
     def _sent(self, instance: Instance, number: int, *, computes: bool) -> None:
@@ -183,11 +188,12 @@ class ReplayRouter:
 
     def _look(self) -> None:
         """Have the policy learn from what streams waited, as often as the router does."""
-        costs, now = self.fleet.costs, self._clock()
-        if costs is not None and now >= self._looked + _TICK_S:
+        learn = self.fleet.stepped
+        now = self._clock()
+        if learn is not None and now >= self._looked + _TICK_S:
             self._looked = now
             for decode, gaps in self._gaps.items():
-                costs.stepped(decode, gaps)
+                learn(decode, gaps)
             self._gaps.clear()
 
     def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
@@ -246,7 +252,9 @@ def _fleet(
         settings = replace(settings, prefill_policy=names[0], decode_policy=names[1])
         try:
             registry = Registry(settings)
-            added = () if index is None else (RoutingParts(EventReports(index, registry, clock)),)
+            added = [routing_parts(settings, registry, EngineSpeeds(), clock)]
+            if index is not None:
+                added.append(RoutingParts(EventReports(index, PromptLookup(None, clock))))
             return fleet_of(settings, registry, learned, clock, dice, added=added)
         except ConfigError as exc:
             raise NoReplay(str(exc)) from exc

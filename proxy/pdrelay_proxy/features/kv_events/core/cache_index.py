@@ -10,6 +10,7 @@ An event without blocks announces its group: an engine's plugin begins a rank's 
 from collections.abc import Iterator, Mapping
 from typing import Final, TypeAlias
 
+from pdrelay_proxy.core.fleet.health import ChangeCount
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.features.kv_events.core.event_stream import read_event
 from pdrelay_proxy.features.kv_events.core.known_prompts import HeldBeginning
@@ -71,7 +72,7 @@ class CacheIndex:
         self._engines: dict[InstanceId, _EngineCaches] = {}
         self._of: dict[InstanceId, tuple[_EngineCaches, int | None]] = {}  # by instance: its engine and rank
         self._blocks = 0
-        self.changes = 0  # what was found stays true while this is the same
+        self.changes = ChangeCount()  # what was found stays true while its count is the same
 
     def __len__(self) -> int:
         return self._blocks
@@ -79,7 +80,7 @@ class CacheIndex:
     def open(self, engine: InstanceId, members: Mapping[InstanceId, int | None]) -> None:
         """Begin with an engine of which nothing is known; ``members``: the ranks of the instances it is."""
         self.forget(engine)
-        self.changes += 1
+        self.changes.count += 1
         found = self._engines[engine] = _EngineCaches(members)
         for name, rank in members.items():
             self._of[name] = (found, rank)
@@ -89,7 +90,7 @@ class CacheIndex:
         found = self._engines.pop(engine, None)
         if found is None:
             return
-        self.changes += 1
+        self.changes.count += 1
         self._blocks -= found.blocks
         for name in found.members:
             self._of.pop(name, None)
@@ -123,7 +124,7 @@ class CacheIndex:
         found = self._engines.get(engine)
         if found is None or found.is_dropped:
             return
-        self.changes += 1
+        self.changes.count += 1
         rank = self._rank(found, batch.data_parallel_rank or 0)
         if rank is None:
             return
@@ -131,7 +132,7 @@ class CacheIndex:
             rank.is_whole = True
         done = 0
         for raw in batch.events:
-            self.changes += 1  # before each of them: what is asked between two steps may be remembered
+            self.changes.count += 1  # before each of them: what is asked between two steps may be remembered
             event = read_event(raw)
             if isinstance(event, BlockStored):
                 for place in range(_STEP, len(event.block_hashes), _STEP):
@@ -171,7 +172,7 @@ class CacheIndex:
 
     def _stored(self, engine: _EngineCaches, rank: RankCache, event: BlockStored, start: int) -> None:
         """Take in a part of an event: the blocks from ``start`` on."""
-        self.changes += 1
+        self.changes.count += 1
         if not _is_here(event.medium, event.locality):
             engine.counts.ignored += not start
         elif not self._is_full(engine) and (group := self._group(engine, rank, event)) is not None:

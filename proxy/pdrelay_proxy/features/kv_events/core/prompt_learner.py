@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from pdrelay_proxy.core.model import GenerationRequest, RoutingHints
-from pdrelay_proxy.core.routing.leg_listener import LegListener
+from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
+from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.core.token_blocks import packed_json, prompt_of
 from pdrelay_proxy.features.kv_events.core.told_ids import IDS_MOST, PIECE, ids_in, is_even, may_tell_ids, packed_ids
 
 READINGS_MOST: Final = 8  # long answers that are read at a time: 2 ms in one iteration of the event loop
 
 
-class PromptLearner(LegListener):
+class PromptLearner(PromptIdReader):
     """Fills the memory of known prompts."""
 
     def __init__(
@@ -25,20 +26,20 @@ class PromptLearner(LegListener):
         known: KnownPrompts,
         clock: Callable[[], float],
         call_soon: Callable[[Callable[[], None]], object],
-        is_ids: Callable[[RoutingHints], bool],
+        lookup: PromptLookup,
     ) -> None:
-        """``call_soon``: calls in the next iteration of the event loop; ``is_ids``: a prompt is one of token ids."""
+        """``call_soon``: calls in the next iteration of the event loop; ``lookup``: of what is known of prompts."""
         self._known = known
         self._clock = clock  # seconds; the one of the fleet
         self._call_soon = call_soon
-        self._is_ids = is_ids
+        self._lookup = lookup
         self._readings = 0
 
-    def wants_prompt_ids(self, call: GenerationRequest, hints: RoutingHints, /) -> bool:
+    def wants_ids(self, call: GenerationRequest, hints: RoutingHints, /) -> bool:
         """Tell whether the ids of a prompt are unknown, and an engine can tell them."""
-        return may_tell_ids(call, hints) and not self._is_ids(hints)
+        return self._lookup.find(hints).ids is None and may_tell_ids(call, hints)
 
-    def prompt_ids_told(self, hints: RoutingHints, answer: TokensAnswer | None, /) -> None:
+    def ids_told(self, hints: RoutingHints, answer: TokensAnswer | None, /) -> None:
         """Take them in."""
         ids = ids_in(answer)
         counts = self._known.counts

@@ -25,8 +25,8 @@ def answer(ids):
 
 def learner():
     known = KnownPrompts(100.0)
-    lookup = PromptLookup(known)
-    return known, PromptLearner(known, lambda: 0.0, call_soon, lambda hints: lookup.find(hints, 0.0).ids is not None)
+    lookup = PromptLookup(known, lambda: 0.0)
+    return known, PromptLearner(known, lambda: 0.0, call_soon, lookup)
 
 
 def call_soon(call):
@@ -44,14 +44,14 @@ def test_ids_of_texts_are_wanted_and_those_of_ids_are_known():
     wanted = []
     for prompt in ("hello", [1, 2, 3]):
         call = GenerationRequest(Api.COMPLETIONS, decode(json.dumps({"prompt": prompt}).encode(), Fields), ())
-        wanted.append(learning.wants_prompt_ids(call, ask_of_call(call)))
+        wanted.append(learning.wants_ids(call, ask_of_call(call)))
 
     assert wanted == [True, False]
 
 
 def test_a_short_list_is_learned_at_once():
     known, learning = learner()
-    learning.prompt_ids_told(ask(), answer([1, 2, 3]))
+    learning.ids_told(ask(), answer([1, 2, 3]))
 
     assert (count(known), dict(known.counts)) == (3, {"learned": 1})
 
@@ -60,7 +60,7 @@ def test_answers_without_ids_are_counted():
     """Of an engine that does not know the question, or of another API."""
     known, learning = learner()
     for said in (None, TokensAnswer(), answer([]), answer(["1"]), answer([-1]), answer([1 << 32])):
-        learning.prompt_ids_told(ask(), said)
+        learning.ids_told(ask(), said)
 
     assert (len(known), dict(known.counts)) == (0, {"missing": 6})
 
@@ -69,7 +69,7 @@ async def test_a_long_list_is_read_between_other_work():
     """No turn of the event loop has more than a piece of it."""
     known, learning = learner()
     ids = list(range(100_000))
-    learning.prompt_ids_told(ask(), answer(ids))
+    learning.ids_told(ask(), answer(ids))
     assert not known.counts
     turns = 0
     while not known.counts:
@@ -85,14 +85,14 @@ async def test_few_long_lists_are_read_at_a_time_and_others_are_left_out():
     known, learning = learner()
     long = answer(list(range(10_000)))
     for number in range(READINGS_MOST + 3):
-        learning.prompt_ids_told(ask(f"{number}"), long)
-    learning.prompt_ids_told(ask("short"), answer([1]))
-    learning.prompt_ids_told(ask("longest"), answer([123456] * (IDS_MOST // 6)))
+        learning.ids_told(ask(f"{number}"), long)
+    learning.ids_told(ask("short"), answer([1]))
+    learning.ids_told(ask("longest"), answer([123456] * (IDS_MOST // 6)))
     while known.counts["learned"] < READINGS_MOST + 1:
         await asyncio.sleep(0)
 
     assert dict(known.counts) == {"learned": READINGS_MOST + 1, "skipped": 4}
-    learning.prompt_ids_told(ask("again"), long)
+    learning.ids_told(ask("again"), long)
     while known.counts["learned"] < READINGS_MOST + 2:
         await asyncio.sleep(0)
 
@@ -100,7 +100,7 @@ async def test_few_long_lists_are_read_at_a_time_and_others_are_left_out():
 async def test_a_long_list_that_ends_in_nonsense_makes_room_for_the_next():
     known, learning = learner()
     for _ in range(READINGS_MOST + 1):
-        learning.prompt_ids_told(ask(), answer([*range(10_000), "x"]))
+        learning.ids_told(ask(), answer([*range(10_000), "x"]))
         while learning._readings:
             await asyncio.sleep(0)
 

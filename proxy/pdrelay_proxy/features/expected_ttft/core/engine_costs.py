@@ -1,20 +1,24 @@
-"""What it takes an engine to serve a request, for policies; and what its legs took, from those that send them.
-
-Only the policy ``expected_ttft`` asks for it: with any other there is none of these, and nothing is measured.
-"""
+"""What it takes an engine to serve a request, for policies; and what its legs took, from those that send them."""
 
 from collections.abc import Callable
 from statistics import median
 from typing import Final
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
-from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN, EngineSpeed, Line, LineFit, Priors
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.fleet.token_counts import TokenCounts
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.routing.leg_listener import LegListener
-from pdrelay_proxy.io.request_path.caches import Caches
+from pdrelay_proxy.core.routing.policy_parts import PromptMatches
+from pdrelay_proxy.features.expected_ttft.core.engine_speed import (
+    UNKNOWN,
+    EngineSpeed,
+    EngineSpeeds,
+    Line,
+    LineFit,
+    Priors,
+)
+from pdrelay_proxy.features.expected_ttft.core.token_counts import TokenCounts
 
 _PRIORS_S: Final = 1.0  # seconds for which what is likely of an engine is not computed again
 _SURE: Final = 1.0  # measurements from which on an engine tells something about the others
@@ -25,7 +29,14 @@ class EngineCosts(LegListener):
     """Estimates, and learns from legs."""
 
     def __init__(
-        self, registry: Registry, caches: Caches, clock: Callable[[], float], *, weight: float, itl_most_s: float | None
+        self,
+        registry: Registry,
+        speeds: EngineSpeeds,
+        caches: PromptMatches,
+        clock: Callable[[], float],
+        *,
+        weight: float,
+        itl_most_s: float | None,
     ) -> None:
         """``weight``: for how many tokens a request's time between tokens counts beside its time to first token.
 
@@ -33,6 +44,7 @@ class EngineCosts(LegListener):
         None: prompts are always split.
         """
         self._registry = registry
+        self._speeds = speeds
         self._caches = caches
         self._clock = clock  # seconds; the one of the fleet
         self._weight = weight
@@ -40,7 +52,6 @@ class EngineCosts(LegListener):
         self._tokens = TokenCounts()
         self._priors: dict[Role, Priors] = {}
         self._priors_at = -_PRIORS_S
-        self._expected: tuple[RoutingHints, ExpectedTime] | None = None
 
     # ---- what a choice would cost
 
@@ -54,7 +65,9 @@ class EngineCosts(LegListener):
         tokens, hit = self._counts(instance, ask, is_there=False)
         if member is None:
             return ExpectedTime(tokens=tokens, decode_hit=hit)
-        speed, priors, now = member.speed, self._likely(_DECODE), self._clock()
+        speed = self._speeds.of(member)
+        priors = self._likely(_DECODE)
+        now = self._clock()
         line = speed.transfer.among(priors.transfer, now)
         step_s = self._step_s(speed, priors, now)
         return ExpectedTime(
@@ -71,7 +84,7 @@ class EngineCosts(LegListener):
         found = self._computing(member, instance, ask, is_there=True)
         if member is None:
             return found
-        step_s = self._step_s(member.speed, self._likely(_DECODE), self._clock())
+        step_s = self._step_s(self._speeds.of(member), self._likely(_DECODE), self._clock())
         return ExpectedTime(  # its first token comes out of the step that computes the end of the prompt
             tokens=found.tokens,
             queue_s=found.queue_s,
@@ -106,16 +119,7 @@ class EngineCosts(LegListener):
     def recent(self, instance: Instance) -> float:
         """Return the tokens of the legs that an engine was sent lately."""
         member = self._registry.get(instance.id)
-        return 0.0 if member is None else member.speed.recent(self._clock())
-
-    def chose(self, ask: RoutingHints, expected: ExpectedTime) -> None:
-        """A request goes where this is expected."""
-        self._expected = ask, expected
-
-    def take_expected(self, ask: RoutingHints) -> ExpectedTime | None:
-        """Return what was expected of the latest choice, once, if it was this request's."""
-        latest, self._expected = self._expected, None
-        return None if latest is None or latest[0].prompt is not ask.prompt else latest[1]  # also of one sent again
+        return 0.0 if member is None else self._speeds.of(member).recent(self._clock())
 
     def _computing(
         self, member: Member | None, instance: Instance, ask: RoutingHints, *, is_there: bool
@@ -123,7 +127,8 @@ class EngineCosts(LegListener):
         tokens, hit = self._counts(instance, ask, is_there=is_there)
         if member is None:
             return ExpectedTime(tokens=tokens, prefill_hit=hit)
-        speed, now = member.speed, self._clock()
+        speed = self._speeds.of(member)
+        now = self._clock()
         line = speed.prefill.among(self._likely(instance.role).prefill, now)
         ahead = speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean
         # Requests behind this one wait for what it has computed, the busier the engine. Without that, conversations
@@ -155,8 +160,10 @@ class EngineCosts(LegListener):
         now = self._clock()
         if now >= self._priors_at + _PRIORS_S or not self._priors:
             self._priors_at = now
+            self._speeds.keep(self._registry.members())
             for each in (Role.PREFILL, _DECODE):
-                speeds = [member.speed for member in self._registry.members() if member.as_role(each) is not None]
+                members = [member for member in self._registry.members() if member.as_role(each) is not None]
+                speeds = [self._speeds.of(member) for member in members]
                 before = self._priors.get(Role.PREFILL, UNKNOWN) if each is _DECODE else UNKNOWN
                 self._priors[each] = Priors(
                     _median([speed.prefill for speed in speeds], before.prefill),
@@ -170,7 +177,7 @@ class EngineCosts(LegListener):
     def slot_held(self, decode: Instance, request: RequestId, /) -> None:
         """Count what the engine will have to do."""
         if (member := self._registry.get(decode.id)) is not None:
-            member.speed.reserve(request)
+            self._speeds.of(member).reserve(request)
 
     def leg_sent(
         self, engine: Instance, request: RequestId, ask: RoutingHints, /, *, computes: bool, is_timed: bool
@@ -181,11 +188,11 @@ class EngineCosts(LegListener):
             return
         tokens, hit = self._counts(engine, ask, is_there=computes and engine.role is _DECODE)
         if tokens and not is_timed:
-            member.speed.reserve(request)
+            self._speeds.of(member).reserve(request)
             self._caches.sent(engine, ask)
         elif tokens:  # else it has none that are known
             priors = self._likely(engine.role)
-            member.speed.send(request, max(1, tokens - hit), priors, self._clock(), computes=computes)
+            self._speeds.of(member).send(request, max(1, tokens - hit), priors, self._clock(), computes=computes)
             self._caches.sent(engine, ask)
 
     def prompt_computed(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None, /) -> None:
@@ -201,16 +208,21 @@ class EngineCosts(LegListener):
     def left(self, engine: Instance, request: RequestId, /) -> None:
         """Stop to count what the engine has to do for it."""
         if (member := self._registry.get(engine.id)) is not None:
-            member.speed.leave(request, self._clock())
+            self._speeds.of(member).leave(request, self._clock())
 
     def _done(self, engine: Instance, request: RequestId) -> None:
         if (member := self._registry.get(engine.id)) is not None:
-            member.speed.answered(request, self._likely(engine.role), self._clock())
+            self._speeds.of(member).answered(request, self._likely(engine.role), self._clock())
 
-    def stepped(self, instance: InstanceId, gaps: list[float]) -> None:
+    @property
+    def times_streams(self) -> bool:
+        """Whether ``stepped`` is called."""
+        return True
+
+    def stepped(self, instance: InstanceId, gaps: list[float], /) -> None:
         """The streams of a decode engine got their tokens so many seconds apart, in the last moment."""
         if gaps and (member := self._registry.get(instance)) is not None:
-            member.speed.stepped(sum(gaps) / len(gaps), self._likely(_DECODE), self._clock())
+            self._speeds.of(member).stepped(sum(gaps) / len(gaps), self._likely(_DECODE), self._clock())
 
 
 def _elsewhere(member: Member, now: float) -> int:

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN, EngineSpeed, Line, LineFit, Priors, TokenQueue
 from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.features.expected_ttft.core.engine_speed import (
+    UNKNOWN,
+    EngineSpeed,
+    Line,
+    LineFit,
+    Priors,
+    TokenQueue,
+)
 
 PRIOR = Line(0.01, 5e-5)
 REQUESTS = [RequestId(f"r{number}") for number in range(4)]

@@ -13,7 +13,7 @@ from pdrelay_proxy.core.fleet.compatibility import always
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
-from pdrelay_proxy.core.routing.policies.expected_ttft import NEAR, ExpectedTtft
+from pdrelay_proxy.features.expected_ttft.core.expected_ttft import NEAR, ExpectedTtft
 
 ASK = RoutingHints(prompt=b"once upon a time")
 
@@ -31,7 +31,7 @@ class Costs:
     def __init__(self, costs, *, alone=None, may_pause=True):
         self.costs, self.by_alone, self.may_pause = costs, alone, may_pause
         self.may_be_alone = alone is not None
-        self.chosen, self.used, self.matches = [], Counter(), {}
+        self.used, self.matches = Counter(), {}
 
     def prefill(self, instance, _ask):
         return ExpectedTime(tokens=4, queue_s=self.costs[instance.id])
@@ -53,9 +53,6 @@ class Costs:
 
     def recent(self, instance):
         return self.used[instance.id]
-
-    def chose(self, ask, expected):
-        self.chosen.append((ask, expected))
 
 
 def by_id(*costs):
@@ -135,7 +132,7 @@ def test_one_engine_serves_it_if_that_is_faster_and_its_streams_can_bear_it(alon
     assert one.alone(P, D, ASK) is is_alone
     if is_alone:
         assert one.one(D, ASK) == D[2]
-        assert costs.chosen[-1][1].prefill_s == alone
+        assert one.take_expected(ASK).prefill_s == alone
 
 
 def room(*busy):
@@ -188,19 +185,32 @@ def test_a_rollout_keeps_a_conversation_where_it_is():
 
 def test_a_copy_leaves_no_trace():
     """Explaining a request must not be taken for one."""
-    costs = Costs(by_id(*[1.0] * 8))
-    copy = policy(costs).copy()
+    chosen = policy(Costs(by_id(*[1.0] * 8)))
+    copy = chosen.copy()
     copy.pair(P, D, ASK, always)
 
-    assert costs.chosen == []
-    assert copy.latest.ttft_s == 2.0
+    assert chosen.take_expected(ASK) is None
+    assert copy.take_expected(ASK).ttft_s == 2.0
+
+
+def test_what_was_expected_is_told_once_and_of_this_request_alone():
+    """One that is sent again has the same prompt; another one may have been chosen for meanwhile."""
+    chosen = policy(Costs(by_id(*[1.0] * 8)))
+    other = RoutingHints(prompt=bytes(bytearray(ASK.prompt)))
+
+    chosen.pair(P, D, ASK, always)
+    assert chosen.take_expected(ASK.once_more()).ttft_s == 2.0
+    assert chosen.take_expected(ASK) is None
+    chosen.pair(P, D, ASK, always)
+    assert chosen.take_expected(other) is None
 
 
 def test_the_terms_of_a_pair_are_told():
     """The prefill engine's and the decode engine's, in milliseconds and tokens."""
     costs = Costs(by_id(0.012, 9, 9, 9, 0.003, 9, 9, 9))
-    policy(costs).pair(P, D, ASK, always)
-    ((_, expected),) = costs.chosen
+    chosen = policy(costs)
+    chosen.pair(P, D, ASK, always)
+    expected = chosen.take_expected(ASK)
 
     assert str(expected) == "queue=12.0 prefill=0.0 transfer=3.0 decode=0.0 hits=0,2 of 4"
     assert expected.milliseconds == {"queue": 12.0, "prefill": 0.0, "transfer": 3.0, "decode": 0.0, "ttft": 15.0}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pdrelay_proxy.core.fleet.token_counts import TokenCounts
 from pdrelay_proxy.core.model import RoutingHints
+from pdrelay_proxy.features.expected_ttft.core.token_counts import TokenCounts
 
 CHAT = RoutingHints("m", prompt=b'[{"role":"user","content":"' + b"x" * 400 + b'"}]')
 IDS = RoutingHints("m", prompt=memoryview(b"[1234," + b"5678," * 100 + b"1]"))

@@ -3,10 +3,12 @@
 Tokens are estimates: those of a prompt that an engine has not cached. Times are seconds of a clock that only rises.
 """
 
+from collections.abc import Sequence
 from math import log
 from typing import Final
 
-from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.model import InstanceId, RequestId
 
 _KEPT: Final = 0.97  # of the weight of what was measured before, with each measurement
 _HALF_LIFE_S: Final = 60.0  # an engine that gets nothing is believed to be like the others again
@@ -255,3 +257,41 @@ class EngineSpeed:
     def stepped(self, gap_s: float, priors: Priors, now: float) -> None:
         """Its streams got their tokens so many seconds apart, on the mean of the last moment."""
         self.step.add(len(self.running), gap_s, priors.step, now)
+
+
+class _Stint:
+    """What was measured of one engine since it serves what it serves now."""
+
+    __slots__ = ("member", "number", "speed")
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.number = member.stint
+        self.speed = EngineSpeed()
+
+
+class EngineSpeeds:
+    """What was measured of all engines. One that is removed, or turns to another role, begins anew."""
+
+    def __init__(self) -> None:
+        self._stints: dict[InstanceId, _Stint] = {}
+
+    def of(self, member: Member) -> EngineSpeed:
+        """Return what was measured of an engine; of a new one it is nothing."""
+        name = member.instance.id
+        stint = self._stints.get(name)
+        if stint is None or stint.member is not member or stint.number != member.stint:
+            stint = self._stints[name] = _Stint(member)
+        return stint.speed
+
+    def known(self, member: Member) -> EngineSpeed | None:
+        """Return the same without a trace; None: nothing was measured."""
+        stint = self._stints.get(member.instance.id)
+        is_current = stint is not None and stint.member is member and stint.number == member.stint
+        return stint.speed if stint is not None and is_current else None
+
+    def keep(self, members: Sequence[Member]) -> None:
+        """Forget engines that are not among these: a fleet that changes must not grow what is remembered."""
+        names = {member.instance.id for member in members}
+        for name in [name for name in self._stints if name not in names]:
+            del self._stints[name]

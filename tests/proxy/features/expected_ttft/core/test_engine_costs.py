@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 from pdrelay_proxy.core.schemas import NamedMetrics
-from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
+from pdrelay_proxy.features.expected_ttft.core.engine_costs import EngineCosts
+from pdrelay_proxy.features.expected_ttft.core.engine_speed import EngineSpeeds
 from pdrelay_proxy.io.request_path.live_fleet import Caches
 
 
@@ -23,7 +24,10 @@ class Bench:
                 self.registry.add(role, Address("http", str(role), port))
         (self.p, self.q), (self.d, self.e) = (self.registry.known(role) for role in Role)
         caches = Caches(PromptMemory(1800.0), self.registry, lambda: self.now)
-        self.costs = EngineCosts(self.registry, caches, lambda: self.now, weight=8.0, itl_most_s=itl_most_s)
+        self.speeds = EngineSpeeds()
+        self.costs = EngineCosts(
+            self.registry, self.speeds, caches, lambda: self.now, weight=8.0, itl_most_s=itl_most_s
+        )  # fmt: skip
         self.count = 0
 
     def send(self, engine, ask, *, computes=True):
@@ -36,7 +40,10 @@ class Bench:
         request = self.send(engine, ask, computes=computes)
         self.now += seconds
         self.costs.prompt_computed(engine, request, ask, counted)
-        self.registry.member(engine.id).speed.leave(request, self.now)
+        self.speed(engine.id).leave(request, self.now)
+
+    def speed(self, name):
+        return self.speeds.of(self.registry.member(name))
 
     def play(self, kind, instance, request, size, passed):
         """Have something happen to a request at an engine."""
@@ -47,7 +54,7 @@ class Bench:
                 self.costs.prompt_computed(instance, request, ask(size), size or None)
             case "left":
                 if (member := self.registry.get(instance.id)) is not None:
-                    member.speed.leave(request, self.now)
+                    self.speeds.of(member).leave(request, self.now)
             case "removed":
                 if self.registry.get(instance.id) is not None:
                     self.registry.remove(instance.id, now=self.now)
@@ -169,7 +176,35 @@ def test_after_any_sequence_nothing_is_queued_and_every_cost_is_a_number(events)
             assert 0 <= cost(instance, ask(size)).cost_s < 1e9
     for member in bench.registry.members():
         for request in range(4):
-            member.speed.leave(RequestId(f"r{request}"), bench.now)
+            bench.speeds.of(member).leave(RequestId(f"r{request}"), bench.now)
 
-        assert (member.speed.computing.tokens, member.speed.loading.tokens) == (0, 0)
-        assert not member.speed.entered
+        assert (bench.speeds.of(member).computing.tokens, bench.speeds.of(member).loading.tokens) == (0, 0)
+        assert not bench.speeds.of(member).entered
+
+
+def test_rates_of_an_engine_that_turns_are_learned_anew():
+    """What it took as a decode engine says nothing of it as a prefill engine beside others of that kind."""
+    bench = Bench()
+    request = bench.send(bench.d, ask(400))
+    bench.registry.departures.turn(bench.d.id, EngineRole.PREFILL, now=0.0)
+    bench.registry.settle(patience_s=0, now=0.0)
+    bench.costs.stream_begun(bench.d, request, ask(400))
+    bench.costs.left(bench.d, request)
+    speed = bench.speed(bench.d.id)
+
+    assert (speed.prefill.line, speed.entered, len(speed.computing)) == (None, set(), 0)
+
+
+def test_what_was_measured_of_an_engine_goes_with_it():
+    """Another one with its name begins anew, and fleets that change do not grow what is remembered."""
+    bench = Bench()
+    bench.serve(bench.p, ask(400), 0.1)
+    member = bench.registry.member(bench.p.id)
+    assert bench.speeds.known(member).prefill.line is not None
+    bench.registry.remove(bench.p.id, now=bench.now)
+    again = bench.registry.add(Role.PREFILL, Address("http", str(Role.PREFILL), 1))
+
+    assert bench.speeds.known(bench.registry.member(again.id)) is None
+    bench.now += 10
+    bench.serve(bench.q, ask(400), 0.1)
+    assert set(bench.speeds._stints) <= {member.instance.id for member in bench.registry.members()}

@@ -16,7 +16,7 @@ LOOKED_AT: Final = 64  # of a role whose cost is computed
 
 
 class Costs(Protocol):
-    """What it takes engines to serve a request, now (io/request_path/engine_costs.py)."""
+    """What it takes engines to serve a request, now (engine_costs.py)."""
 
     @property
     def may_be_alone(self) -> bool:
@@ -51,10 +51,6 @@ class Costs(Protocol):
         """Return the tokens of the legs that an engine was sent lately."""
         ...
 
-    def chose(self, ask: RoutingHints, expected: ExpectedTime, /) -> None:
-        """A request goes where this is expected."""
-        ...
-
 
 class _Priced:
     """An engine, and what its part of the request takes."""
@@ -73,11 +69,10 @@ _T = TypeVar("_T", bound=Sequence[_Priced])
 class ExpectedTtft:
     """Chooses both engines by the sum of what their parts take: a pair costs what its two engines cost."""
 
-    def __init__(self, costs: Costs, dice: Callable[[int], int], *, notes: bool = True) -> None:
+    def __init__(self, costs: Costs, dice: Callable[[int], int]) -> None:
         self._costs = costs
         self._dice = dice  # dice(n): 0 to n-1
-        self._notes = notes
-        self.latest: ExpectedTime | None = None  # what is expected of the latest choice
+        self._latest: tuple[RoutingHints, ExpectedTime] | None = None  # what is expected of the latest choice
         self._alone: tuple[RoutingHints, _Priced] | None = None  # the engine that serves a prompt alone, found just now
 
     def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
@@ -92,14 +87,14 @@ class ExpectedTtft:
         least = min([p.cost_s + d.cost_s for p, d in pairs])
         near = [(p, d) for p, d in pairs if p.cost_s + d.cost_s <= least * (1.0 + NEAR)]
         best_p, best_d = near[0] if len(near) == 1 else self._less_used(near)
-        self._tell(ask, best_p.expected.followed_by(best_d.expected))
+        self._latest = ask, best_p.expected.followed_by(best_d.expected)
         return best_p.instance, best_d.instance
 
     def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the decode engine that serves a request alone in the least time, or nearly so."""
         known, self._alone = self._alone, None
         best = self._best_alone(among, ask) if known is None or known[0] is not ask else known[1]
-        self._tell(ask, best.expected)
+        self._latest = ask, best.expected
         return best.instance
 
     def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
@@ -113,7 +108,7 @@ class ExpectedTtft:
         if best.cost_s > parts + min([self._costs.decode(each, ask).cost_s for each in self._few(decode, ask)]):
             return False
         self._alone = ask, best
-        self._tell(ask, best.expected)
+        self._latest = ask, best.expected
         return True
 
     def holding(self, among: Among, ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
@@ -145,7 +140,13 @@ class ExpectedTtft:
 
     def copy(self) -> "ExpectedTtft":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return ExpectedTtft(self._costs, self._dice, notes=False)
+        return ExpectedTtft(self._costs, self._dice)
+
+    def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
+        """Return what was expected of the latest choice, once, if it was this request's."""
+        latest = self._latest
+        self._latest = None
+        return None if latest is None or latest[0].prompt is not ask.prompt else latest[1]  # also of one sent again
 
     def _few(self, among: Among, ask: RoutingHints) -> Among:
         """Return those that have most of the prompt, and others that chance picks: all, unless they are too many."""
@@ -174,11 +175,6 @@ class ExpectedTtft:
 
     def _used(self, engines: Sequence[_Priced]) -> float:
         return sum([self._costs.recent(each.instance) for each in engines])
-
-    def _tell(self, ask: RoutingHints, expected: ExpectedTime) -> None:
-        self.latest = expected
-        if self._notes:
-            self._costs.chose(ask, expected)
 
 
 def _cost(priced: _Priced) -> float:

@@ -151,6 +151,7 @@ class GuardedProtocol(asyncio.Protocol):
         try:
             if self.exchange is not None:
                 self.exchange.leave()
+                self.exchange = self._asgi = None  # which hold us
             self.flow.resume_writing()
             if exc is None:
                 self.transport.close()

@@ -1,6 +1,8 @@
 """A connection of a client, at what is no socket: the bytes that it gets are handed to it, turn by turn of the loop."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import uvicorn
@@ -38,11 +40,23 @@ class Transport(asyncio.Transport):
         pass
 
 
-def connected(clients=None):
+async def empty(scope, receive, send):
+    """Answer without a body, whatever is sent."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+
+async def waiting(scope, receive, send):
+    """Read to the end."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def connected(clients=None, app=None):
     """Connect a client to a router that listens nowhere; returns the connection and its transport."""
     requests = build(Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",))).requests
     kind = endpoint_protocol(requests, clients or Clients(), write_timeout_s=None, on_write_timeout=lambda: None)
-    config = uvicorn.Config(lambda *_: None, http=kind, lifespan="off", log_config=None)
+    config = uvicorn.Config(app or empty, http=kind, lifespan="off", log_config=None)
     config.load()
     connection, transport = kind(config, ServerState(), {}), Transport()
     connection.connection_made(transport)
@@ -83,3 +97,24 @@ async def test_trailers_that_wait_for_their_end_are_charged(end):
     else:
         connection.data_received(end)
     assert sum(charged) == 0
+
+
+@pytest.mark.parametrize("app", [empty, waiting])
+async def test_a_connection_that_has_ended_leaves_nothing_to_the_garbage_collector(app):
+    """That looks at old objects seldom, and this may have some of a body."""
+    gc.collect()
+    gc.disable()
+    try:
+        connection, _ = connected(app=app)
+        connection.data_received(b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n" + bytes(8000))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ended = weakref.ref(connection)
+        connection.connection_lost(None)
+        del connection, _
+        for _turn in range(5):
+            await asyncio.sleep(0)
+
+        assert ended() is None
+    finally:
+        gc.enable()

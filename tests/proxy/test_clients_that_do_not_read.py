@@ -144,6 +144,21 @@ def test_a_connection_whose_answer_is_being_read_is_not_idle():
     assert run(scene(), seconds=30).endswith(b'xxx"}]}')
 
 
+def test_a_client_that_sends_no_more_gets_the_rest_of_a_long_answer():
+    """It has closed its half of the connection, which is how a client leaves that waits for an answer."""
+
+    async def scene():
+        async with asked({}, LONG, stream=False, write_timeout_s=20) as (_, _, settled, sock):
+            received = await asyncio.get_running_loop().sock_recv(sock, 1000)
+            sock.shutdown(socket.SHUT_WR)
+            while piece := await asyncio.get_running_loop().sock_recv(sock, 300_000):
+                received += piece
+            await settled()
+            return received
+
+    assert run(scene(), seconds=30).endswith(b'xxx"}]}')
+
+
 async def flood(scope, receive, send):
     """Answer with more than anybody reads."""
     await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -99,6 +99,12 @@ class _EndpointProtocol(GuardedProtocol):
         if self._request is not None:
             self._request.resume()
 
+    def eof_received(self) -> None:
+        """Leave the rest of a long answer to the transport, which is closed behind this and writes what it has."""
+        rest, self._unwritten = self._unwritten, None
+        if rest is not None:
+            self.transport.write(rest)  # it stays charged until the connection is lost
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request that is being answered."""
         self._unwritten = None

@@ -111,6 +111,18 @@ async def test_preferred_slices_give_their_blocks_away_when_no_decode_engine_the
     assert crossings['pdrelay_slice_crossings_total{reason="failed"}'] >= 1
 
 
+async def test_blocks_go_to_another_decode_engine_of_the_same_slice_first():
+    """Preferred: the request has its prefill in slice b, and one of the two decode engines there is away."""
+    names = ("b-p0", "b-d0", "b-d1", "a-d0")
+    async with sliced(SlicePairing.PREFER, *names, away=["b-d0"]) as (client, engines):
+        for _ in range(3):
+            await ask(client)
+        failed = await metric(client, 'pdrelay_slice_crossings_total{reason="failed"}')
+
+    assert failed == {}
+    assert engines["b-d1"].log
+
+
 async def test_a_prefill_engine_that_fails_does_not_make_a_pair_of_two_slices():
     """Required: the request starts again in the other slice, as a whole."""
     async with sliced(SlicePairing.REQUIRE, "a-p0", "a-d0", "b-p0", "b-d0") as (client, engines):

@@ -25,55 +25,40 @@ def changed(**fields):
     return replace(RIGHT, choices=(replace(ONE, **fields),))
 
 
-def names(ours, tolerance=1e-3):
-    return [each.name for each in differences(ours, RIGHT, tolerance)]
-
-
 def completion(**fields):
     return json.dumps({"choices": [{"index": 0, "text": "ace", "finish_reason": "length", **fields}]}).encode()
 
 
-def test_equal_answers_differ_in_nothing():
-    assert names(RIGHT) == []
+WRONG_TEXT, WRONG_LOGPROBS, WRONG_USAGE = FindingName.WRONG_TEXT, FindingName.WRONG_LOGPROBS, FindingName.WRONG_USAGE
+UNLIKE = ((("a", -0.1), ("b", -2.05)), *LIKELY[1:])
+DIFFERENCES = {
+    "none": (RIGHT, []),
+    "rounding, within what the reference differs from itself": (changed(logprobs=(-0.1005, -0.5, -0.3)), []),
+    "another token": (changed(text="bce", tokens=("b", "c", "e")), [WRONG_TEXT]),
+    # The reference had both within the tolerance; what follows is another text, and not compared.
+    "a tie": (changed(text="adx", tokens=("a", "d", "x"), logprobs=(-0.1, -0.5, -3.0)), []),
+    "before a tie": (changed(text="adx", tokens=("a", "d", "x"), logprobs=(-0.9, -0.5, -3.0)), [WRONG_LOGPROBS]),
+    # A wrong block need not change the likeliest token.
+    "logprobs under the right text": (changed(logprobs=(-0.1, -0.52, -0.3)), [WRONG_LOGPROBS]),
+    # The token that was made can keep its logprob where the next likely one does not: it shows in fewer tokens.
+    "logprobs of other tokens": (changed(others=UNLIKE), [WRONG_LOGPROBS]),
+    "no logprobs": (changed(tokens=(), logprobs=(), others=()), [WRONG_LOGPROBS]),
+    "a shorter answer": (changed(text="ac", tokens=("a", "c"), logprobs=(-0.1, -0.5)), [WRONG_TEXT]),
+    "a missing choice": (replace(RIGHT, choices=()), [WRONG_TEXT]),
+    "the count of the prompt": (replace(RIGHT, prompt_tokens=8), [WRONG_USAGE]),
+    # Clients pay by them. Behind a tie the answers may be of other lengths.
+    "the count of the answer": (replace(RIGHT, completion_tokens=4), [WRONG_USAGE]),
+    "no count of the answer": (replace(RIGHT, completion_tokens=None), [WRONG_USAGE]),
+    "the count behind a tie": (
+        replace(changed(text="ad", tokens=("a", "d"), logprobs=(-0.1, -0.5)), completion_tokens=2),
+        [],
+    ),
+}
 
 
-def test_rounding_is_no_difference():
-    """Of a logprob, within what the reference differs from itself."""
-    assert names(changed(logprobs=(-0.1005, -0.5, -0.3))) == []
-
-
-def test_another_token_is_wrong_text():
-    assert names(changed(text="bce", tokens=("b", "c", "e"))) == [FindingName.WRONG_TEXT]
-
-
-def test_a_tie_may_fall_either_way():
-    """The reference had both within the tolerance; what follows is another text, and not compared."""
-    assert names(changed(text="adx", tokens=("a", "d", "x"), logprobs=(-0.1, -0.5, -3.0))) == []
-
-
-def test_a_tie_does_not_hide_what_was_before_it():
-    ours = changed(text="adx", tokens=("a", "d", "x"), logprobs=(-0.9, -0.5, -3.0))
-
-    assert names(ours) == [FindingName.WRONG_LOGPROBS]
-
-
-def test_wrong_logprobs_under_the_right_text_are_found():
-    """A wrong block need not change the likeliest token."""
-    assert names(changed(logprobs=(-0.1, -0.52, -0.3))) == [FindingName.WRONG_LOGPROBS]
-
-
-def test_wrong_logprobs_of_other_tokens_are_found():
-    """The token that was made can keep its logprob where the next likely one does not: it shows in fewer tokens."""
-    first, *rest = RIGHT.choices[0].others
-    moved = tuple((token, logprob - (0.05 if token != RIGHT.choices[0].tokens[0] else 0.0)) for token, logprob in first)
-
-    assert [each.name for each in differences(changed(others=(moved, *rest)), RIGHT, 1e-3)] == [
-        FindingName.WRONG_LOGPROBS
-    ]
-
-
-def test_an_answer_without_logprobs_is_not_equal_to_one_with_them():
-    assert names(changed(tokens=(), logprobs=(), others=())) == [FindingName.WRONG_LOGPROBS]
+@pytest.mark.parametrize(("ours", "found"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_a_wrong_block_shows_and_rounding_does_not(ours, found):
+    assert [each.name for each in differences(ours, RIGHT, 1e-3)] == found
 
 
 @pytest.mark.parametrize("fields", [{"text": "acx"}, {"finish": "stop"}, {"tools": "f{}"}])
@@ -85,26 +70,6 @@ def test_texts_ends_and_tool_calls_are_compared(fields):
     found = differences(changed(**plain, **fields), right, 1e-3)
 
     assert [each.name for each in found] == [FindingName.WRONG_TEXT]
-
-
-def test_a_shorter_answer_is_wrong_text():
-    assert names(changed(text="ac", tokens=("a", "c"), logprobs=(-0.1, -0.5))) == [FindingName.WRONG_TEXT]
-
-
-def test_counts_of_prompts_are_compared():
-    assert names(replace(RIGHT, prompt_tokens=8)) == [FindingName.WRONG_USAGE]
-
-
-def test_counts_of_answers_are_compared():
-    """Clients pay by them. Behind a tie the answers may be of other lengths."""
-    assert names(replace(RIGHT, completion_tokens=4)) == [FindingName.WRONG_USAGE]
-    assert names(replace(RIGHT, completion_tokens=None)) == [FindingName.WRONG_USAGE]
-    tied = changed(text="ad", tokens=("a", "d"), logprobs=(-0.1, -0.5))
-    assert names(replace(tied, completion_tokens=2)) == []
-
-
-def test_a_missing_choice_is_wrong_text():
-    assert names(replace(RIGHT, choices=())) == [FindingName.WRONG_TEXT]
 
 
 def test_two_answers_of_one_engine_show_its_noise():

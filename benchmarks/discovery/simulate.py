@@ -38,12 +38,15 @@ from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.features import pairs_within
 from pdrelay_proxy.features.expected_ttft.core.engine_costs import EngineCosts
 from pdrelay_proxy.features.expected_ttft.core.engine_speed import EngineSpeeds
 from pdrelay_proxy.features.expected_ttft.core.expected_ttft import ExpectedTtft
 from pdrelay_proxy.features.expected_ttft.settings import EXPECTED_TTFT
 from pdrelay_proxy.features.expected_ttft.weighing import ITL_WEIGHT
 from pdrelay_proxy.features.pods.pod import read_pod
+from pdrelay_proxy.features.slices.core.slice_preference import SlicePreference
+from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
 from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 from pdrelay_proxy.io.metrics import Metrics
@@ -51,7 +54,7 @@ from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import policy_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
+from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
 ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
@@ -129,7 +132,7 @@ def registry_of(count, case="one revision"):
 
 def sliced(count, slices, pairing):
     """Engines of one revision in so many slices of equal sizes."""
-    registry = Registry(Settings(slice_pairing=pairing))
+    registry = Registry(Settings(), pairs_within(Settings().having(SliceSettings(pairing))))
     for number in range(count):
         role = Role.PREFILL if number % 2 == 0 else Role.DECODE
         one = replace(target(number, role, "r1"), slice=f"s{number // 2 % slices}")
@@ -149,10 +152,10 @@ def choice_of(registry, policy):
     return PolicyPerLeg(policy_of(policy, parts), policy_of(policy, parts))
 
 
-def fleet_of(registry, choice):
+def fleet_of(registry, choice, preference=None):
     return LiveFleet(
         registry,
-        PairSelector(registry, choice),
+        PairSelector(registry, choice, preference=preference),
         PushCoordinates(at_once=TRANSFER_POLICIES[KvTransferMode.AUTO].at_once),
         time.monotonic,
     )
@@ -209,11 +212,14 @@ def request_cost(count, spent_s):
 def change_of(count):
     """Time the first choice after an engine has changed, which looks at all engines."""
     found = {}
-    cases = {case: registry_of(count, case) for case in ("one revision", "two revisions")}
+    cases = {case: (registry_of(count, case), None) for case in ("one revision", "two revisions")}
     for pairing, slices in itertools.product((SlicePairing.REQUIRE, SlicePairing.PREFER), SLICES):
-        cases[f"{pairing} {slices}"] = sliced(count, slices, pairing)
-    for case, registry in cases.items():
-        fleet, name, turn = fleet_of(registry, RoundRobin()), registry.known(Role.DECODE)[3].id, iter(range(10**9))
+        registry = sliced(count, slices, pairing)
+        preference = SlicePreference(registry) if pairing is SlicePairing.PREFER else None
+        cases[f"{pairing} {slices}"] = registry, preference
+    for case, (registry, preference) in cases.items():
+        fleet = fleet_of(registry, RoundRobin(), preference)
+        name, turn = registry.known(Role.DECODE)[3].id, iter(range(10**9))
 
         def change(registry=registry, fleet=fleet, name=name, turn=turn):
             (registry.departures.drain if next(turn) % 2 else registry.departures.undrain)(name, now=0.0)

@@ -22,7 +22,7 @@ from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.features import features, has_other_routers
+from pdrelay_proxy.features import features, has_other_routers, pairs_within
 from pdrelay_proxy.features.feature import Core, Feature, Ground
 from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
 from pdrelay_proxy.io.reloads import FileReloads
@@ -73,7 +73,7 @@ def build(
     fabric = fabric or Fabric()
     clock = fabric.clock
     has_others = place is not None or has_other_routers(settings)
-    engines = build_engines(settings, fabric, has_other_routers=has_others)
+    engines = build_engines(settings, fabric, pairs_within(settings), has_other_routers=has_others)
     ground = Ground(settings, engines, clock, place)
     added = [make(ground) for make in (features() if make_features is None else make_features)]
     ended = [hear for feature in added if (hear := feature.hears_ended()) is not None]

@@ -55,14 +55,6 @@ class FirstTokenFrom(StrEnum):
     PREFILL = "prefill"  # where the decode engine can go on behind it exactly; else the decode engine
 
 
-class SlicePairing(StrEnum):
-    """Whether the two engines of a request are of one slice: one zone, rack or NVLink domain."""
-
-    OFF = "off"  # slices play no part
-    PREFER = "prefer"  # another slice takes part only where one lacks engines of a role
-    REQUIRE = "require"  # never two slices; an engine without a slice pairs with those that have none either
-
-
 class LogLevel(StrEnum):
     """The least severe records that the log shows."""
 
@@ -158,8 +150,6 @@ class Settings:
         chart="router.store.type")
     decode_only_fallback: bool = ENGINES.option(True,
         "decode engines serve alone while there is no prefill engine; false: such requests get 503", live=True)
-    slice_pairing: SlicePairing = ENGINES.option(SlicePairing.OFF,
-        "whether both engines of a request must be of one slice (a zone, rack or NVLink domain)")
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
         "a decode engine serves a prompt alone if its cache lacks fewer bytes than this of the prompt's JSON; also "
         "the limit for all prompts that it computes alone at a time", live=True)

@@ -18,7 +18,7 @@ from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.features import FEATURES
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.settings import Settings, SlicePairing
+from pdrelay_proxy.settings import Settings
 from support.helm_chart import ROOT
 
 # What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels; a site: clusters.
@@ -38,7 +38,7 @@ def router_metrics():
 
 def router_exposition():
     """Return the text of a scrape of a router, with something in each metric."""
-    registry = Registry(Settings(slice_pairing=SlicePairing.PREFER))
+    registry = Registry(Settings())
     counters = Counters(frozenset({"/v1/completions"}))
     prefill, decode = (registry.add(role, Address("http", "h", port)) for port, role in enumerate(Role, start=1))
     counters.requests["/v1/completions", "ok"] += 1
@@ -57,19 +57,19 @@ def router_exposition():
     for instance in (prefill, decode):
         counters.answer_times(instance).observe(0.1)
     counters.handoff.observe(0.1)
-    counters.slice_crossings[("full",)] += 1
     registry.learn(decode.id, EngineCapabilities(slice="rack1"))
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
     queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
+    families = {"roles": _role_families, "slices": lambda: _slice_families(registry)}
     metrics = Metrics(
         telemetry,
         registry,
         queue,
         lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)],
-        [_role_families] if "roles" in FEATURES else [],
+        [make for name, make in families.items() if name in FEATURES],
     )
     return metrics.exposition("")[0].decode()
 
@@ -83,6 +83,16 @@ def _role_families():
     verdict = role_controller.Verdict.BALANCED
     board.decided(role_controller.RoleDecision(verdict, "", engines, None, None, wanted, 0))
     return board.families()
+
+
+def _slice_families(registry):
+    """Yield the metrics of slices."""
+    from pdrelay_proxy.features.slices.core.slice_preference import SlicePreference
+    from pdrelay_proxy.features.slices.feature import slice_families
+
+    preference = SlicePreference(registry)
+    preference.counted[("full",)] += 1
+    return slice_families(registry, preference)
 
 
 def _labels(exposition):

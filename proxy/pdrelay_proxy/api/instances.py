@@ -40,8 +40,8 @@ from pdrelay_proxy.core.fleet.target import Key, Target
 from pdrelay_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
 from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.routing.explain import Explainer, Explanation
+from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.routing_hints import ask_of_call, rank_of
-from pdrelay_proxy.core.routing.slices import SliceCrossings
 from pdrelay_proxy.errors import (
     AddressError,
     AlreadyKnown,
@@ -54,7 +54,6 @@ from pdrelay_proxy.errors import (
 )
 from pdrelay_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from pdrelay_proxy.io.discovery.stores import StoreDown
-from pdrelay_proxy.settings import SlicePairing
 
 _ROWS_AT_ONCE: Final = 50
 _RESTING_MOST: Final = 20  # pairs that are named
@@ -79,6 +78,7 @@ class InstanceAdmin:
     resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
     has_other_routers: bool = False  # other routers send requests to the same engines
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
+    preference: PairPreference | None = None  # among engines that fit
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
         """Describe engines; to a host that has joined without the sentences, which may name engines of others."""
@@ -145,8 +145,8 @@ class InstanceAdmin:
         """Say of which slices the engines of a request are, and why of two, if one is preferred."""
         prefill, decode = found.prefill, found.decode
         crossing = None
-        if prefill is not None and self.registry.slice_pairing is SlicePairing.PREFER:
-            crossing = SliceCrossings(self.registry).reason(prefill, decode, ask_of_call(call))
+        if prefill is not None and self.preference is not None:
+            crossing = self.preference.reason(prefill, decode, ask_of_call(call))
         return {
             "prefill_slice": None if prefill is None else self.registry.facts(prefill).slice,
             "decode_slice": self.registry.facts(decode).slice,

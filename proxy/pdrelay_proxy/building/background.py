@@ -63,6 +63,7 @@ def build_background(
         pairs=engines.pairs,
         features=shown,
         warnings=engines.warnings,
+        preference=serving.fleet.preference,
     )
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:

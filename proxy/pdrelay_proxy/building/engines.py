@@ -9,6 +9,7 @@ from typing import Final
 import httpx
 
 from pdrelay_proxy.core.admission.keys import Outbound
+from pdrelay_proxy.core.fleet.compatibility import PairsWithin
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.pair_matrix import PAIRS_KEPT, PairMatrix
 from pdrelay_proxy.core.fleet.pair_modes import PairModes
@@ -64,9 +65,11 @@ class EngineSide:
     has_other_routers: bool  # they send requests to the same engines, and tell of them
 
 
-def build_engines(settings: Settings, fabric: Fabric, *, has_other_routers: bool = False) -> EngineSide:
+def build_engines(
+    settings: Settings, fabric: Fabric, pairs_within: PairsWithin, *, has_other_routers: bool = False
+) -> EngineSide:
     """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
-    registry = _registry(settings, fabric.clock)
+    registry = _registry(settings, pairs_within, fabric.clock)
     policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
     learned = PushCoordinates(at_once=policy.at_once)
     modes = PairModes(policy.fixed, kind=registry.link)
@@ -118,9 +121,9 @@ def build_fleet(
     )
 
 
-def _registry(settings: Settings, clock: Callable[[], float]) -> Registry:
+def _registry(settings: Settings, pairs_within: PairsWithin, clock: Callable[[], float]) -> Registry:
     """Return one with the engines of the settings."""
-    registry = Registry(settings)
+    registry = Registry(settings, pairs_within)
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for address in addresses:
             registry.add_target(role, Target.parse(address), now=clock())

@@ -1,7 +1,6 @@
 """Builds what serves requests."""
 
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,10 +114,8 @@ def build_requests(
 def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
     """Return the counters; some of them are counted where pairs are chosen or remembered."""
     pairs = engines.pairs
-    crossings = fleet.crossings
     return Counters(
         PATHS,
-        slice_crossings=Counter() if crossings is None else crossings.counted,
         lone_prompts_bound=fleet.bounds,
         pair_failures=pairs.health.failures,
         pairs_dropped=pairs.matrix.counts,

@@ -107,6 +107,7 @@ def _key_routes(
         resumes=lambda: requests.services.settings.current.resume_streams,
         has_other_routers=engines.has_other_routers,
         warnings=engines.warnings,
+        preference=fleet.preference,
     )
     return (
         admin_routes(

@@ -99,7 +99,6 @@ class Counters:
     transfers: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
     transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
-    slice_crossings: Counter[Key] = field(default_factory=Counter)  # CrossingReason
     lone_prompts_bound: Counter[Key] = field(default_factory=Counter)  # BoundOutcome of core/routing/alone_bound.py
     pair_failures: Counter[Key] = field(default_factory=Counter)  # PairFailure of core/fleet/pair_health.py
     pairs_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
+    from pdrelay_proxy.core.fleet.compatibility import PairsWithin
     from pdrelay_proxy.features.feature import Feature
     from pdrelay_proxy.settings import Settings
 
@@ -23,6 +24,7 @@ FEATURES: Final = (
     "peers",
     "pods",
     "roles",
+    "slices",
     "why",
 )
 
@@ -36,6 +38,12 @@ def features() -> "Sequence[type[Feature]]":
 def has_other_routers(settings: "Settings") -> bool:
     """Tell whether other routers send requests to the same engines, and some feature has them meet."""
     return any(feature.has_other_routers(settings) for feature in features())
+
+
+def pairs_within(settings: "Settings") -> "PairsWithin":
+    """Return what the partners of an engine must have, too, by its slice (None: nothing), as a feature wants it."""
+    wanted = next((each for feature in features() if (each := feature.pairs_within(settings)) is not None), None)
+    return wanted or (lambda _slice: None)
 
 
 @lru_cache(1)

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pdrelay_proxy.api.operator_route import OperatorAccess
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
+from pdrelay_proxy.core.fleet.compatibility import PairsWithin
 from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
@@ -72,6 +73,12 @@ class Feature:
         """Tell whether it has other routers, or several workers, share loads and limits with this one."""
         del settings
         return False
+
+    @staticmethod
+    def pairs_within(settings: Settings, /) -> PairsWithin | None:
+        """Return what the partners of an engine must have, too, by its slice; None: nothing but what has to fit."""
+        del settings
+        return None
 
     def feed(self) -> EngineFeed | None:
         """Return what tells the router which engines there are, while it serves."""

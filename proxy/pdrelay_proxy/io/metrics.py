@@ -19,7 +19,7 @@ from pdrelay_proxy.core.discovery.reconcile import Freshness
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role
-from pdrelay_proxy.core.routing.fleet_groups import slices, unpaired_in_steps
+from pdrelay_proxy.core.routing.fleet_groups import unpaired_in_steps
 from pdrelay_proxy.io.metric_families import SERIES_AT_ONCE, CountedFamilies, Family, counter_family, parts_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
@@ -253,13 +253,6 @@ class _Collector:
         for role, count in (yield from unpaired_in_steps(self._engines)).items():
             alone.add_metric((role,), count)
         yield alone
-        text = "Engines that may serve, by pdrelay/slice; 0: the slice has some, and none of them may."
-        parts = GaugeMetricFamily("pdrelay_slice_instances", text, labels=("slice", "role"))
-        for labels, count in slices(self._engines).items():
-            parts.add_metric(labels, count)
-        yield parts
-        text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
-        yield from self._counted.counter("pdrelay_slice_crossings", text, ("reason",), "slice_crossings")
 
     def _queue(self) -> Iterator[Family | None]:
         admission = self._admission

@@ -12,6 +12,7 @@ from pdrelay_proxy.core.fleet.pair_rows import worst_rows
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
+from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.core.schemas.pairs import PairRow
 from pdrelay_proxy.core.steps import finish
@@ -122,9 +123,11 @@ class Status:
         pairs: PairNotes | None = None,
         features: Sequence[Callable[[], FeatureStatus | None]] = (),
         warnings: FleetWarnings | None = None,
+        preference: PairPreference | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
+        self._preference = preference
         self._admission = admission
         self._clock = clock  # the one of ``telemetry``
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
@@ -152,7 +155,7 @@ class Status:
                 yield
             engines.append(_engine(member, recent, in_flight.get(member.instance.id, 0), now=now))
         yield
-        groups = yield from fleet_groups_in_steps(self._engines, may_be_alone=self._may_be_alone())
+        groups = yield from fleet_groups_in_steps(self._engines, self._preference, may_be_alone=self._may_be_alone())
         yield
         requests = recent.requests.last(_MINUTE_S, now=now)
         ttft, gaps = (ring.last(_MINUTE_S, now=now) for ring in (recent.ttft, recent.gaps))

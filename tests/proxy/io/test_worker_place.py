@@ -5,12 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from pdrelay_proxy.consistency import check
+from pdrelay_proxy.consistency import check, check_admin_port
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.worker_place import WorkerPlace, limits_of_each
+from pdrelay_proxy.io.worker_place import WorkerPlace, check_workers, limits_of_each
 from pdrelay_proxy.settings import Settings
 
 SEVERAL = Settings(workers=3, port=8000, admin_port=9000, decode=("d:1",))
+
+
+def check_several(settings):
+    """Check what is said of several workers, whether or not there is a feature by which they meet."""
+    check_workers(settings)
+    check_admin_port(settings)
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def test_the_limits_that_hold_for_each_worker_are_named():
 def test_settings_that_contradict_several_workers_are_refused(changes, said):
     """Numbers of one worker of several would pass for those of all."""
     with pytest.raises(ConfigError, match=said):
-        check(replace(SEVERAL, **changes))
-    check(SEVERAL)
-    check(replace(SEVERAL, admin_port=0))
-    check(replace(SEVERAL, admin_port=7998, host="127.0.0.2", admin_host="127.0.0.1"))
+        check_several(replace(SEVERAL, **changes))
+    check_several(SEVERAL)
+    check_several(replace(SEVERAL, admin_port=0))
+    check_several(replace(SEVERAL, admin_port=7998, host="127.0.0.2", admin_host="127.0.0.1"))

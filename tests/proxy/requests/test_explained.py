@@ -19,7 +19,7 @@ from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BadRequest, PathNotServed, ProxyError
 from pdrelay_proxy.features import feature_policies
-from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
+from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings
 from support.bodies import BASE
 from support.scripted import Scripted, call, good_decode, params_of, prefilled, pulled_prefill, router_of
 
@@ -132,7 +132,6 @@ _RULES = st.fixed_dictionaries(
         "min_split_new_bytes": st.sampled_from([0, 30, 300]),
         "decode_only_fallback": st.booleans(),
         "mode": st.sampled_from([KvTransferMode.AUTO, *KvTransferMode]),
-        "slice_pairing": st.sampled_from(SlicePairing),
     }
 )
 _NAMES = st.sampled_from([*PolicyName, *feature_policies()])

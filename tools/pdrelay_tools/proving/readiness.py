@@ -17,6 +17,7 @@ from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.peer_loads import read_failures
 from pdrelay_proxy.core.fleet.peer_rates import read_moved
 from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.features import pairs_within
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.local.first_request import METRICS_WAIT_S
@@ -81,7 +82,7 @@ async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[Readi
         AddressError, AlreadyKnown, ConfigError: as ``build_engines`` says.
     """
     looking = replace(settings, health_check_timeout_s=seconds * _ANSWER_SHARE)
-    engines = build_engines(looking, Fabric())
+    engines = build_engines(looking, Fabric(), pairs_within(looking))
     check = _ReadinessCheck(engines, time.monotonic(), seconds)
     members = engines.registry.members()
     lines = await asyncio.gather(*map(check.look, members))

@@ -18,7 +18,8 @@ MODES: Final[Mapping[push_coordinates.CoordinatesState, EngineMode]] = {
     push_coordinates.CoordinatesState.SEVERAL: EngineMode.PUSH,
 }
 
-NO_SLICE: Final = ""  # stands for engines without one: with slice_pairing require they are a slice of their own
+NO_SLICE: Final = ""  # stands for engines without one, where these are a slice of their own
+PairsWithin: TypeAlias = Callable[[str | None], str | None]  # by the slice of an engine: `pairs_within` of its facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class EngineCapabilities:
     incompatible: frozenset[str] | None = None  # decode: engine ids of those it has met and cannot load from
     adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
     slice: str | None = None  # its zone, rack or NVLink domain, as its pod or its operator says
-    pairs_within: str | None = None  # the slice that its partners must be of (slice_pairing require); None: any
+    pairs_within: str | None = None  # the slice that its partners must be of; None: any
     kv_role: str | None = None  # vLLM's, as our connector shows it: only kv_both can serve another role
     resting: frozenset[InstanceId] | None = None  # decode: prefill engines that it cannot meet (pair_health.py)
     root: str | None = None  # where its base model's files lie, as /v1/models says; its own connector says more

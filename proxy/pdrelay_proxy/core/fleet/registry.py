@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, PairsWithin, fit, rests
 from pdrelay_proxy.core.fleet.departures import Departures
 from pdrelay_proxy.core.fleet.health import SERVING, EngineHealth, HealthState
 from pdrelay_proxy.core.fleet.kv_relief import KvRelief
@@ -20,7 +20,7 @@ from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, 
 from pdrelay_proxy.core.fleet.twins import Twins, twin_key
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.errors import NoInstance
-from pdrelay_proxy.settings import Settings, SlicePairing
+from pdrelay_proxy.settings import Settings
 
 _HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
 _WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
@@ -40,8 +40,10 @@ class _Usable:
 class Registry:
     """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, pairs_within: PairsWithin = lambda _slice: None) -> None:
+        """``pairs_within``: what the partners of an engine of a slice must have, too; None: any will do."""
         self._settings = settings or Settings()
+        self._pairs_within = pairs_within
         table = self._table = MemberTable()
         self.get: Final = table.get  # what is known of an engine; None if it was removed meanwhile
         self.changes: Final = table.changes
@@ -51,7 +53,6 @@ class Registry:
         self.departures: Final = Departures(table, self._has_turned)
         self.pairs: Final = PairHealth()
         self.relief: Final = KvRelief(self._settings.move_above)
-        self.slice_pairing: Final = self._settings.slice_pairing
         self._usable: dict[Role, _Usable] = {}
         self._steady: tuple[int, float] = (-1, 0.0)  # until when nothing but events changes it, and for which changes
 
@@ -79,7 +80,7 @@ class Registry:
 
     def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
         """Start to route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
-        within = (target.slice or NO_SLICE) if self.slice_pairing is SlicePairing.REQUIRE else None
+        within = self._pairs_within(target.slice)
         facts = EngineCapabilities(mode=target.mode, revision=target.revision, slice=target.slice, pairs_within=within)
         return [self.add(role, target.address, rank=rank, facts=facts, now=now, origin=origin) for rank in target.ranks]
 

@@ -25,7 +25,7 @@ class Target:
     ranks: tuple[int | None, ...] = (None,)  # the data-parallel ranks behind the address, each an instance of its own
     mode: EngineMode | None = None  # who moves the KV cache; None: it shows
     revision: str | None = None  # of its deployment: two revisions never share a request; None: fits all
-    slice: str | None = None  # its zone, rack or NVLink domain: with whom it shares requests (slice_pairing)
+    slice: str | None = None  # its zone, rack or NVLink domain: its partners may have to be of it
 
     @property
     def text(self) -> str:

@@ -18,9 +18,8 @@ from pdrelay_proxy.core.fleet.served_models import clipped
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import Grouping, group_engines, group_known
 from pdrelay_proxy.core.routing.group_weights import FairRates, Shares, shares_of
-from pdrelay_proxy.core.routing.slices import divide_by_slice
+from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
-from pdrelay_proxy.settings import SlicePairing
 
 Among: TypeAlias = Sequence[Instance]
 Fits: TypeAlias = Callable[[Instance, Instance], bool]  # whether a prefill and a decode engine can share a request
@@ -51,11 +50,20 @@ class Narrowed:
 class Candidates:
     """Some engines that can take a request, with what is known of them now."""
 
-    def __init__(self, registry: Registry, prefill: Among, decode: Among, *, is_bound: bool) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        prefill: Among,
+        decode: Among,
+        *,
+        is_bound: bool,
+        preference: PairPreference | None = None,
+    ) -> None:
         """``is_bound``: say how much each engine may get while revisions are mixed."""
         self.prefill, self.decode = prefill, decode
         self.version = registry.changes.count  # for which all of this is true
         self._registry, self._is_bound = registry, is_bound
+        self._preference = preference
         find, unknown = registry.get, EngineCapabilities()
         members = [find(instance.id) for side in (prefill, decode) for instance in side]
         facts = [unknown if member is None else member.facts for member in members]
@@ -154,9 +162,7 @@ class Candidates:
 
     def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
         shares = shares_of(grouping, may_be_alone=may_be_alone)
-        if self._registry.slice_pairing is not SlicePairing.PREFER:
-            return shares
-        return divide_by_slice(shares, lambda instance: self._registry.facts(instance).slice)
+        return shares if self._preference is None else self._preference.divide(shares)
 
     def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> Grouping:
         """Sort engines into groups by pairs that rest, too: all that fit do, and no engine may serve alone."""
@@ -235,7 +241,7 @@ def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, A
 
 
 def _is_whole(shares: Shares, prefill: Among, decode: Among) -> bool:
-    """Tell whether there is one share, of all these engines: that of a slice may leave some of other slices out."""
+    """Tell whether there is one share, of all these engines: a preference may leave some out."""
     if len(shares.all) > 1:
         return False
     group = shares.all[0].group

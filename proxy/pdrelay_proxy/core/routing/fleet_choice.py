@@ -11,9 +11,7 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
 from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
 from pdrelay_proxy.core.routing.pairing import Chosen, PairSelector
-from pdrelay_proxy.core.routing.slices import SliceCrossings
 from pdrelay_proxy.errors import NoInstance
-from pdrelay_proxy.settings import SlicePairing
 
 _OURS: Final = "pdrelay"  # an engine's metrics show which connector it has
 _AUTO: Final = EngineMode.AUTO
@@ -50,8 +48,8 @@ class FleetChoice:
         self.remembers = remembers
         # Whether the policy knows what engines take for a request, and so whether one alone is faster than two.
         self.weighs = pairs.weighing is not None
-        # None: slices play no part, or nothing counts.
-        self.crossings = SliceCrossings(registry) if counts and registry.slice_pairing is SlicePairing.PREFER else None
+        self.preference = pairs.preference
+        self._noted = pairs.preference if counts else None  # what hears of each pair
         self._counts = counts
         self._clock = clock  # seconds; only differences count
 
@@ -146,8 +144,8 @@ class FleetChoice:
         for instance in pair:
             if instance is not None:
                 self._chosen(instance)
-        if self.crossings is not None:
-            self.crossings.note(pair[0], pair[1], ask)
+        if self._noted is not None:
+            self._noted.note(pair[0], pair[1], ask)
         return pair
 
     def any_pair(self, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
@@ -160,8 +158,8 @@ class FleetChoice:
             if tried is not None:
                 return tried
             pair = self.pair(prefills, decodes, ask, may_be_alone=may_be_alone, are_all=True)
-        elif self.crossings is not None:
-            self.crossings.note(pair[0], pair[1], ask)
+        elif self._noted is not None:
+            self._noted.note(pair[0], pair[1], ask)
         return pair
 
     def _try_rested_pair(
@@ -179,8 +177,8 @@ class FleetChoice:
             health.tried((pair[0].id, pair[1].id), now=now)
         for instance in pair:
             self._chosen(instance)
-        if self.crossings is not None:
-            self.crossings.note(pair[0], pair[1], ask)
+        if self._noted is not None:
+            self._noted.note(pair[0], pair[1], ask)
         return pair
 
     def _chosen(self, instance: Instance) -> None:

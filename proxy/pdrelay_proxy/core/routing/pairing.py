@@ -12,10 +12,9 @@ from pdrelay_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHin
 from pdrelay_proxy.core.routing.alone_bound import AloneBound, Holding
 from pdrelay_proxy.core.routing.candidates import Among, Candidates, Fits, Narrowed, serving
 from pdrelay_proxy.core.routing.group_weights import FairRates, GroupShare, GroupTurns, Shares
+from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.share_bound import ShareBound, ShareBounds, make_room, without
-from pdrelay_proxy.core.routing.slices import nearest
 from pdrelay_proxy.errors import NoInstance
-from pdrelay_proxy.settings import SlicePairing
 
 Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
 Chosen: TypeAlias = tuple[Instance | None, Instance]  # likewise; None: the decode engine serves the request alone
@@ -137,8 +136,8 @@ class _FoundHolders:
 class PairSelector:
     """Narrows the engines down to those that serve the model and fit together, and lets a choice choose.
 
-    With several groups of compatible engines, as during a rollout, the group is chosen first (group_weights), and so is
-    the slice, if there are several that count (slices).
+    With several groups of compatible engines, as during a rollout, the group is chosen first (group_weights). So it is
+    with the groups into which a preference has divided them.
     """
 
     registry: Registry
@@ -152,6 +151,7 @@ class PairSelector:
     # How much one engine gets while revisions are mixed; None: the policies see to it themselves.
     bounds: ShareBounds | None = None
     short_alone: bool = True  # a decode engine serves short prompts alone, though it has nothing of them
+    preference: PairPreference | None = None  # among engines that fit; None: any will do
     _whole: list[Candidates] = field(default_factory=list[Candidates])  # all usable engines, as they were last
     _parts: list[Candidates] = field(default_factory=list[Candidates])  # some of them, the latest last
     _found: _FoundHolders = field(default_factory=_FoundHolders)
@@ -235,7 +235,8 @@ class PairSelector:
         known[:] = [each for each in known if not each.is_old]
         if len(known) >= most:
             del known[0]
-        found = Candidates(self.registry, prefill, decode, is_bound=self.bounds is not None)
+        is_bound = self.bounds is not None
+        found = Candidates(self.registry, prefill, decode, is_bound=is_bound, preference=self.preference)
         known.append(found)
         return found
 
@@ -295,6 +296,7 @@ class PairSelector:
             self.prefill_holders,
             None if self.bounds is None else self.bounds.copy(),
             self.short_alone,
+            self.preference,
         )
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:
@@ -412,12 +414,8 @@ class PairSelector:
         return self._candidates(self._parts, *sides)
 
     def _near(self, engine: Instance, others: Among) -> Among:
-        """Leave those of its slice, if slices count and some are."""
-        return nearest(engine, others, self._slice_of) if self._prefers_slices else others
-
-    @property
-    def _prefers_slices(self) -> bool:
-        return self.registry.slice_pairing is SlicePairing.PREFER
+        """Leave those that had better be its partner."""
+        return others if self.preference is None else self.preference.nearest(engine, others)
 
     def _sorted(self, among: Among) -> tuple[Among, Among]:
         """Tell those that wait for their trial from those that are well."""
@@ -427,6 +425,3 @@ class PairSelector:
             if (member := self.registry.get(instance.id)) is not None and member.life.state is HealthState.HALF_OPEN
         ]
         return trying, [instance for instance in among if instance not in trying] if trying else among
-
-    def _slice_of(self, instance: Instance) -> str | None:
-        return self.registry.facts(instance).slice

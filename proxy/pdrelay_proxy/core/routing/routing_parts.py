@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pdrelay_proxy.core.model import Instance, RoutingHints
 from pdrelay_proxy.core.routing.cache_reports import CacheReports
 from pdrelay_proxy.core.routing.leg_listener import LegListener
+from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.pairing import CacheWeighingPolicy
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
@@ -32,3 +33,4 @@ class RoutingParts:
     policies: Sequence[str] = ()  # names of policies for both legs, which go by caches
     # Returns what the settings want to be weighed; only one feature may. Raises ConfigError.
     weigh: Callable[[PolicyParts], Weighing | None] = lambda _: None
+    preference: PairPreference | None = None  # among engines that fit; only one feature may have it

@@ -17,7 +17,6 @@ from pdrelay_proxy.features.roles.role_turns import RoleTurns
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.probes.metrics_round import look_at_all
-from pdrelay_proxy.settings import SlicePairing
 
 logger = logging.getLogger(__name__)
 _SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
@@ -97,7 +96,7 @@ class RoleWatch:
 
     def _trouble(self, members: Sequence[Member]) -> str:
         """Say why the engines cannot be divided; empty: they can."""
-        if self._registry.slice_pairing is SlicePairing.REQUIRE:
+        if any(member.facts.pairs_within is not None for member in members):
             return "slice_pairing is require, and roles are decided for one pool of engines"
         return _mixed(members)
 

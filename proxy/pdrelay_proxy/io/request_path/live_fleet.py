@@ -31,7 +31,6 @@ from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.core.routing.pairing import PairSelector
 from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
 from pdrelay_proxy.core.routing.retries import BrokenAnswer
-from pdrelay_proxy.core.routing.slices import nearest
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.io.request_path.cache_learning import CacheLearning
 from pdrelay_proxy.io.request_path.caches import Caches
@@ -153,15 +152,13 @@ class LiveFleet(FleetChoice):
         return self.registry.fitting(lender, decode)
 
     def nearest(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """Leave the decode engines of a prefill engine's slice, if slices count and some are: all of them fit it."""
-        if self.crossings is None:
-            return decode
-        return nearest(prefill, decode, lambda instance: self.registry.facts(instance).slice)
+        """Leave the decode engines that had better be a prefill engine's partner: all of them fit it."""
+        return decode if self.preference is None else self.preference.nearest(prefill, decode)
 
     def took_over(self, prefill: Instance, decode: Instance, ask: RoutingHints, /) -> None:
         """Another decode engine has got the leg of one that could not be reached."""
-        if self.crossings is not None:
-            self.crossings.note(prefill, decode, ask.once_more())
+        if self.preference is not None:
+            self.preference.note(prefill, decode, ask.once_more())
 
     def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""

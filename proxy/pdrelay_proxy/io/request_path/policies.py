@@ -69,16 +69,18 @@ def fleet_of(
     listeners = [listener for each in added for listener in each.listeners]
     by_features = [name for each in added for name in each.policies]
     by_cache = (PolicyName.PREFIX, *by_features)
+    preference = next((each.preference for each in added if each.preference is not None), None)
     names = settings.prefill_policy, settings.decode_policy
     if settings.return_kv and settings.decode_policy not in by_cache:
         names_known = " or ".join(by_cache)
         raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
     # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find its KV there.
     short_alone = not (settings.reuse_kv and settings.decode_policy in by_cache)
+    select = partial(PairSelector, registry, short_alone=short_alone, preference=preference)
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-        return build(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock, added=listeners)
+        return build(registry, select(choice), learned, clock, added=listeners)
     reports = next((each.reports for each in added if each.reports is not None), None)
     caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, reports)
     loads = Loads(registry, clock)
@@ -91,7 +93,7 @@ def fleet_of(
         policy = weighing.policy
         bound = AloneBound(registry, clock, spares)
         shares = ShareBounds(registry)
-        pairs = PairSelector(registry, policy, policy, bound, weighing=policy, bounds=shares, short_alone=short_alone)
+        pairs = select(policy, policy, bound, weighing=policy, bounds=shares)
         return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)
     prefill, decode = (policy_of(name, parts, by_features) for name in names)
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=weighing is None)
@@ -101,9 +103,9 @@ def fleet_of(
         holders = prefill.holders if isinstance(prefill, Prefix) else None
         choice = PolicyPerLeg(prefill, decode)
         bounds = ShareBounds(registry) if set(names) & _LOYAL else None
-        pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds, short_alone=short_alone)
+        pairs = select(choice, prefill_holders=holders, bounds=bounds)
         return build(registry, pairs, learned, clock, caches, added=listeners)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
     bound = AloneBound(registry, clock, spares)
-    pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry), short_alone=short_alone)
+    pairs = select(choice, prefix, bound, bounds=ShareBounds(registry))
     return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)

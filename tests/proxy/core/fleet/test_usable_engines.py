@@ -14,7 +14,7 @@ from pdrelay_proxy.core.model import EngineRole, RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.errors import ProxyError
-from pdrelay_proxy.settings import Settings, SlicePairing
+from pdrelay_proxy.settings import Settings
 
 LIMITS = {"circuit_breaker_failures": 1, "ejection_time_s": 2.0, "health_check_failures": 2}
 PLACE = st.integers(0, 11)
@@ -46,9 +46,9 @@ EVENTS = st.one_of(
 class World:
     """A fleet, and what happens to its engines."""
 
-    def __init__(self, slice_pairing):
+    def __init__(self):
         self.now, self.ports = 0.0, itertools.count(1)
-        self.registry = Registry(Settings(slice_pairing=slice_pairing, **LIMITS))
+        self.registry = Registry(Settings(**LIMITS))
 
     def add(self, role, fragment):
         target = Target.parse(f"http://h:{next(self.ports)}{fragment}")
@@ -106,7 +106,7 @@ class World:
 @given(st.lists(st.tuples(EVENTS, st.booleans()), max_size=40))
 def test_who_is_usable_is_what_asking_each_engine_brings(events):
     """The registry keeps lists of who serves a role; they are in the order in which engines were added."""
-    world = World(SlicePairing.OFF)
+    world = World()
     for event, asked in events:
         world.happens(*event)
         if not asked:

@@ -13,18 +13,17 @@ from pdrelay_proxy.features.roles.role_controller import RoleController
 from pdrelay_proxy.features.roles.role_watch import RoleWatch
 from pdrelay_proxy.features.roles.settings import RolesMode
 from pdrelay_proxy.io.probes.checks import ProbeFailed
-from pdrelay_proxy.settings import Settings, SlicePairing
 from support.fluid_fleet import LIMITS, TARGETS, FluidFleet
 
 
 class World:
     """A router that knows the engines of a fluid fleet by their names as hosts."""
 
-    def __init__(self, prefill, decode, settings=None):
+    def __init__(self, prefill, decode, facts=None):
         self.fleet = FluidFleet(prefill, decode)
-        self.registry = Registry(settings)
+        self.registry = Registry()
         for name, role in self.fleet.roles.items():
-            self.registry.add(role, Address("http", name, 80))
+            self.registry.add(role, Address("http", name, 80), facts=facts)
         self.silent = set()
         self.board = RoleBoard(RolesMode.DRY_RUN, 6, self.clock)
         self.watch = RoleWatch(
@@ -125,18 +124,17 @@ async def test_an_engine_that_retires_before_it_has_turned_holds_up_nothing():
 
 
 @pytest.mark.parametrize(
-    ("models", "settings", "why"),
+    ("models", "facts", "why"),
     [
         ({"prefill-0": {"a"}, "decode-0": {"b"}}, None, "engines serve 2 different sets of models"),
-        ({}, Settings(slice_pairing=SlicePairing.REQUIRE), "slice_pairing is require"),
+        ({}, EngineCapabilities(pairs_within="a"), "slice_pairing is require"),
     ],
 )
-async def test_engines_that_are_not_one_pool_are_left_alone(models, settings, why):
+async def test_engines_that_are_not_one_pool_are_left_alone(models, facts, why):
     """An engine that turned would be of no use to the requests that lack one."""
-    world = World(4, 4, settings)
+    world = World(4, 4, facts)
     for name, served in models.items():
-        facts = EngineCapabilities(models=frozenset(served), adapters=frozenset())
-        world.registry.learn(name, facts)
+        world.registry.learn(name, EngineCapabilities(models=frozenset(served), adapters=frozenset()))
     decision = await world.run(4.0, 1.0, 200)
 
     assert (decision.verdict, decision.wanted) == ("unknown", None)

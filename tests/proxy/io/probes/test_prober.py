@@ -19,7 +19,7 @@ from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
 from pdrelay_proxy.io.probes.prober import DRAIN_IDLE_S, HUNG_S, Prober
-from pdrelay_proxy.settings import Settings, SlicePairing
+from pdrelay_proxy.settings import Settings
 from support.sim import until_async
 from support.simulated_loop import in_simulated_time
 
@@ -128,7 +128,7 @@ async def test_engines_that_are_alike_are_told_of_together(registry, engines, ca
 
 async def test_that_slices_are_apart_is_what_was_asked_for(engines, caplog):
     """Hundreds of slices are tens of thousands of pairs that nobody wants to read of; within a slice they are told."""
-    registry = Registry(Settings(slice_pairing=SlicePairing.REQUIRE))
+    registry = Registry(pairs_within=lambda name: name)
     for number in range(1, 41):
         for role in Role:
             revision = "b" if (number, role) == (40, Role.DECODE) else "a"

@@ -14,13 +14,14 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.routing.compatible_groups import group_engines
-from pdrelay_proxy.core.routing.fleet_groups import fleet_groups, slices
+from pdrelay_proxy.core.routing.fleet_groups import fleet_groups
 from pdrelay_proxy.core.routing.group_weights import BOUND, shares_of
-from pdrelay_proxy.core.routing.slices import CrossingReason, SliceCrossings, divide_by_slice, nearest
 from pdrelay_proxy.errors import NoInstance
-from pdrelay_proxy.features import feature_policies
+from pdrelay_proxy.features import feature_policies, pairs_within
+from pdrelay_proxy.features.slices.core.slice_preference import CrossingReason, divide_by_slice, nearest, slice_sizes
+from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
 from pdrelay_proxy.io.request_path.policies import fleet_of
-from pdrelay_proxy.settings import PolicyName, Settings, SlicePairing
+from pdrelay_proxy.settings import PolicyName, Settings
 from support.feature_routing import routing_of_features
 
 BRITTLE = Settings(circuit_breaker_failures=1, ejection_time_s=5)
@@ -34,10 +35,9 @@ class World:
 
     def __init__(self, pairing=REQUIRE, policy=PolicyName.ROUND_ROBIN, decode_policy=None):
         self.now = 0.0
-        self.settings = replace(
-            BRITTLE, slice_pairing=pairing, prefill_policy=policy, decode_policy=decode_policy or policy
-        )
-        self.registry, self.ports = Registry(self.settings), itertools.count(1)
+        chosen = replace(BRITTLE, prefill_policy=policy, decode_policy=decode_policy or policy)
+        self.settings = chosen.having(SliceSettings(pairing))
+        self.registry, self.ports = Registry(self.settings, pairs_within(self.settings)), itertools.count(1)
         learned = PushCoordinates(at_once=True)
         added = routing_of_features(self.settings, self.registry, lambda: self.now)
         self.fleet = fleet_of(self.settings, self.registry, learned, lambda: self.now, lambda n: n // 2, added=added)
@@ -245,7 +245,7 @@ def test_pairs_cross_when_a_slice_has_no_engine_that_could_take_them(what, reaso
 
     chosen = world.chosen(100)
     assert set(chosen) == {("a", "b"), ("b", "b")}
-    assert world.fleet.crossings.counted == {(reason,): chosen["a", "b"]}
+    assert world.fleet.preference.counted == {(reason,): chosen["a", "b"]}
 
 
 def test_pairs_cross_when_the_engines_of_a_slice_are_full():
@@ -257,7 +257,7 @@ def test_pairs_cross_when_the_engines_of_a_slice_are_full():
         ("b", "b"): pytest.approx(350, abs=5),
         ("a", "b"): pytest.approx(300, abs=5),
     }
-    assert world.fleet.crossings.counted == {(CrossingReason.FULL,): pytest.approx(300, abs=5)}
+    assert world.fleet.preference.counted == {(CrossingReason.FULL,): pytest.approx(300, abs=5)}
 
 
 def rehearsed(world):
@@ -270,7 +270,7 @@ def test_an_engine_without_a_partner_in_its_slice_gets_nothing_while_the_other_s
     world = World(PREFER).fill(a=(3, 3), b=(1, 0))
 
     assert world.chosen(300) == {("a", "a"): 300}
-    assert not world.fleet.crossings.counted
+    assert not world.fleet.preference.counted
     assert {world.slice(rehearsed(world)[0]) for _ in range(8)} == {"a"}
     for one in world.of(Role.PREFILL, "a")[1:]:
         world.eject(one)  # now the mean is of two, and the one that is left gets no more than 1.4 times that
@@ -287,7 +287,7 @@ def test_pairs_are_chosen_as_the_slices_are_divided_and_as_the_status_page_shows
     fair = sum(min(ps / p, ds / d) for ps, ds in sizes)
     chosen = world.chosen(200)
     crossing = sum(count for (one, other), count in chosen.items() if one != other)
-    groups = fleet_groups(world.registry, may_be_alone=True)
+    groups = fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)
 
     expected = max(0.0, 1 - fair * BOUND)
     assert crossing == (0 if expected < 1e-9 else pytest.approx(200 * expected, abs=4 * len(sizes)))
@@ -304,14 +304,14 @@ def test_pairs_cross_when_the_engines_of_a_slice_have_failed_the_request():
     p, d = world.fleet.pair(world.of(Role.PREFILL, "a"), decode, RoutingHints(again=True))
 
     assert (world.slice(p), world.slice(d)) == ("a", "b")
-    assert world.fleet.crossings.counted == {(CrossingReason.FAILED,): 1}
+    assert world.fleet.preference.counted == {(CrossingReason.FAILED,): 1}
 
 
 def test_what_is_only_explained_is_not_counted():
     world = World(PREFER).fill(a=(1, 0), b=(0, 1))
     rehearsed(world)
 
-    assert not world.fleet.crossings.counted
+    assert not world.fleet.preference.counted
 
 
 def test_an_engine_on_trial_gets_a_partner_of_its_slice():
@@ -361,7 +361,7 @@ def test_another_decode_engine_for_blocks_that_wait_is_of_the_same_slice_if_one_
     assert world.fleet.nearest(p, decodes) == world.of(Role.DECODE, "b")
     assert nearest(p, world.of(Role.DECODE, "a"), world.slice) == world.of(Role.DECODE, "a")
     world.fleet.took_over(p, world.of(Role.DECODE, "a")[0], RoutingHints())
-    assert world.fleet.crossings.counted == {(CrossingReason.FAILED,): 1}
+    assert world.fleet.preference.counted == {(CrossingReason.FAILED,): 1}
 
 
 def test_reasons_are_about_the_model_of_the_request():
@@ -370,18 +370,21 @@ def test_reasons_are_about_the_model_of_the_request():
     served = {name: world.registry.facts(world.of(Role.DECODE, name)[0]) for name in "ab"}
     for name, model in (("a", "x"), ("b", "y")):
         world.registry.learn(world.of(Role.DECODE, name)[0].id, replace(served[name], models=frozenset({model})))
-    crossings = SliceCrossings(world.registry)
+    preference = world.fleet.preference
     pair = world.of(Role.PREFILL, "a")[0], world.of(Role.DECODE, "b")[0]
 
-    assert crossings.reason(*pair, RoutingHints("y")) is CrossingReason.NO_ENGINE
+    assert preference.reason(*pair, RoutingHints("y")) is CrossingReason.NO_ENGINE
 
 
 def test_the_status_page_says_which_slice_lacks_engines():
     world = World(REQUIRE).fill(a=(2, 2), b=(3, 0))
-    rows = [(row.name, row.prefill, row.decode) for row in fleet_groups(world.registry, may_be_alone=True)]
+    rows = [
+        (row.name, row.prefill, row.decode)
+        for row in fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)
+    ]
 
     assert rows == [("slice a", 2, 2), ("no decode engine fits, slice b", 3, 0)]
-    assert slices(world.registry) == {
+    assert slice_sizes(world.registry) == {
         ("a", Role.PREFILL): 2,
         ("a", Role.DECODE): 2,
         ("b", Role.PREFILL): 3,
@@ -391,7 +394,7 @@ def test_the_status_page_says_which_slice_lacks_engines():
 
 def test_the_status_page_shows_what_crosses():
     world = World(PREFER).fill(a=(3, 1), b=(1, 3))
-    rows = {row.name: row.pairs for row in fleet_groups(world.registry, may_be_alone=True)}
+    rows = {row.name: row.pairs for row in fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)}
 
     assert rows == {
         "unknown facts, slice a": pytest.approx(0.35),
@@ -403,7 +406,10 @@ def test_the_status_page_shows_what_crosses():
 def test_the_status_page_shows_engines_that_get_nothing():
     """Their slice has no partner for them, and the other slice can take all."""
     world = World(PREFER).fill(a=(3, 3), b=(1, 0))
-    groups = [(row.name, row.prefill, row.decode, row.pairs) for row in fleet_groups(world.registry, may_be_alone=True)]
+    groups = [
+        (row.name, row.prefill, row.decode, row.pairs)
+        for row in fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)
+    ]
 
     assert groups == [("unknown facts, slice a", 3, 3, pytest.approx(1)), ("unknown facts, slice b", 1, 0, 0.0)]
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import httpx
 
 from pdrelay_proxy.app import build
-from pdrelay_proxy.settings import Settings, SlicePairing
+from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
+from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, Sim, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
 from support.sim import InMemory
@@ -24,9 +25,9 @@ async def sliced(pairing, *names, away=(), **settings):
     for name in away:
         engines[name].takes_legs = False
     prefill, decode = (tuple(f"{name}:80#slice={name[0]}" for name in names if name[2] == part) for part in ROLES)
-    chosen = replace(OPEN, slice_pairing=pairing, prefill=prefill, decode=decode, allowed_hosts=("*",), **settings)
+    chosen = replace(OPEN, prefill=prefill, decode=decode, allowed_hosts=("*",), **settings)
     network = InMemory(engines)
-    app = build(chosen, fabric=network.fabric).app
+    app = build(chosen.having(SliceSettings(pairing)), fabric=network.fabric).app
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with network.running(app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         yield client, engines

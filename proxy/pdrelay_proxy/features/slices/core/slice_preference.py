@@ -15,11 +15,12 @@ from math import fsum
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.counters import Key
-from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.health import SERVING, HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup
 from pdrelay_proxy.core.routing.group_weights import BOUND, GroupShare, Shares
+from pdrelay_proxy.core.routing.pair_preference import PairPreference
 
 SliceOf: TypeAlias = Callable[[Instance], str | None]
 _LEAST: Final = 1e-9
@@ -163,8 +164,10 @@ def _crossing(share: GroupShare, givers: list[_Room], takers: list[_Room]) -> Se
     return found
 
 
-class SliceCrossings:
-    """Counts the pairs of two slices by reason, where ``slice_pairing`` prefers one."""
+class SlicePreference(PairPreference):
+    """Divides traffic by slice, and counts the pairs of two slices by reason."""
+
+    __slots__ = ("_found", "_registry", "_version", "counted")
 
     def __init__(self, registry: Registry) -> None:
         self.counted = Counter[Key]()  # by CrossingReason
@@ -172,16 +175,29 @@ class SliceCrossings:
         self._found = dict[tuple[Role, str | None, str | None], CrossingReason | None]()
         self._version = -1  # changes of the registry for which that holds
 
-    def note(self, prefill: Instance | None, decode: Instance, ask: RoutingHints) -> None:
+    def divide(self, shares: Shares, /) -> Shares:
+        """Divide them so that both engines of a request are of one slice as far as that is fair."""
+        return divide_by_slice(shares, self._slice_of)
+
+    def left_out(self, group: CompatibleGroup, served: Set[InstanceId], /) -> Sequence[CompatibleGroup]:
+        """List the engines of a group that get no traffic, by slice."""
+        return left_out(group, served, self._slice_of)
+
+    def nearest(self, engine: Instance, others: Sequence[Instance], /) -> Sequence[Instance]:
+        """List those of some engines that are in the slice of another one; all of them, if none is."""
+        return nearest(engine, others, self._slice_of)
+
+    def note(self, prefill: Instance | None, decode: Instance, ask: RoutingHints, /) -> None:
         """Count a pair, if it crosses; None: the decode engine is alone."""
         if prefill is not None:
             reason = self.reason(prefill, decode, ask)
             if reason is not None:
                 self.counted[(reason.value,)] += 1
 
-    def reason(self, prefill: Instance, decode: Instance, ask: RoutingHints) -> CrossingReason | None:
+    def reason(self, prefill: Instance, decode: Instance, ask: RoutingHints, /) -> CrossingReason | None:
         """Say why a pair crosses; None: it does not."""
-        here, there = self._registry.facts(prefill).slice, self._registry.facts(decode).slice
+        here = self._slice_of(prefill)
+        there = self._slice_of(decode)
         if here == there:
             return None
         lacks = self._lack(Role.DECODE, here, ask.model)
@@ -212,3 +228,19 @@ class SliceCrossings:
             return None
         left = [life for life in there if life.state not in _LEAVING]
         return CrossingReason.UNAVAILABLE if left else CrossingReason.DRAINING
+
+    def _slice_of(self, instance: Instance) -> str | None:
+        return self._registry.facts(instance).slice
+
+
+def slice_sizes(registry: Registry) -> dict[tuple[str, Role], int]:
+    """Count the engines that may serve by slice and role, also 0; empty: no engine has a slice."""
+    members = registry.members()
+    names = {member.facts.slice for member in members if member.facts.slice is not None}
+    found = Counter[tuple[str, Role]]({(name, role): 0 for name in sorted(names) for role in Role})
+    for member in members:
+        name = member.facts.slice
+        if name is not None and member.life.state in SERVING:
+            for role in Role:
+                found[name, role] += member.as_role(role) is not None
+    return found

@@ -1,0 +1,1 @@
+"""Engines of one slice share requests: docs/cells.md."""

@@ -1,0 +1,1 @@
+"""Pure: which slices share the traffic, and how."""

@@ -103,7 +103,7 @@ class Attempt(LegOwner):
         leg, body = self._sending.new_prefill(self, call, prefill, self.move, reuses=reuses)
         self.prefill = leg
         self.choice.prefill = prefill
-        error = self._sending.send(leg, body, is_prefill=True, asks_for_report=self._life.services.reports)
+        error = self._sending.send(leg, body)
         if error is not None:
             self.leg_failed(leg, error)
         return leg
@@ -112,7 +112,7 @@ class Attempt(LegOwner):
         """Send a decode leg; the slot that is held at its engine becomes its own."""
         leg = self._sending.new_decode(self, decode, self.prefill, self.move)
         self.decode = leg
-        error = self._sending.send(leg, self.body, is_alone=self.prefill is None)
+        error = self._sending.send(leg, self.body)
         if error is not None:  # one that cannot be sent has failed
             self.leg_failed(leg, error)
         return leg

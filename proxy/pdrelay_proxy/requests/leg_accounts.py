@@ -31,16 +31,16 @@ class LegAccounts:
     good_legs: GoodLegs
     clock: Callable[[], float]
 
-    def sent(self, leg: EngineLeg, plan: RequestPlan, *, is_alone: bool, is_prefill: bool) -> None:
-        """Tell the listeners of a leg; ``is_alone``: no prefill engine gets the prompt.
+    def sent(self, leg: EngineLeg, plan: RequestPlan) -> None:
+        """Tell the listeners of a leg.
 
         It is timed by a prefill engine's answer, or by the first event of a stream; not what is pushed, which waits for
         the prefill engine.
         """
-        is_timed = is_prefill
-        if not is_prefill and plan.streams:
-            is_timed = is_alone or (isinstance(leg, DecodeLeg) and leg.follows)
-        computes = is_prefill or is_alone
+        computes = is_timed = True  # as of a prefill leg
+        if isinstance(leg, DecodeLeg):
+            computes = leg.is_alone
+            is_timed = plan.streams and (leg.is_alone or leg.follows)
         for listener in self.fleet.listeners:
             listener.leg_sent(leg.instance, leg.record.name, plan.ask, computes=computes, is_timed=is_timed)
 

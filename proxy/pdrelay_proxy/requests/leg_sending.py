@@ -99,6 +99,7 @@ class LegSending:
         if move is not None:
             due = now + min(settings.first_token_timeout_s, move_timeout(settings))
         leg = DecodeLeg(owner, decode, now, due, services.clock)
+        leg.is_alone = prefill is None
         leg.counts = record.single_reason is None
         leg.cache_usage = life.cache_usage
         leg.record.expected = choice.expected
@@ -109,19 +110,8 @@ class LegSending:
             services.telemetry.handed_over(now - prefill.handed_over_at)
         return leg
 
-    def send(
-        self,
-        leg: EngineLeg,
-        body: Pieces,
-        *,
-        is_prefill: bool = False,
-        is_alone: bool = False,
-        asks_for_report: bool = False,
-    ) -> EngineError | None:
-        """Send a leg; return why it cannot be sent, if so.
-
-        ``is_alone``: no prefill engine gets the prompt; ``asks_for_report``: the engine shall say how busy it is.
-        """
+    def send(self, leg: EngineLeg, body: Pieces) -> EngineError | None:
+        """Send a leg; return why it cannot be sent, if so."""
         life = self._life
         services = life.services
         plan = self._plan
@@ -130,7 +120,7 @@ class LegSending:
         headers = plan.headers
         if instance.rank is not None or plan.ask.rank is not None:
             headers = plan.headers_for(instance)
-        if asks_for_report:
+        if services.reports and isinstance(leg, PrefillLeg):
             headers = (*headers, ASK_FOR_REPORT)
         if life.span is not None:
             leg.span, headers = life.span.leg(instance, headers)
@@ -140,7 +130,7 @@ class LegSending:
         else:
             services.fleet.enter(instance, self.request)
         if services.fleet.listeners:
-            services.accounts.sent(leg, plan, is_alone=is_alone, is_prefill=is_prefill)
+            services.accounts.sent(leg, plan)
         try:
             services.sender.send(
                 leg,

@@ -229,6 +229,7 @@ class DecodeLeg(EngineLeg):
         "follows",
         "gaps",
         "heard",
+        "is_alone",
         "is_last",
         "is_over",
         "lines",
@@ -256,6 +257,7 @@ class DecodeLeg(EngineLeg):
         self.is_last = False  # the end of the stream has come with its beginning
         self.is_over = False  # all of the answer is here
         self.follows = False  # it was sent behind the answer of a prefill engine
+        self.is_alone = False  # no prefill engine gets the prompt
         self.heard = False  # something has come since the last look at the time
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said

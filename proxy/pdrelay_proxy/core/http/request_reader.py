@@ -18,21 +18,17 @@ _RETURN: Final = 13  # begins an empty line before a request
 class RequestReader:
     """Of one connection."""
 
-    __slots__ = ("_chunks", "_head", "_heads", "_remaining", "in_body", "received", "rest")
+    __slots__ = ("_chunks", "_head", "_heads", "_remaining", "head_size", "in_body", "received", "rest")
 
     def __init__(self) -> None:
         self._heads = RepeatedHead()
         self._head: bytearray | None = None  # the beginning of a head
+        self.head_size = 0  # its bytes
         self._remaining = 0  # bytes of a body whose length was declared
         self._chunks: ChunkedBody | None = None
         self.in_body = False  # the next bytes are those of a body
         self.received = 0  # bytes of that body so far
         self.rest = b""  # what is behind the head or the body that was read last
-
-    @property
-    def head_size(self) -> int:
-        """Return the bytes of a head whose end has not come."""
-        return 0 if self._head is None else len(self._head)
 
     @property
     def has_begun_head(self) -> bool:
@@ -56,6 +52,7 @@ class RequestReader:
     def drop_head(self) -> None:
         """Forget the beginning of a head."""
         self._head = None
+        self.head_size = 0
 
     def read_head(self, data: bytes) -> Head | None:
         """Read on in a head; return it once it is complete, and have what is behind it in ``rest``.
@@ -83,10 +80,11 @@ class RequestReader:
         if end < 0:
             if self._head is None:
                 self._head = bytearray(data)
+            self.head_size = len(self._head)
             self.rest = b""
             return None
         head = self._heads.read(bytes(received[start:end]))
-        self._head = None
+        self.drop_head()
         self.rest = bytes(received[end:])
         return head
 

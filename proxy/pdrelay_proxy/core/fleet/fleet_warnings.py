@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import compared, difference, fit, have_common_model
+from pdrelay_proxy.core.fleet.fleet_models import first_of
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry, listed
-from pdrelay_proxy.core.fleet.served_models import first_of
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 
 _LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})

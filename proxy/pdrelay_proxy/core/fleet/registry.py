@@ -9,13 +9,13 @@ from typing import Final
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, PairsWithin, fit, rests
 from pdrelay_proxy.core.fleet.departures import Departures
+from pdrelay_proxy.core.fleet.fleet_models import FleetModels
 from pdrelay_proxy.core.fleet.health import SERVING, EngineHealth, HealthState
 from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.member_table import MemberTable
 from pdrelay_proxy.core.fleet.pair_health import Pair, PairHealth
-from pdrelay_proxy.core.fleet.served_models import ServedModels
 from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from pdrelay_proxy.core.fleet.twins import Twins, twin_key
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
@@ -48,7 +48,7 @@ class Registry:
         self.get: Final = table.get  # what is known of an engine; None if it was removed meanwhile
         self.changes: Final = table.changes
         self.lineup: Final = table.lineup  # changes of what decides which engines there should be: not of their health
-        self.models: Final = ServedModels(table)
+        self.models: Final = FleetModels(table)
         self.twins: Final = Twins(table)
         self.departures: Final = Departures(table, self._has_turned)
         self.pairs: Final = PairHealth()

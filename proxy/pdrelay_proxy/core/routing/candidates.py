@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fleet import compatibility
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.fleet_models import clipped
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry, listed
-from pdrelay_proxy.core.fleet.served_models import clipped
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import Grouping, group_engines, group_known
 from pdrelay_proxy.core.routing.group_weights import FairRates, Shares, shares_of

@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from pdrelay_proxy.core.fleet.fleet_models import first_of
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.peer_rates import Moved
-from pdrelay_proxy.core.fleet.served_models import first_of
 from pdrelay_proxy.core.model import Role
 
 OURS: Final = "pdrelay"

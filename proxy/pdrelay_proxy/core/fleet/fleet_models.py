@@ -15,7 +15,7 @@ _MOST_MODELS: Final = 10  # names in one message: an engine may have thousands o
 _MOST_SHARED: Final = 1024  # sets of models; beyond, those that no engine serves any more are forgotten
 
 
-class ServedModels:
+class FleetModels:
     """Of all engines."""
 
     __slots__ = ("_bases", "_served", "_sets", "_table")

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.processes
 
 # What a request and its answer go through, and what several routers say to each other.
 SUITES = {
-    "core": ("tests/proxy/core",),
+    "core": (
+        "tests/proxy/core",
+        *[f"tests/proxy/features/{name}/core" for name in ("expected_ttft", "kv_events", "peers")],
+    ),
     "requests": ("tests/proxy/requests",),
     "io": (
         "tests/proxy/io/wire/test_engines_contract.py",
@@ -51,6 +54,7 @@ _INSIDE = {
     "test_a_fault_of_our_own_is_told_logged": "puts a fault into a module from outside",
     "test_a_client_that_cannot_be_told_anything": "the same",
     "test_pairing_costs": "counts what is looked at in a class of its own",
+    "test_caches": "hears engines by a class of its own",
 }
 
 

@@ -156,9 +156,16 @@ class RoutingHints:
 
     def once_more(self) -> "RoutingHints":
         """Return the same for a request that has failed before."""
+        return self._with(self.model, again=True)
+
+    def for_model(self, model: str | None) -> "RoutingHints":
+        """Return the same for a request that has named none: an engine tells which one it means."""
+        return self._with(model, again=self.again)
+
+    def _with(self, model: str | None, *, again: bool) -> "RoutingHints":
         hints = RoutingHints(
-            self.model, self.session, self.prompt, self.tokens, self.rank, again=True, context=self.context
-        )
+            model, self.session, self.prompt, self.tokens, self.rank, again=again, context=self.context
+        )  # fmt: skip
         hints._blocks = self._blocks
         return hints
 

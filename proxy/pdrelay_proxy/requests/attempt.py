@@ -206,7 +206,7 @@ class Attempt(LegOwner):
             if leg.status != _OK:
                 raise leg_error(leg.instance, leg.response(body))
             if self._plan.learns_model:  # the decode engine is told the name, and checks it
-                self._plan.ask.model = self._life.services.leg_bodies.learn_model(leg.instance.id, body)
+                self._plan.learn_model(self._life.services.leg_bodies.learn_model(leg.instance.id, body))
             return self._life.services.leg_bodies.take(
                 call,
                 self.id,

@@ -277,7 +277,7 @@ class Dispatch(Answering):
         if attempt.move is None and attempt.choice.mode is not _READ:
             coordinates = life.services.push_coordinates.coordinates(prefill.id)
         if coordinates is not None and self._plan.learns_model:
-            self._plan.ask.model = life.services.leg_bodies.model_of(prefill.id)
+            self._plan.learn_model(life.services.leg_bodies.model_of(prefill.id))
             if self._plan.ask.model is None:
                 coordinates = None  # its answer tells which model the decode engine must serve
             else:

@@ -75,7 +75,7 @@ class RequestHead:
 
 @dataclass(slots=True, init=False)
 class RequestPlan:
-    """What the engines are asked. It does not change."""
+    """What the engines are asked. It does not change, but for a model that is learned."""
 
     path: str
     headers: Headers  # those of the client's headers that engines may see
@@ -115,6 +115,10 @@ class RequestPlan:
         self.tokens = tokens
         self.single_reason = single_reason
         self.learns_model = False
+
+    def learn_model(self, model: str | None) -> None:
+        """An engine has told which model is meant; None: which one it serves is not known."""
+        self.ask = self.ask.for_model(model)
 
     def headers_for(self, engine: Instance) -> Headers:
         """Return the headers for one engine: with its rank, or with the client's for a decode engine without ranks."""

@@ -36,6 +36,16 @@ def test_a_long_prompt_is_neither_copied_nor_compared():
     assert asked.once_more().blocks is asked.blocks
 
 
+def test_a_model_that_is_learned_makes_other_hints_of_the_same_prompt():
+    """Whoever has the first ones has what they were when engines were chosen by them."""
+    asked = ask_of_call(call_of(Api.COMPLETIONS, b'{"prompt":"x"}', 1), "s").once_more()
+    learned = asked.for_model("m")
+
+    assert (asked.model, learned.model, learned.session, learned.rank, learned.again) == (None, "m", "s", 1, True)
+    assert learned.blocks is not None
+    assert asked.for_model("m").prompt is asked.prompt
+
+
 @pytest.mark.parametrize("model", [b"null", b'""', b"7", b'["m"]'])
 def test_what_is_no_name_names_no_model(model):
     """The engine says what is wrong with it."""

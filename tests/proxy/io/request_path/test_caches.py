@@ -26,7 +26,7 @@ def hints():
 SIZE = hints().blocks.size
 
 
-class Told(CacheReports, PromptReports):
+class Told(CacheReports):
     """Engines that tell what a test says, of any prompt."""
 
     def __init__(self, **reports):
@@ -35,11 +35,16 @@ class Told(CacheReports, PromptReports):
         self.asked = 0
 
     def of(self, hints, /):
-        return self
+        return ToldOfOne(self)
+
+
+class ToldOfOne(PromptReports):
+    def __init__(self, told):
+        self.told = told
 
     def report(self, engine, /):
-        self.asked += 1
-        return self.reports.get(engine.instance.id.replace("-", "_"))
+        self.told.asked += 1
+        return self.told.reports.get(engine.instance.id.replace("-", "_"))
 
 
 class World:

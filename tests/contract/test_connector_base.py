@@ -26,9 +26,9 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.connector import PDRelayConnector
     from pdrelay_connector.shell.engine_waker import EngineWaker, find_engine_waker
-    from pdrelay_connector.shell.sleep_hooks import before_sleeps
+    from pdrelay_connector.shell.sleep_hooks import before_sleeps, find_executor
 
-from pdrelay_connector.errors import ConnectorError
+from pdrelay_connector.errors import ConnectorError, UnsupportedCache
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 LONG = 20.0  # s: more than anything here takes
@@ -89,6 +89,22 @@ def test_the_engine_core_resets_its_cache_then_asks_its_executor_and_passes_the_
     assert wake.index("model_executor.wake_up(tags)") < wake.index("self._set_kv_connector_handshake_metadata()")
     assert "self.model_executor.discard" in inspect.getsource(EngineCore.release_kv_cache_memory)
     assert "self.sleeping_tags |= SLEEP_TAGS" in inspect.getsource(Executor.sleep)
+
+
+def test_the_executor_is_found_on_the_stack_that_builds_the_scheduler():
+    """The engine core has it before it makes its scheduler, and so our connector; without an engine nothing sleeps."""
+    init = inspect.getsource(EngineCore.__init__)
+    assert init.index("self.model_executor = ") < init.index("self.scheduler: SchedulerInterface = Scheduler(")
+
+    class Core(EngineCore):
+        def __init__(self, executor):
+            self.model_executor = executor
+            self.found = find_executor()
+
+    executor = Dozing(goes=True)
+    assert Core(executor).found is executor
+    with pytest.raises(UnsupportedCache, match="no engine of vLLM that could sleep"):
+        find_executor()
 
 
 class Dozing:

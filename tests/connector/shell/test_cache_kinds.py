@@ -6,7 +6,6 @@ PDRELAY_KIND_SEEDS is how many stories each kind has.
 """
 
 import itertools
-import logging
 import os
 import warnings
 from collections import Counter
@@ -33,19 +32,12 @@ from support.kinds_table import KINDS
 FEW = 3
 SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", FEW))
 pytestmark = [
+    pytest.mark.usefixtures("no_warnings"),
     pytest.mark.timeout(240 + 30 * (SEEDS - FEW)),  # importing vLLM takes half a minute on a busy machine
     *([pytest.mark.slow] if SEEDS > FEW else []),  # whoever wants more has the time
 ]
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 MOVABLE = [name for name, kind in KINDS.items() if not kind.is_packed]
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """Refused leases are some, and there are thousands of requests."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def stories(p, d, seeds=SEEDS, **options):

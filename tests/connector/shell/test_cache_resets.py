@@ -1,6 +1,5 @@
 """What was computed before a reset of the prefix cache is void: with other weights it would be a wrong text."""
 
-import logging
 import warnings
 
 import pytest
@@ -14,18 +13,13 @@ with warnings.catch_warnings():
     from support.cache_kinds import Pair
     from support.kinds_table import KINDS
 
-pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+pytestmark = [
+    pytest.mark.usefixtures("no_warnings"),
+    pytest.mark.timeout(240),  # importing vLLM takes half a minute on a busy machine
+]
 PROMPT = [number % 3 for number in range(61)]
 OTHERS = [[place % 2 for place in range(90)], [1 + place % 2 for place in range(90)]]
 NAMES = ["full attention", "sliding window", "state of Mamba 2", "circular buffer"]
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """Revoked leases are some."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def pair_of(name):

@@ -1,6 +1,5 @@
 """A load that fails must not keep those that have not from being taken up: nothing would ever go on."""
 
-import logging
 import warnings
 from types import SimpleNamespace
 
@@ -20,16 +19,11 @@ with warnings.catch_warnings():
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
-pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+pytestmark = [
+    pytest.mark.usefixtures("no_warnings"),
+    pytest.mark.timeout(240),  # importing vLLM takes half a minute on a busy machine
+]
 LONG = [number % 3 for number in range(70)]
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """The load that fails is one."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def test_loads_that_have_ended_are_taken_up_before_one_that_failed():

@@ -1,6 +1,5 @@
 """Engines that sleep, with vLLM's scheduler: what was handed over before is not read after, and all goes on."""
 
-import logging
 import warnings
 
 import pytest
@@ -18,17 +17,12 @@ with warnings.catch_warnings():
 
 from pdrelay_connector.errors import ConnectorError
 
-pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+pytestmark = [
+    pytest.mark.usefixtures("no_warnings"),
+    pytest.mark.timeout(240),  # importing vLLM takes half a minute on a busy machine
+]
 PROMPT = [number % 3 for number in range(61)]
 NAMES = ["full attention", "sliding window", "state of Mamba 2"]
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """Loads that fail are some."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(params=NAMES)

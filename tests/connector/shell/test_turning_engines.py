@@ -1,7 +1,5 @@
 """Engines of both roles that turn, move streams, drain and die, with vLLM's scheduler and our whole connector."""
 
-import logging
-
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -11,7 +9,10 @@ from support.mutation import NOTICED
 from support.turning_fleet import Role, TurningFleet
 from support.turning_machine import BOUND, TurningMachine
 
-pytestmark = pytest.mark.timeout(300)  # importing vLLM takes half a minute on a busy machine
+pytestmark = [
+    pytest.mark.usefixtures("no_warnings"),
+    pytest.mark.timeout(300),  # importing vLLM takes half a minute on a busy machine
+]
 LEAST = {  # of what must have happened: a machine that does nothing shows nothing
     "turns": 200,
     "turns with leases": 10,
@@ -26,14 +27,6 @@ LEAST = {  # of what must have happened: a machine that does nothing shows nothi
     "ended right": 500,
     "loads": 200,
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """Each fault is one, and there are thousands."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def search(examples, steps, *, derandomize=True, phases=(Phase.generate,)):

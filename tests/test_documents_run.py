@@ -236,7 +236,7 @@ def test_the_policy_of_ones_own_chooses():
     exec(compile(ast.parse(block), "docs/routing.md", "exec"), namespace)
 
     policy = namespace["MyPolicy"](PolicyParts(load=len, dice=lambda n: 0, turn=0, caches=None))
-    assert policy.copy().one(["bbb", "a", "cc"]) == "a"
+    assert policy.copy().choose(["bbb", "a", "cc"]) == "a"
 
 
 def test_every_python_block_is_one_of_those_above():

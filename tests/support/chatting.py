@@ -17,7 +17,7 @@ from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
-from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
@@ -135,7 +135,7 @@ class World:
         """Return the router's view of a request."""
         fields = decode(json.dumps(body).encode(), Fields)
         call = GenerationRequest(Api.CHAT if "messages" in body else Api.COMPLETIONS, fields, ())
-        return call, ask_of_call(call)
+        return call, hints_of_call(call)
 
     def truth(self, name, body):
         """Return how many tokens of a prompt an engine need not compute."""
@@ -156,7 +156,7 @@ class World:
         self.asked += len(ids)
         prefill = None
         if reason is not None:
-            decode_engine, self.alone = self.fleet.one(decodes, ask), self.alone + 1
+            decode_engine, self.alone = self.fleet.choose(decodes, ask), self.alone + 1
         else:
             prefill, decode_engine = self.fleet.any_pair(ask)
         first = decode_engine if prefill is None else prefill

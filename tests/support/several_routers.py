@@ -79,7 +79,7 @@ class SimulatedFleet:
 
     def arrive(self, number, requests):
         router, service_s = self.dice.choice(self.routers), self.draw()
-        place = router.place[router.policy.one(router.instances).id]
+        place = router.place[router.policy.choose(router.instances).id]
         router.load(place).enter(RequestId(str(number)))
         self.changed(router, place)
         self.at(self.now + self.delay_s, self.queue, router, place, number, service_s)

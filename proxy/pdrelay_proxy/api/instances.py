@@ -41,7 +41,7 @@ from pdrelay_proxy.core.model import Api, GenerationRequest, InstanceId, Role, f
 from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.routing.explain import Explainer, Explanation
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
-from pdrelay_proxy.core.routing.routing_hints import ask_of_call, rank_of
+from pdrelay_proxy.core.routing.routing_hints import hints_of_call, rank_of
 from pdrelay_proxy.errors import (
     AddressError,
     AlreadyKnown,
@@ -146,7 +146,7 @@ class InstanceAdmin:
         prefill, decode = found.prefill, found.decode
         crossing = None
         if prefill is not None and self.preference is not None:
-            crossing = self.preference.reason(prefill, decode, ask_of_call(call))
+            crossing = self.preference.reason(prefill, decode, hints_of_call(call))
         return {
             "prefill_slice": None if prefill is None else self.registry.facts(prefill).slice,
             "decode_slice": self.registry.facts(decode).slice,

@@ -31,7 +31,7 @@ def installed_policy(name: str, parts: PolicyParts, by_features: Sequence[str]) 
         known = ", ".join([*PolicyName, *by_features, *installed_policies()])
         raise ConfigError(f"there is no policy {name!r}: there are {known}")
     policy = _built(found, parts)
-    missing = [method for method in ("one", "copy") if not callable(getattr(policy, method, None))]
+    missing = [method for method in ("choose", "copy") if not callable(getattr(policy, method, None))]
     if missing:
         raise ConfigError(f"the policy {name!r} ({found.value}) has no method {' and no method '.join(missing)}")
     return policy

@@ -179,7 +179,7 @@ class Attempt(LegOwner):
         handover = None if call is None else self._read_handover(leg, call, body)
         if call is None or handover is None:
             return
-        services.leg_bodies.note_looks_back(self._plan.ask.model, leg.instance.id, looks_back=handover.looks_back)
+        services.leg_bodies.note_looks_back(self._plan.hints.model, leg.instance.id, looks_back=handover.looks_back)
         if self._sending.shows_token:
             leg.first = services.leg_bodies.first_token(
                 call, leg.instance.id, handover, shows=leg.shows, is_auto=self.choice.mode is not None
@@ -198,7 +198,7 @@ class Attempt(LegOwner):
             services.accounts.compare_prompts(self._life.record, leg, self.decode)
         self._life.wake()
         if leg.learns:  # last: the decode leg does not wait for it
-            services.fleet.learn(self._plan.ask, handover.read)
+            services.fleet.learn(self._plan.hints, handover.read)
 
     def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""

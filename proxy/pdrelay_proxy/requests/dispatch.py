@@ -72,14 +72,14 @@ class Dispatch(Answering):
     @property
     def kind(self) -> RequestKind:
         """Return what decides which engines can serve it."""
-        ask = self._plan.ask
-        return ask.model, ask.rank
+        hints = self._plan.hints
+        return hints.model, hints.rank
 
     @property
     def looks_back(self) -> bool:
         """Tell whether no other engine would go on exactly with the stream: the engines' own defaults begin anew."""
         services = self._life.services
-        return services.leg_bodies.look_back(self._plan.ask.model, services.fleet.registry.get)
+        return services.leg_bodies.look_back(self._plan.hints.model, services.fleet.registry.get)
 
     def pause(self) -> None:
         """Have the engine wait."""
@@ -220,15 +220,15 @@ class Dispatch(Answering):
         or else another one.
         """
         fleet = self._life.services.fleet
-        ask = self._plan.ask.once_more()
+        hints = self._plan.hints.once_more()
         decodes = self._with_room([one for one in fleet.usable(_DECODE) if one.id not in retries.avoided])
         if not decodes:
             raise NoInstance("no other decode engine can go on with the stream")
         if lender is not None and (readers := fleet.readers(lender, decodes)):
-            return lender, fleet.pair([lender], readers, ask)[1]
+            return lender, fleet.pair([lender], readers, hints)[1]
         prefills = retries.among(fleet.usable(_PREFILL))
         holders = [one for one in prefills if one.id == prompt_holder and fleet.fitting(one, decodes)]
-        prefill, decode = fleet.pair(holders or prefills, decodes, ask)
+        prefill, decode = fleet.pair(holders or prefills, decodes, hints)
         if prefill is None:
             raise NoMatchingInstance("no prefill engine can go on with the stream")
         return prefill, decode
@@ -278,10 +278,10 @@ class Dispatch(Answering):
             coordinates = life.services.push_coordinates.coordinates(prefill.id)
         if coordinates is not None and self._plan.learns_model:
             self._plan.learn_model(life.services.leg_bodies.model_of(prefill.id))
-            if self._plan.ask.model is None:
+            if self._plan.hints.model is None:
                 coordinates = None  # its answer tells which model the decode engine must serve
             else:
-                call = self._named(call, self._plan.ask.model)
+                call = self._named(call, self._plan.hints.model)
         if coordinates is None:
             life.on(_PULL)
             reuses = life.services.fleet.passes_ids(call, decode)
@@ -322,8 +322,8 @@ class Dispatch(Answering):
         """Write a decode leg's body, as its engine can take it."""
         life = self._life
         ids: msgspec.Raw | None = None
-        if self._plan.learns_model and self._plan.ask.model is not None:
-            call = self._named(call, self._plan.ask.model)
+        if self._plan.learns_model and self._plan.hints.model is not None:
+            call = self._named(call, self._plan.hints.model)
         if attempt.move is not None:
             ids = attempt.move.ids
         elif handover.ids is not NULL and (call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode)):
@@ -374,7 +374,7 @@ class Dispatch(Answering):
         failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
         decode = attempt.choice.choose_decode(others)
         if attempt.prefill is not None:
-            self._life.services.fleet.took_over(attempt.prefill.instance, decode, self._plan.ask)
+            self._life.services.fleet.took_over(attempt.prefill.instance, decode, self._plan.hints)
         return decode
 
     # ---- STREAMING

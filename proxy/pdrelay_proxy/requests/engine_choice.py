@@ -75,9 +75,9 @@ class EngineChoice:
         prefill = self.prefill
         if slot is None or prefill is None or slot.id not in leaving:
             return
-        ask = self._plan.ask
+        hints = self._plan.hints
         avoided = self._retries.avoided
-        kind = slot.id, prefill.id, ask.model, ask.rank, frozenset(avoided)
+        kind = slot.id, prefill.id, hints.model, hints.rank, frozenset(avoided)
         if kind in stuck:
             return
         fleet = self._fleet
@@ -93,7 +93,7 @@ class EngineChoice:
         self.leave_slot()
         self.hold_slot(other)
         self.expected = None
-        fleet.took_over(prefill, other, ask)
+        fleet.took_over(prefill, other, hints)
 
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get a request now, if any."""
@@ -106,7 +106,7 @@ class EngineChoice:
         """Choose the engines; ``reason``: why one must serve the request, if something of the request says so."""
         record = self._record
         plan = self._plan
-        found = route(self._fleet, plan.ask, plan.path, self._retries, self._settings, reason=reason)
+        found = route(self._fleet, plan.hints, plan.path, self._retries, self._settings, reason=reason)
         record.single_reason = found.reason
         if found.cached is not None:
             record.cached = found.cached
@@ -117,13 +117,13 @@ class EngineChoice:
     def choose_decode(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
         fleet = self._fleet
-        chosen = choose_decode(fleet, self._plan.ask, self._plan.path, self._retries, among)
+        chosen = choose_decode(fleet, self._plan.hints, self._plan.path, self._retries, among)
         self.note_expected()
         return chosen
 
     def note_expected(self) -> None:
         """Keep what is expected of the engines that were just chosen."""
-        expected = self._fleet.take_expected(self._plan.ask)
+        expected = self._fleet.take_expected(self._plan.hints)
         if expected is not None and self.prefill is None:
             self.expected = expected
 

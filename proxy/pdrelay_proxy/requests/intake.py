@@ -36,8 +36,8 @@ from pdrelay_proxy.core.protocol.response_filter import media_type
 from pdrelay_proxy.core.raw_json import TRUE, Fields, Pieces, encode, long_fields, text
 from pdrelay_proxy.core.routing.routing_hints import (
     TELLS_MODEL,
-    ask_of_call,
-    ask_of_errand,
+    hints_of_call,
+    hints_of_passthrough,
     model_of,
     rank_of,
     with_model,
@@ -79,7 +79,7 @@ class RequestPlan:
 
     path: str
     headers: Headers  # those of the client's headers that engines may see
-    ask: RoutingHints  # what the choice of engines may depend on
+    hints: RoutingHints  # what the choice of engines may depend on
     streams: bool
     call: GenerationRequest | None  # of an endpoint that generates text; None: one engine gets ``body``
     body: Pieces
@@ -94,7 +94,7 @@ class RequestPlan:
         self,
         path: str,
         headers: Headers,
-        ask: RoutingHints,
+        hints: RoutingHints,
         priority: int,
         call: GenerationRequest | None = None,
         tokens: int | None = None,
@@ -105,7 +105,7 @@ class RequestPlan:
     ) -> None:
         self.path = path
         self.headers = headers
-        self.ask = ask
+        self.hints = hints
         self.streams = call is not None and call.fields.get("stream") == TRUE
         self.prompts = ()
         self.call = call
@@ -118,13 +118,13 @@ class RequestPlan:
 
     def learn_model(self, model: str | None) -> None:
         """An engine has told which model is meant; None: which one it serves is not known."""
-        self.ask = self.ask.for_model(model)
+        self.hints = self.hints.for_model(model)
 
     def headers_for(self, engine: Instance) -> Headers:
         """Return the headers for one engine: with its rank, or with the client's for a decode engine without ranks."""
         rank = engine.rank
         if rank is None and engine.role is Role.DECODE:
-            rank = self.ask.rank
+            rank = self.hints.rank
         return self.headers if rank is None else (*self.headers, (_RANK, b"%d" % rank))
 
 
@@ -229,7 +229,7 @@ class Intake:
         if api is not None and (not is_unknown or api in TELLS_MODEL):
             shared = _shared(api, asked) if len(body) > _LARGE else ()
             call = GenerationRequest(api, asked, passed_on, rank, shared)
-            plan = RequestPlan(path, passed_on, ask_of_call(call, session, model), priority, call, tokens)
+            plan = RequestPlan(path, passed_on, hints_of_call(call, session, model), priority, call, tokens)
             plan.learns_model = is_unknown
             plan.prompts = prompts_of(api, asked)
             return plan
@@ -242,7 +242,7 @@ class Intake:
         plan = RequestPlan(
             path,
             passed_on,
-            ask_of_errand(errand, session),
+            hints_of_passthrough(errand, session),
             priority,
             body=[errand.body],
             content_type=errand.content_type,

@@ -42,7 +42,7 @@ class LegAccounts:
             computes = leg.is_alone
             is_timed = plan.streams and (leg.is_alone or leg.follows)
         for listener in self.fleet.listeners:
-            listener.leg_sent(leg.instance, leg.record.name, plan.ask, computes=computes, is_timed=is_timed)
+            listener.leg_sent(leg.instance, leg.record.name, plan.hints, computes=computes, is_timed=is_timed)
 
     def prompt_computed(
         self, leg: PrefillLeg, plan: RequestPlan, record: RequestRecord, retries: RetryAttempts, now: float
@@ -51,7 +51,7 @@ class LegAccounts:
         leg.answered_s = now - leg.record.sent_at
         leg.record.ms = leg.answered_s * 1000
         for listener in self.fleet.listeners:
-            listener.prompt_computed(leg.instance, leg.record.name, plan.ask, leg.record.tokens)
+            listener.prompt_computed(leg.instance, leg.record.name, plan.hints, leg.record.tokens)
         if retries.accused:
             self._blame(leg.instance, record, retries)
 
@@ -67,7 +67,7 @@ class LegAccounts:
             self._blame(instance, record, retries)
         if leg.lines is not None:
             for listener in self.fleet.listeners:
-                listener.stream_begun(instance, leg.record.name, plan.ask)
+                listener.stream_begun(instance, leg.record.name, plan.hints)
             self._time_tokens(leg, plan.path, record.last_token_at, now)
             self.good_legs.answered(instance, plan.path, leg.record.name, answered_s, now)
             leg.answered_s = None
@@ -121,7 +121,7 @@ class LegAccounts:
                 record.last_token_at = decode.read_at
             if fleet.listeners and leg.status == _OK and leg.fault is None and plan.call is not None:
                 for listener in fleet.listeners:
-                    listener.answered(instance, plan.ask, record)
+                    listener.answered(instance, plan.hints, record)
         seconds = now - own.sent_at
         if failure is None and answered_s is not None:
             self.good_legs.over(instance, plan.path, own.name, answered_s, seconds, now)

@@ -64,14 +64,14 @@ class LegSending:
         leg.shows = self.shows_token and services.leg_bodies.may_show(call, prefill.id)
         if move is None:
             leg.reuses = reuses
-            leg.learns = services.fleet.id_reader is not None and services.fleet.asks_for_ids(call, self._plan.ask)
+            leg.learns = services.fleet.id_reader is not None and services.fleet.asks_for_ids(call, self._plan.hints)
         self._life.record.prefill = leg.record
         holder: CachedOn | None = None
         ids: msgspec.Raw | None = None
         if move is not None:
             ids = move.ids
         elif self._settings.return_kv:
-            holder = cached_on(services.fleet, self._plan.ask, prefill.id)
+            holder = cached_on(services.fleet, self._plan.hints, prefill.id)
             services.telemetry.kv_return_looked_up(named=holder is not None)
         return leg, prefill_body(
             call,
@@ -118,7 +118,7 @@ class LegSending:
         instance = leg.instance
         leg.record.name = self.request
         headers = plan.headers
-        if instance.rank is not None or plan.ask.rank is not None:
+        if instance.rank is not None or plan.hints.rank is not None:
             headers = plan.headers_for(instance)
         if services.reports and isinstance(leg, PrefillLeg):
             headers = (*headers, ASK_FOR_REPORT)

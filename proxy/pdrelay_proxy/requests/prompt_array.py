@@ -12,7 +12,7 @@ from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
 from pdrelay_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role
 from pdrelay_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
 from pdrelay_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
-from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 from pdrelay_proxy.errors import (
     AnswerRefused,
     BadRequest,
@@ -218,8 +218,8 @@ class PromptArray(Answering):
             place, plan, call = self._begun, self._plan, self._call
             fields = one_of(call.fields, self._prompts[place])
             own = GenerationRequest(call.api, fields, call.headers, call.rank, call.shared)
-            ask = ask_of_call(own, plan.ask.session, plan.ask.model)
-            own_plan = RequestPlan(plan.path, plan.headers, ask, plan.priority, call=own)
+            hints = hints_of_call(own, plan.hints.session, plan.hints.model)
+            own_plan = RequestPlan(plan.path, plan.headers, hints, plan.priority, call=own)
             own_plan.learns_model = plan.learns_model
             self._begun += 1
             part = self._parts[place] = self._new(_PartWriter(self, place), own_plan, place)

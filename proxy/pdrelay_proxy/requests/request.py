@@ -403,7 +403,7 @@ class Request:
         """
         services = self._services
         if plan.path in services.fleet.missing.denials:
-            services.fleet.check_path(plan.path, plan.ask)
+            services.fleet.check_path(plan.path, plan.hints)
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
         gate = services.gate

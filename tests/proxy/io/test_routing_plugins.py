@@ -21,12 +21,12 @@ SOURCE = '''
 class LastOne:
     """The last engine of the list."""
     def __init__(self, parts): self.parts = parts
-    def one(self, among, ask=None): return among[-1]
+    def choose(self, among, hints=None): return among[-1]
     def copy(self): return self
 class Roomy:
     """Avoids engines whose KV caches are nearly full."""
     def __init__(self, parts): self.parts = parts
-    def one(self, among, ask=None):
+    def choose(self, among, hints=None):
         return ([each for each in among if (self.parts.kv_usage(each) or 0.0) < 0.8] or among)[0]
     def copy(self): return self
 class Nothing:
@@ -83,7 +83,7 @@ def test_a_policy_sees_which_share_of_its_kv_cache_an_engine_uses():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nothing", "no method one and no method copy"),
+        ("nothing", "no method choose and no method copy"),
         ("broken", r"cannot be loaded: RuntimeError\('no licence'\)"),
         ("gone", "cannot be loaded: ModuleNotFoundError"),
         ("other", "there are round_robin, .*, expected_ttft, broken, gone, last, nothing, roomy"),

@@ -30,7 +30,7 @@ def planned(asked, **options):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_a_client_may_ask_for_a_rank(path, text, rank):
     """An empty header asks for nothing."""
-    assert planned(head(path, x_data_parallel_rank=text)).ask.rank == rank
+    assert planned(head(path, x_data_parallel_rank=text)).hints.rank == rank
 
 
 @pytest.mark.parametrize("text", ["-1", "1.0", "x", "9" * 10, "1_0"])

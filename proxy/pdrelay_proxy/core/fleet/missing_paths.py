@@ -66,7 +66,7 @@ class MissingPaths:
         members = [(one, self._registry.get(one.id)) for one in among]
         return [one for one, member in members if member is None or not self._is_known(denials, member, now)]
 
-    def check(self, path: str, ask: RoutingHints, *, now: float) -> None:
+    def check(self, path: str, hints: RoutingHints, *, now: float) -> None:
         """Accept a path that an engine may have, of those that decode and serve the model.
 
         Raises:
@@ -78,7 +78,9 @@ class MissingPaths:
         serving = [
             member
             for member in self._registry.members()
-            if member.role.serves(Role.DECODE) and member.life.state not in _LEAVING and member.facts.serves(ask.model)
+            if member.role.serves(Role.DECODE)
+            and member.life.state not in _LEAVING
+            and member.facts.serves(hints.model)
         ]
         if serving and all(self._is_known(denials, member, now) for member in serving):
             raise PathNotServed(f"no engine here that serves the model has {path}")

@@ -43,12 +43,12 @@ class AloneBound:
         self._spares = spares
         self.counts: Counter[Key] = Counter()  # BoundOutcome
 
-    def has_room(self, instance: Instance, ask: RoutingHints, new: int, least: int) -> bool:
+    def has_room(self, instance: Instance, hints: RoutingHints, new: int, least: int) -> bool:
         """Tell whether an engine may compute so many bytes: with the others that it computes, fewer than ``least``."""
         member = self._registry.get(instance.id)
         if member is not None and member.lone.size(self._clock()) + new >= least:
             return False
-        return self._spares is None or self._spares(instance, ask)
+        return self._spares is None or self._spares(instance, hints)
 
     def count(self, found: Holding) -> None:
         """Count what became of a prompt."""

@@ -82,19 +82,19 @@ class Candidates:
         """Tell at once whether these are the engines, and nothing has changed."""
         return self.prefill is prefill and self.decode is decode and not self.is_old
 
-    def waiting(self, ask: RoutingHints) -> frozenset[InstanceId]:
+    def waiting(self, hints: RoutingHints) -> frozenset[InstanceId]:
         """Return the engines that wait for their trial, and serve the model."""
-        return frozenset([member.instance.id for member in self._half_open if member.facts.serves(ask.model)])
+        return frozenset([member.instance.id for member in self._half_open if member.facts.serves(hints.model)])
 
-    def narrowed(self, ask: RoutingHints, *, may_be_alone: bool) -> Narrowed:
+    def narrowed(self, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
         """Return what they come down to for a request; raises UnknownModel, BadRequest or NoInstance."""
-        key = self._key(ask.model, ask.rank)
+        key = self._key(hints.model, hints.rank)
         found = self.looks.get(key)
         if found is None:
             why = self.unmatched.get((key, may_be_alone))
             if why is not None:
                 raise NoMatchingInstance(why)
-            found = self._look(key, ask, may_be_alone=may_be_alone)
+            found = self._look(key, hints, may_be_alone=may_be_alone)
             if len(self.looks) >= _MOST_LOOKS:
                 del self.looks[next(iter(self.looks))]
             self.looks[key] = found
@@ -106,24 +106,26 @@ class Candidates:
             serving = {models for models in self._models if models is None or model in models}
         return frozenset(serving), rank
 
-    def _serving(self, role: Role, key: _Key, ask: RoutingHints) -> tuple[Among, list[EngineCapabilities]]:
+    def _serving(self, role: Role, key: _Key, hints: RoutingHints) -> tuple[Among, list[EngineCapabilities]]:
         """List the engines of a role that serve the model, and their facts; as ``serving`` does."""
         at = 0 if role is Role.PREFILL else 1
         among, facts, (models, rank) = (self.prefill, self.decode)[at], self.facts[at], key
         if len(models) == len(self._models) and rank is None and among and None not in models:
             return among, facts
         some = [
-            (one, each) for one, each in zip(among, facts, strict=True) if each.models in models and has_rank(one, ask)
+            (one, each)
+            for one, each in zip(among, facts, strict=True)
+            if each.models in models and has_rank(one, hints)
         ]
         if not some:
-            raise why_none(self._registry, role, ask)
+            raise why_none(self._registry, role, hints)
         found = [each for each in some if each[1].models is not None] or some
         return [one for one, _ in found], [each for _, each in found]
 
-    def _look(self, key: _Key, ask: RoutingHints, *, may_be_alone: bool) -> Narrowed:
+    def _look(self, key: _Key, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
         """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
-        decode, decode_facts = self._serving(Role.DECODE, key, ask)
-        prefill, prefill_facts = self._serving(Role.PREFILL, key, ask)
+        decode, decode_facts = self._serving(Role.DECODE, key, hints)
+        prefill, prefill_facts = self._serving(Role.PREFILL, key, hints)
         grouping = group_known(prefill, prefill_facts, decode, decode_facts)
         if grouping.pairs:
             return self._narrowed(prefill, decode, grouping, self._registry.fits)
@@ -194,35 +196,35 @@ class Candidates:
         return compatibility.difference(one, other)
 
 
-def serving(registry: Registry, role: Role, among: Among, ask: RoutingHints) -> Among:
+def serving(registry: Registry, role: Role, among: Among, hints: RoutingHints) -> Among:
     """List the engines of a role that serve the model of a request; raises as ``Candidates.narrowed``.
 
     Those that have not said yet what they serve come only where none is known to serve it: they may not know the model.
     """
-    found = [one for one in among if registry.facts(one).serves(ask.model) and has_rank(one, ask)]
+    found = [one for one in among if registry.facts(one).serves(hints.model) and has_rank(one, hints)]
     if not found:
-        raise why_none(registry, role, ask)
+        raise why_none(registry, role, hints)
     return [one for one in found if registry.facts(one).models is not None] or found
 
 
-def why_none(registry: Registry, role: Role, ask: RoutingHints) -> UnknownModel | BadRequest | NoInstance:
+def why_none(registry: Registry, role: Role, hints: RoutingHints) -> UnknownModel | BadRequest | NoInstance:
     """Say why no engine of a role would do for a request."""
-    members = [member for member in registry.members() if member.facts.serves(ask.model)]
+    members = [member for member in registry.members() if member.facts.serves(hints.model)]
     if not members:
-        model = clipped(ask.model or "")
+        model = clipped(hints.model or "")
         return UnknownModel(f"the model {model!r} is not served here; there is {registry.models.listed()}")
     members = [member for member in members if member.as_role(role) is not None]
-    if not any(has_rank(member.instance, ask) for member in members):
-        if ask.rank is not None and role is Role.DECODE:
-            return BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
-        return NoInstance(f"no {role} instance serves the model {clipped(ask.model or '')!r}")
+    if not any(has_rank(member.instance, hints) for member in members):
+        if hints.rank is not None and role is Role.DECODE:
+            return BadRequest(f"X-data-parallel-rank is {hints.rank}, and no decode instance has this rank")
+        return NoInstance(f"no {role} instance serves the model {clipped(hints.model or '')!r}")
     states = [f"{member.instance.id} is {member.life.state}" for member in members]
     return NoInstance(f"no {role} instance that would do can take a request now: {listed(states)}")
 
 
-def has_rank(instance: Instance, ask: RoutingHints) -> bool:
+def has_rank(instance: Instance, hints: RoutingHints) -> bool:
     """Look for the rank that a client wants: it means the engine that answers, so prefill engines have them all."""
-    return ask.rank is None or instance.rank in (None, ask.rank) or instance.role is Role.PREFILL
+    return hints.rank is None or instance.rank in (None, hints.rank) or instance.role is Role.PREFILL
 
 
 def _are_compatible(registry: Registry, prefill: Instance, decode: Instance) -> bool:

@@ -26,7 +26,7 @@ from pdrelay_proxy.core.raw_json import TRUE, encode, text
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.retries import RetryAttempts
 from pdrelay_proxy.core.routing.route import Route, route, split_reason
-from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL, ask_of_call, model_of, with_model
+from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL, hints_of_call, model_of, with_model
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.settings import Settings
 
@@ -51,15 +51,15 @@ class Explanation:
 class KnownCaches(Protocol):
     """What engines have in their caches, as far as is known."""
 
-    def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
+    def by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many bytes of the prompt each engine has, of those that have some."""
         ...
 
-    def tokens_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
+    def tokens_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many tokens of the prompt each engine has by its own events, of those that tell."""
         ...
 
-    def sources_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, str]:
+    def sources_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, str]:
         """Return how it is known what each engine has."""
         ...
 
@@ -93,7 +93,7 @@ class Explainer:
         """
         call, is_known = self._named(call)
         fleet = self.rehearsal()
-        fleet.check_path(call.api, ask_of_call(call))
+        fleet.check_path(call.api, hints_of_call(call))
         if not is_known:
             return self._explain_one(fleet, call, SingleEngineReason.UNKNOWN_MODEL)
         prompts = prompts_of(call.api, call.fields)
@@ -122,8 +122,8 @@ class Explainer:
         self, fleet: FleetChoice, call: GenerationRequest, reason: SingleEngineReason | None
     ) -> Explanation:
         """Say which engines would serve a request; ``reason``: why it must be one, if the request itself says so."""
-        ask = ask_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
-        found = route(fleet, ask, call.api, RetryAttempts(0), self.settings(), reason=reason)
+        hints = hints_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
+        found = route(fleet, hints, call.api, RetryAttempts(0), self.settings(), reason=reason)
         bound = None if fleet.pairs.bound is None else fleet.pairs.bound.outcome
         if found.prefill is not None:
             return replace(self._split(call, found.prefill, found), expected=found.expected, bound=bound)
@@ -134,15 +134,15 @@ class Explainer:
 
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""
-        least, ask = self.settings().min_split_new_bytes, ask_of_call(call)
+        least, hints = self.settings().min_split_new_bytes, hints_of_call(call)
         bound = self.rehearsal().pairs.bound
         nothing = dict[InstanceId, int]()
         unknown: Mapping[InstanceId, str] = {}
         return {
-            "prompt_bytes": len(ask.prompt),
-            "cached_bytes": nothing if self.caches is None else self.caches.by_engine(ask),
-            "cached_tokens": nothing if self.caches is None else self.caches.tokens_by_engine(ask),
-            "cached_known_by": unknown if self.caches is None else self.caches.sources_by_engine(ask),
+            "prompt_bytes": len(hints.prompt),
+            "cached_bytes": nothing if self.caches is None else self.caches.by_engine(hints),
+            "cached_tokens": nothing if self.caches is None else self.caches.tokens_by_engine(hints),
+            "cached_known_by": unknown if self.caches is None else self.caches.sources_by_engine(hints),
             "min_split_new_bytes": least,
             "lone_prompt_bytes": nothing if bound is None else bound.lone_bytes(),
         }

@@ -82,9 +82,9 @@ class FleetChoice:
             raise NoInstance("all engines that are left wait for a trial, and get no request that has failed elsewhere")
         return found
 
-    def check_path(self, path: str, ask: RoutingHints) -> None:
+    def check_path(self, path: str, hints: RoutingHints) -> None:
         """Accept a path that an engine may have; raises PathNotServed: each has said that it has no such path."""
-        self.missing.check(path, ask, now=self._clock())
+        self.missing.check(path, hints, now=self._clock())
 
     def offering(self, path: str, among: Sequence[Instance], /) -> Sequence[Instance]:
         """Leave out the engines that have no such path."""
@@ -100,32 +100,32 @@ class FleetChoice:
     # ---- one engine or two
 
     def small(
-        self, decode: Sequence[Instance], ask: RoutingHints, least: int, /
+        self, decode: Sequence[Instance], hints: RoutingHints, least: int, /
     ) -> tuple[SingleEngineReason | None, int]:
         """Say why one engine serves a small prompt alone, and how many bytes of it that one has (PairSelector)."""
-        return self.pairs.small(decode, ask, least)
+        return self.pairs.small(decode, hints, least)
 
-    def any_small(self, ask: RoutingHints, least: int, /) -> tuple[SingleEngineReason | None, int]:
+    def any_small(self, hints: RoutingHints, least: int, /) -> tuple[SingleEngineReason | None, int]:
         """Say the same with all decode engines that are usable. Raises as ``usable`` and ``small`` do."""
-        alone = self.pairs.calm_alone(ask, self._clock())
-        return self.pairs.small(self.usable(_DECODE) if alone is None else alone, ask, least, alone=alone)
+        alone = self.pairs.calm_alone(hints, self._clock())
+        return self.pairs.small(self.usable(_DECODE) if alone is None else alone, hints, least, alone=alone)
 
-    def is_faster_alone(self, decode: Sequence[Instance], ask: RoutingHints, /) -> bool:
+    def is_faster_alone(self, decode: Sequence[Instance], hints: RoutingHints, /) -> bool:
         """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster than two engines."""
         try:
-            return self.pairs.is_faster_alone(self.usable(_PREFILL), decode, ask)
+            return self.pairs.is_faster_alone(self.usable(_PREFILL), decode, hints)
         except NoInstance:  # whoever chooses two engines finds the same, and says what follows
             return False
 
-    def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
+    def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's; None: nothing is weighed."""
-        return self.pairs.take_expected(ask)
+        return self.pairs.take_expected(hints)
 
     # ---- which engines
 
-    def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, decode: Sequence[Instance], hints: RoutingHints = ANY, /) -> Instance:
         """Choose one engine."""
-        chosen = self.pairs.one(decode, ask)
+        chosen = self.pairs.choose(decode, hints)
         self._chosen(chosen)
         return chosen
 
@@ -133,44 +133,44 @@ class FleetChoice:
         self,
         prefill: Sequence[Instance],
         decode: Sequence[Instance],
-        ask: RoutingHints = ANY,
+        hints: RoutingHints = ANY,
         /,
         *,
         may_be_alone: bool = False,
         are_all: bool = False,
     ) -> Chosen:
         """Choose two engines, or one where that is fairer and allowed (PairSelector)."""
-        pair = self.pairs.pair(prefill, decode, ask, may_be_alone=may_be_alone, are_all=are_all)
+        pair = self.pairs.pair(prefill, decode, hints, may_be_alone=may_be_alone, are_all=are_all)
         for instance in pair:
             if instance is not None:
                 self._chosen(instance)
         if self._noted is not None:
-            self._noted.note(pair[0], pair[1], ask)
+            self._noted.note(pair[0], pair[1], hints)
         return pair
 
-    def any_pair(self, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
+    def any_pair(self, hints: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
         """Choose among all engines that are usable, as ``pair`` does. Raises as ``usable`` and ``pair`` do."""
-        pair = self.pairs.calm(ask, self._clock(), may_be_alone=may_be_alone)
+        pair = self.pairs.calm(hints, self._clock(), may_be_alone=may_be_alone)
         if pair is None:
             decodes = self.usable(_DECODE)
             prefills = self.usable(_PREFILL)
-            tried = self._try_rested_pair(prefills, decodes, ask)
+            tried = self._try_rested_pair(prefills, decodes, hints)
             if tried is not None:
                 return tried
-            pair = self.pair(prefills, decodes, ask, may_be_alone=may_be_alone, are_all=True)
+            pair = self.pair(prefills, decodes, hints, may_be_alone=may_be_alone, are_all=True)
         elif self._noted is not None:
-            self._noted.note(pair[0], pair[1], ask)
+            self._noted.note(pair[0], pair[1], hints)
         return pair
 
     def _try_rested_pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], hints: RoutingHints
     ) -> Chosen | None:
         """Return a pair that has rested for long enough, if this request may show whether it works."""
         health = self.registry.pairs
         now = self._clock()
-        pair = self.pairs.rested_pair(prefill, decode, ask, now)
+        pair = self.pairs.rested_pair(prefill, decode, hints, now)
         if pair is None:
-            if self._counts and ask.rank is None and now >= health.next_at:
+            if self._counts and hints.rank is None and now >= health.next_at:
                 health.postpone(health.due(now=now), now=now)
             return None
         if self._counts:
@@ -178,7 +178,7 @@ class FleetChoice:
         for instance in pair:
             self._chosen(instance)
         if self._noted is not None:
-            self._noted.note(pair[0], pair[1], ask)
+            self._noted.note(pair[0], pair[1], hints)
         return pair
 
     def _chosen(self, instance: Instance) -> None:

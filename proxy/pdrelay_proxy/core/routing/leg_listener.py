@@ -21,7 +21,7 @@ class LegListener:
         """A decode engine will get the request once a prefill engine has answered."""
 
     def leg_sent(
-        self, engine: Instance, request: RequestId, ask: RoutingHints, /, *, computes: bool, is_timed: bool
+        self, engine: Instance, request: RequestId, hints: RoutingHints, /, *, computes: bool, is_timed: bool
     ) -> None:
         """A leg goes to an engine.
 
@@ -29,13 +29,15 @@ class LegListener:
         ``prompt_computed`` or ``stream_begun`` will tell when that is done.
         """
 
-    def prompt_computed(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None, /) -> None:
+    def prompt_computed(
+        self, prefill: Instance, request: RequestId, hints: RoutingHints, counted: int | None, /
+    ) -> None:
         """A prefill engine has answered; ``counted``: tokens of the prompt, if it says."""
 
-    def stream_begun(self, decode: Instance, request: RequestId, ask: RoutingHints, /) -> None:
+    def stream_begun(self, decode: Instance, request: RequestId, hints: RoutingHints, /) -> None:
         """A decode engine has sent the first event of a stream."""
 
-    def answered(self, decode: Instance, ask: RoutingHints, record: RequestRecord, /) -> None:
+    def answered(self, decode: Instance, hints: RoutingHints, record: RequestRecord, /) -> None:
         """A decode engine has answered well, and the leg is over."""
 
     def left(self, engine: Instance, request: RequestId, /) -> None:

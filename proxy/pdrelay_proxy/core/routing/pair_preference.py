@@ -27,9 +27,9 @@ class PairPreference:
         """Leave those of some engines that had better be the partner of one; all of them, if none is."""
         return others
 
-    def reason(self, _prefill: Instance, _decode: Instance, _ask: RoutingHints, /) -> str | None:
+    def reason(self, _prefill: Instance, _decode: Instance, _hints: RoutingHints, /) -> str | None:
         """Return why two engines that had better not share a request do so; None: they may."""
         return None
 
-    def note(self, prefill: Instance | None, decode: Instance, ask: RoutingHints, /) -> None:
+    def note(self, prefill: Instance | None, decode: Instance, hints: RoutingHints, /) -> None:
         """A request goes to these engines; None: the decode engine is alone."""

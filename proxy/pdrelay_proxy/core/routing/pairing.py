@@ -23,7 +23,7 @@ Chosen: TypeAlias = tuple[Instance | None, Instance]  # likewise; None: the deco
 class Policy(Protocol):
     """Chooses the engine of one leg; the sequence is never empty."""
 
-    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Among, hints: RoutingHints = ANY, /) -> Instance:
         """Return one of these engines."""
         ...
 
@@ -35,7 +35,7 @@ class Policy(Protocol):
 class PairPolicy(Policy, Protocol):
     """Chooses both engines of a request, or the decode engine alone."""
 
-    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
+    def pair(self, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits, /) -> Pair:
         """Return two engines that fit; every engine of either side fits one of the other side."""
         ...
 
@@ -43,11 +43,11 @@ class PairPolicy(Policy, Protocol):
 class HolderPolicy(Protocol):
     """A policy for decode engines that knows what these have in their caches. Asking it leaves no trace."""
 
-    def holding(self, among: Among, ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
+    def holding(self, among: Among, hints: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
         """Return the engines that lack fewer than ``least`` bytes of a prompt, and may compute these beside others."""
         ...
 
-    def holders(self, among: Among, ask: RoutingHints, /) -> Among:
+    def holders(self, among: Among, hints: RoutingHints, /) -> Among:
         """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
         ...
 
@@ -55,11 +55,11 @@ class HolderPolicy(Protocol):
 class WeighingPolicy(PairPolicy, Protocol):
     """A choice that knows what each engine would take for a request, and so whether it is worth two of them."""
 
-    def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
+    def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's."""
         ...
 
-    def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
+    def alone(self, prefill: Among, decode: Among, hints: RoutingHints, /) -> bool:
         """Tell whether the decode engine that ``one`` returns next is expected to be faster than any pair."""
         ...
 
@@ -76,21 +76,21 @@ class PolicyPerLeg:
     decode: Policy
     decode_first: bool = False  # the other engine is chosen among those that fit this one
 
-    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
+    def pair(self, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits, /) -> Pair:
         """Return what each of them chooses."""
         if self.decode_first:
-            first = self.decode.one(decode, ask)
+            first = self.decode.choose(decode, hints)
             if fits is not compatibility.always:
                 prefill = [instance for instance in prefill if fits(instance, first)]
-            return self.prefill.one(prefill, ask), first
-        chosen = self.prefill.one(prefill, ask)
+            return self.prefill.choose(prefill, hints), first
+        chosen = self.prefill.choose(prefill, hints)
         if fits is not compatibility.always:
             decode = [instance for instance in decode if fits(chosen, instance)]
-        return chosen, self.decode.one(decode, ask)
+        return chosen, self.decode.choose(decode, hints)
 
-    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Among, hints: RoutingHints = ANY, /) -> Instance:
         """Return what the decode policy chooses."""
-        return self.decode.one(among, ask)
+        return self.decode.choose(among, hints)
 
     def copy(self) -> "PolicyPerLeg":
         """Return one that chooses alike, and whose choices leave no trace here."""
@@ -120,13 +120,13 @@ class _FoundHolders:
         self._engines: Among = ()
         self._prompt: bytes | memoryview | None = None
 
-    def keep(self, engines: Among, ask: RoutingHints) -> None:
+    def keep(self, engines: Among, hints: RoutingHints) -> None:
         """Remember them until they are taken."""
-        self._engines, self._prompt = engines, ask.prompt
+        self._engines, self._prompt = engines, hints.prompt
 
-    def take(self, among: Among, ask: RoutingHints) -> Among:
+    def take(self, among: Among, hints: RoutingHints) -> Among:
         """Return those of some engines, once, if it was this prompt (or the request is sent again)."""
-        if self._prompt is not ask.prompt:
+        if self._prompt is not hints.prompt:
             return ()
         engines, self._engines, self._prompt = self._engines, (), None
         return [instance for instance in engines if instance in among]
@@ -157,19 +157,19 @@ class PairSelector:
     _found: _FoundHolders = field(default_factory=_FoundHolders)
     _calm: dict[str | None, _Calm] = field(default_factory=dict[str | None, _Calm])  # by model
 
-    def calm(self, ask: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False) -> Chosen | None:
+    def calm(self, hints: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False) -> Chosen | None:
         """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
-        calm = self._calm_now(ask, now)
-        return None if calm is None else self._choose(calm.narrowed, ask, may_be_alone=may_be_alone)
+        calm = self._calm_now(hints, now)
+        return None if calm is None else self._choose(calm.narrowed, hints, may_be_alone=may_be_alone)
 
-    def calm_alone(self, ask: RoutingHints, now: float) -> Among | None:
+    def calm_alone(self, hints: RoutingHints, now: float) -> Among | None:
         """Return the engines of which one may serve a request alone; None: nothing is remembered, as for ``calm``."""
-        calm = self._calm_now(ask, now)
+        calm = self._calm_now(hints, now)
         return None if calm is None or not calm.tells_alone else calm.narrowed.alone
 
-    def _calm_now(self, ask: RoutingHints, now: float) -> _Calm | None:
-        calm = self._calm.get(ask.model)
-        if calm is None or ask.rank is not None:
+    def _calm_now(self, hints: RoutingHints, now: float) -> _Calm | None:
+        calm = self._calm.get(hints.model)
+        if calm is None or hints.rank is not None:
             return None
         return None if calm.version != self.registry.changes.count or now >= calm.until else calm
 
@@ -177,7 +177,7 @@ class PairSelector:
         self,
         prefill: Among,
         decode: Among,
-        ask: RoutingHints = ANY,
+        hints: RoutingHints = ANY,
         /,
         *,
         may_be_alone: bool = False,
@@ -189,42 +189,44 @@ class PairSelector:
         Raises UnknownModel, BadRequest (no such rank), or NoInstance.
         """
         among = self._candidates(self._whole if are_all else self._parts, prefill, decode)
-        waiting = among.waiting(ask)
+        waiting = among.waiting(hints)
         if waiting:
-            tried = self._pair_on_trial(among, waiting, ask, may_be_alone=may_be_alone)
+            tried = self._pair_on_trial(among, waiting, hints, may_be_alone=may_be_alone)
             if tried is not None:
                 return tried
             well = self._without(among, waiting)
-            narrowed = well.narrowed(ask, may_be_alone=may_be_alone)
+            narrowed = well.narrowed(hints, may_be_alone=may_be_alone)
         else:
-            narrowed = among.narrowed(ask, may_be_alone=may_be_alone)
-        if are_all and ask.rank is None:
-            if ask.model not in self._calm:
+            narrowed = among.narrowed(hints, may_be_alone=may_be_alone)
+        if are_all and hints.rank is None:
+            if hints.model not in self._calm:
                 make_room(self._calm, self.registry)
             until = min(self.registry.steady_until, self.registry.pairs.next_at)
             tells_alone = not waiting or not [d for d in decode if d.id in waiting]  # one of these gets any request
-            self._calm[ask.model] = _Calm(among.version, until, narrowed, tells_alone)
-        return self._choose(narrowed, ask, may_be_alone=may_be_alone)
+            self._calm[hints.model] = _Calm(among.version, until, narrowed, tells_alone)
+        return self._choose(narrowed, hints, may_be_alone=may_be_alone)
 
-    def rested_pair(self, prefill: Among, decode: Among, ask: RoutingHints, now: float) -> Pair | None:
+    def rested_pair(self, prefill: Among, decode: Among, hints: RoutingHints, now: float) -> Pair | None:
         """Return a pair that has rested for long enough, if this request may show whether it works; it counts nothing.
 
         It goes before what ``pair`` would choose.
         """
         health = self.registry.pairs
-        if ask.rank is not None or now < health.next_at:
+        if hints.rank is not None or now < health.next_at:
             return None
         sides = [{each.id: each for each in side} for side in (prefill, decode)]
         for names in health.due(now=now):
             found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
-            pair = [each for each in found if each is not None and self._may_try(each, ask)]
+            pair = [each for each in found if each is not None and self._may_try(each, hints)]
             if len(pair) == len(names) and compatibility.fit(*[self.registry.facts(each) for each in pair]):
                 return pair[0], pair[1]
         return None
 
-    def _may_try(self, instance: Instance, ask: RoutingHints) -> bool:
+    def _may_try(self, instance: Instance, hints: RoutingHints) -> bool:
         member = self.registry.get(instance.id)
-        return member is not None and member.life.state is not HealthState.HALF_OPEN and member.facts.serves(ask.model)
+        return (
+            member is not None and member.life.state is not HealthState.HALF_OPEN and member.facts.serves(hints.model)
+        )
 
     def _candidates(self, known: list[Candidates], prefill: Among, decode: Among) -> Candidates:
         """Return these engines with what they come down to, as far as it is known."""
@@ -240,48 +242,48 @@ class PairSelector:
         known.append(found)
         return found
 
-    def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, decode: Among, hints: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
-        among = self._within_bound(self._alone(decode, ask), ask)
-        chosen = self.choice.one(self._found.take(among, ask) or among, ask)
-        rates = self._rates_alone(ask)
+        among = self._within_bound(self._alone(decode, hints), hints)
+        chosen = self.choice.choose(self._found.take(among, hints) or among, hints)
+        rates = self._rates_alone(hints)
         if self.bounds is not None and rates is not None:
-            self.bounds.of(ask.model).count(rates, (chosen,))
+            self.bounds.of(hints.model).count(rates, (chosen,))
         return chosen
 
     def small(
-        self, decode: Among, ask: RoutingHints, least: int, *, alone: Among | None = None
+        self, decode: Among, hints: RoutingHints, least: int, *, alone: Among | None = None
     ) -> tuple[SingleEngineReason | None, int]:
         """Say why the engine that ``one`` returns next serves a prompt alone, and how many bytes of it that engine has.
 
         It does if it lacks fewer than ``least`` bytes, those of others included that it computes alone now. ``alone``:
         those that may serve it alone, if they are known. Raises what ``pair`` raises.
         """
-        if self.short_alone and len(ask.prompt) < least:
+        if self.short_alone and len(hints.prompt) < least:
             return SingleEngineReason.SHORT, 0
         if not least or self.holder is None or self.bound is None:
             return None, 0
-        among = self._within_bound(self._alone(decode, ask) if alone is None else alone, ask)
-        found = self.holder.holding(among, ask, least, self.bound)
+        among = self._within_bound(self._alone(decode, hints) if alone is None else alone, hints)
+        found = self.holder.holding(among, hints, least, self.bound)
         if not self.short_alone and not found.cached:
             return None, 0  # all of a short prompt is new
         self.bound.count(found)
         if not found.engines:
             return None, found.cached
-        self._found.keep(found.engines, ask)
+        self._found.keep(found.engines, hints)
         return SingleEngineReason.CACHED, found.cached
 
-    def is_faster_alone(self, prefill: Among, decode: Among, ask: RoutingHints) -> bool:
+    def is_faster_alone(self, prefill: Among, decode: Among, hints: RoutingHints) -> bool:
         """Tell whether the engine that ``one`` returns next is faster than any pair; raises what ``pair`` raises."""
         if self.weighing is None:
             return False
-        prefill = serving(self.registry, Role.PREFILL, prefill, ask)
-        alone = self._within_bound(self._alone(decode, ask), ask)  # the engines that ``one`` looks at
-        return self.weighing.alone(prefill, alone, ask)
+        prefill = serving(self.registry, Role.PREFILL, prefill, hints)
+        alone = self._within_bound(self._alone(decode, hints), hints)  # the engines that ``one`` looks at
+        return self.weighing.alone(prefill, alone, hints)
 
-    def take_expected(self, ask: RoutingHints) -> ExpectedTime | None:
+    def take_expected(self, hints: RoutingHints) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's; None: nothing is weighed."""
-        return None if self.weighing is None else self.weighing.take_expected(ask)
+        return None if self.weighing is None else self.weighing.take_expected(hints)
 
     def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""
@@ -299,63 +301,63 @@ class PairSelector:
             self.preference,
         )
 
-    def _alone(self, decode: Among, ask: RoutingHints) -> Among:
+    def _alone(self, decode: Among, hints: RoutingHints) -> Among:
         """List the engines of which one may serve the request alone; one that waits for its trial gets it."""
-        trying, well = self._sorted(serving(self.registry, decode[0].role, decode, ask))
-        return trying[:1] if trying and not (ask.again and well) else well
+        trying, well = self._sorted(serving(self.registry, decode[0].role, decode, hints))
+        return trying[:1] if trying and not (hints.again and well) else well
 
-    def _within_bound(self, alone: Among, ask: RoutingHints) -> Among:
+    def _within_bound(self, alone: Among, hints: RoutingHints) -> Among:
         """Leave the engines that may get more, if revisions are mixed and there are any."""
-        rates = self._rates_alone(ask)
+        rates = self._rates_alone(hints)
         if self.bounds is None or rates is None:
             return alone
-        return without(alone, self.bounds.of(ask.model).exhausted()) or alone
+        return without(alone, self.bounds.of(hints.model).exhausted()) or alone
 
-    def _rates_alone(self, ask: RoutingHints) -> FairRates | None:
+    def _rates_alone(self, hints: RoutingHints) -> FairRates | None:
         """Return what each engine may get where one may serve alone, as ``pair`` has found it; None: any part."""
-        calm = self._calm.get(ask.model)
+        calm = self._calm.get(hints.model)
         if calm is None or calm.version != self.registry.changes.count:
             return None
         return calm.narrowed.rates.get(True)
 
-    def _choose(self, found: Narrowed, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
+    def _choose(self, found: Narrowed, hints: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """Choose a group, if there are several, and then its engines."""
         shares = found.shares_alone if may_be_alone else found.shares
         if shares is None:
             return self.choice.pair(
-                found.prefill, found.decode, ask, compatibility.always if found.all_fit else found.fits
+                found.prefill, found.decode, hints, compatibility.always if found.all_fit else found.fits
             )
         rates = found.rates.get(may_be_alone)
         if self.bounds is not None and rates is not None:
-            return self._choose_within(shares, rates, self.bounds.of(ask.model), ask, found.fits)
-        share = self._share(shares, _NOBODY, ask)
-        return self._choose_of(share, share.group.prefill, share.group.decode, ask, found.fits)
+            return self._choose_within(shares, rates, self.bounds.of(hints.model), hints, found.fits)
+        share = self._share(shares, _NOBODY, hints)
+        return self._choose_of(share, share.group.prefill, share.group.decode, hints, found.fits)
 
     def _choose_within(
-        self, shares: Shares, rates: FairRates, bound: ShareBound, ask: RoutingHints, fits: Fits
+        self, shares: Shares, rates: FairRates, bound: ShareBound, hints: RoutingHints, fits: Fits
     ) -> Chosen:
         """Choose likewise among engines that may get more; if a group has none of a role, another group serves."""
         out = bound.exhausted()
-        first = share = self._share(shares, out, ask)
+        first = share = self._share(shares, out, hints)
         sides = share.group.prefill, share.group.decode
         if out and share.group.all_fit:
-            for each in (first, *self.turns.others(shares, first, ask.session)):
+            for each in (first, *self.turns.others(shares, first, hints.session)):
                 prefill, decode = without(each.group.prefill, out), without(each.group.decode, out)
                 if decode and (prefill or each.alone) and each.group.all_fit:
                     share, sides = each, (prefill, decode)
                     break
         if share is not first:
             self.turns.moved(first, share)
-        chosen = self._choose_of(share, *sides, ask, fits)
+        chosen = self._choose_of(share, *sides, hints, fits)
         bound.count(rates, chosen)
         return chosen
 
-    def _choose_of(self, share: GroupShare, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits) -> Chosen:
+    def _choose_of(self, share: GroupShare, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits) -> Chosen:
         if share.alone:
-            return None, self.choice.one(decode, ask)
-        return self.choice.pair(prefill, decode, ask, compatibility.always if share.group.all_fit else fits)
+            return None, self.choice.choose(decode, hints)
+        return self.choice.pair(prefill, decode, hints, compatibility.always if share.group.all_fit else fits)
 
-    def _share(self, shares: Shares, out: Set[InstanceId], ask: RoutingHints) -> GroupShare:
+    def _share(self, shares: Shares, out: Set[InstanceId], hints: RoutingHints) -> GroupShare:
         """Choose a share: that of a session, of an engine that has the prompt in its cache, or the next.
 
         ``out``: engines that are not asked for their caches.
@@ -363,37 +365,37 @@ class PairSelector:
         share = None
         if len(shares.all) == 1:
             return shares.all[0]
-        if ask.session is not None:
-            return self.turns.of_session(shares, ask.session)
-        if ask.prompt and self.holder is not None and (decode := without(shares.decode, out)):
-            holders = self.holder.holders(decode, ask)
+        if hints.session is not None:
+            return self.turns.of_session(shares, hints.session)
+        if hints.prompt and self.holder is not None and (decode := without(shares.decode, out)):
+            holders = self.holder.holders(decode, hints)
             share = self.turns.cached(shares, [instance.id for instance in holders])
         if (
             share is None
-            and ask.prompt
+            and hints.prompt
             and self.prefill_holders is not None
             and (prefill := without(shares.prefill, out))
         ):
-            holders = self.prefill_holders(prefill, ask)
+            holders = self.prefill_holders(prefill, hints)
             share = self.turns.cached(shares, [instance.id for instance in holders])
         return self.turns.next(shares) if share is None else share
 
     def _pair_on_trial(
-        self, among: Candidates, waiting: frozenset[InstanceId], ask: RoutingHints, *, may_be_alone: bool
+        self, among: Candidates, waiting: frozenset[InstanceId], hints: RoutingHints, *, may_be_alone: bool
     ) -> Chosen | None:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
 
         A request that has failed before is on its last chances, and goes to engines that are well if there are any.
         None: those that wait have no partner.
         """
-        if ask.again:
+        if hints.again:
             try:  # rests of pairs are respected: there may be another engine
-                narrowed = self._without(among, waiting).narrowed(ask, may_be_alone=True)
+                narrowed = self._without(among, waiting).narrowed(hints, may_be_alone=True)
             except NoInstance:
                 pass
             else:
-                return self._choose(narrowed, ask, may_be_alone=may_be_alone)
-        found = among.narrowed(ask, may_be_alone=may_be_alone)
+                return self._choose(narrowed, hints, may_be_alone=may_be_alone)
+        found = among.narrowed(hints, may_be_alone=may_be_alone)
         prefill, decode, fits = found.prefill, found.decode, found.fits
         trying_p = [p for p in prefill if p.id in waiting]
         trying_d = [d for d in decode if d.id in waiting]
@@ -406,7 +408,7 @@ class PairSelector:
             prefill = self._near(decode[0], [p for p in prefill if fits(p, decode[0])])
         else:
             return None
-        return self.choice.pair(prefill, decode, ask, compatibility.always)
+        return self.choice.pair(prefill, decode, hints, compatibility.always)
 
     def _without(self, among: Candidates, waiting: frozenset[InstanceId]) -> Candidates:
         """Leave the engines that do not wait for their trial."""

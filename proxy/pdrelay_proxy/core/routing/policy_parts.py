@@ -10,15 +10,15 @@ from pdrelay_proxy.core.model import Instance, RoutingHints
 class PromptMatches(Protocol):
     """What engines have in their caches, now, as far as is known."""
 
-    def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
+    def matched(self, instance: Instance, hints: RoutingHints, /, *, is_there: bool = False) -> int:
         """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
         ...
 
-    def matches(self, among: Sequence[Instance], ask: RoutingHints, /, *, is_there: bool = False) -> Sequence[int]:
+    def matches(self, among: Sequence[Instance], hints: RoutingHints, /, *, is_there: bool = False) -> Sequence[int]:
         """Return the same for each of some engines, in less time."""
         ...
 
-    def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
+    def sent(self, instance: Instance, hints: RoutingHints, /) -> None:
         """The request goes to an engine, which will have its prompt: call it with each choice, or matches stay 0."""
         ...
 

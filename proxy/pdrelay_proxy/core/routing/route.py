@@ -76,7 +76,7 @@ def array_reason(
 
 def route(
     fleet: FleetChoice,
-    ask: RoutingHints,
+    hints: RoutingHints,
     path: str,
     tries: RetryAttempts,
     settings: Settings,
@@ -92,13 +92,13 @@ def route(
     expected: ExpectedTime | None = None
     why_no_match = ""
     if reason is None and (fleet.weighs or settings.min_split_new_bytes):
-        reason, cached, expected = _small_reason(fleet, ask, tries, settings.min_split_new_bytes)
+        reason, cached, expected = _small_reason(fleet, hints, tries, settings.min_split_new_bytes)
     if reason is None:
         try:
             prefill, decode = (
-                fleet.any_pair(ask, may_be_alone=settings.decode_only_fallback)
+                fleet.any_pair(hints, may_be_alone=settings.decode_only_fallback)
                 if not tries.avoided and path not in fleet.missing.denials
-                else _pair_of_some(fleet, ask, path, tries, may_be_alone=settings.decode_only_fallback)
+                else _pair_of_some(fleet, hints, path, tries, may_be_alone=settings.decode_only_fallback)
             )
         except NoMatchingInstance as error:
             if not settings.decode_only_fallback:
@@ -113,62 +113,62 @@ def route(
         else:
             found = Route(prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None)
             found.cached = cached
-            found.expected = fleet.take_expected(ask) if fleet.weighs else None
+            found.expected = fleet.take_expected(hints) if fleet.weighs else None
             if prefill is not None:
                 found.mode = fleet.mode_of(prefill, decode)
             return found
-    found = Route(None, choose_decode(fleet, ask, path, tries, fleet.usable(_DECODE)), reason)
+    found = Route(None, choose_decode(fleet, hints, path, tries, fleet.usable(_DECODE)), reason)
     found.cached = cached
     found.why_no_match = why_no_match
-    found.expected = fleet.take_expected(ask) or expected
+    found.expected = fleet.take_expected(hints) or expected
     return found
 
 
 def choose_decode(
-    fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts, among: Sequence[Instance]
+    fleet: FleetChoice, hints: RoutingHints, path: str, tries: RetryAttempts, among: Sequence[Instance]
 ) -> Instance:
     """Choose the engine of a decode leg, or of a request that one engine serves; raises as ``route``."""
     if path in fleet.missing.denials:
         among = fleet.offering(path, among) or among
     among = tries.among(among)
     if tries.avoided:
-        ask = ask.once_more()
+        hints = hints.once_more()
         if tries.is_suspect:
             among = fleet.without_trials(among)
-    return fleet.one(among, ask)
+    return fleet.choose(among, hints)
 
 
 def _small_reason(
-    fleet: FleetChoice, ask: RoutingHints, tries: RetryAttempts, least: int
+    fleet: FleetChoice, hints: RoutingHints, tries: RetryAttempts, least: int
 ) -> tuple[SingleEngineReason | None, tuple[int, int] | None, ExpectedTime | None]:
     """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not.
 
     Say also what it has cached, and what is expected of it, as far as that was looked up.
     """
     if tries.avoided:
-        reason, cached = fleet.small(tries.among(fleet.usable(_DECODE)), ask, least)
+        reason, cached = fleet.small(tries.among(fleet.usable(_DECODE)), hints, least)
     else:
-        reason, cached = fleet.any_small(ask, least)
-    shown = (cached, ask.blocks.size) if fleet.remembers and least and reason is not _SHORT else None
+        reason, cached = fleet.any_small(hints, least)
+    shown = (cached, hints.blocks.size) if fleet.remembers and least and reason is not _SHORT else None
     if reason is not None or not fleet.weighs:
         return reason, shown, None
-    if not fleet.is_faster_alone(tries.among(fleet.usable(_DECODE)), ask):
+    if not fleet.is_faster_alone(tries.among(fleet.usable(_DECODE)), hints):
         return None, shown, None
-    expected = fleet.take_expected(ask)
+    expected = fleet.take_expected(hints)
     if expected is not None:
-        shown = ask.blocks.size * expected.decode_hit // expected.tokens, ask.blocks.size
+        shown = hints.blocks.size * expected.decode_hit // expected.tokens, hints.blocks.size
     return _FASTER, shown, expected
 
 
 def _pair_of_some(
-    fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts, *, may_be_alone: bool
+    fleet: FleetChoice, hints: RoutingHints, path: str, tries: RetryAttempts, *, may_be_alone: bool
 ) -> Chosen:
     """Choose as ``any_pair``, where some engines have failed this request, or lack the path."""
     if tries.avoided:
-        ask = ask.once_more()
+        hints = hints.once_more()
     decodes = _fresh(fleet, path, tries, _DECODE)
     prefills = _fresh(fleet, path, tries, _PREFILL)
-    return fleet.pair(prefills, decodes, ask, may_be_alone=may_be_alone)
+    return fleet.pair(prefills, decodes, hints, may_be_alone=may_be_alone)
 
 
 def _fresh(fleet: FleetChoice, path: str, tries: RetryAttempts, role: Role) -> Sequence[Instance]:

@@ -19,14 +19,14 @@ _MODELS_MOST: Final = 256
 _MODEL_BYTES: Final = 256  # of a name that is remembered
 
 
-def ask_of_call(call: GenerationRequest, session: str | None = None, model: str | None = None) -> RoutingHints:
+def hints_of_call(call: GenerationRequest, session: str | None = None, model: str | None = None) -> RoutingHints:
     """Describe a request that has a prompt; ``model``: the one that it names or means; None: see what it names."""
     fields = call.fields
     prompt = memoryview(fields.get(PROMPTS[call.api], _NO_PROMPT))
     return RoutingHints(model_of(fields) if model is None else model, session, prompt, None, call.rank, context=fields)
 
 
-def ask_of_errand(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:
+def hints_of_passthrough(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:
     """Describe a request that is passed through."""
     return RoutingHints(errand.model, session, rank=errand.rank)
 

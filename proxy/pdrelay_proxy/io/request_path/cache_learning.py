@@ -29,31 +29,31 @@ class CacheLearning(LegListener):
         self,
         engine: Instance,
         request: RequestId,
-        ask: RoutingHints,
+        hints: RoutingHints,
         /,
         *,
         computes: bool,
         is_timed: bool,  # noqa: ARG002
     ) -> None:
         """Note a prompt that a decode engine computes alone."""
-        if not (self._remembers and computes and engine.role is _DECODE and ask.prompt):
+        if not (self._remembers and computes and engine.role is _DECODE and hints.prompt):
             return
         member = self._registry.get(engine.id)
         if member is not None:
-            new = ask.blocks.size - self._caches.matched(engine, ask, is_there=True)
+            new = hints.blocks.size - self._caches.matched(engine, hints, is_there=True)
             member.lone.enter(request, max(0, new), self._clock())
 
     def prompt_computed(
-        self, prefill: Instance, _request: RequestId, ask: RoutingHints, _counted: int | None, /
+        self, prefill: Instance, _request: RequestId, hints: RoutingHints, _counted: int | None, /
     ) -> None:
         """Note that the prompt is in the engine's cache."""
-        self._caches.arrived(prefill, ask)
+        self._caches.arrived(prefill, hints)
 
-    def stream_begun(self, decode: Instance, request: RequestId, _ask: RoutingHints, /) -> None:
+    def stream_begun(self, decode: Instance, request: RequestId, _hints: RoutingHints, /) -> None:
         """Note that a prompt is computed."""
         self.left(decode, request)
 
-    def answered(self, decode: Instance, ask: RoutingHints, record: RequestRecord, /) -> None:
+    def answered(self, decode: Instance, hints: RoutingHints, record: RequestRecord, /) -> None:
         """Note that the engine keeps prompt and answer, or that it has not kept what it was chosen for."""
         if not self._remembers:
             return
@@ -61,10 +61,10 @@ class CacheLearning(LegListener):
             share = cached_share(b"".join(record.end))
             cached, size = record.cached
             if share is not None and share * size < _FAR * cached:
-                self._caches.forget(decode, ask, share)
+                self._caches.forget(decode, hints, share)
                 record.cache_missed_at = decode.id
                 return
-        self._caches.answered(decode, ask, record.relayed)
+        self._caches.answered(decode, hints, record.relayed)
 
     def left(self, engine: Instance, request: RequestId, /) -> None:
         """Note that the engine computes nothing for it any more."""

@@ -155,14 +155,14 @@ class LiveFleet(FleetChoice):
         """Leave the decode engines that had better be a prefill engine's partner: all of them fit it."""
         return decode if self.preference is None else self.preference.nearest(prefill, decode)
 
-    def took_over(self, prefill: Instance, decode: Instance, ask: RoutingHints, /) -> None:
+    def took_over(self, prefill: Instance, decode: Instance, hints: RoutingHints, /) -> None:
         """Another decode engine has got the leg of one that could not be reached."""
         if self.preference is not None:
-            self.preference.note(prefill, decode, ask.once_more())
+            self.preference.note(prefill, decode, hints.once_more())
 
-    def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
+    def asks_for_ids(self, call: GenerationRequest, hints: RoutingHints) -> bool:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""
-        return self.id_reader is not None and self.id_reader.wants_ids(call, ask)
+        return self.id_reader is not None and self.id_reader.wants_ids(call, hints)
 
     def takes_chat_ids(self, decode: Instance) -> bool:
         """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is exact."""
@@ -173,10 +173,10 @@ class LiveFleet(FleetChoice):
         """Tell whether a decode engine can get the ids of a request's prompt in place of its text, or messages."""
         return (call.api is not _CHAT or self.takes_chat_ids(decode)) and may_pass_ids(call.api, call.fields)
 
-    def learn(self, ask: RoutingHints, answer: TokensAnswer | None) -> None:
+    def learn(self, hints: RoutingHints, answer: TokensAnswer | None) -> None:
         """A prefill engine has answered that was asked for the tokens of the prompt; None: it cannot be read."""
         if self.id_reader is not None:
-            self.id_reader.ids_told(ask, answer)
+            self.id_reader.ids_told(hints, answer)
 
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""

@@ -76,7 +76,7 @@ class WireEngines:
         return await self._whole(leg.instance, partial(self._leg_sender.post, leg=leg), timeout_s)
 
     async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse:
-        """Get the engine's list of models, ``bare``: without showing a key; raises what ``ask`` raises."""
+        """Get the engine's list of models, ``bare``: without showing a key; raises what ``hints`` raises."""
         asked = partial(self._leg_sender.get, instance=instance, path="/v1/models", headers=headers, bare=bare)
         return await self._whole(instance, asked, self._probe_timeout_s)
 

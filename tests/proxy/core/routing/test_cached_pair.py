@@ -178,7 +178,7 @@ class Calm(RuleBasedStateMachine):
             reason, cached = side.fleet.any_small(ask, least)
         else:
             reason, cached = side.fleet.small(decodes, ask, least)
-        chosen = side.fleet.one(decodes, ask)
+        chosen = side.fleet.choose(decodes, ask)
         assert chosen in decodes
         has = side.caches.matched(chosen, ask, is_there=True)
         assert has >= cached or reason is None

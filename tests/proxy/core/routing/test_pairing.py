@@ -118,7 +118,7 @@ def test_a_model_that_only_one_side_serves_cannot_be_split():
     with pytest.raises(NoInstance, match="no prefill instance serves the model 'b'"):
         choose(registry, pairs, RoutingHints(model="b"))
 
-    assert pairs.one(registry.usable(Role.DECODE), RoutingHints(model="b")).id == "decode-0"
+    assert pairs.choose(registry.usable(Role.DECODE), RoutingHints(model="b")).id == "decode-0"
 
 
 def test_a_model_whose_engines_are_broken_is_known_all_the_same():
@@ -186,7 +186,7 @@ def test_the_request_that_finds_an_engine_rested_is_its_trial():
     usable = [registry.usable(role, now=5) for role in Role]
     assert registry.member(usable[0][1].id).life.state is HealthState.HALF_OPEN
     assert names(pairs.pair(*usable)) == ("prefill-1", "decode-0")
-    assert pairs.one(usable[1]).id == "decode-1"
+    assert pairs.choose(usable[1]).id == "decode-1"
 
 
 def test_a_request_that_has_failed_already_is_nobodys_trial():
@@ -202,8 +202,8 @@ def test_a_request_that_has_failed_already_is_nobodys_trial():
     again = RoutingHints(again=True)
 
     assert {names(pairs.pair(*usable, again)) for _ in range(4)} == {("prefill-1", "decode-1")}
-    assert {pairs.one(usable[1], again).id for _ in range(4)} == {"decode-1"}
-    assert pairs.one(usable[1][:1], again).id == "decode-0"
+    assert {pairs.choose(usable[1], again).id for _ in range(4)} == {"decode-1"}
+    assert pairs.choose(usable[1][:1], again).id == "decode-0"
     assert names(pairs.pair(usable[0][:1], usable[1][:1], again)) == ("prefill-0", "decode-0")
 
 
@@ -269,7 +269,7 @@ def test_the_engine_that_is_on_trial_is_the_one_whose_time_alone_counts():
             asked.append(list(decode))
             return True
 
-        def one(self, among, _ask):
+        def choose(self, among, _ask):
             return among[0]
 
     choice = Weighing()

@@ -64,7 +64,7 @@ def break_and_rest(fleet, clock):
 def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
     """Its slot is held while the prompt is computed, given back, and taken again for the decode leg."""
     d, trial = break_and_rest(fleet, clock), RequestId("trial")
-    assert fleet.one(fleet.usable(Role.DECODE)) == d
+    assert fleet.choose(fleet.usable(Role.DECODE)) == d
     assert d not in fleet.usable(Role.DECODE)
     fleet.enter(d, trial)
     assert d not in fleet.usable(Role.DECODE)
@@ -80,7 +80,7 @@ def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
 def test_a_trial_whose_prefill_fails_leaves_room_for_the_next(fleet, clock):
     """Or the engine would never be tried again."""
     d = break_and_rest(fleet, clock)
-    fleet.one(fleet.usable(Role.DECODE))
+    fleet.choose(fleet.usable(Role.DECODE))
     fleet.enter(d, RequestId("trial"))
     fleet.leave(d, RequestId("trial"))
 

@@ -37,7 +37,7 @@ def test_policies_that_follow_caches_and_sessions_are_bound_while_revisions_are_
         chosen = (
             fleet.any_pair(ask, may_be_alone=True)
             if reason is None
-            else (None, fleet.one(fleet.usable(Role.DECODE), ask))
+            else (None, fleet.choose(fleet.usable(Role.DECODE), ask))
         )
         for one in chosen:
             if one is not None:

@@ -55,11 +55,11 @@ class VllmRouter:
         self._load = load
         self._sent = OrderedDict[bytes, InstanceId]()  # who was sent a block last, named by all text before it, too
 
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Sequence[Instance], hints: RoutingHints = ANY, /) -> Instance:
         """Return one of these engines."""
         loads = [self._load(instance) for instance in among]
         chosen = among[loads.index(min(loads))]
-        blocks = _chain(bytes(ask.prompt))
+        blocks = _chain(bytes(hints.prompt))
         matched = next((count for count, block in enumerate(blocks) if block not in self._sent), len(blocks))
         uneven = max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)
         if blocks and matched / len(blocks) > 0.3 and not uneven:
@@ -144,12 +144,12 @@ class ReplayRouter:
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
         """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone."""
-        fleet, request, ask = self.fleet, RequestId(str(number)), self._ask(number)
+        fleet, request, hints = self.fleet, RequestId(str(number)), self._ask(number)
         self._look()
-        found = route(fleet, ask, Api.CHAT.value, RetryAttempts(0), self._settings, reason=None)
+        found = route(fleet, hints, Api.CHAT.value, RetryAttempts(0), self._settings, reason=None)
         record = RequestRecord(request, Api.CHAT.value, single_reason=found.reason)
-        record.cached = found.cached or (0, ask.blocks.size)
-        self._asked[number] = ask, record
+        record.cached = found.cached or (0, hints.blocks.size)
+        self._asked[number] = hints, record
         prefill = found.prefill
         decode = found.decode
         fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
@@ -182,9 +182,9 @@ class ReplayRouter:
 
     def _sent(self, instance: Instance, number: int, *, computes: bool) -> None:
         request = RequestId(str(number))
-        ask, _ = self._asked[number]
+        hints, _ = self._asked[number]
         for listener in self.fleet.listeners:
-            listener.leg_sent(instance, request, ask, computes=computes, is_timed=True)
+            listener.leg_sent(instance, request, hints, computes=computes, is_timed=True)
 
     def _look(self) -> None:
         """Have the policy learn from what streams waited, as often as the router does."""
@@ -199,18 +199,18 @@ class ReplayRouter:
     def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
         """A prefill engine has answered, and reports its load with the answer."""
         self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
-        ask, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
+        hints, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
         for listener in self.fleet.listeners:
-            listener.prompt_computed(prefill, RequestId(str(number)), ask, tokens)
+            listener.prompt_computed(prefill, RequestId(str(number)), hints, tokens)
         self._left(prefill, number)
 
     def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
         """The last token of an answer has come, and with it how much of the prompt was cached."""
-        turn, (ask, record) = self._trace.turns[number], self._asked.pop(number)
+        turn, (hints, record) = self._trace.turns[number], self._asked.pop(number)
         record.wrote(_USAGE % (turn.prompt_tokens, cached_tokens))
         record.relayed += turn.output_tokens * BYTES_PER_TOKEN
         for listener in self.fleet.listeners:
-            listener.answered(decode, ask, record)
+            listener.answered(decode, hints, record)
         self._left(decode, number)
 
     def _left(self, instance: Instance, number: int) -> None:

@@ -20,7 +20,7 @@ class LeastLoaded:
         self._turn = turn
         self._chosen: dict[InstanceId, int] = {}  # the turn of each engine's last choice, in their order
 
-    def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Sequence[Instance], _hints: RoutingHints = ANY, /) -> Instance:
         """Return the least loaded engine."""
         equals: list[Instance] = []
         least = inf

@@ -13,7 +13,7 @@ class PowerOfTwo:
         self._load = load
         self._dice = dice  # dice(n): 0 to n-1
 
-    def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Sequence[Instance], _hints: RoutingHints = ANY, /) -> Instance:
         """Return one of two different engines."""
         if len(among) == 1:
             return among[0]

@@ -15,11 +15,11 @@ SLACK: Final = 4.0  # how much more load than the least loaded engine an engine 
 class PromptCaches(Protocol):
     """What engines have in their caches, now, as far as is known (core/routing/prompt_memory.py)."""
 
-    def matches(self, among: Sequence[Instance], ask: RoutingHints, /, *, is_there: bool = False) -> Sequence[int]:
+    def matches(self, among: Sequence[Instance], hints: RoutingHints, /, *, is_there: bool = False) -> Sequence[int]:
         """Return how many bytes of the prompt engines have; ``is_there``: what is on its way does not count."""
         ...
 
-    def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
+    def sent(self, instance: Instance, hints: RoutingHints, /) -> None:
         """The request goes to an engine."""
         ...
 
@@ -35,29 +35,29 @@ class Prefix:
         self._caches = caches
         self._notes = notes
 
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Sequence[Instance], hints: RoutingHints = ANY, /) -> Instance:
         """Return the engine with the longest match that has room."""
-        best = self._best(among, ask)
-        chosen = best[0] if len(best) == 1 else self._otherwise.one(best, ask)
-        if self._notes and ask.prompt:
-            self._caches.sent(chosen, ask)
+        best = self._best(among, hints)
+        chosen = best[0] if len(best) == 1 else self._otherwise.choose(best, hints)
+        if self._notes and hints.prompt:
+            self._caches.sent(chosen, hints)
         return chosen
 
-    def holding(self, among: Sequence[Instance], ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
+    def holding(self, among: Sequence[Instance], hints: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
         """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these."""
-        near, size = self._not_overloaded(among), ask.blocks.size
-        sizes = self._caches.matches(near, ask, is_there=True)
+        near, size = self._not_overloaded(among), hints.blocks.size
+        sizes = self._caches.matches(near, hints, is_there=True)
         lowest, largest, most, most_few = min(sizes), 0, -1, -1
         holding: list[Instance] = []
         for place, found in enumerate(sizes):  # one loop takes a third of comprehensions over ``zip``
-            cached = lowest if _is_short(found, ask) else found
+            cached = lowest if _is_short(found, hints) else found
             if cached > largest:  # noqa: PLR1730 (a call of ``max`` takes as long as the rest)
                 largest = cached
             if size - cached >= least:
                 continue
             if cached > most_few:  # noqa: PLR1730
                 most_few = cached
-            if cached < most or not bound.has_room(near[place], ask, size - cached, least):
+            if cached < most or not bound.has_room(near[place], hints, size - cached, least):
                 continue
             if cached > most:
                 most, holding = cached, []
@@ -66,23 +66,23 @@ class Prefix:
             return Holding((), largest, is_bound=most_few >= 0)
         return Holding(holding, most, is_bound=most < most_few)
 
-    def holders(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
+    def holders(self, among: Sequence[Instance], hints: RoutingHints) -> Sequence[Instance]:
         """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
-        best = self._best(among, ask)
-        has_some = bool(ask.prompt) and self._caches.matches(best[:1], ask)[0] > 0
+        best = self._best(among, hints)
+        has_some = bool(hints.prompt) and self._caches.matches(best[:1], hints)[0] > 0
         return best if has_some and (len(best) < len(among) or len(among) == 1) else ()
 
     def copy(self) -> "Prefix":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return Prefix(self._load, self._otherwise.copy(), self._caches, notes=False)
 
-    def _best(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
-        if len(among) == 1 or not ask.prompt:
+    def _best(self, among: Sequence[Instance], hints: RoutingHints) -> Sequence[Instance]:
+        if len(among) == 1 or not hints.prompt:
             return among
         among = self._not_overloaded(among)
-        matches = self._caches.matches(among, ask)
+        matches = self._caches.matches(among, hints)
         longest = max(matches)
-        if _is_short(longest, ask) or longest == min(matches):
+        if _is_short(longest, hints) or longest == min(matches):
             return among
         return [among[place] for place, match in enumerate(matches) if match == longest]
 
@@ -101,6 +101,6 @@ class Prefix:
         return [among[place] for place, load in enumerate(loads) if load <= least + SLACK]
 
 
-def _is_short(match: int, ask: RoutingHints) -> bool:
+def _is_short(match: int, hints: RoutingHints) -> bool:
     """Tell whether so few bytes are in common that they are no reason to go somewhere."""
-    return match < LEAST and match * 2 < len(ask.prompt)
+    return match < LEAST and match * 2 < len(hints.prompt)

@@ -63,7 +63,7 @@ class RoundRobin:
         self._last: tuple[Among, Among, _Set] | None = None
         self._last_one: tuple[Among, _Set] | None = None
 
-    def pair(self, prefill: Among, decode: Among, _ask: RoutingHints = ANY, fits: Fits = always, /) -> Pair:
+    def pair(self, prefill: Among, decode: Among, _hints: RoutingHints = ANY, fits: Fits = always, /) -> Pair:
         """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
         before = self._last  # most often they are the same sequences as the last time
         if before is None or before[0] is not prefill or before[1] is not decode:
@@ -79,7 +79,7 @@ class RoundRobin:
         shift = turn // (x * y // cycles) % cycles
         return first, decode[(turn + shift) % y]
 
-    def one(self, among: Among, _ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Among, _hints: RoutingHints = ANY, /) -> Instance:
         """Return the next engine; these turns do not disturb those of the pairs."""
         before = self._last_one
         if before is None or before[0] is not among:

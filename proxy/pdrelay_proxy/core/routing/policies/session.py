@@ -17,11 +17,11 @@ class Session:
     def __init__(self, otherwise: Policy) -> None:
         self._otherwise = otherwise
 
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Sequence[Instance], hints: RoutingHints = ANY, /) -> Instance:
         """Return the engine of the session; without a session, that of the other policy."""
-        if ask.session is None:
-            return self._otherwise.one(among, ask)
-        session = ask.session.encode()
+        if hints.session is None:
+            return self._otherwise.choose(among, hints)
+        session = hints.session.encode()
         return max(among, key=lambda instance: _bid(instance, session))
 
     def copy(self) -> "Session":

@@ -55,14 +55,14 @@ class EngineCosts(LegListener):
 
     # ---- what a choice would cost
 
-    def prefill(self, instance: Instance, ask: RoutingHints) -> ExpectedTime:
+    def prefill(self, instance: Instance, hints: RoutingHints) -> ExpectedTime:
         """Return what a prefill engine's part of a request takes."""
-        return self._computing(self._registry.get(instance.id), instance, ask, is_there=False)
+        return self._computing(self._registry.get(instance.id), instance, hints, is_there=False)
 
-    def decode(self, instance: Instance, ask: RoutingHints) -> ExpectedTime:
+    def decode(self, instance: Instance, hints: RoutingHints) -> ExpectedTime:
         """Return what a decode engine's part takes that gets what it lacks from a prefill engine."""
         member = self._registry.get(instance.id)
-        tokens, hit = self._counts(instance, ask, is_there=False)
+        tokens, hit = self._counts(instance, hints, is_there=False)
         if member is None:
             return ExpectedTime(tokens=tokens, decode_hit=hit)
         speed = self._speeds.of(member)
@@ -78,10 +78,10 @@ class EngineCosts(LegListener):
             decode_hit=hit,
         )
 
-    def alone(self, instance: Instance, ask: RoutingHints) -> ExpectedTime:
+    def alone(self, instance: Instance, hints: RoutingHints) -> ExpectedTime:
         """Return what a request takes that a decode engine serves alone."""
         member = self._registry.get(instance.id)
-        found = self._computing(member, instance, ask, is_there=True)
+        found = self._computing(member, instance, hints, is_there=True)
         if member is None:
             return found
         step_s = self._step_s(self._speeds.of(member), self._likely(_DECODE), self._clock())
@@ -99,22 +99,22 @@ class EngineCosts(LegListener):
         most = self._itl_most_s
         return most is not None and alone.pause_s <= most
 
-    def spares_alone(self, instance: Instance, ask: RoutingHints) -> bool:
+    def spares_alone(self, instance: Instance, hints: RoutingHints) -> bool:
         """Tell the same of an engine and a prompt."""
-        return self.spares(self.alone(instance, ask))
+        return self.spares(self.alone(instance, hints))
 
     @property
     def may_be_alone(self) -> bool:
         """Whether a decode engine ever computes a prompt alone because that is faster."""
         return self._itl_most_s is not None
 
-    def cached(self, instance: Instance, ask: RoutingHints) -> int:
+    def cached(self, instance: Instance, hints: RoutingHints) -> int:
         """Return how many bytes of the prompt a decode engine has."""
-        return self._caches.matched(instance, ask, is_there=True)
+        return self._caches.matched(instance, hints, is_there=True)
 
-    def matched(self, instance: Instance, ask: RoutingHints) -> int:
+    def matched(self, instance: Instance, hints: RoutingHints) -> int:
         """Return how many bytes of the prompt an engine has, or will soon."""
-        return self._caches.matched(instance, ask) if ask.prompt else 0
+        return self._caches.matched(instance, hints) if hints.prompt else 0
 
     def recent(self, instance: Instance) -> float:
         """Return the tokens of the legs that an engine was sent lately."""
@@ -122,9 +122,9 @@ class EngineCosts(LegListener):
         return 0.0 if member is None else self._speeds.of(member).recent(self._clock())
 
     def _computing(
-        self, member: Member | None, instance: Instance, ask: RoutingHints, *, is_there: bool
+        self, member: Member | None, instance: Instance, hints: RoutingHints, *, is_there: bool
     ) -> ExpectedTime:
-        tokens, hit = self._counts(instance, ask, is_there=is_there)
+        tokens, hit = self._counts(instance, hints, is_there=is_there)
         if member is None:
             return ExpectedTime(tokens=tokens, prefill_hit=hit)
         speed = self._speeds.of(member)
@@ -146,13 +146,13 @@ class EngineCosts(LegListener):
     def _step_s(self, speed: EngineSpeed, priors: Priors, now: float) -> float:
         return speed.step.among(priors.step, now).at(len(speed.entered) + 1)
 
-    def _counts(self, instance: Instance, ask: RoutingHints, *, is_there: bool) -> tuple[int, int]:
+    def _counts(self, instance: Instance, hints: RoutingHints, *, is_there: bool) -> tuple[int, int]:
         """Return the tokens of a prompt, and how many of them an engine has."""
-        if not ask.prompt:
+        if not hints.prompt:
             return 0, 0
-        per_byte = self._tokens.per_byte(ask)
-        matched = self._caches.matched(instance, ask, is_there=is_there)
-        tokens = max(1, int(len(ask.prompt) * per_byte))
+        per_byte = self._tokens.per_byte(hints)
+        matched = self._caches.matched(instance, hints, is_there=is_there)
+        tokens = max(1, int(len(hints.prompt) * per_byte))
         return tokens, min(int(matched * per_byte), tokens)
 
     def _likely(self, role: Role) -> Priors:
@@ -180,28 +180,30 @@ class EngineCosts(LegListener):
             self._speeds.of(member).reserve(request)
 
     def leg_sent(
-        self, engine: Instance, request: RequestId, ask: RoutingHints, /, *, computes: bool, is_timed: bool
+        self, engine: Instance, request: RequestId, hints: RoutingHints, /, *, computes: bool, is_timed: bool
     ) -> None:
         """Begin to measure how long the engine takes for what it lacks of the prompt."""
         member = self._registry.get(engine.id)
         if member is None:
             return
-        tokens, hit = self._counts(engine, ask, is_there=computes and engine.role is _DECODE)
+        tokens, hit = self._counts(engine, hints, is_there=computes and engine.role is _DECODE)
         if tokens and not is_timed:
             self._speeds.of(member).reserve(request)
-            self._caches.sent(engine, ask)
+            self._caches.sent(engine, hints)
         elif tokens:  # else it has none that are known
             priors = self._likely(engine.role)
             self._speeds.of(member).send(request, max(1, tokens - hit), priors, self._clock(), computes=computes)
-            self._caches.sent(engine, ask)
+            self._caches.sent(engine, hints)
 
-    def prompt_computed(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None, /) -> None:
+    def prompt_computed(
+        self, prefill: Instance, request: RequestId, hints: RoutingHints, counted: int | None, /
+    ) -> None:
         """Learn how fast the engine computes, and how many tokens such a prompt has."""
         self._done(prefill, request)
         if counted is not None:
-            self._tokens.counted(ask, counted)
+            self._tokens.counted(hints, counted)
 
-    def stream_begun(self, decode: Instance, request: RequestId, _ask: RoutingHints, /) -> None:
+    def stream_begun(self, decode: Instance, request: RequestId, _hints: RoutingHints, /) -> None:
         """Learn how fast the engine computes, or gets what another one has computed."""
         self._done(decode, request)
 

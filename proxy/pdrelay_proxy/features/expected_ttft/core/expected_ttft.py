@@ -23,15 +23,15 @@ class Costs(Protocol):
         """Whether a decode engine ever computes a prompt alone because that is faster."""
         ...
 
-    def prefill(self, instance: Instance, ask: RoutingHints, /) -> ExpectedTime:
+    def prefill(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
         """Return what a prefill engine's part of a request takes."""
         ...
 
-    def decode(self, instance: Instance, ask: RoutingHints, /) -> ExpectedTime:
+    def decode(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
         """Return what a decode engine's part takes that gets what it lacks from a prefill engine."""
         ...
 
-    def alone(self, instance: Instance, ask: RoutingHints, /) -> ExpectedTime:
+    def alone(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
         """Return what a request takes that a decode engine serves alone."""
         ...
 
@@ -39,11 +39,11 @@ class Costs(Protocol):
         """Tell whether a decode engine can compute a prompt without a pause in its streams that is too long."""
         ...
 
-    def cached(self, instance: Instance, ask: RoutingHints, /) -> int:
+    def cached(self, instance: Instance, hints: RoutingHints, /) -> int:
         """Return how many bytes of the prompt a decode engine has."""
         ...
 
-    def matched(self, instance: Instance, ask: RoutingHints, /) -> int:
+    def matched(self, instance: Instance, hints: RoutingHints, /) -> int:
         """Return how many bytes of the prompt an engine has, or will soon."""
         ...
 
@@ -75,90 +75,90 @@ class ExpectedTtft:
         self._latest: tuple[RoutingHints, ExpectedTime] | None = None  # what is expected of the latest choice
         self._alone: tuple[RoutingHints, _Priced] | None = None  # the engine that serves a prompt alone, found just now
 
-    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
+    def pair(self, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits, /) -> Pair:
         """Return the two engines that cost least, or nearly so."""
         self._alone = None
-        left = _sorted([_Priced(each, self._costs.prefill(each, ask)) for each in self._few(prefill, ask)])
-        right = _sorted([_Priced(each, self._costs.decode(each, ask)) for each in self._few(decode, ask)])
+        left = _sorted([_Priced(each, self._costs.prefill(each, hints)) for each in self._few(prefill, hints)])
+        right = _sorted([_Priced(each, self._costs.decode(each, hints)) for each in self._few(decode, hints)])
         pairs = [(p, d) for p in left[:MOST] for d in right[:MOST] if fits(p.instance, d.instance)]
         if not pairs:  # every prefill engine fits some decode engine
             fitting = [each for each in decode if fits(left[0].instance, each)][:LOOKED_AT]
-            pairs = [(left[0], _Priced(each, self._costs.decode(each, ask))) for each in fitting]
+            pairs = [(left[0], _Priced(each, self._costs.decode(each, hints))) for each in fitting]
         least = min([p.cost_s + d.cost_s for p, d in pairs])
         near = [(p, d) for p, d in pairs if p.cost_s + d.cost_s <= least * (1.0 + NEAR)]
         best_p, best_d = near[0] if len(near) == 1 else self._less_used(near)
-        self._latest = ask, best_p.expected.followed_by(best_d.expected)
+        self._latest = hints, best_p.expected.followed_by(best_d.expected)
         return best_p.instance, best_d.instance
 
-    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
+    def choose(self, among: Among, hints: RoutingHints = ANY, /) -> Instance:
         """Return the decode engine that serves a request alone in the least time, or nearly so."""
         known, self._alone = self._alone, None
-        best = self._best_alone(among, ask) if known is None or known[0] is not ask else known[1]
-        self._latest = ask, best.expected
+        best = self._best_alone(among, hints) if known is None or known[0] is not hints else known[1]
+        self._latest = hints, best.expected
         return best.instance
 
-    def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
+    def alone(self, prefill: Among, decode: Among, hints: RoutingHints, /) -> bool:
         """Tell whether a decode engine alone is expected to be faster than any pair, and spares its streams."""
-        if not (self._costs.may_be_alone and ask.prompt):
+        if not (self._costs.may_be_alone and hints.prompt):
             return False
-        best = self._best_alone(decode, ask)
+        best = self._best_alone(decode, hints)
         if not self._costs.spares(best.expected):
             return False
-        parts = min([self._costs.prefill(each, ask).cost_s for each in self._few(prefill, ask)])
-        if best.cost_s > parts + min([self._costs.decode(each, ask).cost_s for each in self._few(decode, ask)]):
+        parts = min([self._costs.prefill(each, hints).cost_s for each in self._few(prefill, hints)])
+        if best.cost_s > parts + min([self._costs.decode(each, hints).cost_s for each in self._few(decode, hints)]):
             return False
-        self._alone = ask, best
-        self._latest = ask, best.expected
+        self._alone = hints, best
+        self._latest = hints, best.expected
         return True
 
-    def holding(self, among: Among, ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
+    def holding(self, among: Among, hints: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
         """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these.
 
         One is left only where another engine would serve it alone in less than half of the time.
         """
-        looked, size = self._few(among, ask), ask.blocks.size
-        sizes = [self._costs.cached(each, ask) for each in looked]
+        looked, size = self._few(among, hints), hints.blocks.size
+        sizes = [self._costs.cached(each, hints) for each in looked]
         few = [(each, one) for each, one in zip(sizes, looked, strict=True) if size - each < least]
         if not few:
             return Holding((), max(sizes), is_bound=False)
-        loyal = LOYALTY * min([self._costs.alone(each, ask).cost_s for each in looked])
-        near = [(each, one) for each, one in few if self._costs.alone(one, ask).cost_s <= loyal]
-        free = [(each, one) for each, one in near if bound.has_room(one, ask, size - each, least)]
+        loyal = LOYALTY * min([self._costs.alone(each, hints).cost_s for each in looked])
+        near = [(each, one) for each, one in few if self._costs.alone(one, hints).cost_s <= loyal]
+        free = [(each, one) for each, one in near if bound.has_room(one, hints, size - each, least)]
         if not free:
             return Holding((), max(sizes), is_bound=bool(near))
         most = max([each for each, _ in free])
         is_bound = most < max([each for each, _ in near])
         return Holding([one for each, one in free if each == most], most, is_bound=is_bound)
 
-    def holders(self, among: Among, ask: RoutingHints, /) -> Among:
+    def holders(self, among: Among, hints: RoutingHints, /) -> Among:
         """List the decode engines that have the most of a prompt, if that is most of it; none, if all have as much."""
-        sizes = [self._costs.matched(each, ask) for each in among]
+        sizes = [self._costs.matched(each, hints) for each in among]
         most = max(sizes)
         best = [one for one, each in zip(among, sizes, strict=True) if each == most]
-        decides = most * 2 > len(ask.prompt) and (len(best) < len(among) or len(among) == 1)
+        decides = most * 2 > len(hints.prompt) and (len(best) < len(among) or len(among) == 1)
         return best if decides else ()
 
     def copy(self) -> "ExpectedTtft":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return ExpectedTtft(self._costs, self._dice)
 
-    def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
+    def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's."""
         latest = self._latest
         self._latest = None
-        return None if latest is None or latest[0].prompt is not ask.prompt else latest[1]  # also of one sent again
+        return None if latest is None or latest[0].prompt is not hints.prompt else latest[1]  # also of one sent again
 
-    def _few(self, among: Among, ask: RoutingHints) -> Among:
+    def _few(self, among: Among, hints: RoutingHints) -> Among:
         """Return those that have most of the prompt, and others that chance picks: all, unless they are too many."""
         if len(among) <= LOOKED_AT:
             return among
-        matches = sorted([(-self._costs.matched(each, ask), place) for place, each in enumerate(among)])
+        matches = sorted([(-self._costs.matched(each, hints), place) for place, each in enumerate(among)])
         places = {place for _, place in matches[:MOST]}
         places.update([self._dice(len(among)) for _ in range(LOOKED_AT - MOST)])
         return [among[place] for place in sorted(places)]
 
-    def _best_alone(self, among: Among, ask: RoutingHints) -> _Priced:
-        priced = [_Priced(each, self._costs.alone(each, ask)) for each in self._few(among, ask)]
+    def _best_alone(self, among: Among, hints: RoutingHints) -> _Priced:
+        priced = [_Priced(each, self._costs.alone(each, hints)) for each in self._few(among, hints)]
         least = min([each.cost_s for each in priced])
         near = [each for each in priced if each.cost_s <= least * (1.0 + NEAR)]
         most = max([each.expected.decode_hit for each in near])

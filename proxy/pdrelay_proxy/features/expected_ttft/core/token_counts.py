@@ -25,17 +25,17 @@ class TokenCounts:
     def __init__(self) -> None:
         self._counted: dict[tuple[str | None, bool], _Counted] = {}
 
-    def per_byte(self, ask: RoutingHints) -> float:
+    def per_byte(self, hints: RoutingHints) -> float:
         """Return tokens for each byte of such a prompt's JSON."""
-        found = self._counted.get((ask.model, _is_ids(ask.prompt)))
+        found = self._counted.get((hints.model, _is_ids(hints.prompt)))
         return _UNKNOWN if found is None else found.tokens / found.size
 
-    def counted(self, ask: RoutingHints, tokens: int) -> None:
+    def counted(self, hints: RoutingHints, tokens: int) -> None:
         """An engine has counted the tokens of a prompt."""
-        size = len(ask.prompt)
+        size = len(hints.prompt)
         if size == 0 or tokens <= 0:
             return
-        key = ask.model, _is_ids(ask.prompt)
+        key = hints.model, _is_ids(hints.prompt)
         found = self._counted.get(key)
         if found is None:
             if len(self._counted) >= _MODELS_MOST:

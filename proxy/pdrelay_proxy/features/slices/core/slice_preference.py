@@ -187,22 +187,22 @@ class SlicePreference(PairPreference):
         """List those of some engines that are in the slice of another one; all of them, if none is."""
         return nearest(engine, others, self._slice_of)
 
-    def note(self, prefill: Instance | None, decode: Instance, ask: RoutingHints, /) -> None:
+    def note(self, prefill: Instance | None, decode: Instance, hints: RoutingHints, /) -> None:
         """Count a pair, if it crosses; None: the decode engine is alone."""
         if prefill is not None:
-            reason = self.reason(prefill, decode, ask)
+            reason = self.reason(prefill, decode, hints)
             if reason is not None:
                 self.counted[(reason.value,)] += 1
 
-    def reason(self, prefill: Instance, decode: Instance, ask: RoutingHints, /) -> CrossingReason | None:
+    def reason(self, prefill: Instance, decode: Instance, hints: RoutingHints, /) -> CrossingReason | None:
         """Say why a pair crosses; None: it does not."""
         here = self._slice_of(prefill)
         there = self._slice_of(decode)
         if here == there:
             return None
-        lacks = self._lack(Role.DECODE, here, ask.model)
+        lacks = self._lack(Role.DECODE, here, hints.model)
         if lacks is None:
-            lacks = CrossingReason.FAILED if ask.again else self._lack(Role.PREFILL, there, ask.model)
+            lacks = CrossingReason.FAILED if hints.again else self._lack(Role.PREFILL, there, hints.model)
         return lacks or CrossingReason.FULL
 
     def _lack(self, role: Role, name: str | None, model: str | None) -> CrossingReason | None:

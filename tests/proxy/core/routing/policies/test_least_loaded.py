@@ -17,20 +17,20 @@ def test_nobody_has_less_to_do(loads):
     """Than the one that is chosen."""
     load = dict(zip([one.id for one in ENGINES], loads, strict=True))
 
-    assert load[LeastLoaded(lambda one: load[one.id]).one(ENGINES).id] == min(loads)
+    assert load[LeastLoaded(lambda one: load[one.id]).choose(ENGINES).id] == min(loads)
 
 
 def test_equals_take_turns():
     """Idle engines would else leave all requests to the first of them."""
     policy = LeastLoaded(lambda _: 0.0)
 
-    assert set(Counter(policy.one(ENGINES).id for _ in range(50)).values()) == {10}
+    assert set(Counter(policy.choose(ENGINES).id for _ in range(50)).values()) == {10}
 
 
 def test_equals_take_turns_although_they_are_others_each_time():
     """A turn that only counts gave some engines 1.7 times their share in rollouts, where revisions alternate."""
     policy = LeastLoaded(lambda _: 0.0)
-    counts = Counter(policy.one(ENGINES[:4] if number % 2 else ENGINES[1:]).id for number in range(100))
+    counts = Counter(policy.choose(ENGINES[:4] if number % 2 else ENGINES[1:]).id for number in range(100))
 
     assert max(counts.values()) - min(counts.values()) <= 2
 
@@ -40,8 +40,8 @@ def test_a_copy_chooses_alike_and_leaves_no_trace():
     policy = LeastLoaded(lambda _: 0.0, turn=3)
     for _ in range(7):
         copied = policy.copy()
-        foreseen = [copied.one(ENGINES).id for _ in ENGINES]
-        assert foreseen[0] == policy.one(ENGINES).id
+        foreseen = [copied.choose(ENGINES).id for _ in ENGINES]
+        assert foreseen[0] == policy.choose(ENGINES).id
         assert len(set(foreseen)) == len(ENGINES)
 
 
@@ -51,7 +51,7 @@ def test_counts_stay_even_while_requests_come_and_go(ends):
     load = dict.fromkeys([one.id for one in ENGINES], 0)
     policy = LeastLoaded(lambda one: load[one.id])
     for end in ends:
-        chosen = policy.one(ENGINES)
+        chosen = policy.choose(ENGINES)
         assert load[chosen.id] == min(load.values())
         load[chosen.id] += 1
         load[ENGINES[end].id] = max(0, load[ENGINES[end].id] - 1)

@@ -25,7 +25,7 @@ def test_the_two_are_different_and_the_busier_one_loses(count, data):
         drawn.append(data.draw(st.integers(0, sides - 1)))
         return drawn[-1]
 
-    chosen = PowerOfTwo(index, dice).one(ENGINES[:count])
+    chosen = PowerOfTwo(index, dice).choose(ENGINES[:count])
     first, second = drawn[0], (drawn[0] + 1 + drawn[1]) % count
 
     assert first != second
@@ -34,7 +34,7 @@ def test_the_two_are_different_and_the_busier_one_loses(count, data):
 
 def test_one_engine_needs_no_dice():
     """There is nothing to choose."""
-    assert PowerOfTwo(index, lambda _: 1 / 0).one(ENGINES[:1]) == ENGINES[0]
+    assert PowerOfTwo(index, lambda _: 1 / 0).choose(ENGINES[:1]) == ENGINES[0]
 
 
 def test_the_load_comes_out_nearly_even_and_nobody_starves():
@@ -42,6 +42,6 @@ def test_the_load_comes_out_nearly_even_and_nobody_starves():
     load = dict.fromkeys([one.id for one in ENGINES], 0)
     policy = PowerOfTwo(lambda one: load[one.id], random.Random(7).randrange)
     for _ in range(4000):
-        load[policy.one(ENGINES).id] += 1
+        load[policy.choose(ENGINES).id] += 1
 
     assert max(load.values()) - min(load.values()) <= 8

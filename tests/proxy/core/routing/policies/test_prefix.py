@@ -48,19 +48,19 @@ def prefix(load=idle, otherwise=None, **known):
 def test_a_prompt_goes_to_the_longest_common_beginning():
     """The engine that has more of it cached computes less."""
     policy = prefix(otherwise=RoundRobin())
-    first, second = policy.one(ENGINES, ask(*"abc")), policy.one(ENGINES, ask(*"xyz"))
+    first, second = policy.choose(ENGINES, ask(*"abc")), policy.choose(ENGINES, ask(*"xyz"))
     assert first != second
-    assert policy.one(ENGINES, ask(*"abcd")) == first
-    assert policy.one(ENGINES, ask(*"xyzz")) == second
-    third = policy.one([one for one in ENGINES if one != first], ask(*"abq"))
-    assert policy.one(ENGINES, ask(*"abqq")) == third
+    assert policy.choose(ENGINES, ask(*"abcd")) == first
+    assert policy.choose(ENGINES, ask(*"xyzz")) == second
+    third = policy.choose([one for one in ENGINES if one != first], ask(*"abq"))
+    assert policy.choose(ENGINES, ask(*"abqq")) == third
 
 
 def test_a_block_is_known_by_all_that_came_before_it():
     """A cache is of no use in the middle of a prompt."""
     policy = prefix(otherwise=RoundRobin())
-    policy.one(ENGINES, ask(*"abc"))
-    others = [policy.copy().one(ENGINES, ask(*"xbc")), policy.copy().one(ENGINES, ask(*"yyyabc"))]
+    policy.choose(ENGINES, ask(*"abc"))
+    others = [policy.copy().choose(ENGINES, ask(*"xbc")), policy.copy().choose(ENGINES, ask(*"yyyabc"))]
 
     assert others == [ENGINES[1]] * 2
 
@@ -69,11 +69,11 @@ def test_an_engine_that_is_too_busy_is_passed_over():
     """Or one popular beginning would make one engine do everything."""
     load = dict.fromkeys([one.id for one in ENGINES], 0.0)
     policy = prefix(lambda one: load[one.id])
-    home = policy.one(ENGINES, ask("a"))
+    home = policy.choose(ENGINES, ask("a"))
     load[home.id] = SLACK
-    assert policy.one(ENGINES, ask("a")) == home
+    assert policy.choose(ENGINES, ask("a")) == home
     load[home.id] = SLACK + 1
-    assert policy.one(ENGINES, ask("a")) != home
+    assert policy.choose(ENGINES, ask("a")) != home
 
 
 @settings(deadline=None)
@@ -84,7 +84,7 @@ def test_the_load_stays_within_its_limit(steps):
     policy = prefix(lambda one: load[one.id])
     for letters, ended in steps:
         least = min(load.values())
-        chosen = policy.one(ENGINES, ask(*letters))
+        chosen = policy.choose(ENGINES, ask(*letters))
         assert load[chosen.id] <= least + SLACK
         load[chosen.id] += 1
         load[ENGINES[ended].id] = max(0, load[ENGINES[ended].id] - 1)
@@ -93,11 +93,11 @@ def test_the_load_stays_within_its_limit(steps):
 def test_memory_is_bounded_and_the_beginning_is_forgotten_last():
     """Without its beginning the rest of a prompt is of no use."""
     policy = prefix(otherwise=RoundRobin(), most=10)
-    home = policy.one(ENGINES, ask(*"abcdefgh"))
-    policy.one(ENGINES, ask(*"uvwxyz"))
+    home = policy.choose(ENGINES, ask(*"abcdefgh"))
+    policy.choose(ENGINES, ask(*"uvwxyz"))
 
     assert len(policy._caches.memory) == 10
-    assert policy.one(ENGINES, ask(*"abcd")) == home
+    assert policy.choose(ENGINES, ask(*"abcd")) == home
 
 
 def chat(*texts):
@@ -109,24 +109,24 @@ def chat(*texts):
 def test_a_few_words_in_common_do_not_gather_prompts():
     """A short system prompt is no reason to send everybody to one engine; half of a short prompt is."""
     policy = prefix()
-    others = [policy.one(ENGINES, chat("system", "", f"question {number} " * 10)).id for number in range(40)]
+    others = [policy.choose(ENGINES, chat("system", "", f"question {number} " * 10)).id for number in range(40)]
     assert set(Counter(others).values()) == {10}
 
     question = chat("a first question")
-    first = policy.one(ENGINES, question)
+    first = policy.choose(ENGINES, question)
     policy._caches.memory.answered(first.id, question.blocks, 300, now=0.0)
     assert len(question.prompt) < LEAST
-    assert {policy.one(ENGINES, chat("a first question", "yes", "why?")) for _ in range(8)} == {first}
+    assert {policy.choose(ENGINES, chat("a first question", "yes", "why?")) for _ in range(8)} == {first}
 
 
 def test_what_leaves_no_trace_chooses_alike():
     """An operator asks where a request would go, and that changes nothing."""
     policy = prefix(otherwise=RoundRobin())
-    home = policy.one(ENGINES, ask(*"abc"))
+    home = policy.choose(ENGINES, ask(*"abc"))
     known = len(policy._caches.memory)
 
-    assert policy.copy().one(ENGINES, ask(*"abcd")) == home
-    assert policy.copy().one(ENGINES, ask(*"xyz")) == policy.copy().one(ENGINES, ask(*"xyz"))
+    assert policy.copy().choose(ENGINES, ask(*"abcd")) == home
+    assert policy.copy().choose(ENGINES, ask(*"xyz")) == policy.copy().choose(ENGINES, ask(*"xyz"))
     assert len(policy._caches.memory) == known
 
 
@@ -144,7 +144,7 @@ def answered(policy, prompt, *engines):
 def test_only_what_has_been_answered_counts_as_cached():
     """Eight equal prompts at once must not all be computed by one decode engine, for the KV cache that is to come."""
     policy = prefix()
-    home, prompt = policy.one(ENGINES, ask(*"abc")), ask(*"abc")
+    home, prompt = policy.choose(ENGINES, ask(*"abc")), ask(*"abc")
     found = policy.holding(ENGINES, prompt, 100, room())
     assert (found.engines, found.cached) == ((), 0)
 

@@ -54,10 +54,10 @@ def test_requests_that_are_not_split_have_turns_of_their_own():
     """Or a mix of both kinds could starve a pair."""
     policy = RoundRobin()
     decode = instances(Role.DECODE, 2)
-    pairs = [turns(policy, 2, 2, 1)[0] for _ in range(4) if policy.one(decode)]
+    pairs = [turns(policy, 2, 2, 1)[0] for _ in range(4) if policy.choose(decode)]
 
     assert len(set(pairs)) == 4
-    assert decode == [policy.one(decode) for _ in range(2)]
+    assert decode == [policy.choose(decode) for _ in range(2)]
 
 
 @given(st.lists(st.sampled_from([(0, 1), (2, 3), (0, 1, 2, 3)]), min_size=40, max_size=80))

@@ -17,7 +17,7 @@ some = st.lists(st.sampled_from(ENGINES), min_size=1, max_size=6, unique=True)
 
 def homes(engines):
     policy = Session(RoundRobin())
-    return {ask.session: policy.one(engines, ask) for ask in SESSIONS}
+    return {ask.session: policy.choose(engines, ask) for ask in SESSIONS}
 
 
 @given(some, st.sampled_from(ENGINES))
@@ -60,5 +60,5 @@ def test_without_a_session_the_other_policy_chooses():
     """And takes its turns."""
     policy = Session(RoundRobin())
 
-    assert [policy.one(ENGINES, ANY) for _ in range(6)] == ENGINES
-    assert policy.copy().one(ENGINES) == policy.one(ENGINES)
+    assert [policy.choose(ENGINES, ANY) for _ in range(6)] == ENGINES
+    assert policy.copy().choose(ENGINES) == policy.choose(ENGINES)

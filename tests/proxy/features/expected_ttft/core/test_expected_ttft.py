@@ -131,7 +131,7 @@ def test_one_engine_serves_it_if_that_is_faster_and_its_streams_can_bear_it(alon
 
     assert one.alone(P, D, ASK) is is_alone
     if is_alone:
-        assert one.one(D, ASK) == D[2]
+        assert one.choose(D, ASK) == D[2]
         assert one.take_expected(ASK).prefill_s == alone
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from pdrelay_proxy.core.model import Api, GenerationRequest, RoutingHints
 from pdrelay_proxy.core.raw_json import Fields, decode
-from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
 from pdrelay_proxy.features.kv_events.core.prompt_learner import READINGS_MOST, PromptLearner
@@ -44,7 +44,7 @@ def test_ids_of_texts_are_wanted_and_those_of_ids_are_known():
     wanted = []
     for prompt in ("hello", [1, 2, 3]):
         call = GenerationRequest(Api.COMPLETIONS, decode(json.dumps({"prompt": prompt}).encode(), Fields), ())
-        wanted.append(learning.wants_ids(call, ask_of_call(call)))
+        wanted.append(learning.wants_ids(call, hints_of_call(call)))
 
     assert wanted == [True, False]
 

@@ -6,7 +6,7 @@ import pytest
 
 from pdrelay_proxy.core.model import Api, GenerationRequest
 from pdrelay_proxy.core.raw_json import Fields, decode, maybe
-from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.features.kv_events.core.token_blocks import packed
@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def asked(api, **body):
     call = GenerationRequest(api, decode(json.dumps(body).encode(), Fields), ())
-    return call, ask_of_call(call)
+    return call, hints_of_call(call)
 
 
 @pytest.mark.parametrize(

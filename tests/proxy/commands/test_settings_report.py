@@ -5,9 +5,12 @@ import re
 import pytest
 
 from pdrelay_proxy.cli import build_parser, main
+from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.options import OPTIONS, SECRETS, read_file, serve_settings
 
 RIGHT = "The settings are right. Engines were not asked: pdrelay check does that.\n"
+
+BY_CACHE = " or ".join(["prefix", *feature_policies()])
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_what_follows_from_a_wrong_setting_is_not_a_second_one(serve):
     ("text", "arguments", "said"),
     [
         ("", ["--decode", "d:1", "d:1"], "d:1 stands twice among the decode engines: name each once"),
-        ('return_kv = true\ndecode = ["d:1"]', [], "return_kv needs decode_policy prefix or expected_ttft"),
+        ('return_kv = true\ndecode = ["d:1"]', [], f"return_kv needs decode_policy {BY_CACHE}: "),
         ('workers = 4\ndecode = ["d:1"]', [], "workers is 4, and admin_port is not set"),
         ("port = ", [], "router.toml is not TOML"),
     ],

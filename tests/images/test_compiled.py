@@ -23,6 +23,7 @@ SUITES = {
         *[f"tests/proxy/features/{name}/core" for name in ("expected_ttft", "kv_events", "peers")],
     ),
     "requests": ("tests/proxy/requests",),
+    "features": ("tests/proxy/features/peers/core", "tests/proxy/features/slices"),
     "io": (
         "tests/proxy/io/wire/test_engines_contract.py",
         "tests/proxy/io/request_path",

@@ -457,7 +457,6 @@ def router_of(
     breaking=NEVER_BROKEN,
     asks_for_models=False,
     moves_at_once=8,
-    parts=lambda _registry: (),
     **rules,
 ):
     """A router; ``rules``: more of the settings; ``asks_for_models``: what its engines serve decides, as in app.py."""
@@ -474,7 +473,7 @@ def router_of(
         PushCoordinates(at_once=manner.at_once),
         Telemetry(Counters(frozenset({*map(str, Api)})), clock),
     )
-    added = [*routing_of_features(settings, registry, clock), *parts(registry)]
+    added = routing_of_features(settings, registry, clock)
     fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, added=added, later=telemetry.later)
     names, ended, numbers = [], {}, itertools.count()
 

@@ -17,9 +17,7 @@ from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairState
 from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.request_record import MoveOutcome
-from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.retries import RetryBudget
-from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.errors import ConfigError, EngineError
 from pdrelay_proxy.features.why.request_timeline import router_timeline
 from pdrelay_proxy.io.request_path.access_log import text
@@ -427,47 +425,6 @@ async def test_a_prompt_that_is_still_computed_gets_another_decode_engine():
     assert drained == [chosen]
     assert {leg.instance.id for leg in fleet.engines.of(Role.DECODE)} == {"decode-0", "decode-1"} - {chosen}
     assert read(client.body) == whole(Api.COMPLETIONS)
-    assert fleet.router.is_idle()
-
-
-class OfOneSlice(PairPreference):
-    """Has the KV cache go to a decode engine of the same slice."""
-
-    def __init__(self, registry):
-        self.registry = registry
-
-    def nearest(self, engine, others, /):
-        return [other for other in others if self._slice(other) == self._slice(engine)] or others
-
-    def _slice(self, engine):
-        return self.registry.facts(engine).slice
-
-
-def within_slices(registry):
-    return [RoutingParts(preference=OfOneSlice(registry))]
-
-
-async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
-    """The KV cache would cross a slow link, as it would not have without the drain."""
-    go_on, prefill = waiting_prefill()
-    fleet = Fleet(y=3, prefill=prefill, holds_at=(), parts=within_slices)
-    registry = fleet.router.registry
-    for name, where in (("prefill-0", "a"), ("decode-0", "a"), ("decode-1", "b"), ("decode-2", "a")):
-        registry.learn(name, EngineCapabilities(slice=where))
-    registry.departures.drain("decode-2", now=0.0)
-    clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(4)]
-    await until(lambda: len(fleet.engines.legs) == 4)
-    names = "decode-0", "decode-1", "decode-2"
-    near, far, _ = (registry.member(name).load.in_flight for name in names)
-    registry.departures.undrain("decode-2", now=0.0)
-    fleet.drain("decode-0")
-    after = [registry.member(name).load.in_flight for name in names]
-    go_on.set()
-    for client in clients:
-        await client.end()
-
-    assert near > 1
-    assert after == [0, far, near]
     assert fleet.router.is_idle()
 
 

@@ -16,6 +16,8 @@ from pdrelay_proxy.io.request_path.caches import SENT
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import PolicyName, Settings
 
+if hasattr(CacheReports, "__mypyc_attrs__"):
+    pytest.skip("a class of Python cannot extend a compiled one", allow_module_level=True)
 TEXT = "once upon a time there was a river, " * 40
 
 

@@ -9,14 +9,14 @@ uvicorn's server makes these connections, and ends them; what it calls is ``__in
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, cast
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdrelay_proxy.api.asgi_exchange import AsgiExchange, path_of
+from pdrelay_proxy.api.asgi_exchange import App, AsgiExchange, path_of
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
 from pdrelay_proxy.core.http.framing import Head, RefusalReason
@@ -51,7 +51,13 @@ logger = logging.getLogger(__name__)
 class Exchange(Protocol):
     """A request and its answer, as its connection sees them."""
 
-    keep_alive: bool
+    @property
+    def keep_alive(self) -> bool:
+        """Tell whether the connection stays open behind it."""
+        ...
+
+    @keep_alive.setter
+    def keep_alive(self, value: bool, /) -> None: ...
 
     @property
     def response_started(self) -> bool:
@@ -103,7 +109,7 @@ class GuardedProtocol(asyncio.Protocol):
         self.loop = _loop or asyncio.get_running_loop()
         self.server_state = server_state
         self._connections = cast("set[GuardedProtocol]", server_state.connections)  # it lists uvicorn's own classes
-        self._app = config.loaded_app
+        self._app = cast("App", config.loaded_app)  # pyright: ignore[reportUnknownMemberType] -- of any kind of ASGI
         self._keepalive_s = config.timeout_keep_alive
         self._app_state = app_state
         self._scope: dict[str, Any] = {
@@ -499,5 +505,8 @@ class GuardedProtocol(asyncio.Protocol):
 
 def _address(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
     """Return the host and port of one end; None for a socket that has none."""
-    found = transport.get_extra_info(name)
-    return (str(found[0]), int(found[1])) if isinstance(found, (tuple, list)) and len(found) >= 2 else None
+    found: object = transport.get_extra_info(name)
+    if not isinstance(found, (tuple, list)):
+        return None
+    parts = cast("Sequence[str | int]", found)
+    return (str(parts[0]), int(parts[1])) if len(parts) >= 2 else None

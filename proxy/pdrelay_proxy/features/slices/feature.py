@@ -1,6 +1,6 @@
 """Has engines of one slice share requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily
@@ -53,7 +53,7 @@ def slice_families(registry: Registry | None, preference: SlicePreference | None
         family.add_metric(labels, count)
     yield family
     text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
-    crossings = {} if preference is None else preference.counted
+    crossings: Mapping[tuple[str, ...], int] = {} if preference is None else preference.counted
     yield from counter_family("pdrelay_slice_crossings", text, ("reason",), crossings)
 
 

@@ -85,6 +85,7 @@ PROMISE := tests/e2e/test_equality.py
 MODELS  := tests/models tests/e2e/test_kv_back.py
 VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engines.py
 ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models tests/openapi)
+REST    := tests/proxy/test_features.py::test_all_tests_of_the_rest_pass_without_a_feature
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 # Two chains at once: many tests wait for half of their time. mypy alone looks at the types, for basedpyright takes two
@@ -106,7 +107,7 @@ test-all: lint $(STAMPS)/helm ## everything but test-thorough: slow tests, all e
 quick-router: CHAIN := test-router-quick
 quick-vllm: CHAIN = $(CHAIN_OF_VLLM)
 chain-connector: CHAIN := test-connector test-chaos test-models
-chain-compiler: CHAIN := test-compile test-e2e test-types
+chain-compiler: CHAIN := test-compile test-e2e test-types test-features
 chain-router: CHAIN := test-router test-compiled test-openapi
 
 .PHONY: quick-router quick-vllm chain-connector chain-compiler chain-router
@@ -124,12 +125,16 @@ test-vllm: $(STAMPS)/helm
 test-promise: $(STAMPS)/helm
 	PDRELAY_TEST_ROUTER=plain $(BIN)/pytest $(REAL) $(PROMISE)
 
-.PHONY: test-connector test-router test-compile test-compiled test-chaos test-e2e test-models test-types
+.PHONY: test-connector test-router test-features test-compile test-compiled test-chaos test-e2e test-models test-types
 test-connector: $(STAMPS)/helm
 	$(BIN)/pytest -p no:cacheprovider --durations=20 -m "$(ALONE) and not compiled" $(VLLM)
 
 test-router: $(STAMPS)/helm
-	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" $(ROUTER)
+	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" --deselect=$(REST) $(ROUTER)
+
+# Each feature in turn is removed, and the tests of the rest run: minutes for each, and no two need each other.
+test-features: $(STAMPS)/helm
+	$(BIN)/pytest $(SHARED) --dist load $(REST)
 
 test-compile: $(STAMPS)/dev
 	-$(BIN)/python -P tests/support/compiled.py

@@ -210,6 +210,10 @@ def test_many_sleeps_cost_nothing(start):
             threads = len(list(Path("/proc/self/task").iterdir()))
             sizes.append((len(list(Path("/proc/self/fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE"), threads))
 
-    assert sizes[-1][0] <= sizes[0][0] + 2
-    assert sizes[-1][1] <= sizes[0][1] + 20e6
-    assert sizes[-1][2] <= sizes[0][2]
+    # What opens connections ends a moment later than they do: the least of several looks is what stays.
+    files, memory, threads = (
+        [min(looks) for looks in (of_all[:5], of_all[-5:])] for of_all in zip(*sizes, strict=True)
+    )
+    assert files[1] <= files[0] + 2
+    assert memory[1] <= memory[0] + 20e6
+    assert threads[1] <= threads[0]

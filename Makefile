@@ -79,7 +79,7 @@ up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENG
 # What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The router's tests are shared
 # out to WORKERS, file by file: fixtures of a module are made once, and each process imports all modules.
 ALONE   := not (vllm or gpu or thorough)
-QUICK   := --hypothesis-profile=quick -m "$(ALONE) and not (compiled or slow)"
+BRIEF   := --hypothesis-profile=quick -m "$(ALONE) and not (compiled or slow)"
 REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
 PROMISE := tests/e2e/test_equality.py
 MODELS  := tests/models tests/e2e/test_kv_back.py
@@ -116,10 +116,10 @@ quick-router quick-vllm chain-connector chain-compiler chain-router:
 
 .PHONY: test-router-quick test-vllm test-promise
 test-router-quick: $(STAMPS)/helm
-	$(BIN)/pytest $(SHARED) $(QUICK) $(ROUTER)
+	$(BIN)/pytest $(SHARED) $(BRIEF) $(ROUTER)
 
 test-vllm: $(STAMPS)/helm
-	$(BIN)/pytest -p no:cacheprovider --durations=20 $(QUICK) $(VLLM)
+	$(BIN)/pytest -p no:cacheprovider --durations=20 $(BRIEF) $(VLLM)
 
 # The compiler takes minutes, and test-all has the compiled router before engines.
 test-promise: $(STAMPS)/helm

@@ -143,3 +143,9 @@ def test_the_program_vllm_finds_the_version_of_the_build_for_cpus(checkout, tmp_
 def _without_make():
     """Return this environment without what the make that runs the tests hands to its commands."""
     return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+
+@pytest.mark.parametrize(("words", "is_quick"), [([], False), (["QUICK=1"], True), (["QUICK=0"], False)])
+def test_a_benchmark_is_short_only_if_that_is_asked(words, is_quick):
+    """Its numbers would be others, and its page would not be written."""
+    assert (" --quick" in steps(ROOT, "bench-limits", *words)) is is_quick

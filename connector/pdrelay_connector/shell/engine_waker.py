@@ -8,12 +8,13 @@ A decode engine that only waits for a push computes no tokens, but vLLM steps it
 waits on the same :class:`queue.Queue`, which receives new requests and our WAKEUPs.
 """
 
-import inspect
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
+
+from pdrelay_connector.shell.building_engine import building_engine
 
 logger = init_logger("vllm.pdrelay")
 
@@ -49,11 +50,8 @@ def find_engine_waker() -> EngineWaker:
     Offline inference in one process has no engine loop. Then waking does nothing, and blocks are freed by the engine's
     next call, which precedes every allocation.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        engine = frame.f_locals.get("self")
-        if isinstance(engine, EngineCoreProc):
-            return EngineWaker(engine.input_queue)
-        frame = frame.f_back
+    engine = building_engine()
+    if isinstance(engine, EngineCoreProc):
+        return EngineWaker(engine.input_queue)
     logger.info("pdrelay: no engine input queue here; blocks are freed at the engine's next call")
     return EngineWaker(None)

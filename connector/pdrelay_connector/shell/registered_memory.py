@@ -49,7 +49,8 @@ class RegisteredMemory:
             kind, number = place_of(caches)
             spans = spans_of(caches)
         self.kind, self.number = kind, number
-        self._agent, self._spans = agent, spans
+        self._agent = agent
+        self._spans = spans
         self.cache = reader_of(
             caches, lambda: self._describe(caches, engine_config.blocks), shape_key(engine_config, rank)
         )

@@ -81,8 +81,7 @@ class PDRelayConnectorScheduler:
         self._sleep = Sleep()
         self._patience = 2 * settings.transfer_timeout  # s that falling asleep may take
         self._fell_asleep: FellAsleep | None = None  # as the control thread has said; taken by fall_asleep()
-        self._has_started = False
-        self._start_again: Callable[[], None] = lambda: None
+        self._start_again: Callable[[], None] | None = None  # absent before start()
         self._live: dict[str, Request] = {}
         self._notes = TimelineNotes(self._counters, monotonic, clock)
         self._control = ControlThread(
@@ -144,9 +143,8 @@ class PDRelayConnectorScheduler:
             self._prefills.engine = in_generation(self._engine_config.engine, self._sleep.generation)
             self._decodes.forget_engines()
             logger.info("pdrelay: engine %s is awake", self._prefills.engine)
-        elif self._has_started:
+        elif self._start_again is not None:
             return
-        self._has_started = True
         self._start_again = lambda: self.start(handshakes, fingerprint)
         self._control.start(handshakes, fingerprint, self._prefills.engine)
 
@@ -168,7 +166,8 @@ class PDRelayConnectorScheduler:
             self._control.check()
             self._control.wait_for_results(RESET_WAIT)
             self.handle_results()
-        failure, self._fell_asleep = self._fell_asleep.failure, None
+        failure = self._fell_asleep.failure
+        self._fell_asleep = None
         self._sleep.on(SleepEvent.OVERDUE if failure else SleepEvent.DRAINED)
         if failure:
             raise ConnectorError(f"this engine cannot sleep now: {failure}; try again later")
@@ -180,7 +179,8 @@ class PDRelayConnectorScheduler:
 
     def stay_awake(self) -> None:
         """Go on after :meth:`fall_asleep`: vLLM has not put the memory away."""
-        self._start_again()
+        if self._start_again is not None:
+            self._start_again()
 
     # ---- the life of a request
 

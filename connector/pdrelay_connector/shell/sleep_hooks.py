@@ -5,27 +5,22 @@ It is the scheduler that peers are connected to, and that can still refuse, befo
 has the executor (``v1/engine/core.py``), whose ``sleep`` and ``discard`` put the memory of all workers away.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
-from vllm.v1.engine.core import EngineCore
-
 from pdrelay_connector.errors import UnsupportedCache
+from pdrelay_connector.shell.building_engine import building_engine
 
 CACHE_TAG: Final = "kv_cache"  # what vLLM calls that memory
 
 
 def find_executor() -> Any:
     """Return the executor of the engine that builds the caller's connector; raises ``UnsupportedCache`` without one."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        engine = frame.f_locals.get("self")
-        if isinstance(engine, EngineCore):
-            return engine.model_executor
-        frame = frame.f_back
-    raise UnsupportedCache("enable_sleep_mode is on, and no engine of vLLM that could sleep builds this connector")
+    engine = building_engine()
+    if engine is None:
+        raise UnsupportedCache("enable_sleep_mode is on, and no engine of vLLM that could sleep builds this connector")
+    return engine.model_executor
 
 
 def before_sleeps(executor: Any, prepare: Callable[[], None], undo: Callable[[], None]) -> None:

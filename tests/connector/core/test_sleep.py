@@ -64,8 +64,8 @@ def test_leases_are_given_up_and_their_holders_are_told():
     assert world.p.slept == [FellAsleep()]
 
 
-def test_a_read_that_has_begun_ends_before_the_memory_goes_and_does_not_count():
-    """Over TCP UCX reads for the peer, in this process, which a page that is gone would end."""
+def read_that_hangs():
+    """A world in which D has begun to read what P has lent."""
     world = World()
     offer = world.lend()
     world.start_renewing(offer)
@@ -73,6 +73,12 @@ def test_a_read_that_has_begun_ends_before_the_memory_goes_and_does_not_count():
     world.d.mover.stuck = True
     world.load(offer)
     world.run()
+    return world
+
+
+def test_a_read_that_has_begun_ends_before_the_memory_goes_and_does_not_count():
+    """Over TCP UCX reads for the peer, in this process, which a page that is gone would end."""
+    world = read_that_hangs()
     sleep(world, world.p)
     world.run(seconds=TIMEOUT / 4)
     assert world.p.slept == []
@@ -85,13 +91,7 @@ def test_a_read_that_has_begun_ends_before_the_memory_goes_and_does_not_count():
 
 def test_a_reader_that_hangs_keeps_an_engine_awake_no_longer_than_its_own_timeout():
     """By then it has given the read up, and told so; one that has not is gone."""
-    world = World()
-    offer = world.lend()
-    world.start_renewing(offer)
-    world.run()
-    world.d.mover.stuck = True
-    world.load(offer)
-    world.run()
+    world = read_that_hangs()
     world.d.frozen = True
     sleep(world, world.p)
     world.run(seconds=TIMEOUT + 1)

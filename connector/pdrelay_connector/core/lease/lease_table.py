@@ -56,7 +56,6 @@ TRANSITIONS: Final[Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]]] = {
     LeaseState.OVER: {},
 }
 
-
 _READ: Final = (LeaseEvent.DONE, LeaseEvent.DROPPED)  # these ends say that nothing is read any more
 
 
@@ -183,9 +182,13 @@ class LeaseTable:
 
     def has_late_reads(self, *, now: float) -> bool:
         """Whether a decode engine may still read blocks whose lease is over: they may be another's, but not go away."""
+        self._forget_late_reads(now)
+        return bool(self._late_ranks)
+
+    def _forget_late_reads(self, now: float) -> None:
+        """Forget those whose readers have given up by now."""
         for request in self._late_reads.take_due(now=now):
             del self._late_ranks[request]
-        return bool(self._late_ranks)
 
     def late_read_ended(self, request: RequestId, rank: int = 0, ranks: int = 1) -> None:
         """Record that a rank no longer reads the blocks of a lease that is over."""
@@ -198,7 +201,7 @@ class LeaseTable:
 
     def expire(self, *, now: float) -> list[LeaseEnded]:
         """End the leases that were not renewed in time."""
-        self.has_late_reads(now=now)
+        self._forget_late_reads(now)
         return [self.end(request, LeaseEvent.EXPIRED) for request in self._deadlines.take_due(now=now)]
 
     def next_expiry(self) -> float | None:

@@ -13,24 +13,25 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
 import numpy as np
 
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.core.ports import XferOutcome
+from support.proc import held_by
 
 SIZE, PIECE, MOST = 16 << 20, 4096, 8  # bytes of each memory and of a piece; pieces of a transfer
 TENTHS = 10
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def made():
     """Return an agent, its memory and what a peer must know of it."""
     from pdrelay_connector.io.nixl import make_agent, register
 
-    memory, agent = np.ones(SIZE, dtype=np.uint8), make_agent(str(uuid.uuid4()), progress_delay_us=1000)
-    metadata, address = register(agent, "DRAM", 0, [(memory.ctypes.data, SIZE)]), memory.ctypes.data
+    memory = np.ones(SIZE, dtype=np.uint8)
+    agent = make_agent(str(uuid.uuid4()), progress_delay_us=1000)
+    address = memory.ctypes.data
+    metadata = register(agent, "DRAM", 0, [(address, SIZE)])
     return agent, memory, RankInfo(0, 1, metadata, "DRAM", 0, (Region(address, 1, 1, 1, SIZE, SIZE, SIZE, SIZE),))
 
 
@@ -42,13 +43,6 @@ def hold():
     del agent
 
 
-def cost(pid):
-    """Return the resident MB, descriptors and threads of a process."""
-    place = Path(f"/proc/{pid}")
-    pages = int((place / "statm").read_text().split()[1])
-    return pages * PAGE / 1e6, len(list((place / "fd").iterdir())), len(list((place / "task").iterdir()))
-
-
 class Mover:
     """Moves pieces between this process's memory and the other's."""
 
@@ -58,7 +52,8 @@ class Mover:
         agent, self.memory, _ = made()
         metadata, self.there = json.loads(next(line for line in holder.stdout if line.startswith('{"info"')))["info"]
         region = Region(self.there, 1, 1, 1, SIZE, SIZE, SIZE, SIZE)
-        self.agent, self.draw = NixlTransferAgent(agent, "DRAM", 0), random.Random(3)
+        self.agent = NixlTransferAgent(agent, "DRAM", 0)
+        self.draw = random.Random(3)
         self.handle = self.agent.attach(RankInfo(0, 1, bytes.fromhex(metadata), "DRAM", 0, (region,)))
 
     def move(self, number):
@@ -91,8 +86,11 @@ def main(argv=None):
             mover.move(number)
             is_late = time.monotonic() - began > args.seconds
             if number % (args.transfers // TENTHS) == 0 or number == 1000 or is_late:
-                cells = [f"{cell:.0f}" for pid in (os.getpid(), holder.pid) for cell in cost(pid)]
-                print(f"| {number:,} | {time.monotonic() - began:.0f} | {' | '.join(cells)} |", flush=True)
+                cells = [f"{time.monotonic() - began:.0f}"]
+                for pid in (os.getpid(), holder.pid):
+                    resident, descriptors, threads = held_by(pid)
+                    cells += [f"{resident / 1e6:.0f}", str(descriptors), str(threads)]
+                print(f"| {number:,} | {' | '.join(cells)} |", flush=True)
             if is_late:
                 break
         holder.stdin.close()

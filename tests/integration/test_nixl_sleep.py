@@ -3,11 +3,9 @@
 What an engine's memory holds is lost when it sleeps, as on a GPU.
 """
 
-import os
 import socket
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -33,6 +31,7 @@ from pdrelay_connector.core.push.decode_scheduler import PushOrder
 from pdrelay_connector.core.push.push_job import ComputedBlocks
 from pdrelay_connector.settings import Mode, Settings
 from support.engines import FINGERPRINT
+from support.proc import held_by
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 BLOCKS, SIZE, LAYERS = 64, 16, 3
@@ -206,12 +205,10 @@ def test_many_sleeps_cost_nothing(start):
         p.sleep()
         p.wake_up()
         if number >= 10:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            threads = len(list(Path("/proc/self/task").iterdir()))
-            sizes.append((len(list(Path("/proc/self/fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE"), threads))
+            sizes.append(held_by("self"))
 
     # What opens connections ends a moment later than they do: the least of several looks is what stays.
-    files, memory, threads = (
+    memory, files, threads = (
         [min(looks) for looks in (of_all[:5], of_all[-5:])] for of_all in zip(*sizes, strict=True)
     )
     assert files[1] <= files[0] + 2

@@ -58,6 +58,13 @@ def memory(child):
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids_of(child.pid))
 
 
+def held_by(pid):
+    """Return what one process has: resident bytes, descriptors, threads."""
+    place = Path(f"/proc/{pid}")
+    resident = int((place / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident, len(list((place / "fd").iterdir())), len(list((place / "task").iterdir()))
+
+
 def threads(child):
     """Return how many threads its processes have."""
     return sum(1 for pid in pids_of(child.pid) for _ in Path(f"/proc/{pid}/task").iterdir())

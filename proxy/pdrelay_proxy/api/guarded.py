@@ -378,9 +378,8 @@ class GuardedProtocol(asyncio.Protocol):
         """Go on with what is behind the request: all of its answer is written."""
         self._asgi = None
         self.server_state.total_requests += 1
-        if (
-            not keep_alive and not self.between
-        ):  # some of its body is to come, and the client has yet to read the answer
+        if not keep_alive and not self.between:
+            # Some of its body is to come, and the client has yet to read the answer.
             self._stop()
             self._linger()
             return
@@ -464,9 +463,8 @@ class GuardedProtocol(asyncio.Protocol):
         self._left = None
         self.free()
         exchange = self.exchange
-        is_open = (
-            exchange is not None and not exchange.response_complete
-        )  # of this request: none is read behind another
+        # Of this request: none is read behind another.
+        is_open = exchange is not None and not exchange.response_complete
         if is_open and exchange is not None and exchange.response_started:
             self.transport.close()  # half of an answer has no other end
         elif is_open or not self._reader.in_body:

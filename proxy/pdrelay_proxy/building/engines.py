@@ -76,9 +76,8 @@ def build_engines(
     pairs = PairNotes(registry, PairMatrix(PAIRS_KEPT), modes)
     outbound = Outbound(engine_keys(settings))
     tls = EngineTls(engine_tls(settings), settings.engine_server_name)
-    resolve = (
-        EngineNames(resolved).resolve if fabric.transport is None else None
-    )  # with the transport of a test it connects nowhere
+    # With the transport of a test it connects nowhere.
+    resolve = EngineNames(resolved).resolve if fabric.transport is None else None
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,

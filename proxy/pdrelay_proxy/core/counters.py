@@ -136,12 +136,13 @@ class Counters:
         """Drop the series of removed instances: a fleet that changes must not grow the counters."""
         of_transfers = self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
         for counter in (self.legs, *of_transfers, self.cache_misses):
-            _forget(counter, instances)
-        _forget(self.mismatches, instances, names=2)
-        _forget(self.prefill_times.by_key, instances)
-        _forget(self.decode_ttft.by_key, instances)
+            forget(counter, instances)
+        forget(self.mismatches, instances, names=2)
+        forget(self.prefill_times.by_key, instances)
+        forget(self.decode_ttft.by_key, instances)
 
 
-def _forget(by_instance: dict[Key, T], known: frozenset[InstanceId], *, names: int = 1) -> None:
+def forget(by_instance: dict[Key, T], known: frozenset[InstanceId], *, names: int = 1) -> None:
+    """Drop the keys whose first names are of instances that are not known."""
     for key in [key for key in by_instance if not known.issuperset(key[:names])]:
         del by_instance[key]

@@ -2,8 +2,8 @@
 
 A folder may have ``feature.py``, whose FEATURE is a class of ``Feature``; ``settings.py``, whose SETTINGS is a class of
 declared settings, and whose POLICIES, if it has some, are names of routing policies; and ``command.py``, a subcommand
-of ``pdrelay`` with the folder's name, of which COMMAND in its ``__init__.py`` says what it does. No module outside of a
-folder imports one inside.
+of ``pdrelay`` with the folder's name, of which COMMAND in its ``__init__.py`` says what it does. No other module of the
+router imports one inside a folder.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,12 +28,6 @@ class CountedFamilies:
         for some in self._parts(labels, values, SERIES_AT_ONCE):
             yield from counter_family(name, text, labels, some)
 
-    def gauge(self, name: str, text: str, labels: Sequence[str], field: str) -> Iterator[Family | None]:
-        """Make one of a field of Counters that says how something is now."""
-        values: Mapping[Key, int] = getattr(self._counters, field)
-        for some in self._parts(labels, values, SERIES_AT_ONCE):
-            yield gauge_family(name, text, labels, some)
-
     def histogram(self, name: str, text: str, labels: Sequence[str], field: str) -> Iterator[Family | None]:
         """Make one of a field of Counters that has histograms by key, or is one."""
         value: Histogram | Histograms = getattr(self._counters, field)
@@ -70,6 +64,12 @@ def gauge_family(name: str, text: str, labels: Sequence[str], values: Sequence[t
     for key, value in values:
         family.add_metric(key, value)
     return family
+
+
+def gauge_families(name: str, text: str, labels: Sequence[str], values: Mapping[Key, float]) -> Iterator[Family]:
+    """Make the parts of a family of gauges."""
+    for some in parts_of(list(values.items()), SERIES_AT_ONCE):
+        yield gauge_family(name, text, labels, some)
 
 
 def parts_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -125,14 +125,10 @@ class Attempt(LegOwner):
         """
         move = self.move
         needs_other = move is not None and not move.is_alone and failed.instance.role is Role.DECODE
-        may_be_alone = move is None and self.decode_fallback()
+        may_be_alone = move is None and self._settings.decode_only_fallback and self._plan.call is not None
         if not self.retries.take(failed, others, needs_other=needs_other, may_be_alone=may_be_alone):
             return False
         return not self.retries.is_charged or self._life.services.budget.grants(now=self._life.services.clock())
-
-    def decode_fallback(self) -> bool:
-        """Tell whether a decode engine may serve the request alone."""
-        return self._settings.decode_only_fallback and self._plan.call is not None
 
     def failed(self) -> LegFailed | None:
         """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""

@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.health import LEAVING
 from pdrelay_proxy.core.fleet.member_table import MemberTable
 from pdrelay_proxy.errors import BadRequest
 
-_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
 _NAME_MOST: Final = 100  # characters of one model's name in a message
 _MOST_MODELS: Final = 10  # names in one message: an engine may have thousands of adapters
 _MOST_SHARED: Final = 1024  # sets of models; beyond, those that no engine serves any more are forgotten
@@ -46,7 +45,7 @@ class FleetModels:
         """
         version, bases = self._bases
         if version != self._table.changes.count:
-            lives = [member for member in self._table.by_id.values() if member.life.state not in _LEAVING]
+            lives = [member for member in self._table.by_id.values() if member.life.state not in LEAVING]
             bases = frozenset([member.facts.bases for member in lives if member.facts.bases is not None])
             self._bases = self._table.changes.count, bases
         if not bases:

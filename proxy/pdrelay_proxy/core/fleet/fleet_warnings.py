@@ -10,12 +10,11 @@ from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import compared, difference, fit, have_common_model
 from pdrelay_proxy.core.fleet.fleet_models import first_of
-from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.health import LEAVING
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry, listed
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 
-_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
 # The vLLM kv_role that serves nothing of a role, and what its engines do not do.
 _USELESS_AS: Final[Mapping[EngineRole, tuple[str, str]]] = {
     EngineRole.PREFILL: ("kv_consumer", "it hands no KV cache over"),
@@ -56,7 +55,7 @@ class FleetWarnings:
 
 def fleet_warnings(registry: Registry) -> Sequence[FleetWarning]:
     """Look for them."""
-    members = [member for member in registry.members() if member.life.state not in _LEAVING]
+    members = [member for member in registry.members() if member.life.state not in LEAVING]
     return [*_of_kv_roles(members), *_of_twins(registry, members), *_of_models(members)]
 
 

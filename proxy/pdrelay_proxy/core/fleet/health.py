@@ -58,6 +58,8 @@ class HealthState(StrEnum):
     GONE = auto()
 
 
+WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
+LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
 SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})  # it may get requests
 
 

@@ -10,7 +10,7 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, PairsWithin, fit, rests
 from pdrelay_proxy.core.fleet.departures import Departures
 from pdrelay_proxy.core.fleet.fleet_models import FleetModels
-from pdrelay_proxy.core.fleet.health import SERVING, EngineHealth, HealthState
+from pdrelay_proxy.core.fleet.health import SERVING, WELL, EngineHealth, HealthState
 from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
 from pdrelay_proxy.core.fleet.member import Member
@@ -23,7 +23,6 @@ from pdrelay_proxy.errors import NoInstance
 from pdrelay_proxy.settings import Settings
 
 _HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
-_WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 _STAYING: Final = SERVING | {HealthState.EJECTED}  # those that are not on their way out
 MOST_NAMED: Final = 16  # engines in one message
 
@@ -190,7 +189,7 @@ class Registry:
             if not member.role.serves(role):
                 continue
             others = [other for other in self._table.others(member, role) if other.life.state in _STAYING]
-            there = [other for other in others if other.life.state in _WELL and not other.life.is_away]
+            there = [other for other in others if other.life.state in WELL and not other.life.is_away]
             if not there or 2 * (len(others) - len(there) + 1) > len(others) + 1:
                 return True
         return False

@@ -1,11 +1,12 @@
 """What is counted of KV events and of known prompts, and the metrics of both."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pdrelay_proxy.core.counters import Key
-from pdrelay_proxy.io.metric_families import SERIES_AT_ONCE, Family, counter_family, gauge_family, parts_of
+from pdrelay_proxy.core.counters import Key, forget
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.io.metric_families import Family, counter_family, gauge_families
 
 
 @dataclass(slots=True)
@@ -20,11 +21,10 @@ class EventCounts:
     known_prompts: Counter[Key] = field(default_factory=Counter[Key])  # what became of them (core/known_prompts.py)
     known_prompt_bytes: Counter[Key] = field(default_factory=Counter[Key])  # (): now
 
-    def keep(self, engines: Set[str]) -> None:
+    def keep(self, engines: frozenset[InstanceId]) -> None:
         """Drop the series of removed engines: a fleet that changes must not grow the counters."""
         for counter in (self.events, self.disconnects, self.index_drops, self.connections, self.index_blocks):
-            for key in [key for key in counter if key[0] not in engines]:
-                del counter[key]
+            forget(counter, engines)
 
     def families(self) -> Iterator[Family | None]:
         """Make the metrics."""
@@ -35,15 +35,10 @@ class EventCounts:
         text = "Times that all was forgotten of an engine because it has more blocks than the router remembers."
         yield from counter_family("pdrelay_kv_index_drops", text, ("instance",), self.index_drops)
         text = "1 for what has become of the connection for the KV events of an engine."
-        yield from _gauges("pdrelay_kv_event_connections", text, ("instance", "state"), self.connections)
+        yield from gauge_families("pdrelay_kv_event_connections", text, ("instance", "state"), self.connections)
         text = "Blocks that are remembered of an engine's cache."
-        yield from _gauges("pdrelay_kv_index_blocks", text, ("instance",), self.index_blocks)
+        yield from gauge_families("pdrelay_kv_index_blocks", text, ("instance",), self.index_blocks)
         text = "Texts and chats whose token ids prefill engines were asked for, by what became of the ids."
         yield from counter_family("pdrelay_known_prompts", text, ("event",), self.known_prompts)
         text = "Memory of the token ids of texts and chats, about."
-        yield from _gauges("pdrelay_known_prompt_bytes", text, (), self.known_prompt_bytes)
-
-
-def _gauges(name: str, text: str, labels: Sequence[str], counts: Counter[Key]) -> Iterator[Family]:
-    for some in parts_of(list(counts.items()), SERIES_AT_ONCE):
-        yield gauge_family(name, text, labels, some)
+        yield from gauge_families("pdrelay_known_prompt_bytes", text, (), self.known_prompt_bytes)

@@ -94,7 +94,7 @@ class KvEventFollower:
             gone = [name for name, one in self._followed.items() if wanted.get(name, (None, None))[1] != one.members]
             await self._drop(frozenset(gone))
             if gone:
-                self.counts.keep({member.instance.id for member in self.registry.members()})
+                self.counts.keep(frozenset([member.instance.id for member in self.registry.members()]))
             for name, (instance, members) in wanted.items():
                 if name not in self._followed:
                     task = asyncio.create_task(self._follow(name, instance))

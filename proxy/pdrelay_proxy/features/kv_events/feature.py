@@ -63,7 +63,7 @@ class KvEventFeature(Feature):
         return FeatureParts((follower.running,) if self._is_on else (), families=self._families)
 
     def _families(self) -> Iterator[Family | None]:
-        self._counts.keep({member.instance.id for member in self.ground.engines.registry.members()})
+        self._counts.keep(frozenset([member.instance.id for member in self.ground.engines.registry.members()]))
         yield from self._counts.families()
 
 

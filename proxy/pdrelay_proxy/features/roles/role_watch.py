@@ -3,9 +3,8 @@
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
 
-from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.health import WELL
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, Instance, Role
@@ -19,7 +18,6 @@ from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.probes.metrics_round import look_at_all
 
 logger = logging.getLogger(__name__)
-_SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 
 
 class RoleWatch:
@@ -56,7 +54,7 @@ class RoleWatch:
     async def look(self) -> None:
         """Look at every engine that serves, and decide."""
         known = self._registry.members()
-        members = [one for one in known if one.life.state in _SERVE and not one.life.is_away and one.turn is None]
+        members = [one for one in known if one.life.state in WELL and not one.life.is_away and one.turn is None]
         found = await look_at_all([member.instance for member in members], self._read, self._every_s)
         readings, both = list[EngineReading](), list[EngineReading]()
         for one, totals in zip(members, found, strict=True):

@@ -3,15 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from prometheus_client.core import GaugeMetricFamily
-
 from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, PairsWithin
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.features.feature import Core, Feature, FeatureParts, Ground
 from pdrelay_proxy.features.slices.core.slice_preference import SlicePreference, slice_sizes
 from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
-from pdrelay_proxy.io.metric_families import Family, counter_family
+from pdrelay_proxy.io.metric_families import Family, counter_family, gauge_family
 from pdrelay_proxy.settings import Settings
 
 
@@ -48,10 +46,7 @@ def slice_families(registry: Registry | None, preference: SlicePreference | None
     """Return the metrics; None: there is nothing to show."""
     sizes = {} if registry is None else slice_sizes(registry)
     text = "Engines that may serve, by pdrelay/slice; 0: the slice has some, and none of them may."
-    family = GaugeMetricFamily("pdrelay_slice_instances", text, labels=("slice", "role"))
-    for labels, count in sizes.items():
-        family.add_metric(labels, count)
-    yield family
+    yield gauge_family("pdrelay_slice_instances", text, ("slice", "role"), list(sizes.items()))
     text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
     crossings: Mapping[tuple[str, ...], int] = {} if preference is None else preference.counted
     yield from counter_family("pdrelay_slice_crossings", text, ("reason",), crossings)

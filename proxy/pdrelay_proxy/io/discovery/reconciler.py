@@ -489,9 +489,8 @@ class Discovery:
         if force or heading is to or self._registry.get(name) is not member:
             return
         try:
-            self._registry.departures.check_begun(
-                name, before, to
-            )  # others may have asked for another one at the same moment
+            # Others may have asked for another one at the same moment.
+            self._registry.departures.check_begun(name, before, to)
         except CannotTurn:
             if self._reconciler.role_of(member) is to:
                 await self._assign(member, heading)

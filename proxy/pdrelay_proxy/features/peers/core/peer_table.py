@@ -15,9 +15,8 @@ from typing import Final
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.features.peers.core.datagrams import MOST_PEERS, SKEW_S, DatagramFault, DatagramKind
 
-PATIENCE_S: Final = (
-    3.0  # seconds without a datagram until a router counts as departed: each repeats itself every second
-)
+# Seconds without a datagram until a router counts as departed: each repeats itself every second.
+PATIENCE_S: Final = 3.0
 _KEPT_S: Final = 2 * SKEW_S
 _MOST_DEPARTED: Final = 1024  # of more those are forgotten that went first
 

@@ -15,7 +15,7 @@ from math import fsum
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.counters import Key
-from pdrelay_proxy.core.fleet.health import SERVING, HealthState
+from pdrelay_proxy.core.fleet.health import LEAVING, SERVING, WELL
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup
@@ -26,8 +26,6 @@ SliceOf: TypeAlias = Callable[[Instance], str | None]
 _LEAST: Final = 1e-9
 _WITHOUT: Final = "-"  # the name of those without a slice: no label is like that
 _MOST_REASONS: Final = 4096
-_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
-_WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 
 
 class CrossingReason(StrEnum):
@@ -213,10 +211,10 @@ class SlicePreference(PairPreference):
             self._found.clear()
         key = role, name, model
         if key not in self._found:
-            self._found[key] = self._look(role, name, model)
+            self._found[key] = self._why_none(role, name, model)
         return self._found[key]
 
-    def _look(self, role: Role, name: str | None, model: str | None) -> CrossingReason | None:
+    def _why_none(self, role: Role, name: str | None, model: str | None) -> CrossingReason | None:
         there = [
             member.life
             for member in self._registry.members()
@@ -224,9 +222,9 @@ class SlicePreference(PairPreference):
         ]
         if not there:
             return CrossingReason.NO_ENGINE
-        if any(life.state in _WELL and not life.is_away for life in there):
+        if any(life.state in WELL and not life.is_away for life in there):
             return None
-        left = [life for life in there if life.state not in _LEAVING]
+        left = [life for life in there if life.state not in LEAVING]
         return CrossingReason.UNAVAILABLE if left else CrossingReason.DRAINING
 
     def _slice_of(self, instance: Instance) -> str | None:

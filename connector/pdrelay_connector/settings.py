@@ -14,7 +14,9 @@ PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 SECRET_VARIABLE = "PDRELAY_CONNECTOR_SECRET"
 SECRET_FILE_VARIABLE = "PDRELAY_CONNECTOR_SECRET_FILE"
 
-DEFAULT_HOST, DEFAULT_PORT = "localhost", 5600  # vLLM's own defaults of those variables
+# vLLM's own defaults of those variables
+DEFAULT_HOST = "localhost"
+DEFAULT_PORT = 5600
 SHORTEST_SECRET = 16  # bytes: who sees one Hello may try secrets for as long as it likes
 MOST_SECRETS = 2  # the new one and, while engines are given it, the old one
 
@@ -253,7 +255,8 @@ def _choice(key: str, value: object) -> StrEnum:
 
 AUTO: Final = "auto"  # of a switch: on where this engine can do it
 AUTOMATIC: Final = frozenset({"return_kv"})
-_SWITCH, _TEXT = ((bool,), "true or false"), ((str,), "a text")
+_SWITCH = ((bool,), "true or false")
+_TEXT = ((str,), "a text")
 KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "host_staging": ((bool, NoneType), "true, false or null"),
     **dict.fromkeys(("sign_host", "nixl_metrics", "allow_open_data_plane", "allow_open_side_channel"), _SWITCH),

@@ -30,7 +30,8 @@ def main_protocol(
     router: Router, settings: Settings, *, write_timeout_s: float = WRITE_TIMEOUT_S
 ) -> type[asyncio.Protocol]:
     """Return what serves the connections of the main port."""
-    admission, telemetry = router.live.gate.admission, router.telemetry
+    admission = router.live.gate.admission
+    telemetry = router.telemetry
     bounds = Bounds(
         settings.receive_timeout_s,
         settings.receive_timeout_s,
@@ -67,7 +68,8 @@ class AdminListener:
 
     def __init__(self, router: Router, settings: Settings) -> None:
         """Bind; raises ConfigError: it cannot listen there."""
-        admission, telemetry = router.live.gate.admission, router.telemetry
+        admission = router.live.gate.admission
+        telemetry = router.telemetry
         bounds = Bounds(
             settings.receive_timeout_s,
             settings.receive_timeout_s,
@@ -116,7 +118,8 @@ def _connections(settings: Settings) -> int:
 
     Too few descriptors are worth a warning only where the operator asks for a number of connections.
     """
-    wanted, (descriptors, _) = _wanted(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _wanted(settings)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = OWN_DESCRIPTORS + (0 if settings.admin_port is None else min(_ADMIN_CONNECTIONS, wanted))
     most = max(1, (descriptors - own) // 2)
     if descriptors == resource.RLIM_INFINITY or wanted <= most:

@@ -53,7 +53,9 @@ class Live:
             AddressError: an address cannot be one.
         """
         stamps = key_stamps(new)
-        keys, shown, admin_key = client_keys(new), engine_keys(new), operator_key(new)
+        keys = client_keys(new)
+        shown = engine_keys(new)
+        admin_key = operator_key(new)
         join = join_key(new)
         half = {name for name in half_written(new, stamps) if getattr(old, name) == getattr(new, name)}
         if "api_keys_file" in half:
@@ -66,7 +68,8 @@ class Live:
         if "join_key_file" in half:
             join = _kept("join_key_file", join, self.join_key.text)
         self.check(new)
-        before, after = addresses_of(old), addresses_of(new)
+        before = addresses_of(old)
+        after = addresses_of(new)
 
         def change() -> None:
             self.keyring.keys = keys

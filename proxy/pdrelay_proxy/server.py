@@ -141,7 +141,8 @@ class _Process:
         self._sockets = sockets
         self._lifetime = router.lifetime
         self._live = router.live
-        self._tls, self._admin_tls = router.tls, router.admin_tls
+        self._tls = router.tls
+        self._admin_tls = router.admin_tls
         self._settings = settings
         self._again = again
         self._told = asyncio.Event()
@@ -202,7 +203,8 @@ class _Process:
 
     async def _end_when_told(self) -> None:
         await self._told.wait()
-        settings, lifetime = self._settings, self._lifetime
+        settings = self._settings
+        lifetime = self._lifetime
         lifetime.on(Step.TOLD)
         logger.info("shutting down: /ready answers 503; new requests are served for %g s more", settings.drain_grace_s)
         await self._unless_hurried(asyncio.sleep(settings.drain_grace_s))

@@ -238,8 +238,10 @@ class ControlPlane:
         searches = self._prefix_finder.take_ended() if self._prefix_finder is not None else ()
         wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
         renewer = self.lease_renewer
-        numbers, self._are_numbers_due = [NumbersDue()] * self._are_numbers_due, False
-        asleep, self._fell_asleep = self._fell_asleep, []
+        numbers = [NumbersDue()] * self._are_numbers_due
+        self._are_numbers_due = False
+        asleep = self._fell_asleep
+        self._fell_asleep = []
         met = [*renewer.take_handshakes(), *renewer.take_lost_peers()]  # who is met and lost in one turn is lost
         return [*released, *met, *renewer.take_lost(), *results, *searches, *wanted, *numbers, *asleep]
 
@@ -250,7 +252,8 @@ class ControlPlane:
         elif self._publish_at is None:
             self._publish_at = now + PUBLISH_AFTER
         elif now >= self._publish_at:
-            self._publish_at, self._are_numbers_due = now + PUBLISH_AFTER, True
+            self._publish_at = now + PUBLISH_AFTER
+            self._are_numbers_due = True
         return self._publish_at
 
     def _on_ours(self, event: LinkEvent, now: float) -> None:

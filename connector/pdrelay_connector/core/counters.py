@@ -97,7 +97,10 @@ class Counters:
             peer_loads=self._peer_loads,
             failures=self._failures,
         )
-        self._counts, self._transfers, self._events, self._peer_loads = Counter(), [], [], {}
+        self._counts = Counter()
+        self._transfers = []
+        self._events = []
+        self._peer_loads = {}
         self._failures = {}
         return report
 

@@ -76,7 +76,9 @@ MAX_DIGEST = 64  # characters of a prompt's digest
 MAX_REASON = 2048  # characters that say why a push stopped
 MAX_SUMS = 256  # sampled blocks of one request
 MAX_SUMMED = 64  # workers whose sums one PushDone carries: it fits into MAX_FRAME
-SHORTEST_LEASE, LONGEST_LEASE = 0.5, 1e9  # s
+# s
+SHORTEST_LEASE = 0.5
+LONGEST_LEASE = 1e9
 MAX_SHAPE = 64  # characters of a digest
 MAX_EXAMINATION = 1 << 17  # bytes that one message of pdrelay doctor carries
 

@@ -58,7 +58,8 @@ class TimelineStore:
     """The events of the latest requests, in an API server process. It is bounded in requests and in events of one."""
 
     def __init__(self, *, requests: int = 4096, events: int = 256) -> None:
-        self._most, self._most_events = requests, events
+        self._most = requests
+        self._most_events = events
         self._kept: OrderedDict[str, list[tuple[int, TimelineEvent]]] = OrderedDict()
 
     def __len__(self) -> int:

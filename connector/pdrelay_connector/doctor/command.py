@@ -228,7 +228,8 @@ def _parsed(text: str, port: int) -> Address:
     """Parse HOST, HOST:PORT or [IPv6]:PORT."""
     host, colon, number = text.rpartition(":")
     if not colon or (":" in host and not host.endswith("]")):  # a name, or an IPv6 address without brackets
-        host, number = text, str(port)
+        host = text
+        number = str(port)
     if not re.fullmatch("[0-9]{1,5}", number) or not 0 < int(number) < 65536 or not host:
         raise SettingsError(f"{text!r} is no HOST or HOST:PORT")
     return Address(host.strip("[]"), int(number))

@@ -58,14 +58,15 @@ def look_at(engine: str, address: Address, settings: Settings) -> tuple[EngineFa
     if welcome.protocol != PROTOCOL or not welcome.ranks:
         facts.failure = f"it speaks protocol {welcome.protocol} and shows {len(welcome.ranks)} ranks"
         return facts, None
-    rank, region = welcome.ranks[0], welcome.ranks[0].regions[0]
-    facts.fingerprint, facts.ranks, facts.stages, facts.memory = (
-        welcome.fingerprint,
-        rank.ranks,
-        rank.stages,
-        rank.memory,
-    )
-    facts.layers, facts.block_size, facts.blocks = len(rank.regions), region.block_size, region.blocks
+    rank = welcome.ranks[0]
+    region = welcome.ranks[0].regions[0]
+    facts.fingerprint = welcome.fingerprint
+    facts.ranks = rank.ranks
+    facts.stages = rank.stages
+    facts.memory = rank.memory
+    facts.layers = len(rank.regions)
+    facts.block_size = region.block_size
+    facts.blocks = region.blocks
     return facts, welcome
 
 

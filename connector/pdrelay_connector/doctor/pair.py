@@ -60,7 +60,8 @@ def listen(request: Request, *, once: bool, say: Callable[[str], None]) -> None:
 
     Raises :exc:`~pdrelay_connector.errors.ConnectorError` if this cannot begin.
     """
-    settings, host = request.settings, request.address.host
+    settings = request.settings
+    host = request.address.host
     if is_wildcard(host):
         raise SettingsError(f"--host is {host!r}; name one address of this machine, so that UCX listens nowhere else")
     secrets = secrets_in_force(settings)
@@ -89,8 +90,10 @@ def examine(request: Request, order: Examine) -> PairFacts:
 
     Raises :exc:`~pdrelay_connector.errors.ConnectorError` if this cannot begin.
     """
-    settings, address = request.settings, request.address
-    secrets, engine = secrets_in_force(settings), EngineId(f"{RESPONDENT}-{uuid.uuid4()}")
+    settings = request.settings
+    address = request.address
+    secrets = secrets_in_force(settings)
+    engine = EngineId(f"{RESPONDENT}-{uuid.uuid4()}")
     own = order.own_host or _way_to(address)
     facts = PairFacts(address=str(address), here=read_machine(own, os.environ), model_here=request.model)
     facts.connect_failure = _first_look(address, engine, secrets, settings)

@@ -75,7 +75,8 @@ def _buckets(text: str) -> Generator[tuple[float, float]]:
         if (found := _BOUND.search(labels)) is None:
             continue
         try:
-            bound, count = float(found[1]), float(number)
+            bound = float(found[1])
+            count = float(number)
         except ValueError:
             continue
         if isfinite(count) and not isnan(bound):

@@ -10,7 +10,9 @@ from typing import Final
 
 from pdrelay_connector.core.doctor.ucx_log import transports_in
 
-PROTOCOLS, LOG_FILE, NIXL_LEVEL = "UCX_PROTO_INFO", "UCX_LOG_FILE", "NIXL_LOG_LEVEL"
+PROTOCOLS = "UCX_PROTO_INFO"
+LOG_FILE = "UCX_LOG_FILE"
+NIXL_LEVEL = "NIXL_LOG_LEVEL"
 MOST_READ: Final = 4 << 20  # bytes of the log that are looked at
 
 
@@ -41,5 +43,6 @@ def ucx_log() -> Generator[UcxLog]:
         return
     with tempfile.TemporaryDirectory(prefix="pdrelay-doctor-") as folder:
         path = Path(folder, "ucx.log")
-        os.environ[LOG_FILE], os.environ[PROTOCOLS] = str(path), "y"
+        os.environ[LOG_FILE] = str(path)
+        os.environ[PROTOCOLS] = "y"
         yield UcxLog(path)

@@ -125,7 +125,8 @@ class ClientConnections:
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, as their Hellos prove."""
-        ours, theirs = self._hellos.get(one), self._hellos.get(other)
+        ours = self._hellos.get(one)
+        theirs = self._hellos.get(other)
         if one == other or ours is None or theirs is None:
             return one == other
         return are_of_one_engine(ours, theirs)

@@ -148,7 +148,8 @@ class InMemoryNetwork:
 
     def deliver(self) -> None:
         """Carry everything that can travel now."""
-        calls, self._calls = self._calls, []
+        calls = self._calls
+        self._calls = []
         for link, conn, address in calls:
             self._connect(link, conn, address)
         for wire in self._wires:
@@ -182,7 +183,8 @@ class InMemoryNetwork:
         link.inbox.append(PeerConnected(conn, welcome, is_elsewhere=not is_local))
 
     def _drain(self, wire: _Wire) -> None:
-        queue, wire.queue = wire.queue, []
+        queue = wire.queue
+        wire.queue = []
         for receiver, data in queue:
             if receiver not in wire.ends:
                 continue  # it has closed the connection meanwhile
@@ -316,7 +318,8 @@ class InMemoryTransferAgent:
         return ended
 
     def _copy(self, flight: _InMemoryXfer) -> None:
-        theirs, ours = self._network.memories[flight.memory], self._network.memories[self._memory]
+        theirs = self._network.memories[flight.memory]
+        ours = self._network.memories[self._memory]
         for remote, local in pieces_of(flight.spans):
             if flight.writes:
                 theirs[remote] = ours[local]

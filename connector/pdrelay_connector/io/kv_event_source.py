@@ -100,8 +100,11 @@ class _Follower:
         publish: Callable[[bytes], None],
         forget: Callable[[], None],
     ) -> None:
-        self._context, self._source, self._live = context, source, live
-        self._publish, self._forget = publish, forget
+        self._context = context
+        self._source = source
+        self._live = live
+        self._publish = publish
+        self._forget = forget
         self._sequence = BatchSequence()
         self._passed = 0  # batches, since others had a turn
 

@@ -98,7 +98,8 @@ class SocketLink:
                 "address of this machine and VLLM_NIXL_SIDE_CHANNEL_PORT to a port that is free"
             ) from exc
         listener.settimeout(0)
-        self._server, self._listener = server, listener
+        self._server = server
+        self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, listener)
         return Address(*listener.getsockname()[:2])
 
@@ -160,7 +161,8 @@ class SocketLink:
         """
         for key, ready in self._selector.select(0 if self._events or self._unread else self._bounded(timeout)):
             self._handle(key, ready)
-        unread, self._unread = self._unread, {}
+        unread = self._unread
+        self._unread = {}
         for conn in unread.values():
             if conn.id in self._conns:
                 self._read(conn)
@@ -177,7 +179,8 @@ class SocketLink:
         self._wake_out.close()
         self._selector.close()
         self._conns.clear()
-        self._unauthenticated, self._clients = UnauthenticatedConnections(), ClientConnections()
+        self._unauthenticated = UnauthenticatedConnections()
+        self._clients = ClientConnections()
 
     def _take_events(self) -> Iterator[LinkEvent]:
         while self._events:
@@ -231,7 +234,8 @@ class SocketLink:
                 self._accept_at = time.monotonic() + ACCEPT_PAUSE
                 self._counters.count("accepts_without_descriptor")
             return  # any other error: the client has closed the connection
-        ip, contexts = plain_ip(str(address[0])), self._tls.contexts()
+        ip = plain_ip(str(address[0]))
+        contexts = self._tls.contexts()
         if (evicted := self._unauthenticated.to_evict(ip)) is not None:
             self._counters.count("connections_evicted")
             self._drop(evicted)
@@ -263,7 +267,9 @@ class SocketLink:
             self._counters.count("connections_refused")
             self.send(conn.id, answer)
             return
-        conn.server_connection, conn.hello_by, conn.inbox.limit = None, float("inf"), MAX_FRAME
+        conn.server_connection = None
+        conn.hello_by = float("inf")
+        conn.inbox.limit = MAX_FRAME
         self._unauthenticated.discard(conn)
         self._clients.add(conn, answer.hello, is_own_engine=answer.hello.engine == server.welcome.engine)
         self.send(conn.id, answer.proof)

@@ -211,7 +211,8 @@ class NixlTransferAgent:
             state = self._agent.transfer(xfer)
         except NIXL_ERRORS as exc:
             raise TransferError(f"NIXL cannot start a {operation}: {exc}") from exc
-        number, posting = next(self._numbers), time.monotonic() - start
+        number = next(self._numbers)
+        posting = time.monotonic() - start
         self._xfers[number] = _NixlXfer(xfer, handle, start, int(spans[:, 2].sum()), len(spans), posting)
         if state == "ERR":
             self._end(number, XferOutcome.FAILED, f"the {operation} failed when it was posted")
@@ -219,7 +220,9 @@ class NixlTransferAgent:
 
     def _describe(self, addresses: Any, sizes: Any, memory: str, device: int) -> Any:
         rows = np.empty((len(addresses), 3), dtype=np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
+        rows[:, 0] = addresses
+        rows[:, 1] = sizes
+        rows[:, 2] = device
         return self._agent.get_xfer_descs(rows, memory)
 
     def cancel(self, xfer: XferId) -> None:
@@ -239,7 +242,8 @@ class NixlTransferAgent:
                 self._end(number, XferOutcome.FAILED if flight.cancelled else XferOutcome.DONE, "cancelled")
             elif state == "ERR":
                 self._end(number, XferOutcome.FAILED, "the transfer failed")
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def _end(self, number: XferId, outcome: XferOutcome, reason: str) -> None:

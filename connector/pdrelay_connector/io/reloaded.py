@@ -46,7 +46,8 @@ class ReloadedFiles(Generic[ValueT]):
         if not self._paths or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_AGAIN
-        before, self._seen = self._seen, self._look()
+        before = self._seen
+        self._seen = self._look()
         return self._seen != before
 
     def _look(self) -> Sequence[object]:

@@ -41,7 +41,8 @@ def digest_of(certificate: bytes | None) -> bytes:
 
 
 def _make(settings: Settings) -> Contexts:
-    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (server, client):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
     server.num_tickets = 0  # sessions are not resumed
@@ -80,7 +81,8 @@ def _trust(server: ssl.SSLContext, client: ssl.SSLContext, settings: Settings) -
 def _first(text: str) -> str:
     """Return the first certificate of a PEM file: the server's own, those that vouch for it follow."""
     end = "-----END CERTIFICATE-----"
-    start, found = text.find("-----BEGIN CERTIFICATE-----"), text.find(end)
+    start = text.find("-----BEGIN CERTIFICATE-----")
+    found = text.find(end)
     if start < 0 or found < start:
         raise ValueError("there is no certificate in it")
     return text[start : found + len(end)] + "\n"

@@ -33,7 +33,8 @@ class TlsRecords:
         self.sock = sock
         self.records = 0  # that the peer has begun to send
         self.is_shaking = True  # the handshake is not complete
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._incoming, self._outgoing, server_side=server_side, server_hostname=server_hostname
         )

@@ -43,7 +43,8 @@ class BlockShortage:
 
     def step(self, pool: BlockPool, *, now: float) -> ShortRequest | None:
         """Return the request that has lacked blocks for too long, at most once a second. Called once per step."""
-        considered, self._considered = self._considered, None
+        considered = self._considered
+        self._considered = None
         blocks = 0
         if considered is not None:
             cached = cached_free_blocks(pool, self._groups, *considered)

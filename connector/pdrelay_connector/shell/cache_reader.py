@@ -37,7 +37,8 @@ class _ReadableRegion:
 
     def pieces(self, block: int, start: int, stop: int) -> Iterator[torch.Tensor]:
         """Yield the bytes of the rows of a block that the tokens from ``start`` to ``stop`` of it are in."""
-        region, first = self.region, block * self.region.rows
+        region = self.region
+        first = block * self.region.rows
         tokens = region.tokens * region.covers  # of a row
         rows = range(first + start // tokens, first - (-stop // tokens))
         for row in rows:

@@ -161,8 +161,10 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
             f"rows (a multiple of the {blocks} blocks), heads, tokens and content, the last in one piece"
         )
     count, heads, tokens, content = cache.shape
-    item, group = cache.element_size(), engine_config.layers[name]
-    rows, block_size = count // blocks, engine_config.groups[group].block_size
+    item = cache.element_size()
+    group = engine_config.layers[name]
+    rows = count // blocks
+    block_size = engine_config.groups[group].block_size
     covers = engine_config.tokens_per_entry.get(name, 1)
     if rows * tokens * covers != block_size:
         raise UnsupportedCache(

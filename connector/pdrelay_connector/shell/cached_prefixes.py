@@ -96,7 +96,8 @@ class CachedPrefixes:
 
     def look_up(self) -> None:
         """Pin what there is of the prompts. Call it after :meth:`scheduled` only, never while vLLM schedules."""
-        wanted, self._wanted = self._wanted, []
+        wanted = self._wanted
+        self._wanted = []
         for each in wanted:
             self._pin(each.question, self._find(each.hashes))
         self._answer()

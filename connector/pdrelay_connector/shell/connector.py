@@ -56,7 +56,8 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         engine_config, settings = read_engine_config(vllm_config, kv_cache_config)
         check_side_channel(settings)
-        self._settings, self._engine_config = settings, engine_config
+        self._settings = settings
+        self._engine_config = engine_config
         self._fingerprint: Fingerprint | None = None  # absent until the workers have described themselves
         self._sides: list[PDRelayConnectorScheduler | PDRelayConnectorWorker] = []
         if role == KVConnectorRole.SCHEDULER:

@@ -75,7 +75,8 @@ class ControlThread:
         After a sleep it takes the place of the one before.
         """
         self.stop()
-        settings, engine_config = self._settings, self._engine_config
+        settings = self._settings
+        engine_config = self._engine_config
         ranks = tuple(each.rank for each in _ordered(handshakes))
         welcome = Welcome(PROTOCOL, engine, fingerprint, ranks, settings.kv_lease_duration)
         counters = Counters(are_wanted())
@@ -104,7 +105,8 @@ class ControlThread:
     def _run(self, runner: Runner[ControlPlane]) -> None:
         self._runner = runner
         runner.start()
-        kept, self._kept = self._kept or (), None
+        kept = self._kept or ()
+        self._kept = None
         for command in kept:
             runner.post(command)
 
@@ -215,7 +217,8 @@ def _build_control_plane(
         last_turn=last_turn,
         tells_pulled=settings.mode is Mode.AUTO,
     )
-    finder, lender = None, None
+    finder = None
+    lender = None
     if engine_config.prefix_hash:
         finder = PrefixFinder(link, peers, counters, timeout=settings.return_timeout)
         lender = _prefix_lender(engine_config, link, lease_manager, counters)

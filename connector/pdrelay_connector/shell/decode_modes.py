@@ -99,7 +99,8 @@ class PullDecode:
             raise PromptMismatch(f"the offered KV ({source.remote_request_id}) belongs to another prompt")
 
     def _check_blocks(self, source: PullParams, prompt: int) -> None:
-        groups, sizes = self._engine_config.groups, self._sizes(source)
+        groups = self._engine_config.groups
+        sizes = self._sizes(source)
         if len(source.remote_block_ids) != len(groups) or len(sizes) != len(groups):
             raise InvalidKvParams(
                 f"{len(source.remote_block_ids)} KV cache groups are offered, this engine has {len(groups)}"
@@ -119,7 +120,8 @@ class PullDecode:
 
     def _offered(self, source: PullParams, number: int, start: int, stop: int) -> Sequence[BlockId]:
         """Return P's blocks of these tokens. Of a state there is one, whatever P's block size."""
-        blocks, size = source.remote_block_ids[number], self._sizes(source)[number]
+        blocks = source.remote_block_ids[number]
+        size = self._sizes(source)[number]
         return blocks if self._engine_config.groups[number].state else blocks[start // size : -(-stop // size)]
 
     def _sizes(self, source: PullParams) -> Sequence[int]:
@@ -157,8 +159,10 @@ class PullDecode:
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return the orders since the last step, and the loads that have failed before they began."""
-        orders, self._orders = self._orders, []
-        arrived, self.arrived = self.arrived, []
+        orders = self._orders
+        self._orders = []
+        arrived = self.arrived
+        self.arrived = []
         return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0, arrived=arrived)
 
 
@@ -187,7 +191,8 @@ class PushDecode:
             start, stop = group.missing_tokens(tokens + 1, external)
             into = blocks[group.blocks_of(start, stop)] if start < stop else ()
             groups.append(LentBlocks(start, stop, tuple(BlockId(block) for block in into)))
-        own, engine = RequestId(request.request_id), source.remote_engine_id
+        own = RequestId(request.request_id)
+        engine = source.remote_engine_id
         prompt = digest(request, moved_tokens(request.num_prompt_tokens, self._engine_config.left_out_tokens))
         order = PushOrder(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
         self._post(lambda control, now: control.push_receiver.expect(order, now=now))
@@ -202,7 +207,8 @@ class PushDecode:
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return the ended pushes, which the workers report to vLLM."""
-        arrived, self.arrived = self.arrived, []
+        arrived = self.arrived
+        self.arrived = []
         return StepMetadata(arrived=arrived, idle=output.total_num_scheduled_tokens == 0)
 
 

@@ -144,7 +144,8 @@ class DecodeRequests:
         """A request loads nothing. Another secret, or clock, than its engine's concerns every request of both."""
         self._counters.count(REFUSALS[type(why)])
         logger.warning("pdrelay: %s computes its own prompt: %s", own, why)
-        cause, engine = _CAUSES.get(type(why), "params"), params.get("remote_engine_id")
+        cause = _CAUSES.get(type(why), "params")
+        engine = params.get("remote_engine_id")
         if cause in (SECRET, CLOCK) and isinstance(engine, str) and len(engine) <= MAX_ID:
             self._counters.count_peer_load(cause, engine)
         self._on_skipped(own, cause)
@@ -163,7 +164,8 @@ class DecodeRequests:
         vLLM makes n requests of one (``vllm/v1/engine/parallel_sampling.py``), each with the same params. P's lease
         ends with the first read, and the others find what it has loaded in the prefix cache.
         """
-        own, prompt = RequestId(request.request_id), (source.remote_engine_id, source.remote_request_id)
+        own = RequestId(request.request_id)
+        prompt = (source.remote_engine_id, source.remote_request_id)
         self._prompts[own] = prompt
         loader = self._loaders.get(prompt)
         # In push P alone compares prompts: one that came with params of another loads nothing for the rightful one.
@@ -208,7 +210,8 @@ class DecodeRequests:
         for own, remote_prefill in list(self._remote_prefills.items()):
             if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
                 continue
-            remote_prefill.is_met, remote_prefill.failure = True, ended.failure
+            remote_prefill.is_met = True
+            remote_prefill.failure = ended.failure
             if ended.is_absent:
                 self._name_own_host(remote_prefill.source)
             if ended.objection:
@@ -240,12 +243,14 @@ class DecodeRequests:
 
     def take_incompatible(self) -> list[str]:
         """Return the engines that were found to differ since the last call."""
-        found, self._new_objections = self._new_objections, []
+        found = self._new_objections
+        self._new_objections = []
         return [str(engine) for engine in found]
 
     def take_compatible(self) -> list[str]:
         """Return the engines that differed, and do not since the last call: started again under the same id."""
-        found, self._mended = self._mended, []
+        found = self._mended
+        self._mended = []
         return [str(engine) for engine in found]
 
     def _skip_incompatible(self, own: RequestId, met: HandshakeEnded) -> None:

@@ -283,7 +283,8 @@ def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings
 
 def _is_staged_here(config: VllmConfig, settings: Settings) -> bool:
     """Return whether KV goes through host memory."""
-    device, buffers = current_platform.device_type, with_platform(current_platform.get_nixl_supported_devices())
+    device = current_platform.device_type
+    buffers = with_platform(current_platform.get_nixl_supported_devices())
     buffer = config.kv_transfer_config.kv_buffer_device
     return is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers)
 

@@ -65,7 +65,8 @@ class StagingBuffer:
         layers = next((each for each in self._layers if (each.group, each.rows) == (group, rows)), None)
         if layers is None:
             self._layers.append(layers := _Layers(group, rows, {}, {}))
-        layers.cache[name], layers.host[name] = cache, host
+        layers.cache[name] = cache
+        layers.host[name] = host
 
     @property
     def bytes(self) -> int:
@@ -87,7 +88,8 @@ class StagingBuffer:
             _check("slot", slots[group], slots_here + 1)
         moved = 0
         for group, rows, cache, host in self._layers:
-            theirs, ours = _rows(blocks[group], rows), _rows(slots[group], rows)
+            theirs = _rows(blocks[group], rows)
+            ours = _rows(slots[group], rows)
             if not theirs:
                 continue
             if direction == "d2h":
@@ -158,7 +160,9 @@ class ThreadCopier:
             self._wake()
 
     def _copied(self, job: _Job) -> CopyResult:
-        start, moved, reason = time.monotonic(), 0, ""
+        start = time.monotonic()
+        moved = 0
+        reason = ""
         try:
             with self._around(job.direction):
                 moved = self._buffer.copy(self._copy_rows, job.blocks, job.slots, job.direction)
@@ -174,8 +178,10 @@ def copy_on_host(source: Tensors, target: Tensors, rows: list[int], into: list[i
     Torch releases the GIL within each call, one layer at a time. Consecutive slots, the usual case, need no
     intermediate tensor.
     """
-    there, here = torch.tensor(rows), torch.tensor(into)
-    source_run, target_run = _run(rows), _run(into)
+    there = torch.tensor(rows)
+    here = torch.tensor(into)
+    source_run = _run(rows)
+    target_run = _run(into)
     for name, tensor in source.items():
         if source_run is not None:
             target[name].index_copy_(0, here, tensor[source_run])
@@ -195,7 +201,8 @@ def stream_beside(device: torch.device) -> Around:
     if device.type == HOST:
         return lambda _: nullcontext()
     module = torch.get_device_module(device)
-    computing, beside = module.current_stream(device), module.Stream(device)
+    computing = module.current_stream(device)
+    beside = module.Stream(device)
 
     @contextlib.contextmanager
     def around(direction: Direction) -> Iterator[None]:

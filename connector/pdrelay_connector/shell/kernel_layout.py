@@ -27,7 +27,8 @@ def _of_cpu(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
 
     ``tests/contract/test_cpu_kernel.py`` checks it: it writes tokens and searches for their bytes.
     """
-    cache, model = config.cache_config, config.model_config
+    cache = config.cache_config
+    model = config.model_config
     sets = {
         cpu_attn._get_attn_isa(model.dtype, group.block_size, model.get_head_size(), str(cache.cache_dtype))  # noqa: SLF001
         for group in groups

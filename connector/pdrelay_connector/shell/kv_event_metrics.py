@@ -27,7 +27,8 @@ class KVEventMetrics:
     """The numbers of one hub. As a collector it is no metric of vLLM's, which unregisters these when it scales."""
 
     def __init__(self, hub: KVEventHub, registry: CollectorRegistry = REGISTRY) -> None:
-        self._hub, self._registry = hub, registry
+        self._hub = hub
+        self._registry = registry
         self._exported = HubCounts()
         # registry=None: this object collects them; with several processes their files do.
         self._counters = {name: Counter(PREFIX + name, text, registry=None) for name, text in COUNTERS.items()}

@@ -93,7 +93,10 @@ class KVEventStream(Response):
     def __init__(self, hub: KVEventHub, queue: ReaderQueue, woken: asyncio.Event, ending: Callable[[], bool]) -> None:
         super().__init__(headers={"cache-control": "no-store"})
         del self.headers["content-length"]
-        self._hub, self._queue, self._woken, self._ending = hub, queue, woken, ending
+        self._hub = hub
+        self._queue = queue
+        self._woken = woken
+        self._ending = ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until one side ends."""

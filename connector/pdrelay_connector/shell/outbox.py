@@ -34,14 +34,16 @@ class Outbox(Generic[T]):
     def take(self) -> list[T]:
         """Return the results since the last call."""
         with self._lock:
-            items, self._items = self._items, []
+            items = self._items
+            self._items = []
             self._news.clear()
         return items
 
     def take_report(self) -> StatsReport:
         """Return the numbers since the last call."""
         with self._lock:
-            reports, self._reports = self._reports, []
+            reports = self._reports
+            self._reports = []
         return merge(reports)
 
     @property

@@ -142,7 +142,8 @@ class PrefillRequests:
 
     def take_sampled(self) -> dict[RequestId, tuple[SampledBlock, ...]]:
         """Return the blocks of which the workers must take checksums before their next step; none in push."""
-        sampled, self._sampled = self._sampled, {}
+        sampled = self._sampled
+        self._sampled = {}
         return sampled
 
     def add_sums(self, sums: Mapping[RequestId, Sequence[RankSums]]) -> None:
@@ -267,10 +268,8 @@ class PrefillRequests:
         self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled, pushed=is_pushed))
         if self._push_progress is not None and is_pushed:
             self._push_progress.finish(request, prompt)
-        engine, offer = (
-            self._engine_config,
-            self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)),
-        )
+        engine = self._engine_config
+        offer = self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed))
         said = engine.looks_back if is_pushed else {**engine.first_token, **engine.looks_back}
         return {**offer.to_params(), **said, LEASE: self._settings.kv_lease_duration}
 
@@ -311,7 +310,8 @@ class PrefillRequests:
         if len(self._held) >= self._settings.max_leases:
             return f"{len(self._held)} leases are held; max_leases is {self._settings.max_leases}"
         total = self._pool().num_gpu_blocks - 1  # without the null block
-        would_be, share = self._held.blocks + self._held.new_blocks(blocks), self._settings.max_held_share
+        would_be = self._held.blocks + self._held.new_blocks(blocks)
+        share = self._settings.max_held_share
         if len(self._held) and would_be > share * total:  # a single lease may exceed it: a prompt as long as the cache
             return f"leases would hold {would_be} of {total} blocks; max_held_share is {share:g}"
         return ""

@@ -83,7 +83,8 @@ class PushProgress:
         rest of the prompt is computed. vLLM lets a request hit blocks that this very step fills; those are returned
         with the next step.
         """
-        pieces, self._pending = self._pending, []
+        pieces = self._pending
+        self._pending = []
         state = output.kv_connector_block_state
         if state is None:
             return pieces

@@ -43,12 +43,14 @@ class RegisteredMemory:
         consumer = self._buffer(caches) if engine_config.is_consumer else None
         kind: MemoryKind
         if engine_config.staging_blocks:
-            kind, number = "DRAM", 0
+            kind = "DRAM"
+            number = 0
             spans = [span for buffer in (producer, consumer) if buffer is not None for span in spans_of(buffer.tensors)]
         else:
             kind, number = place_of(caches)
             spans = spans_of(caches)
-        self.kind, self.number = kind, number
+        self.kind = kind
+        self.number = number
         self._agent = agent
         self._spans = spans
         self.cache = reader_of(

@@ -65,7 +65,8 @@ class ReturnedPrefixes:
         own = RequestId(request.request_id)
         if own in self._asked:
             return True
-        named, tokens = self._engines.pop(own, None), min(request.num_prompt_tokens - 1, MAX_FIND)
+        named = self._engines.pop(own, None)
+        tokens = min(request.num_prompt_tokens - 1, MAX_FIND)
         if named is None or request.prompt_token_ids is None:
             return False
         if min(tokens, named.share * request.num_prompt_tokens) - computed < self._block_size:
@@ -77,7 +78,8 @@ class ReturnedPrefixes:
 
     def ended(self, ended: SearchEnded) -> None:
         """Load what was found, if the request is still here and lacks it."""
-        computed, found = self._asked.pop(ended.request, None), ended.found
+        computed = self._asked.pop(ended.request, None)
+        found = ended.found
         if found is None:
             return
         if computed is None or found.remote_num_tokens <= computed:

@@ -53,7 +53,8 @@ class TimelineNotes:
         """The scheduler knows a request."""
         if not self._counters.keeps_events or len(self._computing) >= MAX_REQUESTS:
             return
-        name, now = request.request_id, self._clock()
+        name = request.request_id
+        now = self._clock()
         arrived = request.arrival_time - (self._wall_clock() - now)
         self._unconsidered.add(name)
         self._computing[name] = request
@@ -118,7 +119,8 @@ class TimelineNotes:
         """It is over."""
         if not self._counters.keeps_events:
             return
-        name, now = request.request_id, self._clock()
+        name = request.request_id
+        now = self._clock()
         self._unconsidered.discard(name)
         self._meeting.discard(name)
         self._comparing.discard(name)

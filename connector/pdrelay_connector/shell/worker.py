@@ -139,7 +139,8 @@ class PDRelayConnectorWorker:
         # NIXL serves peers as long as its agent lives, even if no thread here uses it. Each generation has another one:
         # what UCX has opened for a peer, it closes with the agent alone.
         memory = self._memory = RegisteredMemory(agent, self._engine_config, self._rank, caches, kernel_layout)
-        producer, consumer = memory.producer, memory.consumer
+        producer = memory.producer
+        consumer = memory.consumer
         self._handshake = RankHandshake(
             producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES), self._sleep.generation
         )
@@ -257,7 +258,8 @@ class PDRelayConnectorWorker:
 
     def take_quarantined(self) -> QuarantineMetadata | None:
         """Return the changes of quarantined blocks since the last call."""
-        event, self._quarantined = self._quarantined, QuarantineMetadata()
+        event = self._quarantined
+        self._quarantined = QuarantineMetadata()
         return event if event.quarantined or event.released or event.step or event.sums else None
 
     def stats(self) -> PDRelayStats | None:
@@ -332,7 +334,8 @@ class PDRelayConnectorWorker:
         )
 
     def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
-        link, counters = self._link(), ForwardingCounters(self._forward, keeps_events=self._has_timelines)
+        link = self._link()
+        counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         stager = StagingWorker(
             link, self._copier(buffer, link), counters, scheduler_endpoint=self._scheduler, hello=hello
         )

@@ -71,7 +71,8 @@ def admin_routes(
     @router.post("/instances/add", responses=_ADD_ERRORS, response_model_exclude_none=True)
     async def add(request: Request, new: NewInstance) -> InstanceAdded:
         """Send requests to one more engine, which must answer."""
-        role, text = new.type, new.instance
+        role = new.type
+        text = new.instance
         host = joining_host(request)
         request.state.target = f"{role} {text}"
         try:

@@ -58,17 +58,20 @@ class Audit:
 
     def refused(self, request: Request, why: str) -> None:
         """Write the line of a caller without the admin key, and bound how many of them there are."""
-        action, now = _action(request), self.clock()
+        action = _action(request)
+        now = self.clock()
         self.count(action, AuditResult.UNAUTHENTICATED)
         if now - self._since >= _SPAN_S:
-            self._since, self._lines = now, 0
+            self._since = now
+            self._lines = 0
         if self._lines >= _LINES:
             self._dropped += 1
             return
         self._lines += 1
         found = _facts(request, action, AuditResult.UNAUTHENTICATED, why)
         if self._dropped:
-            found["unlogged_before"], self._dropped = self._dropped, 0
+            found["unlogged_before"] = self._dropped
+            self._dropped = 0
         note(LOG, found, dict, _text)
 
     def _note(self, request: Request, result: AuditResult, why: str | None = None) -> None:
@@ -85,8 +88,10 @@ def _action(request: Request) -> str:
 
 
 def _facts(request: Request, action: str, result: AuditResult, why: str | None) -> dict[str, object]:
-    client, target = request.client, getattr(request.state, "target", None)
-    key, host = getattr(request.state, "admin", None) or "-", "-" if client is None else client.host
+    client = request.client
+    target = getattr(request.state, "target", None)
+    key = getattr(request.state, "admin", None) or "-"
+    host = "-" if client is None else client.host
     found: dict[str, object] = {"action": action, "outcome": result.value, "key": key, "client": host}
     found |= {} if target is None else {"target": target[:_TEXT_MOST]}
     return found | ({} if why is None else {"why": why[:_TEXT_MOST]})

@@ -51,7 +51,8 @@ class AuthMiddleware:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # servers leave out the body themselves (ASGI, HTTP: "send")
         headers: Headers = tuple(scope["headers"])
-        for_all, answer = is_open(scope["path"].rstrip("/") or "/"), _ObservedSend(send, self._lifetime)
+        for_all = is_open(scope["path"].rstrip("/") or "/")
+        answer = _ObservedSend(send, self._lifetime)
         try:
             self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
             if not for_all:

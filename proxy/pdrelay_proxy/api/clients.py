@@ -68,7 +68,8 @@ class Clients:
     def enter(self, host: str | None) -> tuple[str | None, RefusalReason | None]:
         """Count a connection; return by what name ``leave`` has to be told of it, and why it is refused, if it is."""
         self._count += 1
-        bounds, name = self.bounds, None
+        bounds = self.bounds
+        name = None
         if bounds.per_address is not None and host is not None:
             name = network_of(host)
             self._by_address[name] += 1

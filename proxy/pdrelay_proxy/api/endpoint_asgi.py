@@ -99,7 +99,8 @@ class _AsgiResponse:
     def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
         """Keep the head and the whole body, or the first piece of a stream."""
         del last
-        self.begun, self._streams = True, streams
+        self.begun = True
+        self._streams = streams
         headers = [(name, value) for name, _, value in [line.partition(b": ") for line in lines.split(b"\r\n")[:-1]]]
         if not streams:
             headers.append((b"content-length", b"%d" % len(body)))

@@ -101,7 +101,8 @@ class _EndpointProtocol(GuardedProtocol):
 
     def eof_received(self) -> None:
         """Leave the rest of a long answer to the transport, which is closed behind this and writes what it has."""
-        rest, self._unwritten = self._unwritten, None
+        rest = self._unwritten
+        self._unwritten = None
         if rest is not None:
             self.transport.write(rest)  # it stays charged until the connection is lost
 
@@ -124,7 +125,8 @@ class _EndpointProtocol(GuardedProtocol):
         """Write of a long answer what the client has made room for."""
         rest = self._unwritten
         while rest and not (self.flow.write_paused or self.transport.is_closing()):
-            piece, rest = rest[:LONG_BODY], rest[LONG_BODY:]
+            piece = rest[:LONG_BODY]
+            rest = rest[LONG_BODY:]
             self._unwritten = rest
             self.transport.write(bytes(piece))
             self.free(len(piece))
@@ -151,7 +153,8 @@ class _EndpointProtocol(GuardedProtocol):
 
     def answered(self, *, keep_alive: bool) -> None:
         """Go on with what is behind the request, once all of its answer is written."""
-        self._busy, self._keeps = False, keep_alive
+        self._busy = False
+        self._keeps = keep_alive
         if self._unwritten is None:
             super().answered(keep_alive=keep_alive)
 

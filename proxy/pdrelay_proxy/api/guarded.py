@@ -402,7 +402,8 @@ class GuardedProtocol(asyncio.Protocol):
             self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        left, self._left = self._left, None
+        left = self._left
+        self._left = None
         if left is None or self._over or self.transport.is_closing():
             return
         self.free(len(left))

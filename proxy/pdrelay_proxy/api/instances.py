@@ -108,10 +108,14 @@ class InstanceAdmin:
         yield b"]}" if members else before + b"]}"
 
     def _row(self, member: Member, now: float, lone: Mapping[InstanceId, str]) -> InstanceRow:
-        instance, life, facts = member.instance, member.life, member.facts
-        state, why = life.state, life.why
+        instance = member.instance
+        life = member.life
+        facts = member.facts
+        state = life.state
+        why = life.why
         if state is HealthState.DRAINED and member.load.at_other_routers:
-            state, why = HealthState.DRAINING, "another router has requests there"
+            state = HealthState.DRAINING
+            why = "another router has requests there"
         drain = member.drain
         is_by_hand = drain is not None and not drain.by_turn
         if self.has_other_routers and is_by_hand and not self.discovery.is_drain_shared(member):
@@ -143,7 +147,8 @@ class InstanceAdmin:
 
     def slices(self, found: Explanation, call: GenerationRequest) -> dict[str, str | None]:
         """Say of which slices the engines of a request are, and why of two, if one is preferred."""
-        prefill, decode = found.prefill, found.decode
+        prefill = found.prefill
+        decode = found.decode
         crossing = None
         if prefill is not None and self.preference is not None:
             crossing = self.preference.reason(prefill, decode, hints_of_call(call))

@@ -85,7 +85,9 @@ class ModelCatalog:
             is_kept = found.answer is not None and self._clock() < found.at + _KEPT_S and found.sets == sets.keys()
             if not is_kept and found.rounds == rounds:  # else they were asked while this call waited
                 found.answer = await self._ask_all(list(sets.values()))
-                found.rounds, found.at, found.sets = rounds + 1, self._clock(), frozenset(sets)
+                found.rounds = rounds + 1
+                found.at = self._clock()
+                found.sets = frozenset(sets)
             if found.answer is None:
                 raise NoInstance("no engine answers: the router cannot tell the models they serve")
             return found.answer
@@ -97,7 +99,8 @@ class ModelCatalog:
         """
         if self._counted == self._registry.changes.count:
             return self._known
-        self._counted, members = self._registry.changes.count, self._registry.members()
+        self._counted = self._registry.changes.count
+        members = self._registry.members()
         decodes = [one for one in members if one.role.serves(Role.DECODE)]
         found = dict[object, list[Member]]()
         for one in (*decodes, *[one for one in members if not one.role.serves(Role.DECODE)]):
@@ -135,7 +138,8 @@ class ModelCatalog:
     async def _ask_some(self, engines: Sequence[Instance]) -> EngineResponse | None:
         """Return the first list of some engines; without one, what one of them says; None: none of them answers."""
         said: EngineResponse | None = None
-        waiting, asking = list(engines), set[asyncio.Task[EngineResponse | None]]()
+        waiting = list(engines)
+        asking = set[asyncio.Task[EngineResponse | None]]()
         try:
             while waiting or asking:
                 if waiting:

@@ -136,12 +136,14 @@ class OperatorAccess:
         ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the fault. ``any_media``: a
         body may be declared as anything. ``takes_join_key``: as in ``authenticate``.
         """
-        authenticate, audit = partial(self.authenticate, takes_join_key=takes_join_key), self.audit
+        authenticate = partial(self.authenticate, takes_join_key=takes_join_key)
+        audit = self.audit
         body_most = self.max_body_bytes if is_large else min(SMALL_BODY, self.max_body_bytes)
 
         class OperatorRoute(APIRoute):
             def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-                serve, takes_body = super().get_route_handler(), self.body_field is not None
+                serve = super().get_route_handler()
+                takes_body = self.body_field is not None
 
                 async def handler(request: Request) -> Response:
                     authenticate(request)

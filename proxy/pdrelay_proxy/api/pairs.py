@@ -31,7 +31,9 @@ def pair_routes(pairs: Callable[[], PairNotes], clock: Callable[[], float], acce
 
 def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
     """Write all pairs as JSON, in pieces of some pairs each."""
-    matrix, health, modes = pairs.matrix, pairs.health, pairs.modes
+    matrix = pairs.matrix
+    health = pairs.health
+    modes = pairs.modes
     head = {
         "known": len(matrix),
         "dropped": matrix.dropped,
@@ -39,7 +41,8 @@ def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
         "unkept": health.unkept,
     }
     yield msgspec.json.encode(head)[:-1] + b',"pairs":['
-    rows, before = pair_rows(matrix, health, modes, pairs.find, now=now), b""
+    rows = pair_rows(matrix, health, modes, pairs.find, now=now)
+    before = b""
     while some := list(islice(rows, _ROWS_AT_ONCE)):
         yield before + msgspec.json.encode(some)[1:-1]
         before = b","

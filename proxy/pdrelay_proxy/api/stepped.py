@@ -40,13 +40,16 @@ async def in_steps(pieces: Iterable[bytes], clock: Callable[[], float] = time.pe
     The event loop is held for a turn and the rest of a step. Giving it up after each step would have a scrape of
     thousands of steps wait for as many turns, each as long as what the others do in it.
     """
-    held, size, turns = list[bytes](), 0, _Turns(clock)
+    held = list[bytes]()
+    size = 0
+    turns = _Turns(clock)
     for piece in pieces:
         held.append(piece)
         size += len(piece)
         if size >= _PIECE:
             yield b"".join(held)
-            held, size = [], 0
+            held = []
+            size = 0
         if turns.is_over:
             await turns.give_up()
     if size:

@@ -67,11 +67,13 @@ def build_requests(
     wire = engines.wire
     gate = Gate(settings, clock, has_other_routers=engines.has_other_routers)
     lifetime = Lifetime()
-    keyring, reader = Keyring(client_keys(settings)), BodyReader()
+    keyring = Keyring(client_keys(settings))
+    reader = BodyReader()
     counters = _counters(engines, fleet)
     telemetry = Telemetry(counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended)
     releaser = Releaser(wire, told=(telemetry,))
-    sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
+    sites = Sites(settings, socket.gethostname())
+    salts = _salts(settings, keyring)
     services = Services(
         intake=Intake(
             settings,

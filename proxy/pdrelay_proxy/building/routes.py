@@ -50,7 +50,8 @@ def build_routes(
     clock: Callable[[], float],
 ) -> Routes:
     """Build them. Raises ConfigError: a library that is asked for is missing."""
-    requests, keyring = serving.requests, serving.keyring
+    requests = serving.requests
+    keyring = serving.keyring
     keys = CLIENT_KEYS if keyring.keys is not None else ()
     browsers = require_any_key(admin_key, keyring, by_browsers=True)
     onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
@@ -86,7 +87,9 @@ def _key_routes(
     clock: Callable[[], float],
 ) -> Sequence[APIRouter]:
     """Return what wants the operator's key."""
-    requests, telemetry, fleet = serving.requests, serving.telemetry, serving.fleet
+    requests = serving.requests
+    telemetry = serving.telemetry
+    fleet = serving.fleet
     own = OwnEngines(engines.guard.leads_to)
     explainer = Explainer(
         fleet.rehearsal,

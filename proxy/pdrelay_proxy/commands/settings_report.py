@@ -13,7 +13,8 @@ from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
 from pdrelay_proxy.options import OPTIONS, SECRETS, Choices, Setting, check_engines, choose
 from pdrelay_proxy.settings import Settings
 
-RIGHT, WRONG = 0, 2
+RIGHT = 0
+WRONG = 2
 _CREDENTIALS: Final = re.compile(r"(?<=//)[^/@\s]*@")  # of a URL, before its host
 _VALUE_WIDTH: Final = 48  # columns, before the source
 

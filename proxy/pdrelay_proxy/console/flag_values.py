@@ -39,7 +39,8 @@ def server_url(text: str) -> str:
         parts = urllib.parse.urlsplit(url)
         is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        is_good, parts = False, None
+        is_good = False
+        parts = None
     if not is_good or parts is None or parts.username or parts.query or parts.fragment:
         raise ConfigError(f"{text!r} is not the URL of a server: write http://HOST:PORT, and keys in files")
     return url.rstrip("/")

@@ -106,7 +106,8 @@ class RouterClient:
 
     async def _exchange(self, path: str, body: Mapping[str, object] | None) -> tuple[httpx.Response, bytes]:
         """Read a whole answer; the time is for all of it, as httpx's own are for one read each."""
-        method, content = "GET" if body is None else "POST", bytearray()
+        method = "GET" if body is None else "POST"
+        content = bytearray()
         if self._key_owner is not None:  # before each connection: a command that waits outlives routers
             _check_listener(self.url, self._key_owner)
         async with (
@@ -132,7 +133,8 @@ def _said(found: object) -> str:
 
 def add_access_arguments(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
     """Declare the flags that all commands have which ask a router, and return them."""
-    add, router = parser.add_argument, os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
+    add = parser.add_argument
+    router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
     said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
     return (
         add("--router", default=router, metavar="URL", help=said),
@@ -212,7 +214,9 @@ def _check_listener(url: str, user: int) -> None:
 def _tls(args: argparse.Namespace) -> ssl.SSLContext:
     pin = args.pin or (None if args.ca or args.server_name else os.environ.get(PIN_VARIABLE))
     if path := pin or args.ca:
-        context, pem = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), read_text(path)  # these authorities and no others
+        # these authorities and no others
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        pem = read_text(path)
         if pin:  # the first certificate of a chain itself; whose name it has makes no difference then
             context.check_hostname = False
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -56,7 +56,9 @@ class Histogram:
             for value in values:
                 self.observe(value)
             return
-        counts, ordered, below = self.counts, sorted(values), 0
+        counts = self.counts
+        ordered = sorted(values)
+        below = 0
         for place, bound in enumerate(self.bounds):
             if below == len(ordered):
                 break

@@ -72,7 +72,8 @@ class PromptBlocks:
 
     def generated(self, block: int) -> int:
         """Return how many bytes of messages that an engine has written follow a block (0: the first one)."""
-        ends, text = self.ends, self._text
+        ends = self.ends
+        text = self._text
         start = end = ends[block]
         for later in ends[block + 1 :]:
             piece = text[end:later]
@@ -87,7 +88,9 @@ class PromptBlocks:
 def _ends(text: bytes) -> list[int]:
     ends: list[int] = []
     separator = _SPACED if text.find(b'": ', 0, _STYLE) >= 0 else _COMPACT
-    is_array, start, size = text[:1] == b"[", 0, len(text)
+    is_array = text[:1] == b"["
+    start = 0
+    size = len(text)
     while start < size and len(ends) < BLOCKS_MOST:
         found = text.find(separator, start) if is_array else -1
         end = size if found < 0 else found + 1

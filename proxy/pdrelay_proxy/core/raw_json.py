@@ -106,7 +106,8 @@ def _encode_shared(fields: Fields, last: str, shared: Sequence[str]) -> Pieces:
     """Write an object whose values are short, but for some; those stand behind the others, and ``last`` at the end."""
     long = [name for name in (*shared, last) if name in fields]
     short = {name: raw for name, raw in fields.items() if name not in long}
-    begin, pieces = (msgspec.json.encode(short)[:-1] + b"," if short else b"{"), list[bytes | memoryview]()
+    begin = msgspec.json.encode(short)[:-1] + b"," if short else b"{"
+    pieces = list[bytes | memoryview]()
     for name in long:
         pieces += [b"%b%b:" % (begin, msgspec.json.encode(name)), memoryview(fields[name])]
         begin = b","

@@ -78,7 +78,8 @@ class RollingSeries:
         end = min(end, self._latest + 1)
         if end <= first:
             return _QUIET
-        begin, stop = first % SPAN_S, (end - 1) % SPAN_S + 1
+        begin = first % SPAN_S
+        stop = (end - 1) % SPAN_S + 1
         parts = [(begin, stop)] if begin < stop else [(begin, SPAN_S), (0, stop)]
         count = sum([sum(self._counts[a:b]) for a, b in parts])
         if count == 0:

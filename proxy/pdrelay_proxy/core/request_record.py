@@ -235,7 +235,8 @@ class RequestRecord:
 
     def take_end(self) -> bytes:
         """Return the end of the answer, once."""
-        end, self.end = self.end, NO_END
+        end = self.end
+        self.end = NO_END
         return b"".join(end)
 
     def set_aside(self, role: Role, reason: Failure) -> None:

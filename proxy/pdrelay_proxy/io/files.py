@@ -82,7 +82,9 @@ def _replaceable_key(path: str) -> str:
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
     """Build what the router serves https with; None: http. Raises ConfigError: a file is wrong, or two do not fit."""
-    cert, key, authorities = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    cert = settings.tls_cert
+    key = settings.tls_key
+    authorities = settings.tls_client_ca
     if cert is None or key is None:
         if (cert, key, authorities) != (None, None, None):
             raise ConfigError("tls_cert and tls_key belong together, and tls_client_ca needs both")
@@ -97,7 +99,8 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
 
 def admin_tls(settings: Settings) -> ssl.SSLContext | None:
     """Build the same for the admin port, which asks for no certificate of its clients; raises ConfigError."""
-    cert, key = settings.tls_cert, settings.tls_key
+    cert = settings.tls_cert
+    key = settings.tls_key
     if settings.admin_port is None or cert is None or key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

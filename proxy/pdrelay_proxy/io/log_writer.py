@@ -94,7 +94,8 @@ class LogWriter:
                 is_idle = not self._lines
                 self._news.notify_all()
             if is_written and is_idle and dropped > self._said:
-                count, self._said = dropped - self._said, dropped
+                count = dropped - self._said
+                self._said = dropped
                 logger.warning("%d lines of the log were dropped: its reader, or its disk, did not take them", count)
 
     def _write_all(self, text: str) -> bool:

@@ -98,7 +98,8 @@ class TextFormatter(logging.Formatter):
             if second != self._second:
                 self._date = time.strftime(_TIME, time.localtime(second))
                 self._second = second
-            self._at, self._time = now, f"{self._date},{now % 1000:03d}"
+            self._at = now
+            self._time = f"{self._date},{now % 1000:03d}"
         return self._time
 
 
@@ -184,7 +185,8 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
     def end(self) -> None:
         """Write it; what the stream raises is told as logging tells it, and stops nobody."""
         with self._own:
-            batch, self._batch = self._batch, None
+            batch = self._batch
+            self._batch = None
             if not batch:
                 return
             try:

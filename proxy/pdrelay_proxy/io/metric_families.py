@@ -41,7 +41,8 @@ class CountedFamilies:
 
     def _parts(self, labels: Sequence[str], values: Mapping[Key, T], size: int) -> Iterator[Sequence[tuple[Key, T]]]:
         """Cut into parts, without the series of engines that are not known."""
-        known, places = self._known, [place for place, label in enumerate(labels) if label in _ENGINE_LABELS]
+        known = self._known
+        places = [place for place, label in enumerate(labels) if label in _ENGINE_LABELS]
         for some in parts_of(list(values.items()), size):
             yield [pair for pair in some if all(pair[0][place] in known for place in places)] if places else some
 

@@ -84,8 +84,10 @@ def _written(family: Family, encode: Callable[[_Single], bytes]) -> bytes:
 
     Ours have neither time stamps nor exemplars, and names that need no escaping.
     """
-    samples, family.samples = family.samples, []
-    heading, lines = encode(_Single(family)), "".join(map(_line, samples))
+    samples = family.samples
+    family.samples = []
+    heading = encode(_Single(family))
+    lines = "".join(map(_line, samples))
     end = _END if heading.endswith(_END) else b""
     return b"".join((heading.removesuffix(_END), lines.encode(), end))
 
@@ -110,14 +112,16 @@ def _escaped(value: str) -> str:
 
 def _encoded(families: Iterator[Family | None], encode: Callable[[Family], bytes]) -> Iterator[bytes]:
     """Write families whose parts follow each other; each has one heading, and OpenMetrics one end."""
-    before, end = "", b""
+    before = ""
+    end = b""
     for family in families:
         if family is None:
             yield b""
             continue
         text = encode(family)
         if text.endswith(_END):
-            text, end = text[: -len(_END)], _END
+            text = text[: -len(_END)]
+            end = _END
         while family.name == before and text.startswith(b"# "):
             text = text[text.index(b"\n") + 1 :]
         before = family.name

@@ -65,13 +65,15 @@ class FileReloads:
         """Read again what has changed since the last look; a file system that hangs does not stop the router."""
         settings = self.settings()
         now = await asyncio.to_thread(stamps_of, settings)
-        before, self._seen = self._seen, now
+        before = self._seen
+        self._seen = now
         changed = {name for name, (path, stamp) in now.items() if _is_replaced(before.get(name), path, stamp)}
         half = {name for name in changed & _LINES if not _ends_with_line(now[name][1])}
         for name in sorted(half):
             said = "%s changed, and its last line has no line break, so it may be half written: read again in %g s"
             logger.warning(said, name, _EVERY_S)
-        due, self._held = changed | self._held, frozenset()
+        due = changed | self._held
+        self._held = frozenset()
         for group, renew in (
             (_SERVER, self._renew_server),
             (_ENGINES, self._renew_engines),
@@ -104,7 +106,8 @@ class FileReloads:
         renew_engine_tls(self.engine_tls, settings)
 
     def _renew_keys(self, settings: Settings) -> None:
-        known, shown = client_keys(settings), engine_keys(settings)
+        known = client_keys(settings)
+        shown = engine_keys(settings)
         self._check_unchanged(settings, _KEYS)
         self.keyring.keys = known
         self.outbound.change(shown)

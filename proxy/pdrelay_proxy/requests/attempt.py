@@ -132,7 +132,8 @@ class Attempt(LegOwner):
 
     def failed(self) -> LegFailed | None:
         """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""
-        prefill, decode = self.prefill, self.decode
+        prefill = self.prefill
+        decode = self.decode
         if self.coordinates is not None and prefill is not None and prefill.fault is not None:
             return prefill.fault
         return None if decode is None else decode.fault
@@ -338,7 +339,8 @@ class Attempt(LegOwner):
                 self.leg_failed(leg, EngineTimeout(self._late(leg), reached=leg.source is not None))
 
     def _late(self, leg: EngineLeg) -> str:
-        settings, decode = self._settings, self.decode
+        settings = self._settings
+        decode = self.decode
         if self.move is not None and not self.is_streaming:
             seconds = move_timeout(settings) if leg is decode else self.move.seconds_for(leg.instance)
             return f"{leg.engine} did not answer within {seconds:g} s, the time for a move"

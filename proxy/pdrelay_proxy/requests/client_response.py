@@ -68,7 +68,10 @@ class ClientResponse:
 
     def begin_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the head with the first event: the head's time is the first token's."""
-        piece, replay, writer, keeps_end = leg.take_shown(), self.replay, self.writer, self._keeps_end()
+        piece = leg.take_shown()
+        replay = self.replay
+        writer = self.writer
+        keeps_end = self._keeps_end()
         self._keeps = keeps_end
         is_plain = replay is None and not keeps_end
         attempt.is_streaming = True
@@ -115,7 +118,8 @@ class ClientResponse:
 
     def was_cut(self) -> bool:
         """Tell whether the stream was cut as it should be; if not, it stays whole."""
-        left, self.cut = self.cut, None
+        left = self.cut
+        self.cut = None
         return left is None
 
     def end_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
@@ -185,7 +189,8 @@ class ClientResponse:
             return _BUG
 
     def _write_error(self, error: Exception) -> int:
-        record, writer = self._life.record, self.writer
+        record = self._life.record
+        writer = self.writer
         if isinstance(error, ClientGone):
             return CLIENT_CLOSED_REQUEST
         if not isinstance(error, ProxyError):

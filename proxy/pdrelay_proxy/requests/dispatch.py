@@ -38,9 +38,14 @@ from pdrelay_proxy.requests.stream_move import RequestKind, StreamMove, StuckPro
 from pdrelay_proxy.settings import Settings
 
 # Looking a member up takes as long as a call.
-_PULL, _PUSH, _SINGLE, _RETRY = RequestEvent.PULL, RequestEvent.PUSH, RequestEvent.SINGLE, RequestEvent.RETRY
-_PREFILLED, _FIRST_TOKEN = RequestEvent.PREFILLED, RequestEvent.FIRST_TOKEN
-_NEXT_DECODE, _FIRST_EVENT = RequestEvent.NEXT_DECODE, RequestEvent.FIRST_EVENT
+_PULL = RequestEvent.PULL
+_PUSH = RequestEvent.PUSH
+_SINGLE = RequestEvent.SINGLE
+_RETRY = RequestEvent.RETRY
+_PREFILLED = RequestEvent.PREFILLED
+_FIRST_TOKEN = RequestEvent.FIRST_TOKEN
+_NEXT_DECODE = RequestEvent.NEXT_DECODE
+_FIRST_EVENT = RequestEvent.FIRST_EVENT
 _CONTINUING: Final = RequestState.CONTINUING
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
@@ -103,7 +108,8 @@ class Dispatch(Answering):
 
     def close_attempt(self) -> Attempt | None:
         """Drop what is under way; return the attempt."""
-        attempt, self._attempt = self._attempt, None
+        attempt = self._attempt
+        self._attempt = None
         if attempt is not None:
             attempt.close_all()
         return attempt
@@ -158,7 +164,9 @@ class Dispatch(Answering):
 
     def _start_over(self, failed: LegFailed) -> None:
         """Return if the request may be sent again, else raise the error for the client."""
-        life, attempt, role = self._life, self.close_attempt(), failed.instance.role
+        life = self._life
+        attempt = self.close_attempt()
+        role = failed.instance.role
         move = None if attempt is None else attempt.move
         if move is not None and role is _PREFILL and move.is_lent_by(failed.instance):
             move.lender_failed()
@@ -202,10 +210,8 @@ class Dispatch(Answering):
 
     def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
         """Choose two engines that can go on with a stream; None: there are none now."""
-        retries, leg = (
-            RetryAttempts(0, {source, *self._life.services.fleet.registry.relief.full()}),
-            self._life.record.prefill,
-        )
+        retries = RetryAttempts(0, {source, *self._life.services.fleet.registry.relief.full()})
+        leg = self._life.record.prefill
         try:
             return self._pair_for_move(retries, lender, None if leg is None else leg.instance)
         except ProxyError:
@@ -247,7 +253,8 @@ class Dispatch(Answering):
     ) -> tuple[Instance | None, Instance]:
         """Choose the engines that go on with a stream; alone, if all else fails, the one that it came from."""
         if single_body is None:
-            pair, move.pair = move.pair, None
+            pair = move.pair
+            move.pair = None
             pair = pair or self._pair_for_move(attempt.retries, move.lender, move.prompt_holder)
             attempt.choice.note_expected()
             return pair
@@ -287,7 +294,9 @@ class Dispatch(Answering):
             reuses = life.services.fleet.passes_ids(call, decode)
             return attempt.send_prefill(call, prefill, reuses=reuses)
         record = life.record
-        record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates
+        record.push = _CONCURRENT
+        record.transfer = attempt.transfer
+        attempt.coordinates = coordinates
         params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
         fields = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, attempt.id), params)
         attempt.body = encode_in_pieces(fields, PROMPTS[call.api], call.shared)
@@ -297,7 +306,8 @@ class Dispatch(Answering):
 
     def _hand_over(self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg, decode: Instance) -> bool:
         """Make the decode leg's body of the prefill engine's answer; True: that answer is all the client gets."""
-        first, life = leg.first, self._life
+        first = leg.first
+        life = self._life
         if first is None:
             life.on(_PREFILLED)
         else:
@@ -341,7 +351,8 @@ class Dispatch(Answering):
             LegFailed: none has begun to answer.
             EngineError: a stream broke off, or is not complete.
         """
-        leg, life = attempt.send_decode(decode), self._life
+        leg = attempt.send_decode(decode)
+        life = self._life
         try:
             while leg.shown is None or (leg.is_last and not leg.is_over):  # what ends with its beginning is waited for
                 failed = attempt.failed()
@@ -381,10 +392,12 @@ class Dispatch(Answering):
 
     async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Stream an answer to its end; raises EngineError: it broke off, or is not complete; StreamCut: it moves."""
-        life, client = self._life, self._client
+        life = self._life
+        client = self._client
         life.on(_FIRST_EVENT)
         client.begin_stream(attempt, leg)
-        move, attempt.move = attempt.move, None
+        move = attempt.move
+        attempt.move = None
         if move is not None:
             move.goes_on()
         while not leg.is_over:

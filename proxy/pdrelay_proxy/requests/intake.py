@@ -149,7 +149,9 @@ class Intake:
         Raises:
             CrossSite, Misdirected, UnsupportedMedia, ClosingDown, Unauthorized, BodyTooLarge: it is not let in.
         """
-        headers, shown, has_keys = head.headers, head.shown, self.keyring.keys is not None
+        headers = head.headers
+        shown = head.shown
+        has_keys = self.keyring.keys is not None
         is_elsewhere = not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys)
         if is_elsewhere or (not has_keys and (b"origin" in shown or b"sec-fetch-site" in shown)):  # from browsers
             self.sites.check("POST", tuple(headers), has_keys=has_keys)

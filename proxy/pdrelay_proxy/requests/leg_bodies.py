@@ -211,7 +211,8 @@ class LegBodies:
 
         ``is_auto``: the engine can do either, and offers nothing where it pushes.
         """
-        written, known = bytes(handover.offer), self._offers.get(prefill)
+        written = bytes(handover.offer)
+        known = self._offers.get(prefill)
         if known is not None and known[0] == written:
             offer = known[1]
         elif (read := offered(handover.offer)) is not None:

@@ -115,7 +115,9 @@ class EngineLeg(ResponseHandler):
         """All of an answer of status 200, which is no stream, has come at once."""
         if self.error is not None:
             return
-        self.status, self.content_type, self.complete = _OK, content_type, True
+        self.status = _OK
+        self.content_type = content_type
+        self.complete = True
         if self.span is not None:
             self.span.answered(_OK)
         self.answered(body)
@@ -190,7 +192,8 @@ class PrefillLeg(EngineLeg):
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
         """Its head is here."""
-        self.status, self.content_type = status, content_type
+        self.status = status
+        self.content_type = content_type
         if self.span is not None:
             self.span.answered(status)
         self.load = load
@@ -206,7 +209,8 @@ class PrefillLeg(EngineLeg):
 
     def end(self) -> None:
         """All of it is here."""
-        body, self._pieces = b"".join(self._pieces), []
+        body = b"".join(self._pieces)
+        self._pieces = []
         self.answered(body)
 
     def answered(self, body: bytes) -> None:
@@ -270,7 +274,8 @@ class DecodeLeg(EngineLeg):
 
     def take_shown(self) -> bytes:
         """Return what the client gets first, once."""
-        shown, self.shown = self.shown, None
+        shown = self.shown
+        self.shown = None
         return b"" if shown is None else shown
 
     def finish(self) -> tuple[bytes, bool]:
@@ -279,7 +284,8 @@ class DecodeLeg(EngineLeg):
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:  # noqa: ARG002 (prefill's load counts)
         """Its head is here."""
-        self.status, self.content_type = status, content_type
+        self.status = status
+        self.content_type = content_type
         if self.span is not None:
             self.span.answered(status)
         self._is_stream = status == 200 and is_stream(content_type)
@@ -309,7 +315,8 @@ class DecodeLeg(EngineLeg):
 
     def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:
         """Pass on a token: as it came, where nothing of it has to be held back or taken out."""
-        lines, relay = self.lines, self.relay
+        lines = self.lines
+        relay = self.relay
         if lines is None or relay is None:
             self.arrived(piece)
             return
@@ -356,7 +363,8 @@ class DecodeLeg(EngineLeg):
 
     def _begin(self, piece: bytes, *, last: bool) -> None:
         """Wait for the first event: it tells a request that has failed from one that has begun."""
-        beginning, received = self._beginning, piece
+        beginning = self._beginning
+        received = piece
         data = first_data(piece) if beginning is None else None
         if data is None:
             if beginning is None:
@@ -383,7 +391,10 @@ class DecodeLeg(EngineLeg):
             except EngineError as error:
                 self.give_up(error)
                 return
-            self.lines, self.shown, self.is_last, self._beginning = lines, shown, last, None
+            self.lines = lines
+            self.shown = shown
+            self.is_last = last
+            self._beginning = None
             self.heard = True
             if lines.erred:
                 self.failure = Failure.BAD_RESPONSE
@@ -397,7 +408,8 @@ class DecodeLeg(EngineLeg):
                 self._count_prompt()
             self.owner.stream_ended(self)
             return
-        body, self._pieces = b"".join(self._pieces), []
+        body = b"".join(self._pieces)
+        self._pieces = []
         self.answered(body)
 
     def read_answer(self, body: bytes) -> None:

@@ -43,7 +43,8 @@ class RequestEvent(FastStrEnum):
     END = auto()  # answered, failed, refused, left by its client or cut off by a shutdown
 
 
-_STATE, _EVENT = RequestState, RequestEvent
+_STATE = RequestState
+_EVENT = RequestEvent
 TRANSITIONS: Final[Mapping[RequestState, Mapping[RequestEvent, RequestState]]] = {
     _STATE.RECEIVED: {
         _EVENT.QUEUED: _STATE.WAITING,

@@ -152,7 +152,9 @@ class PromptArray(Answering):
     ) -> None:
         """``ticket``: of the whole request; ``new``: makes the request for one prompt."""
         prompts = plan.prompts
-        name, n = f"cmpl-{life.record.request_id}", choices_of(call.fields)  # the answer's id; choices of each prompt
+        # the answer's id; choices of each prompt
+        name = f"cmpl-{life.record.request_id}"
+        n = choices_of(call.fields)
         life.record.push = LegOrder.EACH_PROMPT
         self._life = life  # woken when there is news
         self._at_once = parts_at_once(life.services.fleet)
@@ -196,7 +198,8 @@ class PromptArray(Answering):
             while True:
                 self._begin_more()
                 if self._pieces:
-                    pieces, self._pieces = self._pieces, []
+                    pieces = self._pieces
+                    self._pieces = []
                     self._client.write_events(b"".join(pieces))
                 if not self._left:
                     break
@@ -215,7 +218,9 @@ class PromptArray(Answering):
     def _begin_more(self) -> None:
         """Begin as many parts as may be under way; raises what one of them has failed with."""
         while self._failure is None and self._begun < len(self._prompts) and self._has_place():
-            place, plan, call = self._begun, self._plan, self._call
+            place = self._begun
+            plan = self._plan
+            call = self._call
             fields = one_of(call.fields, self._prompts[place])
             own = GenerationRequest(call.api, fields, call.headers, call.rank, call.shared)
             hints = hints_of_call(own, plan.hints.session, plan.hints.model)
@@ -248,7 +253,8 @@ class PromptArray(Answering):
 
     def _drop(self) -> None:
         """End the parts that are under way."""
-        parts, self._parts = tuple(self._parts.values()), {}
+        parts = tuple(self._parts.values())
+        self._parts = {}
         for part in parts:
             part.interrupt(ClientGone())
             self._note(part)
@@ -256,7 +262,8 @@ class PromptArray(Answering):
 
     def _note(self, part: PromptRequest) -> None:
         """Keep what happened to a part that is over, where the whole request is kept."""
-        record, own = part.record, self._life.record
+        record = part.record
+        own = self._life.record
         if own.parts is None:
             own.parts = PromptParts()
         if isinstance(record, PromptRecord):

@@ -38,7 +38,9 @@ from pdrelay_proxy.settings import FirstTokenFrom, Settings
 
 _OK: Final = 200
 # Looking a member up takes as long as a call.
-_QUEUED, _ADMITTED, _END = RequestEvent.QUEUED, RequestEvent.ADMITTED, RequestEvent.END
+_QUEUED = RequestEvent.QUEUED
+_ADMITTED = RequestEvent.ADMITTED
+_END = RequestEvent.END
 _FROM_PREFILL: Final = FirstTokenFrom.PREFILL
 _WAITING: Final = TicketState.WAITING
 _STREAMING: Final = RequestState.STREAMING
@@ -282,7 +284,8 @@ class Request:
                 dispatch = self._admit(plan, ticket)
             else:
                 dispatch = self._join(plan)
-            call, settings = plan.call, dispatch.settings
+            call = plan.call
+            settings = dispatch.settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
             whole = self._ticket  # None: it is a part itself
             if call is not None and whole is not None and plan.prompts and self._may_divide(call, plan, settings):
@@ -368,7 +371,8 @@ class Request:
         return body.whole()
 
     def _free_body(self) -> None:
-        body, self._body = self._body, b""
+        body = self._body
+        self._body = b""
         if not isinstance(body, bytes):
             body.free()
 
@@ -448,7 +452,8 @@ class Request:
         life.record.over(status, services.clock() - life.record.began_at)
         try:
             self._owner.over(self)
-            ticket, self._ticket = self._ticket, None
+            ticket = self._ticket
+            self._ticket = None
             if ticket is not None:
                 if services.gate.admission.counts_tokens:
                     services.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))

@@ -108,7 +108,8 @@ class HttpResponse:
         close = b"" if self.keep_alive else _CLOSE
         default = self._connection.default_lines()
         data = b"".join([STATUS_LINES[status], default, lines, close, framing, b"\r\n", first])
-        self.begun, self._streams = True, streams
+        self.begun = True
+        self._streams = streams
         if is_long:
             self._connection.write_long(data, body)
         elif last:
@@ -125,7 +126,8 @@ class HttpResponse:
         """Write a piece of a stream."""
         data = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunks else piece
         if self._held:
-            data, self._held = self._held + data, b""
+            data = self._held + data
+            self._held = b""
         self._write(data)
 
     def end(self, piece: bytes = b"", /) -> None:
@@ -139,7 +141,8 @@ class HttpResponse:
 
     def close(self) -> None:
         """Let go of the connection: the two hold each other."""
-        connection, self._held = self._connection, b""
+        connection = self._connection
+        self._held = b""
         del self._connection, self._write
         connection.answered(keep_alive=self.keep_alive)
 

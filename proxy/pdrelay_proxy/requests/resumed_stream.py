@@ -45,7 +45,8 @@ class ResumedStream:
 
     async def answer(self, call: GenerationRequest) -> None:
         """Stream to the end of the answer; raises ProxyError: the error for the client."""
-        settings, client = self._dispatch.settings, self._client
+        settings = self._dispatch.settings
+        client = self._client
         if settings.resume_streams and not self._dispatch.looks_back:
             client.replay = Replay(call.api, call.fields)
             call = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
@@ -76,7 +77,9 @@ class ResumedStream:
                 error = failed.with_traceback(None)
             move = self._moving()
             if cut_for is not None:
-                call, shows_token, single_body = self._leave(cut_for, call), False, None
+                call = self._leave(cut_for, call)
+                shows_token = False
+                single_body = None
                 retries = RetryAttempts(self._dispatch.settings.retries, {cut_for.source.id})
             elif error is None:
                 return
@@ -93,7 +96,8 @@ class ResumedStream:
 
     def _leave(self, move: StreamMove, call: GenerationRequest) -> GenerationRequest:
         """Close the leg of a stream that is cut; return the request for the rest, for two engines."""
-        life, replay = self._life, self._client.replay
+        life = self._life
+        replay = self._client.replay
         self._move = move
         self._dispatch.close_attempt()
         rest = None if replay is None else replay.rest()
@@ -116,7 +120,9 @@ class ResumedStream:
         """
         if isinstance(error, (OutOfTime, TurnedAway)):
             raise error  # no engine is at fault, and none gets more of a request that is over
-        life, record, replay = self._life, self._life.record, self._client.replay
+        life = self._life
+        record = self._life.record
+        replay = self._client.replay
         self._dispatch.close_attempt()
         if life.state is not RequestState.ROUTING:
             life.on(RequestEvent.RETRY)
@@ -149,7 +155,8 @@ class ResumedStream:
         Raises:
             EngineError: no engine may get a request for the rest.
         """
-        life, client = self._life, self._client
+        life = self._life
+        client = self._client
         failure = failure_of(broken) if life.state is RequestState.CONTINUING else Failure.BAD_RESPONSE
         self._dispatch.close_attempt()
         replay = client.replay

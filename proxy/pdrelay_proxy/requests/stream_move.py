@@ -114,7 +114,8 @@ class StreamMove:
 
     def let_go(self) -> None:
         """The engine that the stream leaves is not needed any more."""
-        hold, self._hold = self._hold, None
+        hold = self._hold
+        self._hold = None
         if hold is not None:
             self._services.fleet.leave(self.source, hold)
 

@@ -63,7 +63,8 @@ class StreamMoves(MoveOwner):
         requests = tuple(self._requests)
         # What no other engine can take is looked at once. To choose engines for each of thousands, four times a second,
         # would take all of the event loop.
-        stuck, stuck_prompts = set[tuple[InstanceId, RequestKind]](), set[StuckPrompt]()
+        stuck = set[tuple[InstanceId, RequestKind]]()
+        stuck_prompts = set[StuckPrompt]()
         for request in requests if moving else ():
             request.change_slot(moving, stuck_prompts)  # a prompt may wait for a prefill engine for long
         for request in requests if moving else ():

@@ -36,7 +36,8 @@ class Upload:
     def whole(self) -> bytes:
         """Return all of it, once."""
         whole = b"".join([*self._parts, self._tail])
-        self._parts, self._tail = [], bytearray()
+        self._parts = []
+        self._tail = bytearray()
         return whole
 
     def free(self) -> None:
@@ -44,4 +45,5 @@ class Upload:
         if self._held:
             self._gate.free(self._held)
             self._held = 0
-        self._parts, self._tail = [], bytearray()
+        self._parts = []
+        self._tail = bytearray()

@@ -52,7 +52,8 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
             raise LocalError(f"the first request was answered with {said}")
         seconds = time.monotonic() - start
         legs = parse_server_timing(response.headers.get("server-timing", ""))
-        now, deadline = before, time.monotonic() + METRICS_WAIT_S
+        now = before
+        deadline = time.monotonic() + METRICS_WAIT_S
         while before is not None and now == before and time.monotonic() < deadline:
             time.sleep(0.1)
             now = _total_bytes(client, mover_urls) or before

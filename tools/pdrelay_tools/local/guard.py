@@ -65,7 +65,9 @@ def _runs_in(group: int, path: Path) -> bool:
         fields = path.read_text(errors="replace").rpartition(")")[2].split()  # the name before may hold anything
     except OSError:  # it ended meanwhile
         return False
-    state, its_group, threads = fields[0], int(fields[2]), int(fields[17])
+    state = fields[0]
+    its_group = int(fields[2])
+    threads = int(fields[17])
     return its_group == group and (state not in "ZX" or threads > 1)  # of a process that dies the others go after it
 
 

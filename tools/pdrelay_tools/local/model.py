@@ -16,13 +16,23 @@ from pdrelay_tools.local.made_folder import is_made, make_once, write_json
 
 VERSION = 1  # raised whenever the same parameters would give different files
 
-HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 256, 8, 4, 512, 512
-BEGIN, END, MESSAGE, PAD = "<|begin|>", "<|end|>", "<|message|>", "<|pad|>"  # tokens 0 to 3
+HIDDEN = 256
+HEADS = 8
+KV_HEADS = 4
+FEED_FORWARD = 512
+VOCABULARY = 512
+# tokens 0 to 3
+BEGIN = "<|begin|>"
+END = "<|end|>"
+MESSAGE = "<|message|>"
+PAD = "<|pad|>"
 
 # Seen on an engine with 120 random prompts of 40 to 1500 tokens: replacing any 32 tokens changed one of the first 7
 # greedy tokens, and 32 greedy tokens held at least 22 different ones. Less sharp attention forgets the past or falls
 # into loops; sharper attention turns rounding into other text.
-QUERY_KEY_GAIN, VALUE_GAIN, FEED_FORWARD_GAIN = 2.0, 1.0, 0.5
+QUERY_KEY_GAIN = 2.0
+VALUE_GAIN = 1.0
+FEED_FORWARD_GAIN = 0.5
 HEAD_GAIN = 6.0  # sampled text resembles greedy text
 
 CHAT_TEMPLATE = (

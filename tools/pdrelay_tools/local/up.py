@@ -45,7 +45,8 @@ READY_TIMEOUT_S = 300.0
 MOST_TIMEOUTS = 12  # an engine that writes to its log for so many times that long is given up, too
 GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
+INTERRUPTED = 130
 _CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 MOVING = {
     EngineMode.PULL: "decode pulls the KV cache (--kv-transfer-mode pull)",
@@ -160,7 +161,8 @@ def _runs_ours(args: argparse.Namespace) -> bool:
 
 
 def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) -> int:
-    engines, moving = f"{plan.prefill} prefill and {plan.decode} decode", MOVING[plan.mode]
+    engines = f"{plan.prefill} prefill and {plan.decode} decode"
+    moving = MOVING[plan.mode]
     if plan.kind is EngineKind.SIM:
         screen.line(f"pdrelay: {engines}, simulated engines (no model, no KV cache), as if {moving}")
     else:

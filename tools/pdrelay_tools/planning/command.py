@@ -74,9 +74,11 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
     try:
-        dispatch, peers = PolicyName(args.prefill_policy), args.peers == "true"
+        dispatch = PolicyName(args.prefill_policy)
+        peers = args.peers == "true"
         aims = sizing.Aims(args.itl, args.ttft, args.utilisation, dispatch, args.routers, peers)
-        prompt, rate = _prompt(args), args.requests_per_second
+        prompt = _prompt(args)
+        rate = args.requests_per_second
         if rate is None:
             rate = args.prompt_tokens_per_second / prompt.mean
         output = sizing.lengths("output", args.output_tokens, args.output_tokens_p95)
@@ -157,7 +159,8 @@ def _outlook_json(found: sizing.Outlook) -> dict[str, object]:
 
 
 def _as_text(found: sizing.CapacityPlan, aims: sizing.Aims) -> str:
-    need, shares = found.need, found.outlook.utilisation
+    need = found.need
+    shares = found.outlook.utilisation
     use = [(str(name), f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
     batch = ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")
     lines = [

@@ -96,7 +96,8 @@ def queues_in_turn(servers: int, rate: float, service: Spread) -> Wait:
     busy = rate * service.mean / servers
     if busy >= 1:
         return FOREVER
-    ca2, cs2 = 1 / servers, service.cv2
+    ca2 = 1 / servers
+    cs2 = service.cv2
     damping = exp(-2 * (1 - busy) / (3 * busy) * (1 - ca2) ** 2 / (ca2 + cs2))
     mean = busy * service.mean / (1 - busy) * (ca2 + cs2) / 2 * damping
     bend = (1 + ca2 + busy * cs2) / (1 + busy * (cs2 - 1) + busy**2 * (4 * ca2 + cs2))

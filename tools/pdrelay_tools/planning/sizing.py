@@ -174,7 +174,9 @@ def _work(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[Resource, float
     independent. Links: utilisation law with the bytes of a whole prompt (a decode engine that has a part in its own
     cache reads less), out of a prefill engine and into a decode engine.
     """
-    rate, prompt, output = traffic.requests_per_s, traffic.prompt, traffic.output
+    rate = traffic.requests_per_s
+    prompt = traffic.prompt
+    output = traffic.output
     held = output.mean * aims.itl_s * (prompt.mean + output.mean * (1 + output.cv2) / 2)
     transfer = _transfer(traffic, rates)
     moved = None if transfer is None else rate * transfer.mean
@@ -200,7 +202,8 @@ def _need(traffic: Traffic, rates: Rates, aims: Aims) -> Need:
 
         least = _fewest(is_enough, x)
         if least > x:
-            x, x_by = least, Resource.TTFT
+            x = least
+            x_by = Resource.TTFT
     return Need(x, y, x_by, y_by)
 
 
@@ -220,7 +223,8 @@ def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
     """Return the smallest number from ``least`` on that is enough: one that is makes every larger one enough."""
     most = least
     while not is_enough(most):
-        least, most = most + 1, most * 2
+        least = most + 1
+        most = most * 2
         if most > 2 * MOST_ENGINES:
             raise NoPlan(
                 f"the TTFT target cannot be met with {MOST_ENGINES:,} prefill engines: it leaves too little room"
@@ -237,7 +241,8 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     Prompts are served one after the other: an engine that computes several short ones in one step is a little faster.
     Time in queue and time of computing are independent, so beyond their means their p95s add as squares.
     """
-    service, transfer = _service(traffic, rates), _transfer(traffic, rates)
+    service = _service(traffic, rates)
+    transfer = _transfer(traffic, rates)
     wait = _wait(x, traffic.requests_per_s, service, aims)
     if not isfinite(wait.mean):
         return None

@@ -123,7 +123,8 @@ class Bench:
             try:
                 self._right[key] = read_reply(question, reply)
             except Malformed as exc:
-                self._right[key], self.unanswered = None, f"{question}: {exc}"
+                self._right[key] = None
+                self.unanswered = f"{question}: {exc}"
                 if reply.is_refusal:
                     self._refused.add(key)
         return self._right[key]

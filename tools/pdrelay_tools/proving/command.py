@@ -235,7 +235,8 @@ async def _prove(args: argparse.Namespace, checks: Sequence[Check], children: Se
 
 async def _measure(args: argparse.Namespace, checks: Sequence[Check], servers: Servers, *, rest_s: float) -> RunReport:
     """``rest_s``: until the engines must be at rest. What was started may ask first, as ``pdrelay up`` does."""
-    began, when = now(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    began = now()
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     seed = SystemRandom().randrange(10**9) if args.seed is None else args.seed
     bench = await _bench(args, servers, seed)
     notes = [await _at_rest(bench, now() + rest_s), await bench.calibrate()]

@@ -85,8 +85,11 @@ class HttpServer:
         after_events: int | None = None,
     ) -> Reply:
         sent_at = time.monotonic()
-        received, times = bytearray(), list[float]()
-        status, why, is_late = None, "", False
+        received = bytearray()
+        times = list[float]()
+        status = None
+        why = ""
+        is_late = False
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -109,7 +112,8 @@ class HttpServer:
                         why = "hung up"
                         break
         except TimeoutError:
-            why, is_late = f"{self.name} gave no whole answer within {timeout_s:g} s", True
+            why = f"{self.name} gave no whole answer within {timeout_s:g} s"
+            is_late = True
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:  # UnicodeError: a name that is none
             why = f"{self.name}: {str(exc) or type(exc).__name__}"
         return Reply(status, bytes(received), why, is_late, sent_at, time.monotonic() - sent_at, tuple(times))

@@ -15,7 +15,9 @@ from pdrelay_proxy.settings import Settings
 from pdrelay_tools.proving.core.readiness import ReadinessLine, is_ready, verdict
 from pdrelay_tools.proving.readiness import examine
 
-READY, NOT_READY, WRONG_USE = 0, 1, 2
+READY = 0
+NOT_READY = 1
+WRONG_USE = 2
 _SECONDS: Final = 10.0
 _FLAGS: Final = (  # of pdrelay serve, which says how it reaches its engines
     "prefill",

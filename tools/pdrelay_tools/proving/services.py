@@ -118,7 +118,8 @@ class EnginePairs:
         return await self._in_turn(question, prefill, decode, timeout_s=timeout_s)
 
     async def _in_turn(self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float) -> Reply:
-        request, transfer = new_request_id(), new_transfer()
+        request = new_request_id()
+        transfer = new_transfer()
         try:
             first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
         except PrefillFailed as exc:
@@ -131,7 +132,8 @@ class EnginePairs:
     async def _at_once(
         self, question: Question, prefill: HttpServer, decode: HttpServer, where: Json, *, timeout_s: float
     ) -> Reply:
-        request, transfer = new_request_id(), new_transfer()
+        request = new_request_id()
+        transfer = new_transfer()
         params = push_params(where, question, request, transfer)
         answering = asyncio.create_task(self.decode_leg(question, decode, params, request, timeout_s=timeout_s))
         try:
@@ -171,7 +173,8 @@ class EnginePairs:
     ) -> Reply:
         """Send both legs and close them both: a router whose client hangs up."""
         prefill, decode = next(self._turns)
-        request, transfer = new_request_id(), new_transfer()
+        request = new_request_id()
+        transfer = new_transfer()
         try:
             first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
         except PrefillFailed as exc:

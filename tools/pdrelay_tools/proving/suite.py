@@ -76,21 +76,28 @@ async def run_checks(
 
 
 async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
-    start, before, uncompared = now(), bench.requests, bench.uncompared
+    start = now()
+    before = bench.requests
+    uncompared = bench.uncompared
     if (missing := _missing(bench, check)) or (missing := _no_time(bench, check, start - began)):
         return CheckReport(
             check.name, check.group, check.about, CheckState.SKIPPED, start - began, 0.0, 0, reason=missing
         )
-    state, reason, seen = CheckState.PASSED, "", Seen()
+    state = CheckState.PASSED
+    reason = ""
+    seen = Seen()
     try:
         async with asyncio.timeout(max(check.seconds, bench.limits.seconds - (start - began)) + bench.limits.request_s):
             seen = await check.run(bench)
     except CheckSkipped as exc:
-        state, reason = CheckState.SKIPPED, str(exc)
+        state = CheckState.SKIPPED
+        reason = str(exc)
     except (CheckAborted, DeedFailed) as exc:
-        state, reason = CheckState.ABORTED, str(exc)
+        state = CheckState.ABORTED
+        reason = str(exc)
     except TimeoutError:
-        state, reason = CheckState.ABORTED, f"it took more than {now() - start:.0f} s"
+        state = CheckState.ABORTED
+        reason = f"it took more than {now() - start:.0f} s"
     if state is CheckState.PASSED and (missed := bench.uncompared - uncompared):
         state = CheckState.ABORTED
         reason = f"{missed} of {bench.requests - before} answers were compared with nothing, as the reference did not "

@@ -156,7 +156,8 @@ class Sim:
 
     def inject(self, fault: SimulatedFault | None) -> None:
         """Fail like this from now on; None: work again."""
-        self._fault, self._hits = fault, 0
+        self._fault = fault
+        self._hits = 0
 
     def restart(self) -> None:
         """Be another engine from now on, at the same address."""
@@ -250,7 +251,8 @@ class Sim:
         if (body.get("model") or self._names[0]) not in self._names:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
         if fault is not None and fault.kind is FaultKind.WRONG:
-            body, fault = rules.of_another_prompt(body), None
+            body = rules.of_another_prompt(body)
+            fault = None
         replies = self._replies(request, body, made)
         self._use_cache(body, made, entry)
         if self._prefills(body):
@@ -278,7 +280,8 @@ class Sim:
             self.cache.use([*ids, *rules.made_ids(body, made)], body.get("cache_salt"))
 
     def _replies(self, request: Request, body: Json, made: int) -> AnyReplies:
-        name, created = _request_id(request), int(time.time())  # noqa: TID251 (an epoch)
+        name = _request_id(request)
+        created = int(time.time())  # noqa: TID251 (an epoch)
         match request.url.path:
             case "/v1/responses":
                 return ResponsesReplies(body, name, self._names[0], created)
@@ -312,7 +315,8 @@ class Sim:
             return _json(replies.whole())
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
-        body, name = replies.body, self.engine_id
+        body = replies.body
+        name = self.engine_id
         mode = body["kv_transfer_params"].get("transfer_mode", "pull") if self._mode == _AUTO else self._mode
         offers = self._offers and (self._mode, mode) != (_AUTO, "push")
         params = rules.make_params(body, replies.request_id, name=name, mode=mode, offers=offers, forget=forget)

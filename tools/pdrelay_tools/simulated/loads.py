@@ -5,7 +5,9 @@ from collections import Counter
 from pdrelay_tools.simulated.rules import Json
 
 SAID = "[::1]:5600 was not met: {}, it says"  # why a load has failed
-LOAD_BYTES, LOAD_S = 2e6, 0.001  # of a load, as it is counted: it takes no time
+# of a load, as it is counted: it takes no time
+LOAD_BYTES = 2e6
+LOAD_S = 0.001
 
 
 class SimulatedLoads:

@@ -49,7 +49,8 @@ class PrefixCache:
 
     def has(self, ids: Sequence[int], salt: str | None = None) -> int:
         """Return how many tokens of a prompt are there, and need not be computed."""
-        hit, parent = 0, None
+        hit = 0
+        parent = None
         with self._lock:
             while hit < (len(ids) - 1) // self._size:
                 parent = self._name(ids, hit * self._size, parent, salt)
@@ -65,13 +66,15 @@ class PrefixCache:
             self.readers.append(waiting)
             state = _parents_first(self._held)
             waiting += [_batch([{"type": "AllBlocksCleared"}, *state]), _batch([])]
-        number, silent_s = 0, 0.0
+        number = 0
+        silent_s = 0.0
         try:
             while True:
                 while waiting:
                     payload = waiting.popleft()
                     yield (len(payload) + 8).to_bytes(4, "big") + number.to_bytes(8, "big") + payload
-                    number, silent_s = number + 1, 0.0
+                    number = number + 1
+                    silent_s = 0.0
                 await asyncio.sleep(_POLL_S)
                 silent_s += _POLL_S
                 if silent_s > _LIFE_S:
@@ -93,9 +96,11 @@ class PrefixCache:
 
     def _blocks(self, ids: Sequence[int], salt: str | None) -> dict[bytes, Json]:
         """Return the full blocks of a prompt by their hashes, as events tell of them."""
-        found, parent = dict[bytes, Json](), None
+        found = dict[bytes, Json]()
+        parent = None
         for start in range(0, len(ids) // self._size * self._size, self._size):
-            tokens, keys = list(ids[start : start + self._size]), None if start or salt is None else (salt,)
+            tokens = list(ids[start : start + self._size])
+            keys = None if start or salt is None else (salt,)
             name = self._name(ids, start, parent, salt)
             found[name] = {
                 "type": "BlockStored",
@@ -126,7 +131,8 @@ def _parents_first(held: OrderedDict[bytes, Json]) -> list[Json]:
     """Order stored blocks so that each comes behind the one before it, if that is there."""
     found = dict[bytes, Json]()
     for name in held:
-        chain, each = list[bytes](), name
+        chain = list[bytes]()
+        each = name
         while each in held and each not in found:
             chain.append(each)
             each = held[each]["parent_block_hash"]

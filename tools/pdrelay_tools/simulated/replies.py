@@ -59,7 +59,8 @@ class Replies(_Answered):
 
     def events(self) -> Iterator[bytes]:
         """Return the answer as server-sent events, up to but without the [DONE]."""
-        texts, asked = self._texts(), {"prompt_token_ids": self._prompt_ids()} if self._shows_ids else {}
+        texts = self._texts()
+        asked = {"prompt_token_ids": self._prompt_ids()} if self._shows_ids else {}
         if self.is_chat:
             for index in range(len(texts)):
                 yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}}, asked)
@@ -143,7 +144,8 @@ class ResponsesReplies(_Answered):
         return {"id": name, "object": "response", "status": status, "model": self.model, "created_at": self.created}
 
     def _usage(self) -> Json:
-        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        asked = prompt_tokens(self.body)
+        made = token_limit(self.body)
         return {"input_tokens": asked, "output_tokens": made, "total_tokens": asked + made}
 
 
@@ -173,7 +175,8 @@ class MessagesReplies(_Answered):
         return {"id": f"chatcmpl-{self.request_id}", "type": "message", "role": "assistant", "model": self.model}
 
     def _usage(self) -> Json:
-        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        asked = prompt_tokens(self.body)
+        made = token_limit(self.body)
         return {"input_tokens": asked - 1, "cache_read_input_tokens": 1, "output_tokens": made}
 
 
@@ -209,7 +212,8 @@ class TokensReplies(_Answered):
         return {"index": 0, "token_ids": ids, "finish_reason": "length" if is_last else None, "logprobs": None}
 
     def _usage(self) -> Json:
-        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        asked = prompt_tokens(self.body)
+        made = token_limit(self.body)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 

@@ -121,5 +121,6 @@ class PrefixLender:
 
     def take_wanted(self) -> list[PrefixWanted]:
         """Return the questions for the engine thread since the last call."""
-        wanted, self._wanted = self._wanted, []
+        wanted = self._wanted
+        self._wanted = []
         return wanted

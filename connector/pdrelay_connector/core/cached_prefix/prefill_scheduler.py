@@ -126,7 +126,8 @@ class PrefixFinder:
 
     def take_ended(self) -> list[SearchEnded]:
         """Return the searches that have ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     # ---- the network
@@ -150,7 +151,8 @@ class PrefixFinder:
 
     def answered(self, conn: ConnId, answer: PrefixFound) -> None:
         """Take an answer in, and give back what nobody here waits for."""
-        search, peer = self._searches.get(answer.request), self._peers.find(conn)
+        search = self._searches.get(answer.request)
+        peer = self._peers.find(conn)
         if search is None or peer is None or peer.engine != search.engine or search.state is not SearchState.ASKED:
             if answer.lease:
                 self._link.send(conn, DropLeases((answer.lease,)))

@@ -40,7 +40,8 @@ def read_shape(config: Mapping[str, Any], *, cache_dtype: str = "auto") -> Model
     if dtype not in BYTES_OF:
         raise SettingsError(f"the KV cache's type is {dtype!r}; known are {', '.join(sorted(BYTES_OF))}")
     try:
-        layers, heads = int(found["num_hidden_layers"]), int(found["num_attention_heads"])
+        layers = int(found["num_hidden_layers"])
+        heads = int(found["num_attention_heads"])
         if (latent := found.get("kv_lora_rank")) is not None:  # MLA: one latent for all heads
             return ModelShape(layers, 1, int(latent) + int(found.get("qk_rope_head_dim") or 0), dtype)
         kv_heads = int(found.get("num_key_value_heads") or heads)

@@ -129,7 +129,8 @@ def _modes(facts: PairFacts) -> Iterator[Finding]:
     """KV goes from prefill to decode in both modes: in pull the decode engine READs, in push the other one WRITEs."""
     for source in ("here", "there"):
         prefill, decode = _names(facts, source)
-        read, write = facts.kept(_other(source), "READ"), facts.kept(source, "WRITE")
+        read = facts.kept(_other(source), "READ")
+        write = facts.kept(source, "WRITE")
         if read is None or write is None or read.measurement.failure or write.measurement.failure:
             continue
         rates = (
@@ -144,11 +145,13 @@ def _modes(facts: PairFacts) -> Iterator[Finding]:
 
 def _directions(facts: PairFacts) -> Iterator[Finding]:
     """One direction of the link slower than the other, whatever the operation."""
-    (out, out_worst), (back, back_worst) = _rates(facts, "here"), _rates(facts, "there")
+    out, out_worst = _rates(facts, "here")
+    back, back_worst = _rates(facts, "there")
     here, there = _names(facts, "here")
     if not out or not back:
         return
-    slow, fast = min(out, back), max(out, back)
+    slow = min(out, back)
+    fast = max(out, back)
     if max(out_worst, back_worst) > SLOWER * slow:
         source, target = (here, there) if out > back else (there, here)
         yield Finding(

@@ -114,7 +114,8 @@ class Examiner:
                 case PeerConnected(conn, welcome):
                     self._met(conn, welcome, now)
                 case ConnectFailed(_, reason):
-                    self.facts.connect_failure, self.is_done = reason, True
+                    self.facts.connect_failure = reason
+                    self.is_done = True
                 case ConnectionLost(_, reason):
                     self._stop(f"the connection was lost: {reason}")
                 case MessageReceived(_, message):
@@ -175,7 +176,8 @@ class Examiner:
 
     def _told_time(self, their_wall: float, *, now: float) -> None:
         """Compare with the middle of the exchange (as NTP does, RFC 5905, section 8)."""
-        (sent, sent_wall), error = self._asked, (now - self._asked[0]) / 2
+        sent, sent_wall = self._asked
+        error = (now - self._asked[0]) / 2
         offset = ClockOffset(their_wall - (sent_wall + (now - sent) / 2), error)
         if self.facts.clock is None or error < self.facts.clock.error:
             self.facts.clock = offset
@@ -195,7 +197,8 @@ class Examiner:
             self.facts.measurements.append(MeasuredBy(end, measurement, measurement.rate))
         else:
             is_kept = measurement.failure or measurement.rate > before.measurement.rate
-            kept, worst = measurement if is_kept else before.measurement, min(measurement.rate, before.worst_rate)
+            kept = measurement if is_kept else before.measurement
+            worst = min(measurement.rate, before.worst_rate)
             self.facts.measurements[self.facts.measurements.index(before)] = MeasuredBy(end, kept, worst)
         if measurement.failure:
             self._steps = deque(each for each in self._steps if not (isinstance(each, _Test) and each.end == end))
@@ -241,7 +244,8 @@ class Examiner:
             self._link.send(self._conn, wrap(content))
 
     def _stop(self, reason: str) -> None:
-        self.facts.lost, self.is_done = reason, True
+        self.facts.lost = reason
+        self.is_done = True
         if self._conn is not None:
             self._link.close(self._conn)
 

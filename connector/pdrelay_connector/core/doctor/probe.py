@@ -60,7 +60,8 @@ class ScratchPair:
     @classmethod
     def of(cls, handle: str, remote: RankInfo, local: RankInfo) -> "ScratchPair":
         """Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if the other end's cannot be memory."""
-        theirs, ours = remote.regions[0], local.regions[0]
+        theirs = remote.regions[0]
+        ours = local.regions[0]
         sizes = [region.width * region.count for region in (theirs, ours)]
         if theirs.base + sizes[0] > HIGHEST_END or min(sizes) < SMALLEST:
             raise ProtocolViolation(f"memory of {sizes[0]} bytes at {theirs.base:#x} cannot be measured with")
@@ -117,11 +118,13 @@ class Probe:
     def _next(self, ended: XferEnded, now: float) -> Measurement | None:
         match self._phase:
             case _Phase.MEETING:
-                self._meeting, self._phase = ended.seconds, _Phase.LATENCY
+                self._meeting = ended.seconds
+                self._phase = _Phase.LATENCY
             case _Phase.LATENCY:
                 self._latencies.append(ended.seconds)
                 if len(self._latencies) == LATENCIES:
-                    self._phase, self._steady_until = _Phase.THROUGHPUT, now + self._order.seconds
+                    self._phase = _Phase.THROUGHPUT
+                    self._steady_until = now + self._order.seconds
             case _Phase.THROUGHPUT:
                 self._totals.add(ended)
                 if self._steady_until is not None and now >= self._steady_until:
@@ -135,7 +138,8 @@ class Probe:
         """Double the descriptors until a transfer takes long; only transfers of the last number count."""
         most = min(MOST_DESCRIPTORS, self._memory.bytes // self._size)
         if ended.seconds < STEADY and self._count < most:
-            self._count, self._totals = min(2 * self._count, most), _Totals()
+            self._count = min(2 * self._count, most)
+            self._totals = _Totals()
 
     def _post(self, count: int, size: int) -> Measurement | None:
         start = self._agent.read if self._order.operation == "READ" else self._agent.write

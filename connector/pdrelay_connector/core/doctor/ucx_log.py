@@ -25,13 +25,15 @@ _TRANSPORT: Final = re.compile(r"[a-z][a-z0-9_]*/[\w:.-]+")
 def transports_in(log: str) -> tuple[str, ...]:
     """Return each operation on a peer's memory with a transport and device that it uses: ``WRITE tcp/eth0``."""
     found: dict[str, None] = {}  # in their order
-    is_peer, operation = False, ""
+    is_peer = False
+    operation = ""
     for line in log.splitlines():
         if _ROW.search(line) is None and "|" in line:  # one cell: above a table
             if (match := _OPERATION.search(line)) is not None:
                 operation = match[1].upper() if is_peer else ""
             else:
-                is_peer, operation = _PEER.search(line) is not None, ""
+                is_peer = _PEER.search(line) is not None
+                operation = ""
         elif operation and (row := _ROW.search(line)) is not None:
             found.update(dict.fromkeys(f"{operation} {each}" for each in _TRANSPORT.findall(row[1])))
     return tuple(found)[:MOST]

@@ -69,7 +69,8 @@ class BatchSequence:
 
     def take(self) -> Iterator[Step]:
         """Take what is in order now: batches, and gaps between them."""
-        steps, self._steps = self._steps, []
+        steps = self._steps
+        self._steps = []
         yield from steps
 
     def _advance(self) -> None:

@@ -108,7 +108,8 @@ class CachedBlocks:
         size = _FIELDS_BYTES + sum(4 * len(text) for text in texts if text is not None)
         kind = BlockKind(event.block_size, event.lora_id, event.lora_name, *spec, place, size)
         parents: Iterator[BlockHash | None] = iter([event.parent_block_hash, *event.block_hashes])
-        extras, lookaheads = _each(event, event.extra_keys), _each(event, event.lookahead_token_ids)
+        extras = _each(event, event.extra_keys)
+        lookaheads = _each(event, event.lookahead_token_ids)
         rows = zip(event.block_hashes, parents, _tokens(event), extras, lookaheads, strict=False)
         for name, parent, tokens, extra, lookahead in rows:
             block = CachedBlock(parent if tokens else None, tokens, extra, lookahead, kind)
@@ -173,9 +174,12 @@ def _compose(blocks: dict[BlockHash, CachedCopies], ts: float, rank: int) -> Ite
         size = _size(name, block)
         if total + size > MAX_BATCH_BYTES:
             yield encode_batch(ts, events, rank)
-            events, total, last = [], 0, None
+            events = []
+            total = 0
+            last = None
         if last is not None and _continues(block, last[0], last[1]):
-            event, size = last[2], size - block.kind.size
+            event = last[2]
+            size = size - block.kind.size
         else:
             event = _event_of(block)
             events.append(event)

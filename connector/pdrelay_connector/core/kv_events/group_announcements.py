@@ -44,10 +44,13 @@ class GroupAnnouncements:
 
         Smaller blocks than known ones are parts of those (``cache_partial_block``, ``vllm/v1/core/block_pool.py``).
         """
-        group, kind = event.group_idx, event.kv_cache_spec_kind
+        group = event.group_idx
+        kind = event.kv_cache_spec_kind
         if group is None or kind is None or event.medium not in {None, MEDIUM}:
             return False
-        known, size, window = self._known.get(group), event.block_size, event.kv_cache_spec_sliding_window
+        known = self._known.get(group)
+        size = event.block_size
+        window = event.kv_cache_spec_sliding_window
         if known is not None and size <= known.block_size:
             if known.kv_cache_spec_sliding_window is not None or window is None:
                 return False

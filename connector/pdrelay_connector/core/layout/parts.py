@@ -51,7 +51,9 @@ def cut(token_ranges: Sequence[TokenRange], ours: RankInfo, theirs: RankInfo) ->
 
     Parts begin and end with whole blocks on both sides, but for the first and the last.
     """
-    limits, here, there = steps(ours, theirs), block_sizes(ours), block_sizes(theirs)
+    limits = steps(ours, theirs)
+    here = block_sizes(ours)
+    there = block_sizes(theirs)
     pieces = [
         list(_pieces(each, limits[each.group], here[each.group], there[each.group])) if each.group in limits else [each]
         for each in token_ranges

@@ -70,7 +70,8 @@ def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) ->
     """
     first, last = heads_of(all_heads, ranks_here, rank_here)
     _, each = heads_of(all_heads, ranks, 0)
-    copies, copies_here = max(ranks // all_heads, 1), max(ranks_here // all_heads, 1)
+    copies = max(ranks // all_heads, 1)
+    copies_here = max(ranks_here // all_heads, 1)
     copy = rank_here % copies_here * copies // copies_here
     if copies > 1:
         return tuple(HeadSource(head * copies + copy, head, head + 1) for head in range(first, last))

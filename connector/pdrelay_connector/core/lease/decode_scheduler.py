@@ -125,7 +125,8 @@ class LeaseRenewer:
 
     def take_lost_peers(self) -> list[PeerLost]:
         """Return the engines whose connections have ended since the last call."""
-        lost, self._lost_peers = self._lost_peers, []
+        lost = self._lost_peers
+        self._lost_peers = []
         return lost
 
     def stop_renewing(self, request: RequestId, engine: EngineId) -> None:
@@ -167,12 +168,14 @@ class LeaseRenewer:
 
     def take_handshakes(self) -> list[HandshakeEnded]:
         """Return the handshakes to be reported that have ended since the last call."""
-        ended, self._handshakes = self._handshakes, []
+        ended = self._handshakes
+        self._handshakes = []
         return ended
 
     def take_lost(self) -> list[LeaseLost]:
         """Return the requests whose leases were lost since the last call."""
-        lost, self._lost = self._lost, []
+        lost = self._lost
+        self._lost = []
         return lost
 
     def on(self, event: LinkEvent, *, now: float) -> Peer | None:
@@ -183,7 +186,8 @@ class LeaseRenewer:
                 self._on_leases_lost(conn, requests)
             case MessageReceived(conn, HeartbeatReply()):
                 if (peer := self._peers.find(conn)) is not None:
-                    peer.unanswered_since, peer.last_heard_at = None, now
+                    peer.unanswered_since = None
+                    peer.last_heard_at = now
             case MessageReceived(conn, _):
                 self._link.close(conn)
                 changed = self._peers.on(ConnectionLost(conn, "it broke the protocol", silent=True), now=now)
@@ -236,9 +240,11 @@ class LeaseRenewer:
 
     def _send_pending(self) -> None:
         """Tell each engine what it should hear; one that is still being met hears it then."""
-        unsaid, self._pending = self._pending, {}
+        unsaid = self._pending
+        self._pending = {}
         for engine in unsaid:
-            leases, peer = self._leases_by_engine.get(engine), self._peers.get(engine)
+            leases = self._leases_by_engine.get(engine)
+            peer = self._peers.get(engine)
             if leases is None or (peer is not None and peer.state is PeerState.CONNECTING):
                 continue
             if peer is not None and peer.state in _LISTENS:

@@ -133,7 +133,8 @@ class LeaseManager:
 
     def take_objections(self) -> list[PeerObjects]:
         """Return the decode engines that have objected since the last call."""
-        objections, self._objections = self._objections, []
+        objections = self._objections
+        self._objections = []
         return objections
 
     def holds(self, request: RequestId) -> bool:
@@ -227,7 +228,8 @@ class LeaseManager:
 
     def take_released(self) -> list[LeaseEnded]:
         """Return the leases that ended since the last call, in order."""
-        released, self._released = self._released, []
+        released = self._released
+        self._released = []
         return released
 
     def _on_message(self, conn: ConnId, message: Message, now: float) -> None:
@@ -286,7 +288,8 @@ class LeaseManager:
 
     def _answer(self, sampled: _SampledLease, now: float) -> None:
         """Confirm the reads that have waited: the lease has held until now. They were allowed when they came."""
-        waiting, sampled.waiting = list(sampled.waiting.values()), {}
+        waiting = list(sampled.waiting.values())
+        sampled.waiting = {}
         for conn, done in waiting:
             if conn is not None:
                 self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank)))

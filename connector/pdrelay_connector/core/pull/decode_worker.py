@@ -89,7 +89,8 @@ class PullReader:
         if self._staging is None:
             self._connect(load, now)
             return
-        load.state, load.deadline = LoadState.QUEUED, inf
+        load.state = LoadState.QUEUED
+        load.deadline = inf
         try:
             self._staging.slots.ask(order.request, most_blocks(order.token_ranges, self._own))
         except ConnectorError as exc:
@@ -107,7 +108,8 @@ class PullReader:
             for request, its_slots in granted:
                 load = self._loads[request]
                 load.on(LoadEvent.SLOTS_GRANTED)
-                load.slots, load.deadline = its_slots, now + self._timeout
+                load.slots = its_slots
+                load.deadline = now + self._timeout
                 self._connect(load, now)
 
     def _connect(self, load: Load, now: float) -> None:
@@ -164,7 +166,8 @@ class PullReader:
 
     def take_results(self) -> list[LoadResult | BlocksReleased]:
         """Return what has ended since the last call, in order."""
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         return results
 
     def _due(self, load: Load, now: float) -> float:
@@ -211,7 +214,9 @@ class PullReader:
 
     def _read_next_part(self, load: Load, now: float) -> None:
         """Read the next part, which P may have to stage first; after the last part, ask P for the fence result."""
-        order, own, theirs = load.order, self._own, self._remote_engines[load.order.engine].theirs
+        order = load.order
+        own = self._own
+        theirs = self._remote_engines[load.order.engine].theirs
         if not load.parts:
             load.on(LoadEvent.READ)
             self._counters.note(order.request, TimelineStep.READ, now)
@@ -317,7 +322,8 @@ class PullReader:
         return comparison.failure
 
     def _load_of(self, conn: ConnId, request: RequestId) -> Load | None:
-        load, peer = self._loads.get(request), self._peers.find(conn)
+        load = self._loads.get(request)
+        peer = self._peers.find(conn)
         return load if load is not None and peer is not None and peer.engine == load.order.engine else None
 
     def _time_out(self, load: Load, now: float) -> None:

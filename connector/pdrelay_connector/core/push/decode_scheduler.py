@@ -318,7 +318,8 @@ class PushReceiver:
 
     def take_results(self) -> list[LoadResult | BlocksReleased]:
         """Return what ended since the last call, in order."""
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         return results
 
     def _check_quarantine(self, push: _ExpectedPush, now: float) -> None:
@@ -338,7 +339,8 @@ class PushReceiver:
 
     def _found(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
         """Return the push that P answers; None if it is over or another peer's."""
-        push, peer = self._pushes.get(reader), self._peers.find(conn)
+        push = self._pushes.get(reader)
+        peer = self._peers.find(conn)
         if push is None or peer is None or peer.engine != push.order.engine:
             self._counters.count("unknown_transfer_messages")
             return None
@@ -406,7 +408,9 @@ class PushReceiver:
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, why)
         push.on(ReceiveEvent.PEER_LOST)
-        push.is_silent, push.is_reset, push.is_elsewhere = peer.is_silent, peer.is_reset, peer.is_elsewhere
+        push.is_silent = peer.is_silent
+        push.is_reset = peer.is_reset
+        push.is_elsewhere = peer.is_elsewhere
         push.peer_ranks = peer.ranks
         if peer.is_silent:
             self._quarantine(push, LONG_QUARANTINE, now)
@@ -449,7 +453,8 @@ class PushReceiver:
 
     def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
         """End a push for our own reasons, and tell P."""
-        order, was = push.order, push.state
+        order = push.order
+        was = push.state
         if was in (ReceiveState.STOPPING, ReceiveState.QUARANTINED, ReceiveState.ABORTING):
             return
         if was in (ReceiveState.QUEUED, ReceiveState.WAITING):

@@ -149,7 +149,8 @@ class PartWriter:
             self._on_step_ended(step, now)
         if self._staging is not None:
             self._copy_granted(self._staging, now)
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def overdue(self, *, now: float) -> list[PartWriteId]:

@@ -197,7 +197,8 @@ class PushCoordinator:
         """The prefill is done and its blocks are leased: the lease is for the engine that named the transfer before."""
         self._leased.add(request)
         self._over.pop(request, None)
-        early, pushes = self._forget_early(request), self._by_request.get(request)
+        early = self._forget_early(request)
+        pushes = self._by_request.get(request)
         if pushes:
             self._lease_manager.renew(next(iter(pushes)).peer, (request,), now=now)
         elif early is not None and early.peer is not None:
@@ -473,7 +474,8 @@ class PushCoordinator:
     def _end_if_drained(self, push: _Push) -> None:
         if push.writing_ranks or push.state is PushState.OVER:
             return
-        reader, request = push.order.reader, push.order.request
+        reader = push.order.reader
+        request = push.order.request
         self._peers[push.peer].remove(push)
         self._open -= 1
         self._unlist(push)

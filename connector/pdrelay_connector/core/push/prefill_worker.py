@@ -195,7 +195,8 @@ class PushWriter:
             source = self._sources[piece.request] = PromptBlocks(piece.prompt, piece.attempt, groups)
         for known, new in zip(source.groups, piece.groups, strict=True):
             known += new
-        source.tokens, source.complete = piece.tokens, piece.last
+        source.tokens = piece.tokens
+        source.complete = piece.last
         for job in list(self._by_request.get(piece.request, ())):
             self._write_computed(job, now)
 
@@ -219,7 +220,8 @@ class PushWriter:
         if job.attempt != source.attempt:
             if job.parts:
                 return  # what the attempt before has sent must not arrive after what this one sends
-            job.attempt, job.sent = source.attempt, 0
+            job.attempt = source.attempt
+            job.sent = 0
         until = self._writable(job, source)
         if job.sent < until:
             self._post(job, source, until, now)
@@ -235,7 +237,9 @@ class PushWriter:
 
     def _sums(self, job: PushJob, source: PromptBlocks) -> RankSums | None:
         """Take checksums of what was written, if the transfer is sampled: the lease still keeps its blocks."""
-        order, sampling, cache = job.order, self._sampling, self._cache
+        order = job.order
+        sampling = self._sampling
+        cache = self._cache
         if sampling is None or cache is None or not sampling.takes(order.request):
             return None
         self._counters.count("prefills_sampled")
@@ -259,7 +263,8 @@ class PushWriter:
         return computed // step * step
 
     def _objection(self, job: PushJob, source: PromptBlocks) -> str:
-        order, wanted = job.order, max(lent.stop for lent in job.order.groups)
+        order = job.order
+        wanted = max(lent.stop for lent in job.order.groups)
         if self._peers[job.peer].objection:
             return self._peers[job.peer].objection
         if order.prompt is None and source.prompt is not None:
@@ -276,12 +281,14 @@ class PushWriter:
 
     def _post(self, job: PushJob, source: PromptBlocks, until: int, now: float) -> None:
         """Write everything from where we were to ``until``."""
-        peer, sent = self._peers[job.peer], job.sent
+        peer = self._peers[job.peer]
+        sent = job.sent
         job.sent = until
         self._counters.note(job.order.request, TimelineStep.WRITING, now, until)
         if peer.rank is None or not peer.remote_ranks:
             return  # other ranks of ours keep the same heads
-        sizes, theirs = self._block_sizes, peer.block_sizes
+        sizes = self._block_sizes
+        theirs = peer.block_sizes
         token_ranges = [
             _state(group, lent, until, source.groups[group])
             if group in self._states
@@ -345,7 +352,8 @@ def _stretch(
     group: int, lent: LentBlocks, span: tuple[int, int], blocks: Sequence[BlockId], sizes: tuple[int, int]
 ) -> TokenRange:
     """Return what is to be written of a group between two tokens, and the blocks it is in, of our size and theirs."""
-    start, stop = max(lent.start, span[0]), min(lent.stop, span[1])
+    start = max(lent.start, span[0])
+    stop = min(lent.stop, span[1])
     ours, theirs = sizes
     first = lent.start // theirs
     remote = lent.blocks[start // theirs - first : -(-stop // theirs) - first]

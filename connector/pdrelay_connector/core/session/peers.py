@@ -157,7 +157,8 @@ class PeerTable:
             peer.is_doubted = not peer.is_incompatible
             peer.tried_at = now
             peer.is_incompatible = peer.is_final = peer.has_ended = False
-            peer.address, peer.conn = address, self._link.connect(address, engine)
+            peer.address = address
+            peer.conn = self._link.connect(address, engine)
             self._by_conn[peer.conn] = peer
         return peer
 
@@ -186,21 +187,28 @@ class PeerTable:
                     self.refuse(peer, reason, now=now)
                 elif reason := mismatch(self._own, welcome.fingerprint) or self._difference(welcome):
                     peer.on(PeerEvent.DIFFERS)
-                    peer.reason, peer.is_incompatible, peer.is_final = reason, True, True
+                    peer.reason = reason
+                    peer.is_incompatible = True
+                    peer.is_final = True
                     peer.cause = self._cause_of_difference(welcome)
                     self._counters.count("handshakes_failed")
                 else:
                     peer.on(PeerEvent.CONNECTED)
-                    peer.welcome, peer.last_heard_at, peer.is_doubted = welcome, now, False
+                    peer.welcome = welcome
+                    peer.last_heard_at = now
+                    peer.is_doubted = False
                     self._silent.pop(peer.engine, None)
                     self._counters.count("handshakes")
             case ConnectFailed(_, reason, is_incompatible, has_ended, cause) if peer is not None:
-                peer.is_incompatible, peer.has_ended = is_incompatible, has_ended
+                peer.is_incompatible = is_incompatible
+                peer.has_ended = has_ended
                 peer.cause = cause or ("refused" if is_incompatible else UNREACHABLE)
                 self.refuse(peer, reason, now=now)
             case ConnectionLost(_, reason, is_silent, is_reset) if peer is not None:
                 self._forget(peer)
-                peer.reason, peer.is_silent, peer.is_reset = reason, is_silent, is_reset
+                peer.reason = reason
+                peer.is_silent = is_silent
+                peer.is_reset = is_reset
                 peer.on(PeerEvent.DISCONNECTED)
                 if is_silent:
                     self._doubt(peer)
@@ -212,7 +220,8 @@ class PeerTable:
     def refuse(self, peer: Peer, reason: str, *, now: float) -> None:
         """Turn a peer away for a while that doubles with every failure in a row."""
         peer.on(PeerEvent.REFUSED)
-        peer.reason, peer.welcome = reason, None
+        peer.reason = reason
+        peer.welcome = None
         peer.retry_at = now + min(MAX_BACKOFF, self._retry_after * 2 ** min(peer.failures, 16))
         peer.failures += 1
         self._by_conn.pop(peer.conn, None)
@@ -282,7 +291,8 @@ _OF_SCHEDULERS: Final = ("draft_model", *_OF_THE_MODEL)
 def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
     """Name the first thing in which two engines differ with both values, or return None."""
     for name in Fingerprint.__struct_fields__:
-        our, their = getattr(ours, name), getattr(theirs, name)
+        our = getattr(ours, name)
+        their = getattr(theirs, name)
         if our == their or (name in _OF_SCHEDULERS and not our):
             continue
         if name in _OF_THE_MODEL:

@@ -25,9 +25,12 @@ class SchedulerLink:
                 self._conn = conn
                 self._link.send(conn, self._hello)
             case ConnectFailed():
-                self._opened, self._connect_at = None, now + RETRY
+                self._opened = None
+                self._connect_at = now + RETRY
             case ConnectionLost():
-                self._opened, self._conn, self._connect_at = None, None, now + RETRY
+                self._opened = None
+                self._conn = None
+                self._connect_at = now + RETRY
                 return True
             case _:
                 pass

@@ -29,7 +29,8 @@ class WorkerLinks:
         self.remove(conn)  # a worker is of one rank, and a rank has one worker
         if (before := self._conns.get(hello.rank)) is not None:
             self.remove(before)
-        self._conns[hello.rank], self._ranks[conn] = conn, hello.rank
+        self._conns[hello.rank] = conn
+        self._ranks[conn] = hello.rank
         return True
 
     def remove(self, conn: ConnId) -> None:

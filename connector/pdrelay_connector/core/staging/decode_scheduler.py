@@ -48,7 +48,8 @@ class StagingReceiver:
 
     def take_copied(self) -> list[tuple[RequestId, str]]:
         """Return the requests whose copies have all ended since the last call, and why one of them failed, or ''."""
-        unpacked, self._copied_in = self._copied_in, []
+        unpacked = self._copied_in
+        self._copied_in = []
         return unpacked
 
     def on(self, event: LinkEvent) -> None:

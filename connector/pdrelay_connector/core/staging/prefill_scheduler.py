@@ -250,7 +250,8 @@ class StagingCoordinator:
         for number, slots in self._slots.take_granted():
             part = self._parts[number]
             part.on(PartEvent.GRANTED)
-            part.slots, part.copying = slots, set(self._workers.ranks)
+            part.slots = slots
+            part.copying = set(self._workers.ranks)
             for rank in self._workers.ranks:
                 self._order_copy(part, rank)
 

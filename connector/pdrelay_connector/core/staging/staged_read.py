@@ -81,7 +81,8 @@ class StagedRead:
 
     def objection(self, conn: ConnId, order: StagePart) -> str:
         """Say why a rank may not ask for that part now, or nothing."""
-        rank, number = order.rank, order.part
+        rank = order.rank
+        number = order.part
         if self.broken:
             return self.broken
         if rank >= order.ranks:

@@ -81,7 +81,8 @@ class Transfers(Generic[StepOwnerT]):
     def poll(self) -> Iterator[StepEnded[StepOwnerT]]:
         """Yield the steps that have ended since the last call: NIXL's first, then copies."""
         for ended in self._transfer_agent.poll():
-            owner, peer = self._by_xfer.pop(ended.xfer), self._peers.pop(ended.xfer)
+            owner = self._by_xfer.pop(ended.xfer)
+            peer = self._peers.pop(ended.xfer)
             self._remove(owner, self._steps[owner].xfers, ended.xfer)
             if ended.outcome is XferOutcome.DONE:
                 self._counters.observe(

@@ -56,7 +56,8 @@ class Sampling:
         ]
         ends = list(accumulate(len(numbers) for _, _, numbers in found))
         total = ends[-1] if ends else 0
-        count, first = min(self.blocks, total), crc32(name.encode()[::-1])
+        count = min(self.blocks, total)
+        first = crc32(name.encode()[::-1])
         chosen: list[SampledBlock] = []
         for place in ((first + number * total // count) % total for number in range(count)):
             at = bisect_right(ends, place)
@@ -91,12 +92,14 @@ class _Prompt:
         if group not in self.sizes:
             return ()  # layers of another pipeline stage
         if group in self.states:
-            first, last = max(len(ids) - 1, 0), len(ids)
+            first = max(len(ids) - 1, 0)
+            last = len(ids)
             if wanted is not None and not wanted.start < self.tokens <= wanted.stop:
                 return ()
         else:
             size = self.sizes[group]
-            first, last = 0, min(len(ids), -(-self.end // size))
+            first = 0
+            last = min(len(ids), -(-self.end // size))
             if wanted is not None:
                 first = -(-wanted.start // size)
                 last = last if self.end <= wanted.stop else min(last, wanted.stop // size)

@@ -213,13 +213,15 @@ class Admission:
         """Return the tickets that were admitted, refused or expired while they waited, in that order."""
         if not self.news:
             return []
-        changed, self.news = self.news, []
+        changed = self.news
+        self.news = []
         return changed
 
     def _at_the_door(self, ticket: Ticket, account: _Account, now: float) -> Refusal | None:
         """Check the limits of the key first: it is their owner who can do something about it."""
         limits = self.limits
-        share, rate = self.share, limits.max_key_rate
+        share = self.share
+        rate = limits.max_key_rate
         if rate is not None and (seconds := account.bucket.wait(rate * share, now=now)):
             return Refusal(Limit.KEY_RATE, ceil(seconds))
         quota = limits.max_key_tokens_per_minute

@@ -52,7 +52,8 @@ class FairShares:
 
     def join(self, ticket: Ticket) -> None:
         """A request waits, behind those of its key and priority."""
-        key, queued = ticket.key, self._queued
+        key = ticket.key
+        queued = self._queued
         if key not in queued:
             least = min([self._served[one] for one in queued], default=self._last)
             self._served[key] = max(self.served(key), least)
@@ -76,7 +77,8 @@ class FairShares:
 
     def next(self, priority: int) -> Ticket:
         """Return the first request of the key that was served least, of those of a priority; of equals, the first."""
-        lanes, served = self._waiting[priority], self._served
+        lanes = self._waiting[priority]
+        served = self._served
         key = min(lanes, key=served.__getitem__)
         return next(iter(lanes[key]))
 

@@ -46,7 +46,8 @@ class Keys:
                 continue
             first, *more = line.split()
             name, _, key = first.partition(":")
-            digest, priorities = _digest(key), [found for word in more if (found := _PRIORITY.fullmatch(word))]
+            digest = _digest(key)
+            priorities = [found for word in more if (found := _PRIORITY.fullmatch(word))]
             is_odd = len(more) != len(priorities) or len(priorities) > 1
             if digest is None or not _NAME.fullmatch(name) or is_odd:
                 raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
@@ -68,7 +69,8 @@ class Keys:
 
     def owner(self, shown: bytes) -> str | None:
         """Return whose key this is. It takes as long for a wrong one as for a right one."""
-        digest, found = hashlib.sha256(shown).digest(), None
+        digest = hashlib.sha256(shown).digest()
+        found = None
         for known, name in self.owners.items():
             if hmac.compare_digest(known, digest):
                 found = name

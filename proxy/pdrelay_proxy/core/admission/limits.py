@@ -77,7 +77,8 @@ class TokenQuota:
     def take(self, per_minute: float, tokens: float, *, now: float) -> None:
         """Charge tokens; fewer than 0: give back what was charged too much."""
         self._used = max(0.0, self._left(now) + tokens)
-        self._at, self._per_s = now, per_minute / 60
+        self._at = now
+        self._per_s = per_minute / 60
 
     def _left(self, now: float) -> float:
         return max(0.0, self._used - (now - self._at) * self._per_s)

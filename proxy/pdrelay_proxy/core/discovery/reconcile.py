@@ -78,7 +78,8 @@ class Sources:
             order = sorted(found, key=lambda key: (key not in old.engines, found[key].leaves))
             left_out = {key: found.pop(key) for key in order[self._most :]}
         gone = [key for key in old.engines if key not in found]
-        news, generation = list[Key](), old.generation + 1
+        news = list[Key]()
+        generation = old.generation + 1
         for number, (key, wanted) in enumerate(found.items(), start=1):
             before = old.engines.get(key)
             if before is not wanted and before != wanted:
@@ -113,7 +114,9 @@ class Sources:
         What is beyond the bound is left out until there is room.
         """
         old = self.views[source]
-        found, left_out, changed = dict(old.engines), dict(old.left_out), list[Key]()
+        found = dict(old.engines)
+        left_out = dict(old.left_out)
+        changed = list[Key]()
         for key, wanted in engines.items():
             left_out.pop(key, None)
             if wanted == found.get(key):
@@ -171,7 +174,8 @@ class Sources:
 
 def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, dict[Key, Wanted]]:
     """Sort engines by place, in steps: of two at one address the one that stays counts, else the one named last."""
-    leaving, staying = dict[Key, Wanted](), dict[Key, Wanted]()
+    leaving = dict[Key, Wanted]()
+    staying = dict[Key, Wanted]()
     for number, one in enumerate(engines, start=1):
         (leaving if one.leaves else staying)[one.key] = one
         if number % _READ_AT_ONCE == 0:
@@ -194,7 +198,8 @@ def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequen
     Removals come first, so that an address is free for the engine that has taken it. Engines that discovery has not
     brought are left alone, and so is what an operator did to one since.
     """
-    gone, rest = list[Action](), list[Action]()
+    gone = list[Action]()
+    rest = list[Action]()
     for key, origin in current.items():
         if origin.wanted is not None and _is_other(origin, origin.wanted, desired.get(key)):
             gone.append(Action("remove", key, origin))

@@ -32,7 +32,8 @@ class UnnamedAssignments:
         now: float,
     ) -> Sequence[Rewrite]:
         """Say what to write. ``is_named``: by a source of this router; None: that is not known now."""
-        found, since = list[Rewrite](), dict[Key, float]()
+        found = list[Rewrite]()
+        since = dict[Key, float]()
         for key, one in assignments.items():
             named = is_named(one)
             if named and one.is_unnamed:

@@ -122,7 +122,8 @@ def labelled_lines(
     They are searched for as bytes, and each is matched once: a pattern that is searched for is tried at every place,
     and with a text of one line that repeats its beginning that takes minutes, on the event loop.
     """
-    follows, at = b"\n" + name, 0
+    follows = b"\n" + name
+    at = 0
     found = text.startswith(name)
     for _ in range(most):
         if not found:
@@ -141,7 +142,8 @@ def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
 
     Its lines are searched for as bytes: a text has hundreds of kB, and it has a few.
     """
-    found, at = list[float](), text.find(name)
+    found = list[float]()
+    at = text.find(name)
     while at >= 0:
         end = text.find(b"\n", at + 1)
         is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike

@@ -39,7 +39,8 @@ class FleetWarnings:
 
     def look(self, registry: Registry) -> Sequence[str]:
         """Look for them; return those that were not there before."""
-        found, before = fleet_warnings(registry), self.texts
+        found = fleet_warnings(registry)
+        before = self.texts
         self.texts = [each.text for each in found]
         by_engine: dict[InstanceId, str] = {}
         for each in found:

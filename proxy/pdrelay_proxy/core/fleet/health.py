@@ -148,13 +148,15 @@ class Window:
 
     def clear(self) -> None:
         """Forget all of it."""
-        self._older, self._newer = _Counts(), _Counts()
+        self._older = _Counts()
+        self._newer = _Counts()
 
     def _turn(self, now: float) -> None:
         half = self.seconds / 2
         steps = (now - self._begun) // half
         if steps >= 1:
-            self._older, self._newer = self._newer if steps == 1 else _Counts(), _Counts()
+            self._older = self._newer if steps == 1 else _Counts()
+            self._newer = _Counts()
             self._begun += steps * half
 
 
@@ -347,7 +349,8 @@ class EngineHealth:
         if self._was_spared and not self._has_failed:
             self._was_spared = False
             self.why = "answers probes, and requests again"
-        was_away, self._missed = self._missed > 0, 0
+        was_away = self._missed > 0
+        self._missed = 0
         if self.state not in _JUDGED:
             return
         if was_away:
@@ -440,11 +443,13 @@ class EngineHealth:
         self._window.clear()
 
     def _step(self, event: HealthEvent, why: str, now: float) -> None:
-        before, self.state = self.state, TRANSITIONS[self.state][event]
+        before = self.state
+        self.state = TRANSITIONS[self.state][event]
         if event is HealthEvent.TRIPPED or before is _EJECTED:
             self.cache_since = now  # it may come back as another process
         if self.state is not before:
-            self.since, self.why = now, why
+            self.since = now
+            self.why = why
             self.changes.count += 1
         elif event is HealthEvent.TRIPPED:
             self.why = why

@@ -45,7 +45,8 @@ class Load:
 
     def reported(self, report: NamedMetrics, *, now: float) -> None:
         """Take in what the engine said."""
-        self.report, self._reported = report, now
+        self.report = report
+        self._reported = now
         self.kv_shown(report.kv_cache_usage_perc, now=now)
 
     def kv_shown(self, share: float, *, now: float) -> None:

@@ -39,7 +39,8 @@ class Drain:
         ``patience_s`` seconds without a request: by then its leases have run out.
         """
         if in_flight:
-            self.since, self.zeros = now, 0
+            self.since = now
+            self.zeros = 0
             return None
         if role is Role.DECODE:
             return "has no request left"

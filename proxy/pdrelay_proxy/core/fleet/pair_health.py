@@ -117,7 +117,8 @@ class FailingPair:
         """Go to the next state; raises KeyError: that cannot happen in this one."""
         state = TRANSITIONS[self.state][event]
         if state is not self.state:
-            self.state, self.since = state, now
+            self.state = state
+            self.since = now
 
 
 class PairHealth:

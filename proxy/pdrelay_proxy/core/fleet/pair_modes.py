@@ -59,7 +59,9 @@ class PairMode:
         if self.chosen is not None and now < self.until:
             return self.chosen
         if self.chosen is not None:
-            self.chosen, self.pull, self.push = None, WayTried(), WayTried()
+            self.chosen = None
+            self.pull = WayTried()
+            self.push = WayTried()
         way, mode = (self.pull, _PULL) if self.pull.sent <= self.push.sent else (self.push, _PUSH)
         way.sent += 1
         if self.push.sent >= SENT_MOST:  # the default, unless all requests that went this way have failed
@@ -77,16 +79,19 @@ class PairMode:
         way = self.pull if mode is _PULL else self.push
         way.streams += 1
         way.seconds += seconds
-        pull_s, push_s = self.pull.mean_s, self.push.mean_s
+        pull_s = self.pull.mean_s
+        push_s = self.push.mean_s
         if self.chosen is not None or pull_s is None or push_s is None:
             return
         count = min(self.pull.streams, self.push.streams)
-        slower, faster = max(pull_s, push_s), min(pull_s, push_s)
+        slower = max(pull_s, push_s)
+        faster = min(pull_s, push_s)
         if any(count >= streams and slower >= factor * faster for streams, factor in ENOUGH):
             self._choose(_PULL if pull_s <= push_s else _PUSH, now)
 
     def _choose(self, mode: TransferMode, now: float) -> None:
-        self.chosen, self.until = mode, now + AGAIN_S
+        self.chosen = mode
+        self.until = now + AGAIN_S
 
 
 class PairModes:

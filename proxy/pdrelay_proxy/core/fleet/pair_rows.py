@@ -66,7 +66,8 @@ def _row(
     reason = None if trouble is None else trouble.reason
     state = WELL if trouble is None else PairState.FAILING.value
     if failing is not None:
-        reason, state = failing.reason, failing.state.value
+        reason = failing.reason
+        state = failing.state.value
     failures = {} if facts is None or facts.failed is None else facts.failed
     return PairRow(
         prefill=pair[0],

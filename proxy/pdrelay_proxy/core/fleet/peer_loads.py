@@ -64,7 +64,9 @@ def read_totals(text: bytes, rank: int | None = None) -> Totals:
     found = dict[tuple[str, str], int]()
     for line in labelled_lines(text, _NAME, _LINE, _MOST):
         labels = {name: value.decode() for name, value in _LABEL.findall(line["labels"])}
-        peer, outcome, engine = labels.get(b"peer"), labels.get(b"outcome"), labels.get(b"engine")
+        peer = labels.get(b"peer")
+        outcome = labels.get(b"outcome")
+        engine = labels.get(b"engine")
         is_own = rank is None or engine is None or engine == str(rank)
         if peer is not None and outcome is not None and is_own:
             key = peer, outcome

@@ -25,7 +25,8 @@ Moved: TypeAlias = Mapping[str, tuple[float, float]]  # by the other engine's id
 
 def read_moved(text: bytes, rank: int | None = None) -> Moved:
     """Read what an engine has moved, or one of its data-parallel ranks; a label of another form is left out."""
-    moved, seconds = _values(text, _BYTES, rank), _values(text, _SECONDS, rank)
+    moved = _values(text, _BYTES, rank)
+    seconds = _values(text, _SECONDS, rank)
     return {peer: (count, seconds[peer]) for peer, count in moved.items() if peer in seconds}
 
 
@@ -33,7 +34,8 @@ def _values(text: bytes, name: bytes, rank: int | None) -> dict[str, float]:
     found = dict[str, float]()
     for line in labelled_lines(text, name, _LINE, _MOST):
         labels = {key: value.decode() for key, value in _LABEL.findall(line["labels"])}
-        peer, engine = labels.get(b"peer"), labels.get(b"engine")
+        peer = labels.get(b"peer")
+        engine = labels.get(b"engine")
         if peer is not None and (rank is None or engine is None or engine == str(rank)):
             found[peer] = found.get(peer, 0.0) + float(line["value"])
     return found
@@ -47,13 +49,15 @@ class PeerRates:
 
     def look(self, engine: InstanceId, moved: Moved) -> Mapping[str, float]:
         """Return the bytes a second of what has moved since the last look, by the other engine's id."""
-        last, self._last[engine] = self._last.get(engine, {}), moved
+        last = self._last.get(engine, {})
+        self._last[engine] = moved
         rates = dict[str, float]()
         for peer, (count, seconds) in moved.items():
             before = last.get(peer, (0.0, 0.0))
             if before[0] > count or before[1] > seconds:
                 before = (0.0, 0.0)  # it was restarted
-            more, took_s = count - before[0], seconds - before[1]
+            more = count - before[0]
+            took_s = seconds - before[1]
             if more > 0 and took_s >= _LEAST_S:
                 rates[peer] = more / took_s
         return rates

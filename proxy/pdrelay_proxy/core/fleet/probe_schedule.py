@@ -108,7 +108,8 @@ class ProbeSchedule:
         found = list[tuple[float, Member]]()
         for member in members:
             name = member.instance.id
-            turn, pause = self._turns[name], self._pause(member)
+            turn = self._turns[name]
+            pause = self._pause(member)
             if pause is not None and now >= turn.begun + pause and not turn.is_waiting and name not in self._active:
                 found.append((turn.begun + pause, member))
         return found
@@ -140,7 +141,8 @@ class ProbeSchedule:
                 if name not in self._turns:  # it was forgotten while it waited
                     continue
                 turn = self._turns[name]
-                turn.begun, turn.is_waiting = now, False
+                turn.begun = now
+                turn.is_waiting = False
                 turn.stretch = _SOONEST + _JITTER * self._chance()
                 self._active[name] = is_away
                 self._begun += 1

@@ -137,7 +137,8 @@ class Registry:
         known = self._usable.get(role)
         if known is not None and known.version == self.changes.count and now < known.until:
             return known.engines
-        found, until = list[Instance](), math.inf
+        found = list[Instance]()
+        until = math.inf
         for life, instance in self._table.serving[role].values():
             if life.state is _HEALTHY:  # nearly all are
                 found.append(instance)
@@ -238,7 +239,8 @@ class Registry:
 
     def settle_rests(self, decode: InstanceId) -> None:
         """Have the facts of a decode engine say which prefill engines it avoids."""
-        member, avoided = self.get(decode), self.pairs.avoided(decode)
+        member = self.get(decode)
+        avoided = self.pairs.avoided(decode)
         if member is not None and (member.facts.resting or frozenset()) != avoided:
             self.learn(decode, EngineCapabilities(resting=avoided))
 

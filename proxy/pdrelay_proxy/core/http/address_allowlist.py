@@ -39,7 +39,8 @@ class AllowList:
         Raises:
             ValueError: one is neither a network nor a name.
         """
-        networks, names = list[_Network](), list[str]()
+        networks = list[_Network]()
+        names = list[str]()
         for entry in entries or STANDARD:
             network = _network(entry)
             if network is not None:

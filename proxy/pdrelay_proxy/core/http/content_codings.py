@@ -62,7 +62,9 @@ def decoded(coding: Coding, body: bytes, most: int) -> bytes:
 
 def _decoded(body: bytes, most: int, bits: int) -> bytes:
     decoder = zlib.decompressobj(bits)
-    pieces, size, members = list[bytes](), 0, 1
+    pieces = list[bytes]()
+    size = 0
+    members = 1
     for at in range(0, len(body), _PIECE):
         rest = body[at : at + _PIECE]
         while rest:

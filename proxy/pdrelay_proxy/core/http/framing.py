@@ -75,7 +75,9 @@ class Head:
         headers = [*self.headers]
         headers[place] = b"content-length", digits
         shown = {**self.shown, b"content-length": digits}
-        length, keep_alive, expects = int(digits), self.keep_alive, self.expects
+        length = int(digits)
+        keep_alive = self.keep_alive
+        expects = self.expects
         return Head(raw, length, self.method, self.target, headers, shown, self.is_old, keep_alive, expects)
 
 
@@ -247,9 +249,11 @@ class ChunkedBody:
             HeadTooLarge: there are too many trailers.
         """
         if self._pending:
-            data, self._pending = self._pending + data, b""
+            data = self._pending + data
+            self._pending = b""
         body = bytearray()
-        pos, size = self._finish_chunk(data, body), len(data)
+        pos = self._finish_chunk(data, body)
+        size = len(data)
         match_line = _SIZE_LINE.match
         while pos < size and not self._in_trailers:
             line = match_line(data, pos)
@@ -258,7 +262,8 @@ class ChunkedBody:
                 return bytes(body)
             if line.end(2) > line.end(1):
                 self._count_extension(line)
-            pos, length = line.end(), int(line[1], 16)
+            pos = line.end()
+            length = int(line[1], 16)
             end = pos + length
             self._count += 1
             self._size += length
@@ -284,7 +289,8 @@ class ChunkedBody:
         left = self._left
         if not left:
             return 0
-        taken, mine = data[:left], max(0, left - 2)
+        taken = data[:left]
+        mine = max(0, left - 2)
         self._left = left - len(taken)
         body += taken[:mine]
         if not b"\r\n"[max(0, 2 - left) :].startswith(taken[mine:]):
@@ -325,7 +331,8 @@ class ChunkedBody:
             for line in lines:
                 read_line(line)
             end += 2
-        self.is_over, self.rest = True, data[end + 2 :]
+        self.is_over = True
+        self.rest = data[end + 2 :]
 
 
 def _may_be_a_size(rest: bytes) -> bool:

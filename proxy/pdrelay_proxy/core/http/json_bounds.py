@@ -43,7 +43,10 @@ def check_names(body: bytes) -> None:
     if len(body) <= NAMES_MOST * _NAME_LEAST or body.count(b":") <= NAMES_MOST:
         return
     counts = [0]  # names of the objects that are open, the outer ones first; before the first one there are none
-    total, objects, strings, at = 0, 0, 0, 0
+    total = 0
+    objects = 0
+    strings = 0
+    at = 0
     while at < len(body):
         end = _end_of_piece(body, at)
         is_string = end - at > _STEP  # one string that is longer
@@ -115,12 +118,15 @@ def count_items(array: bytes, most: int) -> int:
     """Return how many items a JSON array has; counting ends when there are more than ``most`` (1 or more)."""
     if _EMPTY.match(array):
         return 0
-    count, depth, at = 1, 0, 1
+    count = 1
+    depth = 0
+    at = 1
     for _ in range(_TOKENS_MOST):
         token = _next(_INNER if depth else _OUTER, array, at)
         if token is None:
             return count
-        at, said = token.end(), token[0]
+        at = token.end()
+        said = token[0]
         if said == b'"':
             at = _end_of_string(array, at)
         elif said == b",":

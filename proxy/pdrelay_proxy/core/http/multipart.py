@@ -41,7 +41,8 @@ def boundary_of(content_type: bytes) -> bytes:
         if parameter is None:
             raise UnsupportedMedia("the parameters of multipart/form-data cannot be read: write boundary=NAME alone")
         at = parameter.end()
-        name, value = (parameter[1] or b"").lower(), parameter[3] if parameter[2] is None else parameter[2]
+        name = (parameter[1] or b"").lower()
+        value = parameter[3] if parameter[2] is None else parameter[2]
         if not name:
             continue
         if name in found:
@@ -73,7 +74,8 @@ def check_form(boundary: bytes, body: bytes) -> str | None:
         BadRequest: it is not one that all parsers read alike, has too many parts or a head that is too long, or has a
             field that only the router may set.
     """
-    delimiter, model = b"--" + boundary, None
+    delimiter = b"--" + boundary
+    model = None
     at = 2 if body.startswith(b"\r\n") else 0  # some clients begin so, and parsers skip it
     if not body.startswith(delimiter, at):
         raise BadRequest("the form does not begin with its boundary")
@@ -106,7 +108,8 @@ def _text(value: bytes) -> str | None:
 
 def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
     """Check the head of the part that begins there; return where its value begins, and its name."""
-    end, name = at + HEAD_MOST, None
+    end = at + HEAD_MOST
+    name = None
     while not body.startswith(b"\r\n", at):
         header = _HEADER.match(body, at, end)
         if header is None:
@@ -132,13 +135,15 @@ def _name_in(disposition: bytes) -> bytes:
     kind = _DISPOSITION.fullmatch(disposition)
     if kind is None:
         raise BadRequest("a part of the form is not form-data")
-    rest, at = kind[1].rstrip(b" \t"), 0
+    rest = kind[1].rstrip(b" \t")
+    at = 0
     found: dict[bytes, bytes] = {}
     while at < len(rest):
         field = _FIELD.match(rest, at)
         if field is None:
             raise BadRequest("a Content-Disposition of the form cannot be read: write a quote in a value as %22")
-        key, value = field[1].lower(), field[3] if field[2] is None else field[2]
+        key = field[1].lower()
+        value = field[3] if field[2] is None else field[2]
         if key.startswith(b"name*"):
             raise BadRequest("the names of a form's fields must be plain, not encoded (name*=)")
         if key not in (b"name", b"filename", b"filename*") or key in found:

@@ -26,8 +26,11 @@ class RepeatedHead:
 
     def read(self, raw: bytes) -> Head:
         """Read a whole head; raises as ``read_head``."""
-        last, before, behind = self._last, self._before, self._behind
-        start, end = len(before), len(raw) - len(behind)
+        last = self._last
+        before = self._before
+        behind = self._behind
+        start = len(before)
+        end = len(raw) - len(behind)
         if last is not None and start < end <= start + LENGTH_DIGITS_MOST and raw[:start] == before:
             digits = raw[start:end]
             if digits.isdigit() and raw[end:] == behind:  # ASCII digits: these are bytes
@@ -38,10 +41,13 @@ class RepeatedHead:
 
     def _keep(self, head: Head) -> None:
         """Keep a head that may be repeated: a short one, with the length of its body."""
-        self._last, raw = None, head.raw
+        self._last = None
+        raw = head.raw
         digits = head.shown.get(_NAME)
         if digits is None or len(raw) > _KEPT_MOST or len(head.headers) > _KEPT_LINES or b"upgrade" in head.shown:
             return
         start = raw.find(digits, raw.lower().index(_LINE) + len(_LINE))  # there is nothing but white space before them
-        self._before, self._behind = raw[:start], raw[start + len(digits) :]
-        self._last, self._place = head, head.headers.index((_NAME, digits))
+        self._before = raw[:start]
+        self._behind = raw[start + len(digits) :]
+        self._last = head
+        self._place = head.headers.index((_NAME, digits))

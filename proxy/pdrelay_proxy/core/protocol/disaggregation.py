@@ -45,7 +45,8 @@ def solo_reason(api: Api, fields: Fields) -> SingleEngineReason | None:
     """Return why one engine must serve the request alone, or None when it can be split."""
     if api is _COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return SingleEngineReason.PROMPTS
-    looked_at, split = _LOOKED_AT[api], _SPLIT[api]
+    looked_at = _LOOKED_AT[api]
+    split = _SPLIT[api]
     asked = {name: raw for name, raw in fields.items() if name in looked_at}
     written = encode(asked)
     if written not in split:
@@ -197,7 +198,8 @@ def _stream_options_fit(values: _Values) -> bool:
 
 def _sampling_fits(values: _Values) -> bool:
     """They are required, and of two limits the lower one must be below the higher."""
-    least, most = values.get(f"{SAMPLING}.min_tokens", 0), values.get(f"{SAMPLING}.max_tokens")
+    least = values.get(f"{SAMPLING}.min_tokens", 0)
+    most = values.get(f"{SAMPLING}.max_tokens")
     if not isinstance(values.get(SAMPLING), dict) or not _stream_options_fit(values):
         return False
     return most is None or (type(least) is int and type(most) is int and least <= most)
@@ -209,7 +211,8 @@ def _responses_fit(_: _Values) -> bool:
 
 def _messages_fit(values: _Values) -> bool:
     """The limit is required, and that of thinking must be below it: the decode engine checks both, prefill neither."""
-    limit, thinking = values.get("max_tokens"), values.get("thinking")
+    limit = values.get("max_tokens")
+    thinking = values.get("thinking")
     if not _limit(limit):
         return False
     if thinking is None:

@@ -23,7 +23,9 @@ _SAYS: Final = frozenset({BodyShape.ERROR, BodyShape.WORD})  # they are told to 
 
 def leg_error(engine: Instance, answer: EngineResponse) -> Refused | EngineError:
     """Say what to raise for a leg that was not answered with 200."""
-    status, shape, name = answer.status, body_shape(answer.body), engine.id
+    status = answer.status
+    shape = body_shape(answer.body)
+    name = engine.id
     failure = failure_of_answer(status, shape)
     if failure is Failure.NO_SUCH_PATH:
         return NoSuchPath(status, JSON, _words(name, shape, answer.body))

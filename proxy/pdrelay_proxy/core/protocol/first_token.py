@@ -273,7 +273,8 @@ class Spliced:
         begun = _BEGINNING.match(line)
         if begun is None:
             return
-        self._passes, head = True, self._first.head
+        self._passes = True
+        head = self._first.head
         self._renamed = [(begun[1], b'"id":%b,' % head["id"])]
         ours = b'"created":%b,' % head["created"]
         if begun[2] != ours:

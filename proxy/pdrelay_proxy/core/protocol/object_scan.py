@@ -106,7 +106,8 @@ class _Scan:
 
 def without_name(text: bytes, name: str) -> bytes:
     """Write JSON without the members of one name, wherever they are; raises NotJson."""
-    scan, at = _Scan(name), 0
+    scan = _Scan(name)
+    at = 0
     while at < len(text):
         token = _TOKEN.match(text, at)
         if token is None:

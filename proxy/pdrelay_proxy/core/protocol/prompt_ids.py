@@ -16,7 +16,9 @@ from pdrelay_proxy.core.schemas import PromptIdsAnswer, TokensAnswer
 
 _Answer = TypeVar("_Answer", TokensAnswer, PromptIdsAnswer)
 LONGEST_PROMPT: Final = 1 << 21  # bytes of JSON; ids of longer ones are not passed on
-_CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS  # looking a member up takes as long as a call
+# looking a member up takes as long as a call
+_CHAT = Api.CHAT
+_COMPLETIONS = Api.COMPLETIONS
 _NAME: Final = b'"prompt_token_ids"'
 _DIGITS: Final = range(48, 58)
 _BRACKET: Final = 91  # begins a list

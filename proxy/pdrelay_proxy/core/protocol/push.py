@@ -135,10 +135,14 @@ def handover(
     params, naming, count = request_bodies.kv_params(prefill, answer, telling)
     said = naming or _read(prefill, params, TransferNaming)
     if isinstance(said, KvParams):
-        named, offer, looks_back = said.remote_host, said.pdrelay_first_token, said.pdrelay_looks_back == TRUE
+        named = said.remote_host
+        offer = said.pdrelay_first_token
+        looks_back = said.pdrelay_looks_back == TRUE
     else:
-        named, fields = _host_in(params), decode(params, Fields)
-        offer, looks_back = fields.get("pdrelay_first_token", NULL), fields.get("pdrelay_looks_back", NULL) == TRUE
+        named = _host_in(params)
+        fields = decode(params, Fields)
+        offer = fields.get("pdrelay_first_token", NULL)
+        looks_back = fields.get("pdrelay_looks_back", NULL) == TRUE
     is_replaced = host is not None and named in _EVERYWHERE
     if is_replaced:
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))

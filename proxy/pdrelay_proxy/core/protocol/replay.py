@@ -119,7 +119,8 @@ class Replay:
 
     def gap(self) -> bytes:
         """Return what must come before the next event, when the one before was cut off behind a line of it."""
-        inside, self._inside = self._inside, False
+        inside = self._inside
+        self._inside = False
         return b"\n" if inside else b""
 
     def again(self) -> Fields | None:
@@ -144,8 +145,12 @@ class Replay:
         if again and not self._is_greedy():
             return None
         self._ahead.clear()
-        self._text, self._again, self._point = "", again, _NOWHERE
-        self._before, self._resumed, self.broken = len(self._shown), True, False
+        self._text = ""
+        self._again = again
+        self._point = _NOWHERE
+        self._before = len(self._shown)
+        self._resumed = True
+        self.broken = False
         return Rest(traced(self.fields) | left, raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
@@ -229,7 +234,8 @@ class Replay:
         """The client has all of the text of so many tokens."""
         self._shown += self._ahead[:tokens]
         del self._ahead[:tokens]
-        self._text, self._point = self._text[text:], _NOWHERE
+        self._text = self._text[text:]
+        self._point = _NOWHERE
 
     def _skip(self, text: str) -> str:
         """Leave out what the client has already."""

@@ -290,10 +290,12 @@ def kv_params(
             found = read.kv_transfer_params
             count = None if read.usage is None else maybe(read.usage.get("prompt_tokens", NULL), int)
         elif (said := read or plain) is not None:
-            found, count = said.kv_transfer_params, None if said.usage is None else prompt_of(said.usage)
+            found = said.kv_transfer_params
+            count = None if said.usage is None else prompt_of(said.usage)
         else:
             odd = decode(answer, PrefillAnswer)
-            found, count = odd.kv_transfer_params, counted(odd.usage)
+            found = odd.kv_transfer_params
+            count = counted(odd.usage)
         if (good := _good(found)) is not None:
             return found, good, count
         if found == NULL:

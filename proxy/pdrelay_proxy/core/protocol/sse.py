@@ -155,7 +155,8 @@ class WholeLines:
             self._hold(rest)
             return b""
         passing = b"".join([*self._rest, chunk[:end]])
-        self._rest, self._size = [], 0
+        self._rest = []
+        self._size = 0
         if rest or self._returned:  # a line feed that comes next is looked at here
             self._hold(rest)
         return passing
@@ -164,7 +165,8 @@ class WholeLines:
         """Keep a piece of a line until all of it is here."""
         self._size += len(piece)
         if self._size > LINE_MOST:
-            self._rest, self._size = [], 0
+            self._rest = []
+            self._size = 0
             raise AnswerRefused(f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream")
         self._rest.append(piece)
 

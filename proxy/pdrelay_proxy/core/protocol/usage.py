@@ -57,7 +57,8 @@ def prompt_tokens_in(events: bytes) -> int | None:
     """Return what whole lines of a stream say about the prompt; None: nothing."""
     at = events.find(_MARK)
     while at >= 0:
-        start, end = events.rfind(b"\n", 0, at) + 1, events.find(b"\n", at)
+        start = events.rfind(b"\n", 0, at) + 1
+        end = events.find(b"\n", at)
         line = events[start : len(events) if end < 0 else end]
         parts = [line] if _RETURN not in line else [part for part in line.splitlines() if part.find(_MARK) >= 0]
         for part in parts:

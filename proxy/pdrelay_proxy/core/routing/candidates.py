@@ -60,11 +60,14 @@ class Candidates:
         preference: PairPreference | None = None,
     ) -> None:
         """``is_bound``: say how much each engine may get while revisions are mixed."""
-        self.prefill, self.decode = prefill, decode
+        self.prefill = prefill
+        self.decode = decode
         self.version = registry.changes.count  # for which all of this is true
-        self._registry, self._is_bound = registry, is_bound
+        self._registry = registry
+        self._is_bound = is_bound
         self._preference = preference
-        find, unknown = registry.get, EngineCapabilities()
+        find = registry.get
+        unknown = EngineCapabilities()
         members = [find(instance.id) for side in (prefill, decode) for instance in side]
         facts = [unknown if member is None else member.facts for member in members]
         self.facts = facts[: len(prefill)], facts[len(prefill) :]
@@ -109,7 +112,9 @@ class Candidates:
     def _serving(self, role: Role, key: _Key, hints: RoutingHints) -> tuple[Among, list[EngineCapabilities]]:
         """List the engines of a role that serve the model, and their facts; as ``serving`` does."""
         at = 0 if role is Role.PREFILL else 1
-        among, facts, (models, rank) = (self.prefill, self.decode)[at], self.facts[at], key
+        among = (self.prefill, self.decode)[at]
+        facts = self.facts[at]
+        models, rank = key
         if len(models) == len(self._models) and rank is None and among and None not in models:
             return among, facts
         some = [
@@ -190,7 +195,8 @@ class Candidates:
         return "; ".join([*named, f"and {more} more"] if more else named)
 
     def _difference(self, prefill: Instance, decode: Instance) -> str:
-        one, other = self._registry.facts(prefill), self._registry.facts(decode)
+        one = self._registry.facts(prefill)
+        other = self._registry.facts(decode)
         if compatibility.fit(one, other):
             return "the pair rests, for its transfers failed"
         return compatibility.difference(one, other)

@@ -216,7 +216,8 @@ def _without_itself(group: CompatibleGroup) -> CompatibleGroup:
     """Leave no engine in a group that serves both roles and fits itself alone: no request has one engine twice."""
     names = {instance.id for instance in group.decode}
     both = {instance.id for instance in group.prefill if instance.id in names}
-    prefill, decode = group.prefill, group.decode
+    prefill = group.prefill
+    decode = group.decode
     if len(decode) == 1:
         prefill = [instance for instance in prefill if instance.id not in both]
     elif len(prefill) == 1:
@@ -237,7 +238,8 @@ def _bounded(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
     if sum([len(group.prefill) for group in groups]) <= _FEW_LISTED * len(engines):
         return groups
     by_size = sorted(groups, key=lambda group: (bool(group.prefill), -len(group.decode)))
-    kept, rest = by_size[: _MOST_GROUPS - 1], by_size[_MOST_GROUPS - 1 :]
+    kept = by_size[: _MOST_GROUPS - 1]
+    rest = by_size[_MOST_GROUPS - 1 :]
     prefill = {instance.id: instance for group in rest for instance in group.prefill}
     decode = [instance for group in rest for instance in group.decode]
     count = fsum([group.prefill_count for group in rest])

@@ -134,7 +134,8 @@ class Explainer:
 
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""
-        least, hints = self.settings().min_split_new_bytes, hints_of_call(call)
+        least = self.settings().min_split_new_bytes
+        hints = hints_of_call(call)
         bound = self.rehearsal().pairs.bound
         nothing = dict[InstanceId, int]()
         unknown: Mapping[InstanceId, str] = {}
@@ -158,7 +159,8 @@ class Explainer:
                 told = None  # its answer tells which model the decode engine must serve
             else:
                 fields = with_model(call.api, fields, model)
-        asked, answered = request_bodies.prefill_fields(call.api, fields, _TRANSFER), fields
+        asked = request_bodies.prefill_fields(call.api, fields, _TRANSFER)
+        answered = fields
         if told is not None:
             params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
         else:

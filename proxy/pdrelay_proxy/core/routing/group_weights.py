@@ -42,7 +42,8 @@ class Shares:
     def __init__(self, shares: Sequence[GroupShare], prefills: float = 0.0, decodes: float = 0.0) -> None:
         """``prefills``, ``decodes``: the engines of each role, also those that get nothing."""
         self.all = shares
-        self.prefills, self.decodes = prefills, decodes
+        self.prefills = prefills
+        self.decodes = decodes
         self.upto = list(accumulate([share.weight for share in shares]))  # the sums of the weights so far
         self.limits = dict[str, float]()  # by group: the limit of its first share
         for share in reversed(shares):
@@ -72,7 +73,8 @@ class Shares:
 
     def _listed(self) -> Sequence[Sequence[Instance]]:
         if not self._sides[1]:
-            prefill, decode = dict[InstanceId, Instance](), dict[InstanceId, Instance]()
+            prefill = dict[InstanceId, Instance]()
+            decode = dict[InstanceId, Instance]()
             for share in reversed(self.all):
                 decode.update([(instance.id, instance) for instance in share.group.decode])
                 if not share.alone:
@@ -115,7 +117,8 @@ class FairRates:
         return rate
 
     def _look(self) -> None:
-        shares, known = self._shares.all, self._shares
+        shares = self._shares.all
+        known = self._shares
         decodes = _parts([(share.weight, share.group.decode) for share in shares])
         prefills = _parts([(share.weight, share.group.prefill) for share in shares if not share.alone])
         self._size = len(decodes) + len(prefills)

@@ -122,13 +122,16 @@ class _FoundHolders:
 
     def keep(self, engines: Among, hints: RoutingHints) -> None:
         """Remember them until they are taken."""
-        self._engines, self._prompt = engines, hints.prompt
+        self._engines = engines
+        self._prompt = hints.prompt
 
     def take(self, among: Among, hints: RoutingHints) -> Among:
         """Return those of some engines, once, if it was this prompt (or the request is sent again)."""
         if self._prompt is not hints.prompt:
             return ()
-        engines, self._engines, self._prompt = self._engines, (), None
+        engines = self._engines
+        self._engines = ()
+        self._prompt = None
         return [instance for instance in engines if instance in among]
 
 
@@ -342,9 +345,11 @@ class PairSelector:
         sides = share.group.prefill, share.group.decode
         if out and share.group.all_fit:
             for each in (first, *self.turns.others(shares, first, hints.session)):
-                prefill, decode = without(each.group.prefill, out), without(each.group.decode, out)
+                prefill = without(each.group.prefill, out)
+                decode = without(each.group.decode, out)
                 if decode and (prefill or each.alone) and each.group.all_fit:
-                    share, sides = each, (prefill, decode)
+                    share = each
+                    sides = (prefill, decode)
                     break
         if share is not first:
             self.turns.moved(first, share)
@@ -396,7 +401,9 @@ class PairSelector:
             else:
                 return self._choose(narrowed, hints, may_be_alone=may_be_alone)
         found = among.narrowed(hints, may_be_alone=may_be_alone)
-        prefill, decode, fits = found.prefill, found.decode, found.fits
+        prefill = found.prefill
+        decode = found.decode
+        fits = found.fits
         trying_p = [p for p in prefill if p.id in waiting]
         trying_d = [d for d in decode if d.id in waiting]
         if trying_p:

@@ -65,7 +65,8 @@ class PromptMemory:
         self.changes += 1
         new: _Entry | None = None
         there: _Entry | None = None
-        entries, oldest = self._entries, max(since, now - self._lifetime_s)
+        entries = self._entries
+        oldest = max(since, now - self._lifetime_s)
         for name in blocks.names[::-1]:
             key = engine, name
             old = entries.get(key)
@@ -90,12 +91,14 @@ class PromptMemory:
         if not blocks.names:
             return
         there: _Entry | None = None
-        entries, is_last = self._entries, True
+        entries = self._entries
+        is_last = True
         for name in blocks.names[::-1]:
             key = engine, name
             old = entries.get(key)
             if is_last:
-                entries[key], is_last = _Entry(now, _IS_THERE, _HAS_COME, answer, now), False
+                entries[key] = _Entry(now, _IS_THERE, _HAS_COME, answer, now)
+                is_last = False
             elif old is not None and old.answer:
                 entries[key] = _arrived(old, now)
             else:
@@ -110,7 +113,8 @@ class PromptMemory:
     def arrived(self, engine: InstanceId, blocks: PromptBlocks, *, now: float) -> None:
         """An engine has computed a prompt: it is there, and no longer on its way."""
         self.changes += 1
-        entries, there = self._entries, _Entry(now, _IS_THERE, _HAS_COME)
+        entries = self._entries
+        there = _Entry(now, _IS_THERE, _HAS_COME)
         for name in blocks.names:
             key = engine, name
             old = entries.get(key)
@@ -147,16 +151,20 @@ class PromptMemory:
         self, engine: InstanceId, blocks: PromptBlocks, oldest: float, *, is_there: bool
     ) -> tuple[int, _Entry | None]:
         """Return how many blocks an engine has, and what is remembered of the last one."""
-        entries, names = self._entries, blocks.names
+        entries = self._entries
+        names = blocks.names
         found: _Entry | None = None
-        low, high = 0, len(names)  # it has the first ``low`` blocks, and not that with the index ``high``
+        # it has the first ``low`` blocks, and not that with the index ``high``
+        low = 0
+        high = len(names)
         while low < high:
             middle = (low + high) // 2
             entry = entries.get((engine, names[middle]))
             if entry is None or entry.at < oldest or (is_there and not entry.is_there):
                 high = middle
             else:
-                low, found = middle + 1, entry
+                low = middle + 1
+                found = entry
         return low, found
 
     def forget(self, engine: InstanceId, blocks: PromptBlocks, cached: int) -> None:
@@ -167,7 +175,8 @@ class PromptMemory:
                 self._entries.pop((engine, name), None)
 
     def _shrink(self, now: float) -> None:
-        entries, oldest = self._entries, now - self._lifetime_s
+        entries = self._entries
+        oldest = now - self._lifetime_s
         while entries:
             key, entry = next(iter(entries.items()))
             if len(entries) <= self._most and entry.at >= oldest:

@@ -193,5 +193,6 @@ class RetryBudget:
         return True
 
     def _trickle(self, now: float) -> None:
-        passed, self._at = max(now - self._at, 0.0), now
+        passed = max(now - self._at, 0.0)
+        self._at = now
         self._tokens = min(self.most, self._tokens + passed * self.floor)

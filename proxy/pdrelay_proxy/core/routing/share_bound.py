@@ -68,7 +68,9 @@ class ShareBound:
     def copy(self) -> "ShareBound":
         """Return one that decides alike, and counts for itself."""
         copied = ShareBound(self._registry)
-        copied._total, copied._full_at, copied._free_at = self._total, dict(self._full_at), dict(self._free_at)
+        copied._total = self._total
+        copied._full_at = dict(self._full_at)
+        copied._free_at = dict(self._free_at)
         return copied
 
     def _is_idle(self, name: InstanceId) -> bool:

@@ -153,7 +153,8 @@ class KvEventFollower:
                 reason, said = await self._connection(name, instance)
             except Exception:  # a bug must not end the following of this engine for good
                 logger.exception("the KV events of %s could not be followed", name)
-                reason, said = EndReason.INVALID, "of a mistake in the router"
+                reason = EndReason.INVALID
+                said = "of a mistake in the router"
             one = self._followed[name]
             failed = 0 if one.state is FollowState.FOLLOWING else failed + 1
             self._count(name)
@@ -176,7 +177,8 @@ class KvEventFollower:
 
     async def _connection(self, name: InstanceId, instance: Instance) -> tuple[EndReason, str]:
         """Follow an engine until its connection ends, and say why that was."""
-        one, stream = self._followed[name], KvEventStream()
+        one = self._followed[name]
+        stream = KvEventStream()
         try:
             async with self.checks.open(instance, PATH) as (status, read):
                 if status != 200:

@@ -113,7 +113,8 @@ class RouterPeers(asyncio.DatagramProtocol):
         """The number of requests at an engine changes: the others are told, as soon as the pace allows."""
         self._loads.note(instance)
         if self._timer is None and self._transport is not None:
-            loop, now = asyncio.get_running_loop(), self._clock()
+            loop = asyncio.get_running_loop()
+            now = self._clock()
             due = self._pace.due(now=now)
             self._timer = loop.call_soon(self._send) if now >= due else loop.call_later(due - now, self._send)
 
@@ -204,7 +205,8 @@ class RouterPeers(asyncio.DatagramProtocol):
 
     async def _resolve(self, family: socket.AddressFamily) -> None:
         """Look up where the others are; while a name has no address, those of before are kept."""
-        loop, unresolved = asyncio.get_running_loop(), set[str]()
+        loop = asyncio.get_running_loop()
+        unresolved = set[str]()
         # Our socket for :: takes IPv4, too, and the Service of the other routers may have nothing else.
         flags = socket.AI_V4MAPPED if family == socket.AF_INET6 else 0
         for name in self._names:

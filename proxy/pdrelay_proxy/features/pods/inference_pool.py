@@ -59,7 +59,8 @@ def read_pool(meta: Meta, raw: msgspec.Raw) -> PoolMembers | UnusablePool:
         spec = decode(raw, _Pool).spec
     except NotJson as exc:
         return UnusablePool(f"InferencePool {meta.name} is not what its API calls one: {exc}")
-    labels, ports = spec.selector.match_labels, [port.number for port in spec.target_ports]
+    labels = spec.selector.match_labels
+    ports = [port.number for port in spec.target_ports]
     if spec.app_protocol != _HTTP:
         return UnusablePool(f"InferencePool {meta.name} has appProtocol {spec.app_protocol!r}: engines speak http")
     if not 0 < len(labels) <= _LABELS_MOST or not all(

@@ -102,18 +102,21 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
     if (is_both := role == EngineRole.BOTH) and _mark(pod, Mark.RANKS) is not None:
         raise _wrong(pod, Mark.ROLE, role, f"prefill or decode: {Mark.RANKS} is set, and such an engine cannot turn")
     is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
-    is_deleted, move = pod.metadata.deletion_timestamp is not None, _mark(pod, Mark.MOVE) or "false"
+    is_deleted = pod.metadata.deletion_timestamp is not None
+    move = _mark(pod, Mark.MOVE) or "false"
     if move not in ("true", "false"):
         raise _wrong(pod, Mark.MOVE, move, "true or false")
     target = _target(pod, pod.status.ip, port, slice_label)
-    leaves, moves = is_deleted or not is_ready, is_deleted and move == "true"
+    leaves = is_deleted or not is_ready
+    moves = is_deleted and move == "true"
     # The pool of one that serves both is that of decode engines: the key it wants, and its name.
     return Wanted(Role.DECODE if is_both else Role(role), target, pod.metadata.uid, leaves, moves, is_both)
 
 
 def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:
     host = f"[{ip}]" if ":" in ip else ip
-    scheme, revision = _mark(pod, Mark.SCHEME) or "http", _mark(pod, Mark.REVISION)
+    scheme = _mark(pod, Mark.SCHEME) or "http"
+    revision = _mark(pod, Mark.REVISION)
     options = {"dp": _mark(pod, Mark.RANKS), "mode": _mark(pod, Mark.MODE)}
     if scheme not in ("http", "https"):
         raise _wrong(pod, Mark.SCHEME, scheme, "http or https")

@@ -96,7 +96,9 @@ class PoolSource:
                 await asyncio.sleep(_PAUSE_S)
 
     def _watch(self, members: PoolMembers) -> Reflector[_Engines]:
-        api, label, seen = self._api(), self._slice_label, _PortedPods(self._pods, len(members.ports))
+        api = self._api()
+        label = self._slice_label
+        seen = _PortedPods(self._pods, len(members.ports))
 
         def read(meta: Meta, raw: msgspec.Raw) -> _Engines:
             return [

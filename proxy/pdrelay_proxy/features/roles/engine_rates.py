@@ -63,9 +63,14 @@ class DecodeLine:
     def fade(self, elapsed_s: float) -> None:
         """Let what is known so far count less; once for each look that has streams."""
         kept = 0.5 ** (elapsed_s / _HALF_LIFE_S)
-        self._weight, self._x, self._y = self._weight * kept, self._x * kept, self._y * kept
-        self._z, self._xz, self._yz = self._z * kept, self._xz * kept, self._yz * kept
-        self._xx, self._xy = self._xx * kept, self._xy * kept
+        self._weight = self._weight * kept
+        self._x = self._x * kept
+        self._y = self._y * kept
+        self._z = self._z * kept
+        self._xz = self._xz * kept
+        self._yz = self._yz * kept
+        self._xx = self._xx * kept
+        self._xy = self._xy * kept
 
     def add(self, batch: float, itl_s: float) -> None:
         """Take in what one engine showed: its streams and their time between tokens (above 0), means of a look."""
@@ -100,13 +105,18 @@ class DecodeLine:
         return base + slope * batch
 
     def _line(self) -> tuple[float, float]:
-        x, y, z = self._x / self._weight, self._y / self._weight, self._z / self._weight
-        likely, streams = y / (_DOUBLING + x), x / z  # of one token a second
+        x = self._x / self._weight
+        y = self._y / self._weight
+        z = self._z / self._weight
+        # of one token a second
+        likely = y / (_DOUBLING + x)
+        streams = x / z
         spread = max(0.0, self._xx / self._weight - x * x)
         together = self._xy / self._weight - x * y
         by_tokens = (self._xz / self._weight - x * z) * streams
         if x < _IDLE and by_tokens > 0:
-            spread, together = by_tokens, (self._yz / self._weight - y * z) * streams
+            spread = by_tokens
+            together = (self._yz / self._weight - y * z) * streams
         doubt = _FLAT * max(x * x, _FEW * _FEW)
         slope = max((together + doubt * likely) / (spread + doubt), _LEAST * likely)
         slope = min(slope, y / max(x, 1e-9))

@@ -70,10 +70,14 @@ class _AbsurdNumber(Exception): ...
 
 def _totals(text: bytes, rank: int | None, now: float) -> EngineTotals | None:
     running, waiting = (_values(text, name, rank, most=_MOST_REQUESTS) for name in (_RUNNING, _WAITING))
-    usage, computed = _values(text, _KV, rank), _values(text, _SOURCES, rank, label=_COMPUTED)
-    prefill, steps = _values(text, _PREFILL_SUM, rank), _values(text, _STEPS, rank)
-    prompts, prompt_tokens = _values(text, _PROMPTS, rank), _values(text, _PROMPT, rank)
-    itl_sum, itl_count = _values(text, _ITL_SUM, rank), _values(text, _ITL_COUNT, rank)
+    usage = _values(text, _KV, rank)
+    computed = _values(text, _SOURCES, rank, label=_COMPUTED)
+    prefill = _values(text, _PREFILL_SUM, rank)
+    steps = _values(text, _STEPS, rank)
+    prompts = _values(text, _PROMPTS, rank)
+    prompt_tokens = _values(text, _PROMPT, rank)
+    itl_sum = _values(text, _ITL_SUM, rank)
+    itl_count = _values(text, _ITL_COUNT, rank)
     if not running:
         return None
     return EngineTotals(
@@ -92,7 +96,8 @@ def _totals(text: bytes, rank: int | None, now: float) -> EngineTotals | None:
 
 def _values(text: bytes, name: bytes, rank: int | None, *, label: bytes = b"", most: float = _MOST) -> list[float]:
     """Read the values of a metric; ``label``: of those lines that have it. Raises _AbsurdNumber."""
-    found, at = list[float](), text.find(name)
+    found = list[float]()
+    at = text.find(name)
     while at >= 0:
         end = text.find(b"\n", at + 1)
         line = _LINE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])

@@ -43,14 +43,17 @@ class LeasedTurns:
         if holder != self._holder:
             logger.info("roles are decided by %s", "this router" if holds else holder or "another router")
             self._holder = holder
-        now, wall = self._clock(), self._wall()
+        now = self._clock()
+        wall = self._wall()
         # The wall clock may have been set back since the look: what was written down is over all the same.
         return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.turned_at))
 
     async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:
         """Write a turn down, and begin it."""
         try:
-            text, now, wall = await self._text.read(), self._clock(), self._wall()
+            text = await self._text.read()
+            now = self._clock()
+            wall = self._wall()
             view = self._lease.look(text, now=now, wall=wall, turns=True, counts=counts)
             if not view.holds or not await self._written(view):
                 return "another router decides on roles"

@@ -95,7 +95,8 @@ class RoleController:
     """Looks at snapshots one after the other. Times are seconds of a clock that only rises."""
 
     def __init__(self, targets: RoleTargets, limits: RoleLimits) -> None:
-        self._targets, self._limits = targets, limits
+        self._targets = targets
+        self._limits = limits
         self._meter = WorkMeter(targets)
         self._lacks: tuple[Role, float] | None = None  # which role lacks an engine, and since when
         self._needs = deque[tuple[float, Split]]()  # what was needed lately, the oldest first
@@ -111,7 +112,8 @@ class RoleController:
         if fleet.both and not fleet.trouble:
             verdict, why, turn = self._assignment(fleet, engines, prefill, decode)
             self._lacks = None
-            kept, lacks = self._kept(now), None if turn is None else turn.role
+            kept = self._kept(now)
+            lacks = None if turn is None else turn.role
             return RoleDecision(verdict, why, engines, prefill, decode, kept, len(turned_at), lacks, turn)
         trouble = fleet.trouble or self._trouble(fleet, engines, prefill, decode, now)
         if trouble or prefill is None or decode is None:
@@ -125,7 +127,8 @@ class RoleController:
         if verdict is Verdict.TURN and lacks is not None:
             turn = WantedTurn(_first(fleet.readings, OTHER[lacks]).name, lacks)
             why = f"{turn.instance} to {lacks}: {why}"
-            turned_at, self._lacks = (*turned_at, now), None
+            turned_at = (*turned_at, now)
+            self._lacks = None
             self._own = turned_at
         return RoleDecision(verdict, why, engines, prefill, decode, self._kept(now), len(turned_at), lacks, turn)
 
@@ -142,7 +145,8 @@ class RoleController:
         count = f"{len(fleet.both)} engines serve both roles"
         if not able:
             return Verdict.STUCK, f"{count}, and none of them can turn ({fleet.both[0].name})", None
-        least, others = self._limits.least, len(fleet.both) - 1
+        least = self._limits.least
+        others = len(fleet.both) - 1
         roles = [role for role in Role if engines.of(OTHER[role]) + others]  # without it, who serves the other one?
         if not roles:
             return Verdict.BOUND, f"{able[0].name} serves both roles, and is the only engine", None
@@ -204,7 +208,9 @@ class RoleController:
             return Verdict.SHORT if is_short(busy, engines) else Verdict.BALANCED, _state(busy, engines)
         if self._lacks is None or self._lacks[0] is not lacks:
             self._lacks = (lacks, now)
-        since, limits, state = self._lacks[1], self._limits, f"{lacks} lacks an engine: {_state(busy, engines)}"
+        since = self._lacks[1]
+        limits = self._limits
+        state = f"{lacks} lacks an engine: {_state(busy, engines)}"
         giver = OTHER[lacks]
         checks = (
             (Verdict.BOUND, engines.of(giver) <= limits.least.of(giver), f"{giver} keeps {limits.least.of(giver)}"),

@@ -66,7 +66,8 @@ def lacking(busy: Busy, split: Split) -> Role | None:
         other = OTHER[role]
         if not split.of(other):
             continue
-        pressure, after = busy.pressure(role, split), busy.pressure(other, split.turned(role))
+        pressure = busy.pressure(role, split)
+        after = busy.pressure(other, split.turned(role))
         if pressure > 1.0 and after <= GIVES and pressure > MARGIN * after:
             return role
     return None

@@ -56,7 +56,8 @@ class RoleWatch:
         known = self._registry.members()
         members = [one for one in known if one.life.state in WELL and not one.life.is_away and one.turn is None]
         found = await look_at_all([member.instance for member in members], self._read, self._every_s)
-        readings, both = list[EngineReading](), list[EngineReading]()
+        readings = list[EngineReading]()
+        both = list[EngineReading]()
         for one, totals in zip(members, found, strict=True):
             (both if one.role is EngineRole.BOTH else readings).append(self._reading(one, totals))
         queued = self._queued()
@@ -74,7 +75,8 @@ class RoleWatch:
         decision = self._controller.decide(snapshot, now=self._clock())
         self._board.decided(decision)
         if decision.turn is not None and self._turns is not None:
-            instance, role = decision.turn.instance, decision.turn.role
+            instance = decision.turn.instance
+            role = decision.turn.role
             if why := await self._turns.begin(instance, role, counts=decision.verdict is Verdict.TURN):
                 logger.warning("%s does not turn to %s: %s", instance, role, why)
 

@@ -30,11 +30,15 @@ class TrafficSteps:
         all_s, all_tokens, all_requests = (sum(part) for part in zip(*steps, strict=True))
         while all_s - steps[0][0] >= self._window_s:
             gone = steps.popleft()
-            all_s, all_tokens, all_requests = all_s - gone[0], all_tokens - gone[1], all_requests - gone[2]
+            all_s = all_s - gone[0]
+            all_tokens = all_tokens - gone[1]
+            all_requests = all_requests - gone[2]
         lately_s = lately_tokens = lately_requests = 0.0
-        most, since = _CHANGED, None
+        most = _CHANGED
+        since = None
         for count, step in enumerate(reversed(steps), 1):
-            lately_s, lately_tokens = lately_s + step[0], lately_tokens + step[1]
+            lately_s = lately_s + step[0]
+            lately_tokens = lately_tokens + step[1]
             lately_requests += step[2]
             before_s = all_s - lately_s
             if before_s < _BEFORE_S:
@@ -44,7 +48,8 @@ class TrafficSteps:
             expected = (all_requests - lately_requests) / before_s * lately_s
             times = _times(lately_tokens / lately_s, (all_tokens - lately_tokens) / before_s)
             if max(expected, lately_requests) >= _ENOUGH and times >= most:
-                most, since = times, count
+                most = times
+                since = count
         if since is not None:
             for _ in range(len(steps) - since):
                 steps.popleft()

@@ -87,7 +87,8 @@ class _Track:
         elapsed_s = now.at - before.at
         if now.prefill_s is None or before.prefill_s is None:
             return elapsed_s * (_is_busy(before) + _is_busy(now)) / 2
-        took_s, prompts = now.prefill_s - before.prefill_s, now.prompts - before.prompts
+        took_s = now.prefill_s - before.prefill_s
+        prompts = now.prompts - before.prompts
         steps = prompts if now.steps is None or before.steps is None else now.steps - before.steps
         together = max(1.0, prompts / steps) if steps > 0 else 1.0
         most_s = max(self.owed_s, elapsed_s, took_s / prompts if prompts > 0 else 0.0)
@@ -125,10 +126,12 @@ class WorkMeter:
 
     def prefill(self, queued_requests: int) -> PrefillWork | None:
         """Return the work of prefill engines; ``queued_requests``: in this router. None: their rate is not known."""
-        tracks, rate = self._of(Role.PREFILL), self._prefill_rate.per_s
+        tracks = self._of(Role.PREFILL)
+        rate = self._prefill_rate.per_s
         if rate is None or not tracks:
             return None
-        served, prompt = _per_s(tracks, lambda look: look.computed_tokens), self._prompt_tokens(tracks)
+        served = _per_s(tracks, lambda look: look.computed_tokens)
+        prompt = self._prompt_tokens(tracks)
         queued = prompt * (queued_requests + fsum([track.looks[-1].waiting for track in tracks]))
         grown = prompt * fsum([_growth(track) for track in tracks])
         arriving = max(0.0, served + grown)
@@ -142,11 +145,13 @@ class WorkMeter:
 
         What waits before prefill engines comes to decode engines as soon as there are more of those.
         """
-        tracks, itl_s = self._of(Role.DECODE), self._targets.itl_s
+        tracks = self._of(Role.DECODE)
+        itl_s = self._targets.itl_s
         rate = self._decode_line.tokens_per_s(itl_s, self._targets.slots)
         if rate is None or not tracks:
             return None
-        made, seconds = _per_s(tracks, lambda look: look.itl_count), _per_s(tracks, lambda look: look.itl_sum_s)
+        made = _per_s(tracks, lambda look: look.itl_count)
+        seconds = _per_s(tracks, lambda look: look.itl_sum_s)
         waiting = fsum([_mean(track, lambda look: look.waiting) for track in tracks])
         seen_s = seconds / made if made else 0.0
         caches = fsum([_kv(track) for track in tracks])
@@ -166,7 +171,8 @@ class WorkMeter:
         if track is None or track.role is not reading.role or _is_restarted(track.looks[-1], now):
             self._tracks[reading.name] = _Track(reading.role, deque([now]), now.at)
             return None
-        before, looks = track.looks[-1], track.looks
+        before = track.looks[-1]
+        looks = track.looks
         if now.at <= before.at:
             return None
         looks.append(now)
@@ -186,7 +192,8 @@ class WorkMeter:
     def _learn_decode(self, steps: Sequence[tuple[EngineTotals, EngineTotals]]) -> None:
         shown = list[tuple[float, float]]()
         for before, now in steps:
-            tokens, seconds = now.itl_count - before.itl_count, now.itl_sum_s - before.itl_sum_s
+            tokens = now.itl_count - before.itl_count
+            seconds = now.itl_sum_s - before.itl_sum_s
             if tokens >= _TOKENS and seconds > 0:  # seconds of streams in a second are streams (Little's law)
                 shown.append((seconds / (now.at - before.at), seconds / tokens))
         if shown:
@@ -258,7 +265,8 @@ def _growth(track: _Track) -> float:
 def _kv(track: _Track) -> float:
     """Return the share of its KV cache that an engine needs: what waits needs as much as what runs."""
     used = _mean(track, lambda look: look.kv_usage or 0.0)
-    running, waiting = _mean(track, lambda look: look.running), _mean(track, lambda look: look.waiting)
+    running = _mean(track, lambda look: look.running)
+    waiting = _mean(track, lambda look: look.waiting)
     return used * (1.0 + waiting / running) if running >= 1.0 else used
 
 

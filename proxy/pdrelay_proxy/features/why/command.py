@@ -61,10 +61,8 @@ def _request(request: Json) -> str:
             continue
         table.append(_cells(row, request["duration_ms"], row["what"]))
         if row["what"].endswith(" leg"):  # what its engine noted lies inside it, and may go on behind it
-            parts, inner = (
-                [part for part in inner if part["leg"] == row["where"]],
-                [part for part in inner if part["leg"] != row["where"]],
-            )
+            parts = [part for part in inner if part["leg"] == row["where"]]
+            inner = [part for part in inner if part["leg"] != row["where"]]
             table += [_cells(part, request["duration_ms"], f"  {part['what']}") for part in parts]
     widths = widths_of(table)
     lines += [
@@ -76,7 +74,8 @@ def _request(request: Json) -> str:
 
 
 def _cells(row: Json, total_ms: float, what: str) -> tuple[str, str, str, str, str]:
-    begin, duration = max(0.0, row["begin_ms"]), row["duration_ms"]
+    begin = max(0.0, row["begin_ms"])
+    duration = row["duration_ms"]
     share = _BAR / total_ms if total_ms else 0.0
     before = min(_BAR, round(begin * share))
     length = min(_BAR - before, max(round((begin + duration) * share) - before, 0))

@@ -62,7 +62,8 @@ class Timelines:
         """
         elapsed_s = record.duration_s if is_over else self.clock() - record.began_at
         began_at = self.wall_clock() - (self.clock() - record.began_at)
-        timeline, legs = router_timeline(record, elapsed_s), legs_of(record) if asks_engines else []
+        timeline = router_timeline(record, elapsed_s)
+        legs = legs_of(record) if asks_engines else []
         if record.prefill is not None and record.decode is not None:
             pair = record.prefill.instance, record.decode.instance
             if (trouble := self.registry.pairs.troubles.get(pair)) is not None:

@@ -83,7 +83,8 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
 
     ``elapsed_s``: since the head came, of a request that is still under way; else its duration.
     """
-    timeline, total = Timeline(elapsed_s * 1e3), elapsed_s * 1e3
+    timeline = Timeline(elapsed_s * 1e3)
+    total = elapsed_s * 1e3
     cursor = 0.0
 
     def until(end: float, what: str, where: str = ROUTER, note: str = "") -> None:
@@ -153,7 +154,8 @@ def engine_rows(leg: Leg, events: Sequence[EngineEvent], timeline: Timeline, beg
 
     ``began_at``: when the request's head came, in seconds since the epoch by the router's clock.
     """
-    where, end = leg.record.instance, timeline.total_ms if leg.answered_ms is None else leg.answered_ms
+    where = leg.record.instance
+    end = timeline.total_ms if leg.answered_ms is None else leg.answered_ms
     placed = [event._replace(at=(event.at - began_at) * 1e3) for event in sorted(events, key=lambda event: event.at)]
     own = [event for event in placed if event.step in _ENDED or event.step == "arrived"]
     if own and (error := _clock_error(leg, own, end)):
@@ -197,12 +199,15 @@ def _add_rows(rows: list[Row], where: str, events: Sequence[EngineEvent]) -> Non
     begins = True
     for before, after in pairwise(events):
         what, note = _label(before, after)
-        begin, duration = before.at, after.at - before.at
+        begin = before.at
+        duration = after.at - before.at
         if what == _HOST_MEMORY and duration < _LEAST_MS:
             continue  # the read needs none
         if rows and rows[-1].what == what and not begins:
             last = rows.pop()
-            begin, duration, note = last.begin_ms, last.duration_ms + duration, _joined(last.note, note)
+            begin = last.begin_ms
+            duration = last.duration_ms + duration
+            note = _joined(last.note, note)
         rows.append(Row(what, where, begin, duration, where, note))
         begins = False
 
@@ -246,7 +251,8 @@ def _joined(first: str, second: str) -> str:
 
 def _span(what: str, where: str, events: Sequence[EngineEvent], first: str, lasts: Sequence[str]) -> Sequence[Row]:
     """Return one row from the first event of a kind to the last of others, if there are both."""
-    begins, ends = [e for e in events if e.step == first], [e for e in events if e.step in lasts]
+    begins = [e for e in events if e.step == first]
+    ends = [e for e in events if e.step in lasts]
     if not begins:
         return ()
     renewals = sum(event.step == "lease_renewed" for event in events)

@@ -99,7 +99,8 @@ class TracedRequest:
 
     def end(self) -> None:
         """The request is over: its record says how."""
-        span, record = self._span, self._record
+        span = self._span
+        record = self._record
         outcome = record.outcome
         span.set_attribute("http.response.status_code", record.status)
         for name, value in fields(record).items():

@@ -48,7 +48,8 @@ class Cluster:
     def around(cls, namespace: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
         """Find this pod's cluster; ``PDRELAY_SERVICE_ACCOUNT``: another folder. Raises ConfigError: there is none."""
         folder = environ.get("PDRELAY_SERVICE_ACCOUNT", ACCOUNT)
-        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        host = environ.get("KUBERNETES_SERVICE_HOST")
+        port = environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ConfigError("this is no pod (KUBERNETES_SERVICE_HOST is not set): leave out what needs Kubernetes")
         read_text(f"{folder}/token")
@@ -106,7 +107,8 @@ class Kubernetes:
 
     async def watch(self, path: str, query: Mapping[str, str], *, silence_s: float) -> AsyncGenerator[list[bytes]]:
         """Yield the lines of an answer as they come, several at a time; KubeError also if nothing comes for so long."""
-        timeout, rest = httpx.Timeout(self._timeout_s, read=silence_s), b""
+        timeout = httpx.Timeout(self._timeout_s, read=silence_s)
+        rest = b""
         with _telling(path):
             async with self._client.stream(
                 "GET", path, params=dict(query), headers=self._headers(), timeout=timeout
@@ -162,7 +164,8 @@ def _telling(path: str) -> Generator[None]:
 
 
 def _refusal(path: str, response: httpx.Response, body: bytes) -> KubeError:
-    status, said = response.status_code, body[:_SAID].decode(errors="replace").strip()
+    status = response.status_code
+    said = body[:_SAID].decode(errors="replace").strip()
     kind = Expired if status == HTTPStatus.GONE else KubeError
     wish = response.headers.get("retry-after", "")
     after = min(float(wish), 60.0) if wish.isascii() and wish.isdigit() else 0.0

@@ -102,7 +102,8 @@ class Reconciler:
         changes = (self._registry.lineup.count, sum(view.generation for view in self.sources.views.values()))
         if self._compared == changes:
             return
-        seen, members = set[Key](), self._registry.members()
+        seen = set[Key]()
+        members = self._registry.members()
         for begin in range(0, len(members), _AT_ONCE):  # first: one that goes makes room for another
             keys = {_key(member) for member in members[begin : begin + _AT_ONCE]}
             self._compare(keys)
@@ -128,7 +129,8 @@ class Reconciler:
         A router that has just started has nothing at engines that have turned: they serve their role at once, before
         the store has been heard, after which requests may come.
         """
-        before, self.assignments = self.assignments, assignments
+        before = self.assignments
+        self.assignments = assignments
         if self._begins:
             members = self._registry.members()  # those that come with the view serve it from the beginning
             for begin in range(0, len(members), _AT_ONCE):
@@ -198,7 +200,8 @@ class Reconciler:
             logger.info("%s %s %s%s", member.instance.id, verb, role, "" if before is None else ", and not as before")
 
     def _carry_out(self, desired: Mapping[Key, Origin], present: Sequence[Member]) -> None:
-        current, members = dict[Key, Origin](), dict[Key, list[Member]]()
+        current = dict[Key, Origin]()
+        members = dict[Key, list[Member]]()
         for member in present:
             if not member.retires:
                 key = _key(member)
@@ -226,7 +229,8 @@ class Reconciler:
                     self._turn(member, role, at_once=True)
 
     def _change(self, action: Action, member: Member) -> None:
-        name, now = member.instance.id, self.clock()
+        name = member.instance.id
+        now = self.clock()
         match action.verb:
             case "remove":
                 self._registry.remove(name, now=now)
@@ -257,7 +261,8 @@ class Pods:
 
     def listed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> Generator[None]:
         """Take all objects, in steps; ``changed`` must wait until they are done."""
-        said, named = set[str](), dict[Key, dict[str, Wanted]]()
+        said = set[str]()
+        named = dict[Key, dict[str, Wanted]]()
         for number, (name, one) in enumerate(objects.items(), start=1):
             if isinstance(one, Wanted):
                 named.setdefault(one.key, {})[name] = one
@@ -267,7 +272,9 @@ class Pods:
                 yield
         for text in sorted(said - self._said):
             logger.warning("left out: %s", text)
-        self._said, self._objects, self._named = said, dict(objects), named
+        self._said = said
+        self._objects = dict(objects)
+        self._named = named
         yield from self._reconciler.view_in_steps(
             self._source, (one for one in objects.values() if isinstance(one, Wanted))
         )
@@ -354,7 +361,8 @@ class Entries:
 
     def in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
         """Take all entries; only those are looked at that have changed, of what may be thousands."""
-        before, self._texts = self._texts, dict(entries)
+        before = self._texts
+        self._texts = dict(entries)
         engines = dict[str, Wanted | AddressError | None]()
         for name in before:
             if name not in entries:
@@ -484,7 +492,8 @@ class Discovery:
         self._registry.departures.check_turn(name, to, force=force)
         await self._forget_assignments()
         member = self._registry.member(name)
-        before, heading = member.role, member.heading
+        before = member.role
+        heading = member.heading
         await self._assign(member, to)
         if force or heading is to or self._registry.get(name) is not member:
             return
@@ -497,7 +506,8 @@ class Discovery:
             raise
 
     async def _assign(self, member: Member, role: EngineRole) -> None:
-        key, wanted = _key(member), member.origin.wanted
+        key = _key(member)
+        wanted = member.origin.wanted
         if role is (EngineRole(key.role.value) if wanted is None else wanted.serves):
             await self._store.delete(assignment_name(key))
         else:
@@ -520,7 +530,8 @@ class Discovery:
 
         Raises UnknownInstance: another engine has been added at its address since, by way of another router.
         """
-        key, own = _key(member), member.origin.wanted
+        key = _key(member)
+        own = member.origin.wanted
         entry = entry_name(key)
         for _ in range(_TRIES):  # others may change it at the same moment
             text = self._entries.text(entry)

@@ -130,7 +130,8 @@ class Reflector(Generic[T]):
         return None
 
     async def _list(self) -> None:
-        found, query = dict[str, tuple[str, T]](), {**self._what.query, "limit": str(_PAGE)}
+        found = dict[str, tuple[str, T]]()
+        query = {**self._what.query, "limit": str(_PAGE)}
         while True:
             body = await self._api.get(self._what.path, query)
             await asyncio.sleep(0)  # to put megabytes together took its time
@@ -145,7 +146,9 @@ class Reflector(Generic[T]):
                 break
         if page.metadata.more:
             logger.error("%s has more than %d objects: the rest is left out", self._what.path, MOST)
-        self._items, self._gone, self._listed = found, set(), page.metadata.resource_version
+        self._items = found
+        self._gone = set()
+        self._listed = page.metadata.resource_version
         self._since = self._clock()
         await self._tell()
 
@@ -190,7 +193,8 @@ class Reflector(Generic[T]):
             case "ADDED" | "MODIFIED":
                 meta, item = self._item(event.object)
                 known = self._items.get(meta.uid)
-                seen, new = self._listed if known is None else known[0], meta.resource_version
+                seen = self._listed if known is None else known[0]
+                new = meta.resource_version
                 is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)  # it came twice, or late
                 if meta.uid in self._gone or is_old:
                     return None

@@ -83,9 +83,12 @@ class EngineMetricsWatch:
         """
         promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
         exposition = await self._read(decode)
-        found, refused, load = received(exposition, decode.rank), frozenset[str](), None
+        found = received(exposition, decode.rank)
+        refused = frozenset[str]()
+        load = None
         if exposition:
-            refused, now = incompatible_peers(exposition, decode.rank), self._clock()
+            refused = incompatible_peers(exposition, decode.rank)
+            now = self._clock()
             self._registry.learn(decode.id, EngineCapabilities(incompatible=refused))
             member = self._registry.get(decode.id)
             # With ranks the load is that of all of them together.

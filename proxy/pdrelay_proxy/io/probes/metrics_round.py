@@ -29,8 +29,10 @@ async def look_at_all(engines: Sequence[Seen], look: Callable[[Seen], Awaitable[
     """
     loop = asyncio.get_running_loop()
     count = min(_MOST_PLACES, max(_LEAST_PLACES, math.ceil(len(engines) / _ENGINES_A_PLACE)))
-    places, latest = asyncio.Semaphore(count), -math.inf
-    gap_s, slow_s = every_s * _SPREAD / max(1, len(engines)), min(_SLOW_MOST_S, every_s * _SLOW)
+    places = asyncio.Semaphore(count)
+    latest = -math.inf
+    gap_s = every_s * _SPREAD / max(1, len(engines))
+    slow_s = min(_SLOW_MOST_S, every_s * _SLOW)
 
     found = dict[int, T]()
     errors = list[Exception]()

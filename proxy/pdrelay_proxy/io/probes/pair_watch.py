@@ -41,8 +41,10 @@ class PairWatch:
 
     def writers(self, now: float) -> Sequence[Instance]:
         """Return the prefill engines whose KV seems to be pushed, for those count it themselves; once in each round."""
-        since, self._round_began = self._round_began, now
-        used, self._read_from = self._notes.matrix.used_since(since) - self._read_from, set[InstanceId]()
+        since = self._round_began
+        self._round_began = now
+        used = self._notes.matrix.used_since(since) - self._read_from
+        self._read_from = set[InstanceId]()
         prefills = self._registry.known(Role.PREFILL) if used else ()
         return [one for one in prefills if one.id in used and self._registry.facts(one).connector == OURS]
 
@@ -54,7 +56,8 @@ class PairWatch:
     def end_round(self) -> Sequence[Instance]:
         """Forget what is known of engines that were replaced; return prefill engines whose ids should be read again."""
         prefills = self._registry.known(Role.PREFILL)
-        before, self._engine_ids = self._engine_ids, {one.id: self._registry.facts(one).engine_id for one in prefills}
+        before = self._engine_ids
+        self._engine_ids = {one.id: self._registry.facts(one).engine_id for one in prefills}
         for name, engine_id in self._engine_ids.items():
             if before.get(name) not in (None, engine_id):
                 self._notes.is_another(name)
@@ -62,9 +65,11 @@ class PairWatch:
         self._loads.keep(frozenset(decodes))
         self._rates.keep(frozenset(decodes))
         self._written.keep(frozenset(self._engine_ids))
-        unknown, self._unknown = self._unknown, 0
+        unknown = self._unknown
+        self._unknown = 0
         if not unknown or not prefills:
             return ()
-        start, count = self._next % len(prefills), min(_ASKED_AT_ONCE, len(prefills))
+        start = self._next % len(prefills)
+        count = min(_ASKED_AT_ONCE, len(prefills))
         self._next = start + count
         return [*prefills[start:], *prefills[:start]][:count]

@@ -122,7 +122,8 @@ class Prober:
     def _tell_lives(self) -> None:
         """Log what has become of engines, whether a probe, a request or an operator did it."""
         members = self._registry.members()
-        now, told = self._clock(), dict[InstanceId, tuple[HealthState, str, bool]]()
+        now = self._clock()
+        told = dict[InstanceId, tuple[HealthState, str, bool]]()
         for member in members:
             life = member.life
             is_late = life.state is HealthState.STARTING and life.is_away and now >= life.since + _START_S
@@ -148,7 +149,9 @@ class Prober:
             logger.warning("%s", text)
 
     async def _visit(self, member: Member, group: asyncio.TaskGroup) -> None:
-        failed, begun, missed = True, self._clock(), member.life.misses
+        failed = True
+        begun = self._clock()
+        missed = member.life.misses
         try:
             await self._look(member)
             failed = self._is_lacking = False

@@ -19,7 +19,8 @@ def log_requests(records: Sequence[RequestRecord]) -> None:
 
 def fields(record: RequestRecord) -> dict[str, object]:
     """Return what the line says: always the same fields, and what was unusual."""
-    prefill, decode = record.prefill, record.decode
+    prefill = record.prefill
+    decode = record.decode
     prefill_ms = None if prefill is None else prefill.ms
     found: dict[str, object] = {
         "request_id": record.request_id,
@@ -39,7 +40,11 @@ def fields(record: RequestRecord) -> dict[str, object]:
 
 def text(record: RequestRecord) -> str:
     """Return the same as a line for people; a line break in a path or an error stays on its line."""
-    prefill, decode, path, ttft_s, queue_s = record.prefill, record.decode, record.path, record.ttft_s, record.queue_s
+    prefill = record.prefill
+    decode = record.decode
+    path = record.path
+    ttft_s = record.ttft_s
+    queue_s = record.queue_s
     if path not in ENDPOINTS and (not (path.isascii() and path.isprintable()) or "\\" in path):
         path = path.encode("unicode_escape").decode()
     prefill_ms = None if prefill is None else prefill.ms

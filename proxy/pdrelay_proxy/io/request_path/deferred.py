@@ -44,9 +44,11 @@ class DeferredCalls:
             return
         self._timer.cancel()
         self._timer = None
-        calls, self._calls = self._calls, []
+        calls = self._calls
+        self._calls = []
         calls += [(end, ()) for end in self._after]
-        was_settling, self.is_settling = self.is_settling, True
+        was_settling = self.is_settling
+        self.is_settling = True
         with self._around():
             for do, args in calls:
                 try:

@@ -143,7 +143,8 @@ class LiveFleet(FleetChoice):
 
         Requests try pairs of a prefill and a decode engine alone.
         """
-        health, now = self.registry.pairs, self._clock()
+        health = self.registry.pairs
+        now = self._clock()
         for each in decode if health.has_any else ():
             pair = lender.id, each.id
             if health.has_rested(pair, now=now) and fit(self.registry.facts(lender), self.registry.facts(each)):

@@ -43,7 +43,9 @@ class PairNotes:
         """A request is over that was sent to two engines."""
         if record.status != _OK:
             return  # its legs have been counted
-        pair, matrix, ttft_s = (prefill.instance, decode.instance), self.matrix, None
+        pair = (prefill.instance, decode.instance)
+        matrix = self.matrix
+        ttft_s = None
         if matrix.most or self.modes.has_any:
             if record.ttft_s is not None and (ms := decode.ms) is not None:
                 if record.push is _AT_ONCE and prefill.ms is not None:
@@ -155,7 +157,8 @@ class PairNotes:
             return known
         found = dict[str, list[Instance]]()
         for member in self._registry.members():
-            one, name = member.instance, member.facts.engine_id
+            one = member.instance
+            name = member.facts.engine_id
             if name is not None:
                 known_as = name if one.rank is None else f"{name}_dp{one.rank}"
                 found.setdefault(known_as, []).append(one)

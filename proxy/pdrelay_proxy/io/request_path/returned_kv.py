@@ -19,12 +19,14 @@ def cached_on(fleet: LiveFleet, hints: RoutingHints, prefill: InstanceId | None 
     caches = fleet.caches
     if caches is None or not hints.prompt:
         return None
-    most, best = LEAST, None
+    most = LEAST
+    best = None
     for instance in fleet.known(Role.DECODE):
         engine_id = fleet.registry.facts(instance).engine_id
         if engine_id is None or instance.rank is not None or instance.id == prefill:
             continue
         size = caches.matched(instance, hints, is_there=True)
         if size > most:
-            most, best = size, engine_id
+            most = size
+            best = engine_id
     return None if best is None else CachedOn(best, min(1.0, most / max(1, hints.blocks.size)))

@@ -228,7 +228,8 @@ class Telemetry:
         What happens between two steps may be missing: the next scrape has it.
         """
         self.later.settle()
-        engines, gaps = list(self._engines.values()), list(self._gaps.items())
+        engines = list(self._engines.values())
+        gaps = list(self._gaps.items())
         for start in range(0, len(engines), _ENGINES_AT_ONCE):
             for engine in engines[start : start + _ENGINES_AT_ONCE]:
                 engine.add_up(self._counters, self._recent)
@@ -341,7 +342,9 @@ class Telemetry:
             kind.ttft.append(record.ttft_s)
         if record.push is _AT_ONCE:
             self._push_over(record)
-        pairs, prefill, decode = self._pairs, record.prefill, record.decode
+        pairs = self._pairs
+        prefill = record.prefill
+        decode = record.decode
         if pairs is not None and prefill is not None and decode is not None:
             pairs.request_over(record, prefill, decode)
         if record.retries:
@@ -368,14 +371,16 @@ class Telemetry:
 
     def _log(self) -> None:
         if self._over:
-            over, self._over = self._over, []
+            over = self._over
+            self._over = []
             log_requests(over)
             for hear in self._ended:
                 hear(over)
 
     def _push_over(self, record: RequestRecord) -> None:
         """Count whether the KV cache of a push arrived; its answer may tell."""
-        end, decode = record.take_end(), record.decode
+        end = record.take_end()
+        decode = record.decode
         if record.status != 200 or record.prefill is None or decode is None:
             return
         result = arrival(end if decode.own_usage is None else decode.own_usage)
@@ -386,7 +391,8 @@ class Telemetry:
     def _kind(self, record: RequestRecord) -> _Kind:
         decode = None if record.decode is None else record.decode.instance
         path = self._counters.label(record.path)
-        is_part, has_prefill = isinstance(record, PromptRecord), record.prefill is not None
+        is_part = isinstance(record, PromptRecord)
+        has_prefill = record.prefill is not None
         # Its outcome follows from its status and whether there was an error.
         key = path, record.status, record.error is None, record.single_reason, decode, record.push, has_prefill, is_part
         found = self._kinds.get(key)
@@ -460,7 +466,9 @@ class Telemetry:
         self._add_up_requests()
 
     def _add_up_requests(self) -> None:
-        counters, recent, now = self._counters, self._recent, self._clock()
+        counters = self._counters
+        recent = self._recent
+        now = self._clock()
         counters.log_lines_dropped[()] = dropped_lines()
         for kind in self._kinds.values():
             kind.add_up(counters, recent, now=now)

@@ -28,7 +28,8 @@ class ConnectSlot:
 
     def pass_on(self) -> None:
         """Let the next one begin, if that has not happened yet."""
-        free, self._free = self._free, None
+        free = self._free
+        self._free = None
         if free is not None:
             free.release()
 

@@ -94,7 +94,8 @@ class Connection:
         transport = self._transport
         if transport.is_closing():
             return False
-        self._reply, call.source = call, self
+        self._reply = call
+        call.source = self
         self.heard_at = self.clock()
         first = body[0]
         if len(body) == 1 and isinstance(first, bytes):
@@ -200,7 +201,8 @@ class Connection:
             self._begun = True
             reply.began(reader.status, reader.content_type, reader.load)
         if reader.pieces:
-            pieces, reader.pieces = reader.pieces, []
+            pieces = reader.pieces
+            reader.pieces = []
             reply.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=reader.done)
         if reader.done:
             self._answered(reply, clean=fault is None)
@@ -257,8 +259,10 @@ class Connection:
     def _end(self, exc: BaseException | None) -> None:
         if self._ended:
             return
-        self._ended, self._usable = True, False
-        reply, self._reply = self._reply, None
+        self._ended = True
+        self._usable = False
+        reply = self._reply
+        self._reply = None
         if reply is not None:
             is_unheard = self._is_reused and not self._reader.in_response
             is_stale = is_unheard and self.clock() - self.heard_at < STALE_S

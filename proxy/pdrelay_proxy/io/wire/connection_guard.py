@@ -40,7 +40,8 @@ class Guard:
             NotAllowed: it leads to where no engine may be added.
             OSError: the name leads nowhere.
         """
-        host, is_given = address.host, self._is_given(address)
+        host = address.host
+        is_given = self._is_given(address)
         if is_ip(host):
             if is_given:
                 return ()

@@ -44,7 +44,8 @@ class EngineNames:
     async def resolve(self, host: str, port: int) -> Sequence[str]:
         """Return the addresses of a name; raises OSError: it has none, and had none of late."""
         name = host, port
-        known, asked = self._known.get(name), self._asked.get(name) or self._ask(name)
+        known = self._known.get(name)
+        asked = self._asked.get(name) or self._ask(name)
         if known is None:
             return await asyncio.shield(asked)
         if name not in self._late or _is_old(known):

@@ -105,7 +105,8 @@ class LegSender:
 
     def done(self, call: ResponseHandler) -> None:
         """Give back the connection of an answer that is complete; any other one is closed."""
-        source, call.source = call.source, None
+        source = call.source
+        call.source = None
         if isinstance(source, Connection):
             self._pool.put_back(source)
 

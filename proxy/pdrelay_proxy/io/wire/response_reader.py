@@ -63,16 +63,23 @@ class ResponseReader:
         """Read the head of a usual stream without the parser, which gets it when it is needed; return where it ends."""
         head = self._usual.match_stream(data)
         if head:
-            self._head, self.content_type = head, self._usual.stream_type
-            self.status, self.headed, self.between, self.loose = 200, True, True, 0
+            self._head = head
+            self.content_type = self._usual.stream_type
+            self.status = 200
+            self.headed = True
+            self.between = True
+            self.loose = 0
         return len(head)
 
     def _parse_head(self) -> None:
         """Have the parser read the head that it has not had, and so wait for a chunk."""
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         if head:
-            loose, self.loose = self.loose, 0
-            self.headed, self.content_type = False, b""
+            loose = self.loose
+            self.loose = 0
+            self.headed = False
+            self.content_type = b""
             self._parser.feed_data(head)
             self.loose = loose
 
@@ -155,7 +162,9 @@ class ResponseReader:
             return
         if self._codings and (version == "1.0" or [one.lower() for one in self._codings] != [b"chunked"]):
             self._refuse("a transfer coding other than chunked")
-        self.status, self.headed, self.loose = status, True, 0
+        self.status = status
+        self.headed = True
+        self.loose = 0
         self.until_eof = not framed and status not in _BODYLESS
         if self.until_eof and self.is_tls:  # whoever sits in between can end the connection
             self._refuse("an answer without a length over TLS, whose end cannot be told from a cut")

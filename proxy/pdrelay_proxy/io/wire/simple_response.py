@@ -48,7 +48,9 @@ class SimpleResponses:
 
     def match(self, received: bytes) -> bytes | None:
         """Return the body of such an answer; None: it is another one, or not all of it."""
-        start, stop, end = self._start, self._stop, self._end
+        start = self._start
+        stop = self._stop
+        end = self._end
         digits = received[start:stop]
         if digits.isdigit() and received[stop:end] == self._behind and received[:start] == self._before:
             return received[end:] if len(received) - end == int(digits) else None
@@ -59,7 +61,8 @@ class SimpleResponses:
             return None
         group = 1 if head[1] is not None else 2
         start, stop, end = self._start, self._stop, self._end = head.start(group), head.end(group), head.end()
-        self._before, self._behind = received[:start], received[stop:end]
+        self._before = received[:start]
+        self._behind = received[stop:end]
         return received[end:] if len(received) - end == int(head[group]) else None
 
     def match_stream(self, received: bytes) -> bytes:
@@ -70,7 +73,8 @@ class SimpleResponses:
         head = _STREAM_HEAD.match(received, 0, _MOST)
         if head is None:
             return b""
-        self._stream_head, self.stream_type = head[0], head[1] or head[2]
+        self._stream_head = head[0]
+        self.stream_type = head[1] or head[2]
         return self._stream_head
 
 

@@ -21,11 +21,15 @@ class WholeAnswer(ResponseHandler):
         self.answer: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
         self._pieces: list[bytes] = []
         self._size = 0
-        self._status, self._type, self._load = 0, b"", b""
+        self._status = 0
+        self._type = b""
+        self._load = b""
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
         """Its head is here."""
-        self._status, self._type, self._load = status, content_type, load
+        self._status = status
+        self._type = content_type
+        self._load = load
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
         """Keep what comes."""

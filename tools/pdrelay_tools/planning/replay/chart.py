@@ -5,7 +5,11 @@ from html import escape
 
 from pdrelay_tools.planning.replay.summary import Summary
 
-_WIDTH, _PANEL, _LEFT, _ROW, _TOP = 960, 480, 130, 14, 56
+_WIDTH = 960
+_PANEL = 480
+_LEFT = 130
+_ROW = 14
+_TOP = 56
 _COLOURS = ("#4477aa", "#ccbb44", "#aa3377")
 _PANELS: Sequence[tuple[str, Sequence[tuple[str, Callable[[Summary], float | None]]], Callable[[float], str]]] = (
     (

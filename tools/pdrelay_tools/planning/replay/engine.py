@@ -83,7 +83,9 @@ class VirtualEngine:
         self.log: Final = EngineLog()
         self.waiting: Final = deque[VirtualLeg]()
         self.model: Final = model
-        self._block_tokens, self._loop, self._told = block_tokens, loop, stepped
+        self._block_tokens = block_tokens
+        self._loop = loop
+        self._told = stepped
         self._chance = Random(seed)
         self._cache = KvCache(model.kv_tokens // block_tokens, events)
         self._loaded = deque[VirtualLeg]()  # their KV has arrived
@@ -152,7 +154,8 @@ class VirtualEngine:
             self._step()
 
     def _step(self) -> None:
-        chunks, seconds = list[tuple[VirtualLeg, int]](), 0.0
+        chunks = list[tuple[VirtualLeg, int]]()
+        seconds = 0.0
         budget = self.model.max_num_batched_tokens - len(self._ends)
         for leg in self._to_prefill():
             if budget <= 0:
@@ -221,7 +224,8 @@ class VirtualEngine:
         self._steps += 1
         running = len(self._ends)
         self._context += running
-        ended, begun = list[VirtualLeg](), list[VirtualLeg]()
+        ended = list[VirtualLeg]()
+        begun = list[VirtualLeg]()
         while self._ends and self._ends[0][0] == self._steps:
             ended.append(heappop(self._ends)[2])
         for leg, tokens in chunks:

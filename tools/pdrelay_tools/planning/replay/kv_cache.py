@@ -46,7 +46,8 @@ class KvCache:
 
     def take(self, names: Sequence[int], unnamed: int) -> bool:
         """Use these blocks and ``unnamed`` more; False: there is no room, and nothing has changed."""
-        users, free = self._users, self._free
+        users = self._users
+        free = self._free
         if self.used + unnamed + len(names) - sum(map(users.__contains__, names)) > self.blocks:
             return False
         before: int | None = None
@@ -69,7 +70,8 @@ class KvCache:
 
     def give(self, names: Sequence[int], unnamed: int, filled: Sequence[int] = ()) -> None:
         """Give back what was taken; ``filled``: the unnamed blocks that have become these."""
-        users, free = self._users, self._free
+        users = self._users
+        free = self._free
         self._unnamed -= unnamed
         if self._events is not None:
             for before, name in pairwise([names[-1] if names else None, *filled]):

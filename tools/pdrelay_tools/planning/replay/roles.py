@@ -55,8 +55,11 @@ class SimulatedRoles:
         loop: EventLoop,
     ) -> None:
         """``engines`` and ``roles`` get another name for an engine that has turned; the old one stays."""
-        self._plan, self._registry, self._loop = plan, registry, loop
-        self._engines, self._roles = engines, roles
+        self._plan = plan
+        self._registry = registry
+        self._loop = loop
+        self._engines = engines
+        self._roles = roles
         self._controllers = self._new_controllers()
         self._leaving = dict[InstanceId, tuple[Role, float]]()  # the role they turn to, and since when
         self._turned_at = list[float]()  # what all controllers know of each other's turns
@@ -105,14 +108,17 @@ class SimulatedRoles:
 
     def _glance(self, name: InstanceId) -> None:
         """Have an engine take its new role if it has nothing left."""
-        member, engine = self._registry.member(name), self._engines[name]
+        member = self._registry.member(name)
+        engine = self._engines[name]
         if member.load.in_flight or engine.running or engine.queued:
             self._loop.after(_GLANCE_S, partial(self._glance, name))
             return
-        now, (role, began) = self._loop.now, self._leaving.pop(name)
+        now = self._loop.now
+        role, began = self._leaving.pop(name)
         self._registry.remove(name, now=now)
         again = self._registry.add(role, member.instance.address, facts=member.facts, now=now)
-        self._engines[again.id], self._roles[again.id] = engine, role
+        self._engines[again.id] = engine
+        self._roles[again.id] = role
         counts = [len(self._registry.known(each)) for each in Role]
         self.turned.append(TurnedEngine(began, now, role, *counts))
 

@@ -74,7 +74,8 @@ class VllmRouter:
 
 
 def _chain(text: bytes, size: int = 512) -> Sequence[bytes]:
-    names, name = list[bytes](), b""
+    names = list[bytes]()
+    name = b""
     for start in range(0, len(text), size):
         name = blake2b(text[start : start + size], key=name, digest_size=12).digest()
         names.append(name)
@@ -88,7 +89,9 @@ class FollowedCache:
         """Raises NoReplay: so small blocks cannot be told apart by their token ids."""
         if block_tokens < IDS_LEAST:
             raise NoReplay(f"blocks of {block_tokens} tokens are too small for KV events: {IDS_LEAST} tell them apart")
-        self._index, self._engine, self._block_tokens = index, engine, block_tokens
+        self._index = index
+        self._engine = engine
+        self._block_tokens = block_tokens
         index.open(engine, {engine: None})
         self._apply()
 
@@ -133,7 +136,8 @@ class ReplayRouter:
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
             for engine in range(number):
                 self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000), facts=facts)
-        self._trace, self._clock = trace, clock
+        self._trace = trace
+        self._clock = clock
         self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
         self._gaps = dict[InstanceId, list[float]]()  # between the tokens of streams, since they were looked at
         self._looked = 0.0
@@ -144,7 +148,9 @@ class ReplayRouter:
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
         """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone."""
-        fleet, request, hints = self.fleet, RequestId(str(number)), self._ask(number)
+        fleet = self.fleet
+        request = RequestId(str(number))
+        hints = self._ask(number)
         self._look()
         found = route(fleet, hints, Api.CHAT.value, RetryAttempts(0), self._settings, reason=None)
         record = RequestRecord(request, Api.CHAT.value, single_reason=found.reason)
@@ -199,14 +205,16 @@ class ReplayRouter:
     def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
         """A prefill engine has answered, and reports its load with the answer."""
         self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
-        hints, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
+        hints = self._asked[number][0]
+        tokens = self._trace.turns[number].prompt_tokens
         for listener in self.fleet.listeners:
             listener.prompt_computed(prefill, RequestId(str(number)), hints, tokens)
         self._left(prefill, number)
 
     def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
         """The last token of an answer has come, and with it how much of the prompt was cached."""
-        turn, (hints, record) = self._trace.turns[number], self._asked.pop(number)
+        turn = self._trace.turns[number]
+        hints, record = self._asked.pop(number)
         record.wrote(_USAGE % (turn.prompt_tokens, cached_tokens))
         record.relayed += turn.output_tokens * BYTES_PER_TOKEN
         for listener in self.fleet.listeners:
@@ -221,7 +229,8 @@ class ReplayRouter:
 def _parsed(choice: str) -> tuple[str, int, float]:
     """Return the policies, the bytes below which one engine serves alone, and the seconds its streams may wait."""
     names, *bounds = choice.split(":")
-    least, itl_s = 0, 0.0
+    least = 0
+    itl_s = 0.0
     for alone in bounds:
         number = alone.removesuffix("ms")
         if not (number.isascii() and number.isdigit() and len(number) < 10):

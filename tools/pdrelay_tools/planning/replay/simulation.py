@@ -70,7 +70,8 @@ def replay(trace: Trace, policy: str, fleet: SimulatedFleet, *, seed: int) -> Re
 
 class _Replay:
     def __init__(self, trace: Trace, policy: str, fleet: SimulatedFleet, seed: int) -> None:
-        self._trace, self._policy = trace, policy
+        self._trace = trace
+        self._policy = policy
         models = {Role.PREFILL: fleet.model, Role.DECODE: fleet.decode_model or fleet.model}
         self._loop = EventLoop()
         self._router = ReplayRouter(

@@ -113,7 +113,9 @@ def _csv(path: Path, number: int, line: bytes) -> _Lengths:
 
 
 def _lengths(rows: Sequence[_Lengths], arrivals: Arrivals) -> Trace:
-    names, size, turns = BlockNames(0), arrivals.block_tokens, list[Turn]()
+    names = BlockNames(0)
+    size = arrivals.block_tokens
+    turns = list[Turn]()
     for row, at_s in zip(rows, poisson(arrivals.per_s, arrivals.seed), strict=False):
         blocks = names.take(-(-(row.prompt_tokens + row.output_tokens) // size))
         turns.append(Turn(f"r{len(turns)}", blocks, row.prompt_tokens, row.output_tokens, at_s))
@@ -127,7 +129,10 @@ def _mooncake(rows: Sequence[_Mooncake], arrivals: Arrivals) -> Trace:
     one was new then; its blocks after them are what the answer has filled.
     """
     names = BlockNames(1 + max(max(row.hash_ids, default=0) for row in rows))
-    sessions, goes_on, ends, seen = list[str](), list[int | None](), dict[int, int](), set[int]()
+    sessions = list[str]()
+    goes_on = list[int | None]()
+    ends = dict[int, int]()
+    seen = set[int]()
     answers = dict[int, Sequence[int]]()
     for number, row in enumerate(rows):
         full = row.hash_ids[: row.input_length // MOONCAKE_BLOCK]
@@ -160,7 +165,8 @@ def _conversations(path: Path, text: bytes, arrivals: Arrivals) -> Trace:
         found = msgspec.json.decode(text, type=list[_Conversation])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise NoReplay(f"{path} must be a list of conversations with an id and messages: {exc}") from exc
-    turns, begins = list[Turn](), poisson(arrivals.per_s, arrivals.seed)
+    turns = list[Turn]()
+    begins = poisson(arrivals.per_s, arrivals.seed)
     for one in found:
         turns += _turns(one, next(begins), len(turns), arrivals)
     if not turns:
@@ -175,7 +181,9 @@ def _turns(one: _Conversation, begins: float, first: int, arrivals: Arrivals) ->
     tokens = [max(1, -(-len(message.content) // BYTES_PER_TOKEN)) for message in one.messages]
     padded = zip(one.messages, tokens, strict=True)
     text = "".join(message.content.ljust(count * BYTES_PER_TOKEN) for message, count in padded)
-    blocks, total, number = list(_names(text, arrivals.block_tokens * BYTES_PER_TOKEN)), 0, first
+    blocks = list(_names(text, arrivals.block_tokens * BYTES_PER_TOKEN))
+    total = 0
+    number = first
     for message, count in zip(one.messages, tokens, strict=True):
         if message.role == "assistant" and total:
             goes_on = number - 1 if number > first else None

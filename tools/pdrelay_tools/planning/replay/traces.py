@@ -45,7 +45,8 @@ class Trace:
 
     def answer_blocks(self, turn: Turn) -> Sequence[int]:
         """Return the blocks that the answer fills."""
-        first, end = turn.prompt_tokens, turn.prompt_tokens + turn.output_tokens
+        first = turn.prompt_tokens
+        end = turn.prompt_tokens + turn.output_tokens
         return turn.blocks[first // self.block_tokens : end // self.block_tokens]
 
     def text(self, number: int) -> bytes:
@@ -54,7 +55,8 @@ class Trace:
         size = self.block_tokens * BYTES_PER_TOKEN
         names = turn.blocks[: -(-turn.prompt_tokens // self.block_tokens)]
         tokens = b"".join([(b"%016x" % name * -(-size // 16))[:size] for name in names])
-        messages, first = list[bytes](), 0
+        messages = list[bytes]()
+        first = 0
         for end in self._message_ends(number):
             role = b"assistant" if len(messages) % 2 else b"user"
             content = tokens[first * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN]
@@ -64,7 +66,8 @@ class Trace:
 
     def ids(self, number: int) -> bytes:
         """Return the prompt of a turn as JSON of token ids, of BYTES_PER_TOKEN bytes each."""
-        turn, size = self.turns[number], self.block_tokens
+        turn = self.turns[number]
+        size = self.block_tokens
         names = turn.blocks[: -(-turn.prompt_tokens // size)]
         ids = [token for name in names for token in token_ids(name, size)][: turn.prompt_tokens]
         return b"[%s]" % ",".join(map(str, ids)).encode()
@@ -73,7 +76,8 @@ class Trace:
         """Return where the prompt's messages end, in tokens."""
         ends = [self.turns[number].prompt_tokens]
         while (before := self.turns[number].goes_on) is not None:
-            number, turn = before, self.turns[before]
+            number = before
+            turn = self.turns[before]
             ends += turn.prompt_tokens + turn.output_tokens, turn.prompt_tokens
         return ends[::-1]
 
@@ -92,11 +96,15 @@ class Conversations:
 
     def generate(self, block_tokens: int, seed: int) -> Trace:
         """Return the same trace for the same seed."""
-        chance, names = Random(seed), BlockNames(self.system_tokens // block_tokens)
-        shared, turns, begins = list(range(self.system_tokens // block_tokens)), list[Turn](), 0.0
+        chance = Random(seed)
+        names = BlockNames(self.system_tokens // block_tokens)
+        shared = list(range(self.system_tokens // block_tokens))
+        turns = list[Turn]()
+        begins = 0.0
         for session in range(self.sessions):
             begins += chance.expovariate(self.per_s)
-            lengths, total = list[tuple[int, int]](), self.system_tokens
+            lengths = list[tuple[int, int]]()
+            total = self.system_tokens
             for _ in range(self.turns):
                 prompt = total + 1 + int(chance.expovariate(1 / self.prompt_tokens))
                 output = 1 + int(chance.expovariate(1 / self.output_tokens))
@@ -124,9 +132,13 @@ class Phase:
 
 def phases(each: Sequence[Phase], block_tokens: int, seed: int) -> Trace:
     """Return a trace of phases that follow each other; no two prompts share anything. The same seed, the same trace."""
-    chance, names, turns, begin = Random(seed), BlockNames(0), list[Turn](), 0.0
+    chance = Random(seed)
+    names = BlockNames(0)
+    turns = list[Turn]()
+    begin = 0.0
     for phase in each:
-        now, end = begin + chance.expovariate(phase.per_s), begin + phase.seconds
+        now = begin + chance.expovariate(phase.per_s)
+        end = begin + phase.seconds
         while now < end:
             prompt = 1 + int(chance.expovariate(1 / phase.prompt_tokens))
             output = 1 + int(chance.expovariate(1 / phase.output_tokens))
@@ -152,7 +164,8 @@ class BlockNames:
 
 def poisson(per_s: float, seed: int) -> Iterator[float]:
     """Yield times of independent arrivals."""
-    chance, now = Random(seed), 0.0
+    chance = Random(seed)
+    now = 0.0
     while True:
         now += chance.expovariate(per_s)
         yield now

@@ -47,7 +47,8 @@ async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
 
 async def decode_frozen(bench: Bench) -> Seen:
     """Freeze the decode engine between the legs until the leases are over and the blocks have other prompts."""
-    decode, offers = bench.pairs.decode[0], await _offers(bench, 8)
+    decode = bench.pairs.decode[0]
+    offers = await _offers(bench, 8)
     async with _frozen(bench, "decode"):
         answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
         await asyncio.sleep(bench.past_lease_s)
@@ -57,7 +58,8 @@ async def decode_frozen(bench: Bench) -> Seen:
 
 async def decode_frozen_left(bench: Bench) -> Seen:
     """Freeze the decode engine between the legs; the clients leave meanwhile."""
-    decode, offers = bench.pairs.decode[0], await _offers(bench, 4)
+    decode = bench.pairs.decode[0]
+    offers = await _offers(bench, 4)
     async with _frozen(bench, "decode"):
         await asyncio.gather(*(offer.leave(decode, after_s=_SENT_S) for offer in offers))
     return Seen(await bench.compare(bench.prompts.mixed(3, longest=200)), idle_s=bench.limits.lease_s + 5)
@@ -97,7 +99,8 @@ async def decode_killed(bench: Bench) -> Seen:
 
 async def prefill_frozen(bench: Bench) -> Seen:
     """Freeze the prefill engine for some seconds while the decode engine wants its blocks."""
-    decode, offers = bench.pairs.decode[0], await _offers(bench, 4)
+    decode = bench.pairs.decode[0]
+    offers = await _offers(bench, 4)
     async with _frozen(bench, "prefill"):
         answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
         await asyncio.sleep(min(_FROZEN_S, bench.limits.lease_s / 2))
@@ -106,7 +109,9 @@ async def prefill_frozen(bench: Bench) -> Seen:
 
 async def prefill_killed(bench: Bench) -> Seen:
     """Kill the prefill engine between the legs, and start it again."""
-    prefill, decode, offers = bench.pairs.prefill[0], bench.pairs.decode[0], await _offers(bench, 4)
+    prefill = bench.pairs.prefill[0]
+    decode = bench.pairs.decode[0]
+    offers = await _offers(bench, 4)
     await bench.peers.do("prefill", Deed.KILL)
     findings = await _judge(bench, offers, await asyncio.gather(*(offer.take(decode) for offer in offers)))
     await _restart(bench, "prefill", prefill)

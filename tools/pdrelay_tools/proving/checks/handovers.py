@@ -55,7 +55,8 @@ class Offered:
 
 async def mixed_up(bench: Bench) -> Seen:
     """Give one request the params of another, then use them rightly."""
-    prefill, decode = bench.pairs.prefill[0], bench.pairs.decode[0]
+    prefill = bench.pairs.prefill[0]
+    decode = bench.pairs.decode[0]
     findings: list[Finding] = []
     sizes = ((70, 70), (70, 200), (200, 70))
     for mine, other in sizes:
@@ -68,7 +69,8 @@ async def mixed_up(bench: Bench) -> Seen:
 
 async def used_twice(bench: Bench) -> Seen:
     """Use the same params twice, and twice at the same time."""
-    prefill, decode = bench.pairs.prefill[0], bench.pairs.decode
+    prefill = bench.pairs.prefill[0]
+    decode = bench.pairs.decode
     offer = await Offered(bench, _ids(bench, 150)).make(prefill)
     replies = [await offer.take(decode[0]), await offer.take(decode[-1])]
     other = await Offered(bench, _ids(bench, 150)).make(prefill)
@@ -79,7 +81,8 @@ async def used_twice(bench: Bench) -> Seen:
 
 async def stale(bench: Bench) -> Seen:
     """Use params after the lease is over and the prefill engine has other prompts in those blocks."""
-    prefill, decode = bench.pairs.prefill[0], bench.pairs.decode[0]
+    prefill = bench.pairs.prefill[0]
+    decode = bench.pairs.decode[0]
     offers = [await Offered(bench, _ids(bench, 100 + 60 * number)).make(prefill) for number in range(4)]
     await bench.right_answers([offer.question for offer in offers])
     await asyncio.sleep(bench.past_lease_s)
@@ -136,7 +139,8 @@ async def refill(bench: Bench, server: HttpServer) -> str:
     size = (seen.blocks or 0) * (seen.block_size or bench.block_size) if seen is not None else 0
     wanted = min(size or 16_000, _LARGEST_CACHE)
     length = max(2, (bench.facts.max_model_len or 2048) - 8)
-    end, done = now() + _REFILL_S, 0
+    end = now() + _REFILL_S
+    done = 0
     while done < wanted and now() < end:
         fields = {"ignore_eos": True}
         asked = [

@@ -245,7 +245,8 @@ def _is_tie(ours: OneAnswer, reference: OneAnswer, place: int, tolerance: float)
     if place >= min(len(ours.tokens), len(reference.tokens)) or place >= len(reference.others):
         return False
     likely = dict(reference.others[place])
-    theirs, mine = likely.get(reference.tokens[place]), likely.get(ours.tokens[place])
+    theirs = likely.get(reference.tokens[place])
+    mine = likely.get(ours.tokens[place])
     return theirs is not None and mine is not None and abs(theirs - mine) <= 2 * tolerance
 
 

@@ -12,7 +12,9 @@ WORDS: Final = (
     *("river", "stone", "lantern", "north", "cloud", "window", "copper", "garden", "seven", "letter", "morning"),
     *("paper", "engine", "bridge", "silver", "valley", "winter", "candle", "harbor", "mirror", "quiet", "signal"),
 )
-_FIRST_ID, _LAST_ID = 20, 490  # token ids that every vocabulary has
+# token ids that every vocabulary has
+_FIRST_ID = 20
+_LAST_ID = 490
 TOKENS: Final = 16  # of an answer, where nothing else is said
 
 

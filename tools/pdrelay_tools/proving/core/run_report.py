@@ -7,7 +7,9 @@ from typing import Final
 from pdrelay_tools.proving.core.finding import CheckReport, CheckState
 from pdrelay_tools.proving.core.latencies import Latencies
 
-GREEN, FINDINGS, COULD_NOT_RUN = 0, 1, 2
+GREEN = 0
+FINDINGS = 1
+COULD_NOT_RUN = 2
 _SIGNS: Final[Mapping[CheckState, str]] = {
     CheckState.PASSED: "ok",
     CheckState.FAILED: "FINDINGS",

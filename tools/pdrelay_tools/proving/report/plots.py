@@ -4,8 +4,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
-_WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 150, 16, 40
+_WIDTH = 640
+_HEIGHT = 260
+_LEFT = 56
+_RIGHT = 150
+_TOP = 16
+_BOTTOM = 40
 _COLOURS: Final = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a")
 _TICKS: Final = 5
 
@@ -41,10 +45,12 @@ def shares(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _axes(x_label: str, y_label: str, x_max: float, y_max: float) -> list[str]:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    right = _WIDTH - _RIGHT
+    bottom = _HEIGHT - _BOTTOM
     parts = [f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#8c959f"/>']
     for tick in range(_TICKS + 1):
-        x, y = x_max * tick / _TICKS, y_max * tick / _TICKS
+        x = x_max * tick / _TICKS
+        y = y_max * tick / _TICKS
         parts.append(f'<text x="{_x(x, x_max):.1f}" y="{bottom + 15}" text-anchor="middle">{x:.3g}</text>')
         parts.append(f'<text x="{_LEFT - 6}" y="{_y(y, y_max) + 4:.1f}" text-anchor="end">{y:.3g}</text>')
     parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')

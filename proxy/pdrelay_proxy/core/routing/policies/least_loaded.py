@@ -27,7 +27,8 @@ class LeastLoaded:
         for instance in among:  # one loop takes a third of a comprehension, ``min`` and another comprehension
             load = self._load(instance)
             if load < least:
-                least, equals = load, [instance]
+                least = load
+                equals = [instance]
             elif load == least:
                 equals.append(instance)
         chosen = equals[0] if len(equals) == 1 else self._longest_ago(equals)

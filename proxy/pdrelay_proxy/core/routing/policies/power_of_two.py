@@ -19,7 +19,8 @@ class PowerOfTwo:
             return among[0]
         first = self._dice(len(among))
         second = (first + 1 + self._dice(len(among) - 1)) % len(among)
-        one, other = among[first], among[second]
+        one = among[first]
+        other = among[second]
         return one if self._load(one) <= self._load(other) else other
 
     def copy(self) -> Self:

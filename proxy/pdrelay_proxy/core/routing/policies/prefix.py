@@ -45,9 +45,13 @@ class Prefix:
 
     def holding(self, among: Sequence[Instance], hints: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
         """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these."""
-        near, size = self._not_overloaded(among), hints.blocks.size
+        near = self._not_overloaded(among)
+        size = hints.blocks.size
         sizes = self._caches.matches(near, hints, is_there=True)
-        lowest, largest, most, most_few = min(sizes), 0, -1, -1
+        lowest = min(sizes)
+        largest = 0
+        most = -1
+        most_few = -1
         holding: list[Instance] = []
         for place, found in enumerate(sizes):  # one loop takes a third of comprehensions over ``zip``
             cached = lowest if _is_short(found, hints) else found
@@ -60,7 +64,8 @@ class Prefix:
             if cached < most or not bound.has_room(near[place], hints, size - cached, least):
                 continue
             if cached > most:
-                most, holding = cached, []
+                most = cached
+                holding = []
             holding.append(near[place])
         if not holding:
             return Holding((), largest, is_bound=most_few >= 0)
@@ -88,7 +93,8 @@ class Prefix:
 
     def _not_overloaded(self, among: Sequence[Instance]) -> Sequence[Instance]:
         loads: list[float] = []
-        least, most = inf, -inf
+        least = inf
+        most = -inf
         for instance in among:  # one loop takes half of a comprehension, ``min`` and ``max``
             load = self._load(instance)
             loads.append(load)

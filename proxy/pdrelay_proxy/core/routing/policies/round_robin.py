@@ -69,7 +69,8 @@ class RoundRobin:
         if before is None or before[0] is not prefill or before[1] is not decode:
             before = self._last = prefill, decode, _names([*prefill, *decode])
         turn = self._turns.next(before[2])
-        x, y = len(prefill), len(decode)
+        x = len(prefill)
+        y = len(decode)
         first = prefill[turn % x]
         if fits is not always:
             fitting = _fitting(first, decode, fits)

@@ -133,7 +133,8 @@ class EngineCosts(LegListener):
         ahead = speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean
         # Requests behind this one wait for what it has computed, the busier the engine. Without that, conversations
         # leave the engine that has them for the first shorter queue, and at high load all compute more than is new.
-        new, busy = max(1, tokens - hit), speed.busy(line.slope_s, now)
+        new = max(1, tokens - hit)
+        busy = speed.busy(line.slope_s, now)
         return ExpectedTime(
             tokens=tokens,
             queue_s=ahead * line.slope_s,

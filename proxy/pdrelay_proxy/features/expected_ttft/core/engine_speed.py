@@ -108,9 +108,11 @@ class LineFit:
         prior = Line(stretched * prior.base_s, stretched * prior.slope_s)
         weight = _PRIOR * self._sum / self.count
         far = 2.0 * self._sum_x / self._sum
-        total, sum_x = self._sum + 2.0 * weight, self._sum_x + weight * far
+        total = self._sum + 2.0 * weight
+        sum_x = self._sum_x + weight * far
         sum_y = self._sum_y + weight * (prior.base_s + prior.at(far))
-        squares, sum_xy = self._squares + weight * far * far, self._sum_xy + weight * far * prior.at(far)
+        squares = self._squares + weight * far * far
+        sum_xy = self._sum_xy + weight * far * prior.at(far)
         spread = total * squares - sum_x * sum_x
         if spread <= 0.0:  # all numbers were zero
             return Line(sum_y / total, prior.slope_s)
@@ -226,7 +228,8 @@ class EngineSpeed:
         line = self.prefill.among(priors.prefill, now) if computes else self.transfer.among(priors.transfer, now)
         self._legs[request] = _Leg(tokens, now, queue.left(line.slope_s, now), computes=computes)
         queue.enter(request, tokens, now)
-        self._recent, self._recent_at = self.recent(now) + tokens, now
+        self._recent = self.recent(now) + tokens
+        self._recent_at = now
         if computes:
             self.tokens_mean += 0.1 * (tokens - self.tokens_mean)
 
@@ -239,7 +242,8 @@ class EngineSpeed:
             return
         self.computing.leave(request, now)
         self.loading.leave(request, now)
-        seconds, tokens = now - leg.sent_at, leg.ahead + leg.tokens
+        seconds = now - leg.sent_at
+        tokens = leg.ahead + leg.tokens
         if leg.computes:
             self.prefill.add(tokens, seconds, priors.prefill, now)
         else:

@@ -92,7 +92,8 @@ class ExpectedTtft:
 
     def choose(self, among: Among, hints: RoutingHints = ANY, /) -> Instance:
         """Return the decode engine that serves a request alone in the least time, or nearly so."""
-        known, self._alone = self._alone, None
+        known = self._alone
+        self._alone = None
         best = self._best_alone(among, hints) if known is None or known[0] is not hints else known[1]
         self._latest = hints, best.expected
         return best.instance
@@ -116,7 +117,8 @@ class ExpectedTtft:
 
         One is left only where another engine would serve it alone in less than half of the time.
         """
-        looked, size = self._few(among, hints), hints.blocks.size
+        looked = self._few(among, hints)
+        size = hints.blocks.size
         sizes = [self._costs.cached(each, hints) for each in looked]
         few = [(each, one) for each, one in zip(sizes, looked, strict=True) if size - each < least]
         if not few:
@@ -170,7 +172,8 @@ class ExpectedTtft:
         """Return one of two that chance picks, so that several routers do not all choose the same."""
         first = self._dice(len(near))
         second = (first + 1 + self._dice(len(near) - 1)) % len(near)
-        one, other = near[first], near[second]
+        one = near[first]
+        other = near[second]
         return one if self._used(one) <= self._used(other) else other
 
     def _used(self, engines: Sequence[_Priced]) -> float:

@@ -8,7 +8,8 @@ _UNKNOWN: Final = 0.25  # tokens for a byte, before an engine has counted any: a
 _KEPT: Final = 0.98  # of the weight of what was counted before, with each count
 _MODELS_MOST: Final = 64  # clients can think of models without end
 _BRACKET: Final = 91
-_ZERO, _NINE = 48, 57
+_ZERO = 48
+_NINE = 57
 
 
 class _Counted:

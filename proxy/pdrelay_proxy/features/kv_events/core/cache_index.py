@@ -110,7 +110,8 @@ class CacheIndex:
         found = self._engines.get(engine)
         if found is None:
             return IndexCounts()
-        counts, found.counts = found.counts, IndexCounts()
+        counts = found.counts
+        found.counts = IndexCounts()
         return counts
 
     # ---- events
@@ -194,14 +195,18 @@ class CacheIndex:
     def _store_full(
         self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int, hashes: list[BlockHash]
     ) -> None:
-        size, extras, lora = event.block_size, event.extra_keys, event.lora_name
+        size = event.block_size
+        extras = event.extra_keys
+        lora = event.lora_name
         before = event.block_hashes[start - 1] if start else event.parent_block_hash
         parent = ROOT if before is None else group.key_of.get(before)
         if parent is None:
             engine.counts.unknown_parents += len(hashes)
             return
         tokens = packed(event.token_ids[start * size : (start + len(hashes)) * size])
-        held, step, child_of = group.held, size * ITEM, group.child_of
+        held = group.held
+        step = size * ITEM
+        child_of = group.child_of
         for place, block in enumerate(hashes):
             key = group.key_of.get(block)
             if key is None:
@@ -217,10 +222,13 @@ class CacheIndex:
 
     def _group(self, engine: _EngineCaches, rank: RankCache, event: BlockStored) -> GroupBlocks | None:
         """Return the group of an event; None: what is stored there says nothing, or cannot be understood."""
-        kind, number, size = event.kv_cache_spec_kind, event.group_idx or 0, event.block_size
+        kind = event.kv_cache_spec_kind
+        number = event.group_idx or 0
+        size = event.block_size
         if kind in _NO_PREFIX:
             return None
-        is_full, window = kind in _FULL, event.kv_cache_spec_sliding_window or 0
+        is_full = kind in _FULL
+        window = event.kv_cache_spec_sliding_window or 0
         if not is_full and kind != _STATE and (kind not in _WINDOW or window < 1):
             rank.is_unclear = True
             return None
@@ -239,7 +247,8 @@ class CacheIndex:
         return group
 
     def _remove(self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved) -> None:
-        group, gone = rank.groups.get(event.group_idx or 0), 0
+        group = rank.groups.get(event.group_idx or 0)
+        gone = 0
         if group is not None:
             for block in event.block_hashes:
                 gone += group.remove(block)
@@ -265,7 +274,8 @@ class CacheIndex:
 
     def _drop(self, engine: _EngineCaches) -> None:
         self._blocks -= engine.blocks
-        engine.blocks, engine.is_dropped = 0, True
+        engine.blocks = 0
+        engine.is_dropped = True
         engine.ranks.clear()
 
     # ---- questions

@@ -35,7 +35,9 @@ class KvEventStream:
         Raises:
             BadKvEvents: a frame is too long or too short, or a batch is missing; nothing more can be read.
         """
-        rest, found, at = self._rest, list[bytes](), 0
+        rest = self._rest
+        found = list[bytes]()
+        at = 0
         rest += data
         while len(rest) - at >= _LENGTH:
             length = int.from_bytes(rest[at : at + _LENGTH], "big")

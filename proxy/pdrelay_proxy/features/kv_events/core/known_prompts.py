@@ -137,7 +137,9 @@ class KnownPrompts:
 
     def _longest(self, blocks: PromptBlocks, now: float) -> tuple[int, int]:
         """Return the place of the last block whose tokens are known, and of which prompt; -1: there is none."""
-        owners, names, oldest = self._owners, blocks.names, now - self._lifetime_s
+        owners = self._owners
+        names = blocks.names
+        oldest = now - self._lifetime_s
         for place in range(len(names) - 1, -1, -1):
             owner = owners.get(names[place])
             if owner is not None and self._prompts[owner].at >= oldest:
@@ -149,8 +151,10 @@ class KnownPrompts:
 
         Where equal texts have other tokens, the template rewrites what came earlier: what both have in common counts.
         """
-        earlier, names = self._prompts[owner], frozenset(blocks.names)
-        common, own = tokens.common(earlier.tokens), 0
+        earlier = self._prompts[owner]
+        names = frozenset(blocks.names)
+        common = tokens.common(earlier.tokens)
+        own = 0
         tokens.take_keys(earlier.tokens, common)
         for name, count in earlier.places.items():
             if name in names:
@@ -162,7 +166,8 @@ class KnownPrompts:
             self.counts["continued"] += 1
 
     def _drop(self, owner: int) -> None:
-        prompt, owners = self._prompts.pop(owner), self._owners
+        prompt = self._prompts.pop(owner)
+        owners = self._owners
         for name in prompt.places:
             if owners.get(name) == owner:
                 del owners[name]

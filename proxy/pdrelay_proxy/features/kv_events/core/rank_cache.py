@@ -32,11 +32,16 @@ class GroupBlocks:
 
     def clear(self) -> None:
         """Forget all blocks."""
-        self.held, self.key_of, self.hash_of, self.child_of = {}, {}, {}, {}
+        self.held = {}
+        self.key_of = {}
+        self.hash_of = {}
+        self.child_of = {}
 
     def behind(self, key: BlockKey) -> int:
         """Return how many blocks follow one, each the latest behind the one before it."""
-        child_of, hash_of, count = self.child_of, self.hash_of, 0
+        child_of = self.child_of
+        hash_of = self.hash_of
+        count = 0
         child = child_of.get(key)
         while child is not None and child in hash_of and count < BEHIND_MOST:
             count += 1
@@ -101,7 +106,8 @@ class RankCache:
             return None if self.groups else HeldBeginning(0, 0, is_whole=False)  # nothing was ever stored
         least: HeldBeginning | None = None
         for group in fulls:
-            size, wanted = group.size, count // group.size
+            size = group.size
+            wanted = count // group.size
             if not wanted:
                 return None
             found = _held(group, prompt, wanted, lora)
@@ -114,7 +120,8 @@ class RankCache:
 
 def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) -> int:
     """Return how many blocks a full group has from the beginning on, of ``most``."""
-    size, hash_of = group.size, group.hash_of
+    size = group.size
+    hash_of = group.hash_of
     keys = prompt.keys(size, lora)
     place = 0
     for key in keys:
@@ -128,7 +135,9 @@ def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) 
 
 def _walk(group: GroupBlocks, prompt: TokenPrompt, lora: str | None, hashes: dict[int, BlockHash]) -> int:
     """Return the tokens of the blocks that a full group has from the beginning on; note their hashes by their ends."""
-    size, hash_of, place = group.size, group.hash_of, 0
+    size = group.size
+    hash_of = group.hash_of
+    place = 0
     keys = prompt.keys(size, lora)
     most = (prompt.count - 1) // size
     while place < most:

@@ -40,7 +40,8 @@ def packed_json(ids: bytes) -> bytes | None:
     Prompts begin alike, so it is read in pieces, and those that came before are remembered.
     """
     pieces: list[bytes] = []
-    at, end = 1, len(ids) - 1
+    at = 1
+    end = len(ids) - 1
     if ids[:1] != b"[" or ids[end:] != b"]":
         return None
     while at < end:
@@ -104,8 +105,10 @@ class TokenPrompt:
 
     def common(self, other: "TokenPrompt") -> int:
         """Return how many token ids both begin with."""
-        mine, theirs = self.tokens, other.tokens
-        low, high = 0, min(self.count, other.count)
+        mine = self.tokens
+        theirs = other.tokens
+        low = 0
+        high = min(self.count, other.count)
         if mine[: high * ITEM] == theirs[: high * ITEM]:
             return high
         while low + 1 < high:  # they have the first ``low`` in common, and not the first ``high``
@@ -132,9 +135,11 @@ class TokenPrompt:
 
     def more(self, keys: list[BlockKey], size: int, lora: str | None) -> BlockKey:
         """Make and return the next key; ``keys``: what ``keys`` has returned. The block must be full."""
-        place, step = len(keys), size * ITEM
+        place = len(keys)
+        step = size * ITEM
         start = place * step
-        tokens, parent = self.tokens[start : start + step], keys[-1] if place else ROOT
+        tokens = self.tokens[start : start + step]
+        parent = keys[-1] if place else ROOT
         if lora is None and (place or not self.salts):
             key = hash((parent, tokens))  # as ``key_of`` does
         else:

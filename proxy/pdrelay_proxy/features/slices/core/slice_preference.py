@@ -89,12 +89,14 @@ def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
     slices = _slices(group, slice_of)
     if len(slices) == 1:
         return [share]
-    p, d = len(group.prefill), len(group.decode)
+    p = len(group.prefill)
+    d = len(group.decode)
     fair = [min(len(each.prefill) / p, len(each.decode) / d) for each in slices]
     total = fsum(fair)
     stretch = min(1.0 / total, BOUND) if total > 0 else 1.0
     found = list[GroupShare]()
-    givers, takers = list[_Room](), list[_Room]()
+    givers = list[_Room]()
+    takers = list[_Room]()
     for each, least in zip(slices, fair, strict=True):
         used = least * stretch
         if least > 0:
@@ -144,9 +146,12 @@ def _crossing(share: GroupShare, givers: list[_Room], takers: list[_Room]) -> Se
     The first giver fills the first taker, and so on (the northwest corner rule of transport problems): there are fewer
     pairs of slices than slices.
     """
-    found, i, j = list[GroupShare](), 0, 0
+    found = list[GroupShare]()
+    i = 0
+    j = 0
     while i < len(givers) and j < len(takers):
-        giver, taker = givers[i], takers[j]
+        giver = givers[i]
+        taker = takers[j]
         weight = min(giver.weight, taker.weight)
         if weight > _LEAST:
             name = f"{share.group.name}, slice {giver.name} to {taker.name}"

@@ -19,7 +19,8 @@ def locked(path: Path, wait_s: float) -> Generator[None]:
 
     Raises StoreDown: another process has it for so long.
     """
-    name, until = f"{path}.lock", time.monotonic() + wait_s
+    name = f"{path}.lock"
+    until = time.monotonic() + wait_s
     with Path(name).open("a") as lock:
         while not _is_taken(lock.fileno()):
             if time.monotonic() >= until:

@@ -93,7 +93,8 @@ class RedisStore:
 
     def __init__(self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0) -> None:
         self._redis, tag = _connected(url, password)
-        self._keys, self._channel = [f"{tag}:{name}" for name in _KEYS], f"{tag}:changed"
+        self._keys = [f"{tag}:{name}" for name in _KEYS]
+        self._channel = f"{tag}:changed"
         self._told = told
         self._reread_s = reread_s
         self._seen = ("", -1)  # epoch and version of the view
@@ -155,13 +156,15 @@ class RedisStore:
         ``anew``: the view is the first one after a loss of the connection, so that it cannot be overtaken by another;
         ``is_change``: it is the answer to a change of this router, which waits until it has been taken in.
         """
-        (known, latest), (epoch, version, entries, _) = self._seen, found
+        known, latest = self._seen
+        epoch, version, entries, _ = found
         if known and (epoch != known or (anew and version < latest)):
             logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
             epoch, version, entries, _ = await self._do("restore", *chain.from_iterable(self._kept.items()))
             self._seen = known, latest = (epoch, -1)
         if epoch != known or version > latest:
-            self._seen, self._kept = (epoch, version), entries
+            self._seen = (epoch, version)
+            self._kept = entries
         elif not is_change:
             self._told.heard()
             return

@@ -1,4 +1,7 @@
-"""What pdrelay costs, beside others: each folder writes a page of docs/benchmarks. Nothing here fails a build."""
+"""What pdrelay costs, beside others: each folder writes a page of docs/benchmarks.
+
+Nothing here fails a build.
+"""
 
 import sys
 from pathlib import Path

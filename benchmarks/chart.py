@@ -11,10 +11,16 @@ COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
 
 
 def linear(values):
-    """Return an axis of seconds from 0 on: its lines, as (value, label), and how tall a value is, as a share."""
+    """Return an axis of seconds from 0 on: its lines, as (value, label), and how tall a value is,
+    as a share.
+    """
     top = max(values)
-    step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if top / step <= 8)
-    return [(n * step, f"{n * step:g} s") for n in range(int(top / step) + 1)], lambda value: value / top
+    step = next(
+        step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if top / step <= 8
+    )
+    return [
+        (n * step, f"{n * step:g} s") for n in range(int(top / step) + 1)
+    ], lambda value: value / top
 
 
 def logarithmic(values):
@@ -27,8 +33,8 @@ def logarithmic(values):
 def draw(series, groups, title, axis, form, *, marks=(), label=""):
     """Return a picture of ``series``: name -> a value (or None) for each of the groups.
 
-    ``axis`` is one of the two above and ``form`` how a value is written. ``marks`` are values that are drawn as a
-    dashed line across a group, and ``label`` is what they mean.
+    ``axis`` is one of the two above and ``form`` how a value is written. ``marks`` are values that
+    are drawn as a dashed line across a group, and ``label`` is what they mean.
     """
     lines, share = axis([value for each in (*series.values(), marks) for value in each if value])
 
@@ -38,7 +44,9 @@ def draw(series, groups, title, axis, form, *, marks=(), label=""):
     parts = [_text(WIDTH / 2, 20, title, 15)]
     for value, name in lines:
         y = HEIGHT - BOTTOM - height(value)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+        )
         parts.append(_text(LEFT - 6, y + 4, name, anchor="end"))
     space = (WIDTH - LEFT - RIGHT) / len(groups)
     width = 0.8 * space / len(series)
@@ -46,7 +54,10 @@ def draw(series, groups, title, axis, form, *, marks=(), label=""):
     for group, value in enumerate(marks):
         if value:
             x, y = LEFT + (group + 0.05) * space, HEIGHT - BOTTOM - height(value)
-            parts.append(f'<line x1="{x:.1f}" x2="{x + 0.9 * space:.1f}" y1="{y:.1f}" y2="{y:.1f}" {dashes}/>')
+            parts.append(
+                f'<line x1="{x:.1f}" x2="{x + 0.9 * space:.1f}" y1="{y:.1f}" y2="{y:.1f}" '
+                f"{dashes}/>"
+            )
     for number, (name, each) in enumerate(series.items()):
         x, colour = LEFT + number * APART, COLOURS[number % len(COLOURS)]
         parts.append(f'<rect x="{x:.1f}" y="36" width="12" height="12" fill="{colour}"/>')
@@ -71,5 +82,6 @@ def draw(series, groups, title, axis, form, *, marks=(), label=""):
 
 
 def _text(x, y, text, size=12, anchor="middle", *, halo=False):
-    around = ' stroke="#fff" stroke-width="3" paint-order="stroke"' if halo else ""  # over a dashed line
+    # over a dashed line
+    around = ' stroke="#fff" stroke-width="3" paint-order="stroke"' if halo else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{around}>{escape(text)}</text>'

@@ -22,8 +22,12 @@ PART_OF = {
 
 def parser_of(doc, quick):
     """Return a parser with the flags that all benchmarks have; ``quick`` is what a quick run is."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{quick}: does it work? Writes to .pdrelay/bench")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{quick}: does it work? Writes to .pdrelay/bench"
+    )
     parser.add_argument("--out", type=Path, help="the JSON file; a page is written beside it")
     return parser
 
@@ -41,12 +45,20 @@ def write(seen, out, parts):
 
 
 def page_of(out):
-    """Return the page of these raw numbers: beside them, and in the documentation one page has several results."""
-    return out.with_name(f"{PART_OF.get(out.stem, out.stem)}.md") if out.parent == PAGES else out.with_suffix(".md")
+    """Return the page of these raw numbers: beside them, and in the documentation one page has
+    several results.
+    """
+    return (
+        out.with_name(f"{PART_OF.get(out.stem, out.stem)}.md")
+        if out.parent == PAGES
+        else out.with_suffix(".md")
+    )
 
 
 def write_page(out, text):
-    """Write the text of these raw numbers: a whole page, or what stands between its marks in a page."""
+    """Write the text of these raw numbers: a whole page, or what stands between its marks in a
+    page.
+    """
     page = page_of(out)
     begin = f"<!-- begin: {out.stem} -->\n"
     end = f"<!-- end: {out.stem} -->\n"
@@ -58,11 +70,18 @@ def write_page(out, text):
 
 
 def machine():
-    return {"cores": os.cpu_count(), "processor": platform.machine().replace("_", "-"), "system": platform.system()}
+    return {
+        "cores": os.cpu_count(),
+        "processor": platform.machine().replace("_", "-"),
+        "system": platform.system(),
+    }
 
 
 def paragraph(text):
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
+    return (
+        textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+        + "\n"
+    )
 
 
 def table(heads, rows):

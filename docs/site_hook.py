@@ -56,14 +56,20 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
         if (ROOT / target).is_dir():  # the site has no page of a folder
             return text
         uri = _uri_of(target)
-        return f"[{text}]({relpath(uri, str(PurePosixPath(here).parent))}{anchor})" if uri else match[0]
+        return (
+            f"[{text}]({relpath(uri, str(PurePosixPath(here).parent))}{anchor})"
+            if uri
+            else match[0]
+        )
 
     lines: list[str] = []
     code = False
     before = ""
     for line in markdown.splitlines():
         code ^= line.lstrip().startswith("```")
-        is_below_text = before.strip() and not before.startswith((" ", "|")) and not LIST_ITEM.match(before)
+        is_below_text = (
+            before.strip() and not before.startswith((" ", "|")) and not LIST_ITEM.match(before)
+        )
         if not code and LIST_ITEM.match(line) and is_below_text:
             lines.append("")
         lines.append(line if code else LINK.sub(moved, line))

@@ -1,8 +1,10 @@
-"""Writes what follows from other files: tables in pdrelay/README.md and docs/options.md, pdrelay/values.schema.json.
+"""Writes what follows from other files: tables in pdrelay/README.md and docs/options.md,
+pdrelay/values.schema.json.
 
-The chart's table comes from the comments "# --" of values.yaml; options and the settings in the schema come from the
-declarations of the router and of the connector, so the chart refuses what they would refuse. After a change of either:
-``python helm/generate.py``; with ``--check`` it only says, by its exit code, whether there is something to write.
+The chart's table comes from the comments "# --" of values.yaml; options and the settings in the
+schema come from the declarations of the router and of the connector, so the chart refuses what they
+would refuse. After a change of either: ``python helm/generate.py``; with ``--check`` it only says,
+by its exit code, whether there is something to write.
 """
 
 import dataclasses
@@ -39,13 +41,15 @@ VALUES_TABLE = "<!-- values: made by helm/generate.py -->", "<!-- end of values 
 OPTIONS_TABLES = "<!-- options: made by helm/generate.py -->", "<!-- end of options -->"
 CONNECTOR_OWN = {"mode", "kv_lease_duration", *FROM_ENVIRONMENT}
 Schema = dict[str, Any]
-KINDS = {bool: "boolean", str: "string", tuple: ["array", "object"]}  # a setting of the connector, by its default
+# a setting of the connector, by its default
+KINDS = {bool: "boolean", str: "string", tuple: ["array", "object"]}
 
 
 def readme(text: str, values: str) -> str:
     """Return a README with the table of these values in it."""
     rows = [
-        f"| `{key}` | `{json.dumps(default, ensure_ascii=False)}` | {said} |" for key, default, said in _rows(values)
+        f"| `{key}` | `{json.dumps(default, ensure_ascii=False)}` | {said} |"
+        for key, default, said in _rows(values)
     ]
     return _between(text, VALUES_TABLE, ["| value | default | |", "|---|---|---|", *rows])
 
@@ -55,13 +59,21 @@ def options(text: str) -> str:
     lines: list[str] = []
     for group, settings in itertools.groupby(DECLARED, lambda one: one.option.group):
         lines += ["", f"## {group.title[0].upper()}{group.title[1:]}", ""]
-        lines += ["| flag | key | default | SIGHUP | chart | |", "|---|---|---|---|---|---|", *map(_option, settings)]
+        lines += [
+            "| flag | key | default | SIGHUP | chart | |",
+            "|---|---|---|---|---|---|",
+            *map(_option, settings),
+        ]
     return _between(text, OPTIONS_TABLES, [*lines, ""])
 
 
 def _option(setting: Setting) -> str:
     option, name = setting.option, setting.name
-    where = [f"`{setting.flag}`", f"`{name}`"] if not option.environment else [f"`{option.environment}`", "environment"]
+    where = (
+        [f"`{setting.flag}`", f"`{name}`"]
+        if not option.environment
+        else [f"`{option.environment}`", "environment"]
+    )
     default = option.unset if setting.default in (None, ()) else f"`{setting.default_text}`"
     chart = f"`{option.chart or f'router.settings.{name}'}`"
     choices = (
@@ -111,14 +123,18 @@ def schema(text: str) -> str:
     """Return a schema of values with the settings of router and connector in it."""
     found: Schema = json.loads(text)
     top = found["properties"]
-    top["engine"] = _without(found["definitions"]["pool"], cast("dict[str, Any]", _values()["prefill"]))
+    top["engine"] = _without(
+        found["definitions"]["pool"], cast("dict[str, Any]", _values()["prefill"])
+    )
     top["router"]["properties"]["settings"]["properties"] = {
         name: _list(_router(setting.kind)) if setting.is_list else _router(setting.kind)
         for name, setting in OPTIONS.items()
         if not setting.option.chart
     }
     top["connector"]["properties"]["extraConfig"]["properties"] = {
-        field.name: _connector(field) for field in dataclasses.fields(Settings) if field.name not in CONNECTOR_OWN
+        field.name: _connector(field)
+        for field in dataclasses.fields(Settings)
+        if field.name not in CONNECTOR_OWN
     }
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
@@ -128,7 +144,9 @@ def _values() -> dict[str, Any]:
 
 
 def _without(shape: Schema, own: Mapping[str, Any]) -> Schema:
-    """Describe the values of both pools: those of a pool, less what each has a default of its own for."""
+    """Describe the values of both pools: those of a pool, less what each has a default of its own
+    for.
+    """
     left = {
         key: _without(kind, own[key]) if isinstance(own.get(key), dict) else kind
         for key, kind in shape["properties"].items()
@@ -153,7 +171,9 @@ def _router(kind: Kind) -> Schema:
     if kind.value_type is str:
         return {"type": "string", "minLength": 1}
     bounds = {"minimum": kind.least, "exclusiveMinimum": kind.above, "maximum": kind.most}
-    known = {name: bound for name, bound in bounds.items() if bound is not None and abs(bound) != ENDLESS}
+    known = {
+        name: bound for name, bound in bounds.items() if bound is not None and abs(bound) != ENDLESS
+    }
     return {"type": "integer" if kind.value_type is int else "number", **known}
 
 
@@ -187,7 +207,10 @@ def main(arguments: list[str]) -> int:
     for path in old:
         if "--check" not in arguments:
             path.write_text(made()[path])
-        sys.stdout.write(f"{path.relative_to(HERE.parent)} is {'old' if '--check' in arguments else 'written anew'}\n")
+        sys.stdout.write(
+            f"{path.relative_to(HERE.parent)} is "
+            f"{'old' if '--check' in arguments else 'written anew'}\n"
+        )
     return int("--check" in arguments and bool(old))
 
 

@@ -1,10 +1,12 @@
-"""A hundred English questions through a running `make up`, and to one engine alone: are the answers equal?
+"""A hundred English questions through a running `make up`, and to one engine alone: are the answers
+equal?
 
-``.venv/bin/python benchmarks/answers/ask.py`` beside a `make up` asks the router at port 8000, and the decode engine at
-port 8200 by itself: a cache salt of its own makes it compute the whole prompt. Greedy; one request at a time.
+``.venv/bin/python benchmarks/answers/ask.py`` beside a `make up` asks the router at port 8000, and
+the decode engine at port 8200 by itself: a cache salt of its own makes it compute the whole prompt.
+Greedy; one request at a time.
 
-``--compare`` chooses what must be equal: texts; texts with the log-likelihood of each token and of its four rivals; or
-objects that a JSON schema asks for, which must also be valid.
+``--compare`` chooses what must be equal: texts; texts with the log-likelihood of each token and of
+its four rivals; or objects that a JSON schema asks for, which must also be valid.
 """
 
 import argparse
@@ -19,34 +21,138 @@ from jsonschema import Draft202012Validator
 from pdrelay_tools.served_by import metric_total, parse_server_timing
 
 COUNTRIES = (
-    *("France", "Spain", "Italy", "Germany", "Japan", "Egypt", "Canada", "Brazil", "India", "China"),
-    *("Kenya", "Norway", "Greece", "Peru", "Poland", "Portugal", "Austria", "Turkey", "Cuba", "Ireland"),
+    *(
+        "France",
+        "Spain",
+        "Italy",
+        "Germany",
+        "Japan",
+        "Egypt",
+        "Canada",
+        "Brazil",
+        "India",
+        "China",
+    ),
+    *(
+        "Kenya",
+        "Norway",
+        "Greece",
+        "Peru",
+        "Poland",
+        "Portugal",
+        "Austria",
+        "Turkey",
+        "Cuba",
+        "Ireland",
+    ),
 )
 THINGS = (
-    *("the sky blue", "the sea salty", "grass green", "snow white", "ice slippery", "bread soft", "glass clear"),
-    *("the moon bright", "iron heavy", "honey sweet", "fire hot", "the desert dry", "winter cold", "rust red"),
+    *(
+        "the sky blue",
+        "the sea salty",
+        "grass green",
+        "snow white",
+        "ice slippery",
+        "bread soft",
+        "glass clear",
+    ),
+    *(
+        "the moon bright",
+        "iron heavy",
+        "honey sweet",
+        "fire hot",
+        "the desert dry",
+        "winter cold",
+        "rust red",
+    ),
     *("milk white", "coffee bitter", "silk smooth", "sand loose", "the wind strong", "gold rare"),
 )
 TRADES = (
-    *("a baker", "a sailor", "a teacher", "a doctor", "a carpenter", "a farmer", "a pilot", "a judge", "a tailor"),
-    *("a fisherman", "a librarian", "a gardener", "a mason", "a postman", "a cook", "a painter", "a nurse"),
+    *(
+        "a baker",
+        "a sailor",
+        "a teacher",
+        "a doctor",
+        "a carpenter",
+        "a farmer",
+        "a pilot",
+        "a judge",
+        "a tailor",
+    ),
+    *(
+        "a fisherman",
+        "a librarian",
+        "a gardener",
+        "a mason",
+        "a postman",
+        "a cook",
+        "a painter",
+        "a nurse",
+    ),
     *("a blacksmith", "a shepherd", "an astronomer"),
 )
 NOUNS = (
-    *("a river", "a bridge", "a volcano", "a library", "a train", "a clock", "an island", "a forest", "a magnet"),
-    *("a telescope", "a bicycle", "a battery", "an orchestra", "a glacier", "a compass", "a harbour", "a desert"),
+    *(
+        "a river",
+        "a bridge",
+        "a volcano",
+        "a library",
+        "a train",
+        "a clock",
+        "an island",
+        "a forest",
+        "a magnet",
+    ),
+    *(
+        "a telescope",
+        "a bicycle",
+        "a battery",
+        "an orchestra",
+        "a glacier",
+        "a compass",
+        "a harbour",
+        "a desert",
+    ),
     *("a parliament", "a harvest", "a lighthouse"),
 )
 ANIMALS = (
-    *("bees", "wolves", "owls", "salmon", "camels", "ants", "dolphins", "bats", "penguins", "spiders", "horses"),
-    *("elephants", "frogs", "storks", "squirrels", "octopuses", "lions", "tortoises", "beavers", "swallows"),
+    *(
+        "bees",
+        "wolves",
+        "owls",
+        "salmon",
+        "camels",
+        "ants",
+        "dolphins",
+        "bats",
+        "penguins",
+        "spiders",
+        "horses",
+    ),
+    *(
+        "elephants",
+        "frogs",
+        "storks",
+        "squirrels",
+        "octopuses",
+        "lions",
+        "tortoises",
+        "beavers",
+        "swallows",
+    ),
 )
 QUESTIONS = (
     *(f"What is the capital of {country}?" for country in COUNTRIES),
     *(f"Why is {thing}?" for thing in THINGS),
     *(f"Write two sentences about the morning of {trade}." for trade in TRADES),
-    *(f"Explain to a child in a few words what {noun} is, and name one that is famous." for noun in NOUNS),
-    *(f"What do {animals} eat, and how do they find it? Answer in a short list." for animals in ANIMALS),
+    *(
+        f"Explain to a child in a few words what {noun} is, and name one that is famous."
+        for noun in NOUNS
+    ),
+    *(
+        f"What do {animals} eat, and how do they find it? Answer in a short list."
+        for animals in ANIMALS
+    ),
 )
 
 
@@ -61,7 +167,9 @@ CITY = {
     "additionalProperties": False,
 }
 LIKELIHOODS = {"logprobs": True, "top_logprobs": 5}
-SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}}
+SCHEMA = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+}
 
 
 def main():
@@ -79,37 +187,68 @@ def main():
         times = {"router": [], "alone": []}
         legs = set()
         for number, question in enumerate(questions[: args.count]):
-            routed, seconds, header = ask(client, args.router, model, question, args.max_tokens, **more)
+            routed, seconds, header = ask(
+                client, args.router, model, question, args.max_tokens, **more
+            )
             times["router"].append(seconds)
-            legs.add(tuple(sorted(name for name in parse_server_timing(header) if name in ("prefill", "decode"))))
+            legs.add(
+                tuple(
+                    sorted(
+                        name
+                        for name in parse_server_timing(header)
+                        if name in ("prefill", "decode")
+                    )
+                )
+            )
             lone = {"cache_salt": "alone", **more}
-            alone, seconds, _ = ask(client, args.engine[-1], model, question, args.max_tokens, **lone)
+            alone, seconds, _ = ask(
+                client, args.engine[-1], model, question, args.max_tokens, **lone
+            )
             times["alone"].append(seconds)
             if args.compare == "objects" and routed["finish_reason"] == "stop":
                 whole += 1
                 Draft202012Validator(CITY).validate(json.loads(routed["text"]))
             if routed != alone:
                 different.append(number)
-                print(f"{number}: {question}\n  through the router: {routed!r}\n  one engine alone:   {alone!r}")
+                print(
+                    f"{number}: {question}\n  through the router: {routed!r}\n  one engine alone:  "
+                    f" {alone!r}"
+                )
             elif number % 20 == 0:
                 print(f"{number}: {question} {routed['text']!r}")
-        moved = {engine: (bytes_moved(client, engine) or 0) - (before or 0) for engine, before in moved.items()}
+        moved = {
+            engine: (bytes_moved(client, engine) or 0) - (before or 0)
+            for engine, before in moved.items()
+        }
     count = min(args.count, len(questions))
     print(
-        f"{count - len(different)} of {count} {args.compare} are equal; legs {sorted(legs)}; bytes of KV moved {moved}"
+        f"{count - len(different)} of {count} {args.compare} are equal; legs {sorted(legs)}; bytes "
+        f"of KV moved {moved}"
     )
     if args.compare == "objects":
         print(f"{whole} of {count} objects are whole and valid")
-    print("median seconds of an answer: " + ", ".join(f"{who} {statistics.median(t):.2f}" for who, t in times.items()))
+    print(
+        "median seconds of an answer: "
+        + ", ".join(f"{who} {statistics.median(t):.2f}" for who, t in times.items())
+    )
     sys.exit(bool(different))
 
 
 def ask(client, url, model, question, max_tokens, **more):
-    body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, **more}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        **more,
+    }
     start = time.monotonic()
-    answer = client.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}).raise_for_status()
+    answer = client.post(
+        f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}
+    ).raise_for_status()
     choice = answer.json()["choices"][0]
-    found = {"text": choice["message"]["content"]} | {name: choice[name] for name in ("logprobs", "finish_reason")}
+    found = {"text": choice["message"]["content"]} | {
+        name: choice[name] for name in ("logprobs", "finish_reason")
+    }
     return found, time.monotonic() - start, answer.headers.get("server-timing", "")
 
 

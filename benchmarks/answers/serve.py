@@ -1,11 +1,12 @@
-"""``vllm bench serve``, three times: our router, one engine, and the in-tree connector behind a demonstration proxy.
+"""``vllm bench serve``, three times: our router, one engine, and the in-tree connector behind a
+demonstration proxy.
 
     .venv/bin/python benchmarks/answers/serve.py
 
-Rounds alternate: P and D with our connector, asked through the router and D alone; then P and D with vLLM's
-NixlConnector, asked through ``toy_proxy.py``, which does what vLLM's demonstration proxy does. Each fleet has the
-machine alone. Prompts are random words that nobody has asked before. The exit code is 1 if a request failed, or if an
-engine pair moved no KV.
+Rounds alternate: P and D with our connector, asked through the router and D alone; then P and D
+with vLLM's NixlConnector, asked through ``toy_proxy.py``, which does what vLLM's demonstration
+proxy does. Each fleet has the machine alone. Prompts are random words that nobody has asked before.
+The exit code is 1 if a request failed, or if an engine pair moved no KV.
 """
 
 import argparse
@@ -72,8 +73,12 @@ def main():
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / SMOLLM2_FOLDER, help="a folder (that of `make up`)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / SMOLLM2_FOLDER, help="a folder (that of `make up`)"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=12, help="of each run")
     parser.add_argument("--concurrency", type=int, default=2)
@@ -84,7 +89,9 @@ def arguments():
 
 @contextmanager
 def engines(model, connector):
-    """Start P, D and what stands before them; yields URLs by the name of what is asked, and the pair."""
+    """Start P, D and what stands before them; yields URLs by the name of what is asked, and the
+    pair.
+    """
     with tempfile.TemporaryDirectory(prefix="pdrelay-") as logs, open_fleet(Path(logs)) as fleet:
         pair = [
             engine_spec(name, model, role=role, connector=connector, extra_args=("--dtype", "auto"))
@@ -112,21 +119,55 @@ def toy_proxy(prefill, decode):
 def bench(args, url, *, seed):
     """Run ``vllm bench serve`` against a server; return its result."""
     with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
-        argv = [Path(sys.executable).with_name("vllm"), "bench", "serve", "--base-url", url, "--model", MODEL_NAME]
-        argv += ["--tokenizer", args.model.resolve(), "--dataset-name", "random", "--seed", str(seed), "--ignore-eos"]
+        argv = [
+            Path(sys.executable).with_name("vllm"),
+            "bench",
+            "serve",
+            "--base-url",
+            url,
+            "--model",
+            MODEL_NAME,
+        ]
+        argv += [
+            "--tokenizer",
+            args.model.resolve(),
+            "--dataset-name",
+            "random",
+            "--seed",
+            str(seed),
+            "--ignore-eos",
+        ]
         argv += ["--random-input-len", str(args.input), "--random-output-len", str(args.output)]
-        argv += ["--num-prompts", str(args.prompts), "--max-concurrency", str(args.concurrency), "--num-warmups", "2"]
-        argv += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--disable-tqdm", "--temperature", "0"]
+        argv += [
+            "--num-prompts",
+            str(args.prompts),
+            "--max-concurrency",
+            str(args.concurrency),
+            "--num-warmups",
+            "2",
+        ]
+        argv += [
+            "--percentile-metrics",
+            "ttft,tpot,itl,e2el",
+            "--disable-tqdm",
+            "--temperature",
+            "0",
+        ]
         argv += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
-            sys.exit(f"vllm bench serve ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+            sys.exit(
+                f"vllm bench serve ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+            )
         return json.loads((Path(folder) / "result.json").read_text())
 
 
 def bytes_moved(pair):
     """Return the bytes of KV that both engines have counted."""
-    return sum(metric_total(httpx.get(f"{spec.base_url}/metrics", trust_env=False).text) or 0 for spec in pair)
+    return sum(
+        metric_total(httpx.get(f"{spec.base_url}/metrics", trust_env=False).text) or 0
+        for spec in pair
+    )
 
 
 def print_table(seen, moved):

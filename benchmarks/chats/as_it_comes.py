@@ -1,8 +1,10 @@
-"""Chats of several turns through ``pdrelay up`` as it comes: texts of one engine, and hardly a token computed twice.
+"""Chats of several turns through ``pdrelay up`` as it comes: texts of one engine, and hardly a
+token computed twice.
 
-It starts ``pdrelay up`` on free ports, holds the chats one after the other, reads the engines' counters, has one engine
-answer the same chats alone, and ends what it has started. The exit code is 1 if a goal is missed. Simulated engines
-(``--engine sim``) have no cache and count nothing: there it shows texts, and which turns D serves alone.
+It starts ``pdrelay up`` on free ports, holds the chats one after the other, reads the engines'
+counters, has one engine answer the same chats alone, and ends what it has started. The exit code is
+1 if a goal is missed. Simulated engines (``--engine sim``) have no cache and count nothing: there
+it shows texts, and which turns D serves alone.
 """
 
 import argparse
@@ -25,10 +27,13 @@ from support.cluster import ROOT, free_ports
 from support.words import one_token_words
 
 FIRST, LATER, ANSWER = 420, 180, 160  # words: a token each
-WORDS, LONGEST = 400, 7  # words that are used, and their bytes with the space: 180 of them have fewer than 1,500
+# words that are used, and their bytes with the space: 180 of them have fewer than 1,500
+WORDS, LONGEST = 400, 7
 COMPUTED_GOAL, FIRST_TOKEN_GOAL = 1.1, 0.6
 START_S, ANSWER_S, REST_S = 900, 300, 30
-SOURCE = re.compile(r'(?m)^vllm:prompt_tokens_by_source_total\{[^}]*source="local_compute"[^}]*\} (\S+)')
+SOURCE = re.compile(
+    r'(?m)^vllm:prompt_tokens_by_source_total\{[^}]*source="local_compute"[^}]*\} (\S+)'
+)
 GENERATED = re.compile(r"(?m)^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)")
 
 
@@ -62,13 +67,19 @@ def main():
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chats", type=int, default=6)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--engine", choices=["vllm", "sim"], default="vllm")
-    parser.add_argument("--model", help="tiny, or a folder (the model that pdrelay up has by default)")
+    parser.add_argument(
+        "--model", help="tiny, or a folder (the model that pdrelay up has by default)"
+    )
     parser.add_argument("--out", type=Path, help="a file for what was seen")
-    parser.add_argument("up", nargs="*", help="behind --: further arguments of pdrelay up, such as --reuse-kv false")
+    parser.add_argument(
+        "up", nargs="*", help="behind --: further arguments of pdrelay up, such as --reuse-kv false"
+    )
     return parser.parse_args()
 
 
@@ -80,7 +91,9 @@ def start(args, ports, folder):
     argv += ["--model", args.model] if args.model else []
     output = folder / "output"
     with output.open("w") as file:
-        process = subprocess.Popen([*argv, *args.up], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*argv, *args.up], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+        )
     return process, output
 
 
@@ -93,14 +106,17 @@ def wait_for(up, output):
 
 
 def measured(args, router, prefill, decode):
-    """Hold the chats over the router, and then with one engine: the prefill engine computes all of a prompt itself."""
+    """Hold the chats over the router, and then with one engine: the prefill engine computes all of
+    a prompt itself.
+    """
     with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
         model = client.get(f"{router}/v1/models").json()["data"][0]["id"]
         words = words_of(args, model)
         before = at_rest(client, prefill, decode)
         routed = hold(client, router, model, words, args)
         after = at_rest(client, prefill, decode)
-        one = prefill if args.engine == "vllm" else decode  # a simulated prefill engine takes prefill legs alone
+        # a simulated prefill engine takes prefill legs alone
+        one = prefill if args.engine == "vllm" else decode
         alone = hold(client, one, model, words, args)
     computed = None if None in (before, after) else after - before
     return {
@@ -114,29 +130,49 @@ def measured(args, router, prefill, decode):
         "first_token_first_ms": 1000 * statistics.median(routed.firsts),
         "first_token_later_ms": 1000 * statistics.median(routed.laters),
         "later_over_first": statistics.median(routed.laters) / statistics.median(routed.firsts),
-        "one_engine_later_over_first": statistics.median(alone.laters) / statistics.median(alone.firsts),
+        "one_engine_later_over_first": statistics.median(alone.laters)
+        / statistics.median(alone.firsts),
     }
 
 
 def goals_missed(seen):
     missed = []
     if seen["texts_equal"] != seen["texts"]:
-        missed.append(f"{seen['texts'] - seen['texts_equal']} of {seen['texts']} texts differ from one engine's")
+        missed.append(
+            f"{seen['texts'] - seen['texts_equal']} of {seen['texts']} texts differ from one "
+            f"engine's"
+        )
     if seen["computed_for_each_new"] is None:
         return missed  # simulated: there is no cache, so that no turn is faster than another
     if seen["computed_for_each_new"] > COMPUTED_GOAL:
-        missed.append(f"{seen['computed_for_each_new']:.3f} tokens computed for each new one, above {COMPUTED_GOAL}")
+        missed.append(
+            f"{seen['computed_for_each_new']:.3f} tokens computed for each new one, above "
+            f"{COMPUTED_GOAL}"
+        )
     if seen["later_over_first"] > FIRST_TOKEN_GOAL:
-        missed.append(f"later first tokens take {seen['later_over_first']:.2f} of the first, above {FIRST_TOKEN_GOAL}")
+        missed.append(
+            f"later first tokens take {seen['later_over_first']:.2f} of the first, above "
+            f"{FIRST_TOKEN_GOAL}"
+        )
     return missed
 
 
 def words_of(args, model):
-    """Return words by their token: one token each, so that a text has the same tokens in the next turn."""
+    """Return words by their token: one token each, so that a text has the same tokens in the next
+    turn.
+    """
     if args.engine == "sim":
         return dict(enumerate((" river", " stone", " cloud", " paper", " north")))
-    folder = Path(args.model) if args.model and Path(args.model).is_dir() else ROOT / ".pdrelay/models" / model
-    found = [(token, word) for token, word in one_token_words(folder).items() if len(word.encode()) <= LONGEST]
+    folder = (
+        Path(args.model)
+        if args.model and Path(args.model).is_dir()
+        else ROOT / ".pdrelay/models" / model
+    )
+    found = [
+        (token, word)
+        for token, word in one_token_words(folder).items()
+        if len(word.encode()) <= LONGEST
+    ]
     return dict(random.Random(7).sample(found, min(WORDS, len(found))))
 
 
@@ -166,7 +202,9 @@ def hold(client, url, model, words, args):
 
 
 def ask(client, url, body):
-    """Return the text, the seconds until it began, the tokens of the conversation, and whether D served it alone."""
+    """Return the text, the seconds until it began, the tokens of the conversation, and whether D
+    served it alone.
+    """
     text = ""
     seconds = None
     tokens = 0
@@ -177,21 +215,30 @@ def ask(client, url, body):
         is_alone = "cached_prompt" in answer.headers.get("server-timing", "")
         for line in answer.iter_lines():
             event = json.loads(line[6:]) if line.startswith("data: {") else {}
-            text += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+            text += "".join(
+                choice["delta"].get("content") or "" for choice in event.get("choices", ())
+            )
             seconds = seconds or (time.perf_counter() - start if text else None)
             tokens = (event.get("usage") or {}).get("total_tokens", tokens)
     return text, seconds or time.perf_counter() - start, tokens, is_alone
 
 
 def at_rest(client, *engines):
-    """Return the tokens that engines have computed, once that does not change any more; None: they do not count."""
+    """Return the tokens that engines have computed, once that does not change any more; None: they
+    do not count.
+    """
     last = None
     deadline = time.monotonic() + REST_S
     while time.monotonic() < deadline:
         texts = [client.get(f"{engine}/metrics").text for engine in engines]
         if not any(SOURCE.search(text) for text in texts):
             return None
-        now = sum(float(value) for text in texts for name in (SOURCE, GENERATED) for value in name.findall(text))
+        now = sum(
+            float(value)
+            for text in texts
+            for name in (SOURCE, GENERATED)
+            for value in name.findall(text)
+        )
         if now == last:
             return now
         last = now

@@ -1,7 +1,9 @@
-"""Chats of several turns on real engines: texts, what is computed twice, first tokens, and hits beside an oracle's.
+"""Chats of several turns on real engines: texts, what is computed twice, first tokens, and hits
+beside an oracle's.
 
-``make bench-chats`` writes docs/benchmarks/chats.md, .json and .svg. Routers of several configurations stand in front
-of the same engines, and the same chats are held through all of them in one batch. The phases are:
+``make bench-chats`` writes docs/benchmarks/chats.md, .json and .svg. Routers of several
+configurations stand in front of the same engines, and the same chats are held through all of them
+in one batch. The phases are:
 
 normal     all chats fit into every engine's cache
 restart    a decode engine is restarted in the middle
@@ -19,7 +21,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.chats import report
-from benchmarks.chats.fleet import BLOCK, IDS, KEY, MODEL_LENGTH, ROUTERS, USUAL, engines_of, routers_of
+from benchmarks.chats.fleet import (
+    BLOCK,
+    IDS,
+    KEY,
+    MODEL_LENGTH,
+    ROUTERS,
+    USUAL,
+    engines_of,
+    routers_of,
+)
 from benchmarks.chats.oracle import Oracle
 from benchmarks.chats.talk import Batch, Words, answer_alone
 from pdrelay_tools.local.model import ensure_model
@@ -30,7 +41,9 @@ LOGS = ROOT / ".pdrelay/logs/bench"
 NORMAL, RESTART, EVICTIONS = "normal", "restart", "evictions"
 ENGINE_S, PHASE_S = 300, 300  # the most that starting engines, and a phase, may take
 AT_ONCE = 4  # requests
-OPEN = 4  # times as many chats go on at a time as fit into an engine's cache, but all that there are if all fit
+# times as many chats go on at a time as fit into an engine's cache, but all that there are if all
+# fit
+OPEN = 4
 SHARE = {NORMAL: 1.0, RESTART: 0.24, EVICTIONS: 0.48}  # of the chats
 THINK_S = 1.0
 EVICTED = 10  # all conversations are so many times the cache of an engine
@@ -39,7 +52,8 @@ FEWEST_CHATS = 3  # that must have room in a cache at the same time
 
 def main():
     args = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # as Ctrl-C: the engines go first
+    # as Ctrl-C: the engines go first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     start = time.monotonic()
     seen = measured(args)
     out = page.out_of(args, "chats")
@@ -48,17 +62,26 @@ def main():
     print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
     wrong = [turn for phase in seen.values() for turn in phase["wrong"]]
     if wrong:
-        sys.exit(f"{len(wrong)} answers are not those of a single engine, or are missing; the first: {wrong[0]}")
+        sys.exit(
+            f"{len(wrong)} answers are not those of a single engine, or are missing; the first: "
+            f"{wrong[0]}"
+        )
 
 
 def arguments():
     parser = page.parser_of(__doc__, "6 chats of 4 turns")
-    parser.add_argument("--chats", type=int, help="in the phase normal; the others have some of them (50)")
+    parser.add_argument(
+        "--chats", type=int, help="in the phase normal; the others have some of them (50)"
+    )
     parser.add_argument("--turns", type=int, help="of each chat (8)")
     parser.add_argument("--prefill", type=int, default=2, help="prefill engines (2)")
     parser.add_argument("--decode", type=int, default=2, help="decode engines (2)")
-    parser.add_argument("--cache-blocks", type=int, help="of each engine in the phase evictions (a tenth of all)")
-    parser.add_argument("--policies", default=";".join(USUAL), help="names of configurations, separated by ';'")
+    parser.add_argument(
+        "--cache-blocks", type=int, help="of each engine in the phase evictions (a tenth of all)"
+    )
+    parser.add_argument(
+        "--policies", default=";".join(USUAL), help="names of configurations, separated by ';'"
+    )
     parser.add_argument("--phases", default=",".join(SHARE), help="separated by ','")
     args = parser.parse_args()
     args.chats = args.chats or (6 if args.quick else 50)
@@ -71,7 +94,12 @@ def arguments():
 
 def settings_of(args):
     names = ("chats", "turns", "prefill", "decode")
-    return {"at_once": AT_ONCE, "evicted": EVICTED, "think_s": THINK_S, **{name: getattr(args, name) for name in names}}
+    return {
+        "at_once": AT_ONCE,
+        "evicted": EVICTED,
+        "think_s": THINK_S,
+        **{name: getattr(args, name) for name in names},
+    }
 
 
 def measured(args):
@@ -80,13 +108,18 @@ def measured(args):
     ensure_model(model)
     words, seen = Words(model), {}
     chats = {
-        phase: words.chats(max(4, round(args.chats * SHARE[phase])), args.turns, seed=phase) for phase in args.phases
+        phase: words.chats(max(4, round(args.chats * SHARE[phase])), args.turns, seed=phase)
+        for phase in args.phases
     }
     with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder, open_fleet(LOGS) as fleet:
         reference = engine_spec("reference", model)
         child = start_engine(fleet, reference)
         fleet.wait_ready([child], timeout_s=ENGINE_S)
-        asyncio.run(answer_alone(reference.base_url, words, [chat for each in chats.values() for chat in each]))
+        asyncio.run(
+            answer_alone(
+                reference.base_url, words, [chat for each in chats.values() for chat in each]
+            )
+        )
         fleet.stop(child)
         shape = {"prefill": args.prefill, "decode": args.decode}
         roomy = [phase for phase in args.phases if phase != EVICTIONS]
@@ -94,21 +127,29 @@ def measured(args):
             most = max(working_set(chats[phase], args.policies) for phase in roomy)
             with engines_of(fleet, model, folder, **shape, blocks=2 * most) as engines:
                 for phase in roomy:
-                    seen[phase] = in_phase(phase, fleet, engines, words, chats[phase], args.policies)
+                    seen[phase] = in_phase(
+                        phase, fleet, engines, words, chats[phase], args.policies
+                    )
         if EVICTIONS in args.phases:
             blocks = args.cache_blocks or small_cache(chats[EVICTIONS], args.policies)
             with engines_of(fleet, model, folder, **shape, blocks=blocks) as engines:
-                seen[EVICTIONS] = in_phase(EVICTIONS, fleet, engines, words, chats[EVICTIONS], args.policies)
+                seen[EVICTIONS] = in_phase(
+                    EVICTIONS, fleet, engines, words, chats[EVICTIONS], args.policies
+                )
     return seen
 
 
 def working_set(chats, policies):
-    """Return the blocks of all conversations of a phase, those of each configuration for themselves."""
+    """Return the blocks of all conversations of a phase, those of each configuration for
+    themselves.
+    """
     return len(policies) * sum(map(blocks_of, chats))
 
 
 def small_cache(chats, policies):
-    """Return the blocks of an engine in the phase evictions; vLLM wants room for one prompt of the model's length."""
+    """Return the blocks of an engine in the phase evictions; vLLM wants room for one prompt of the
+    model's length.
+    """
     fewest = max(FEWEST_CHATS * max(blocks_of(chat) for chat in chats), MODEL_LENGTH // BLOCK + 1)
     return max(fewest, working_set(chats, policies) // EVICTED)
 
@@ -124,7 +165,10 @@ def in_phase(phase, fleet, engines, words, chats, policies):
         before = engines.counters()
         batch, restarted, seconds = asyncio.run(_held(phase, engines, words, chats, sides))
         after = engines.counters()
-    counted = {role: {kind: after[role][kind] - before[role][kind] for kind in before[role]} for role in before}
+    counted = {
+        role: {kind: after[role][kind] - before[role][kind] for kind in before[role]}
+        for role in before
+    }
     return {
         "chats": len(chats),
         "seconds": seconds,
@@ -132,13 +176,17 @@ def in_phase(phase, fleet, engines, words, chats, policies):
         "working_set": working_set(chats, policies),
         "counted": {} if restarted else counted,  # a restarted engine counts from 0
         "sides": {side: report.summary(batch.turns, side) for side in sides},
-        "after": {side: report.summary(batch.turns[restarted:], side) for side in sides} if restarted else {},
+        "after": {side: report.summary(batch.turns[restarted:], side) for side in sides}
+        if restarted
+        else {},
         "wrong": [str(turn) for turn in batch.turns if not turn.is_right][:20],
     }
 
 
 async def _held(phase, engines, words, chats, sides):
-    """Return the batch, how many turns were over when an engine was stopped (0: none was), and the seconds."""
+    """Return the batch, how many turns were over when an engine was stopped (0: none was), and the
+    seconds.
+    """
     oracle = Oracle({name: spec.base_url for name, spec in engines.specs.items()}, KEY)
     # As many requests as fit into the caches of half of the decode engines: the others would wait.
     room = engines.blocks // max(map(blocks_of, chats))
@@ -152,7 +200,9 @@ async def _held(phase, engines, words, chats, sides):
         async with asyncio.TaskGroup() as group:
             group.create_task(batch.hold())
             if phase == RESTART:
-                restarted = await batch.restart("d0", engines, after=batch.count // 2, until=batch.count * 3 // 4)
+                restarted = await batch.restart(
+                    "d0", engines, after=batch.count // 2, until=batch.count * 3 // 4
+                )
     return batch, restarted, time.monotonic() - start
 
 

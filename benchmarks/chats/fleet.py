@@ -10,15 +10,25 @@ from support.cluster import base_url, engine_spec, metrics, router_command, star
 KEY = "only-for-this-benchmark"
 BLOCK, MODEL_LENGTH = 32, 2048  # tokens
 KV_BYTES = 2048  # of a token of the tiny model
-COMPUTED, HIT = "vllm:prompt_tokens_by_source_total|local_compute", "vllm:prompt_tokens_by_source_total|local_cache_hit"
+COMPUTED, HIT = (
+    "vllm:prompt_tokens_by_source_total|local_compute",
+    "vllm:prompt_tokens_by_source_total|local_cache_hit",
+)
 KEYS = {"ADMIN_API_KEY": KEY, "PDRELAY_PREFILL_API_KEY": KEY, "PDRELAY_DECODE_API_KEY": KEY}
 
 PREFIX = ("--prefill-policy", "prefix", "--decode-policy", "prefix", "--kv-events", "auto")
-EXPECTED = ("--prefill-policy", "expected_ttft", "--decode-policy", "expected_ttft", "--kv-events", "auto")
+EXPECTED = (
+    "--prefill-policy",
+    "expected_ttft",
+    "--decode-policy",
+    "expected_ttft",
+    "--kv-events",
+    "auto",
+)
 ALONE = ("--min-split-new-bytes", "800")
 ROUND_ROBIN = "round_robin"  # what the others are compared with
-# Arguments of ``pdrelay serve`` by the name of the configuration. A name that ends in IDS has prompts of token ids,
-# which the router finds among the blocks that engines tell of.
+# Arguments of ``pdrelay serve`` by the name of the configuration. A name that ends in IDS has
+# prompts of token ids, which the router finds among the blocks that engines tell of.
 IDS = ", ids"
 ROUTERS = {
     ROUND_ROBIN: (),
@@ -32,7 +42,9 @@ USUAL = (ROUND_ROBIN, "prefix", "prefix, ids", "expected_ttft")
 
 @dataclass
 class Engines:
-    """Prefill and decode engines: ``specs`` and ``children`` by name, p0, p1, ... and d0, d1, ..."""
+    """Prefill and decode engines: ``specs`` and ``children`` by name, p0, p1, ... and d0, d1,
+    ...
+    """
 
     specs: dict
     children: dict
@@ -48,7 +60,8 @@ class Engines:
         found = {name: metrics(spec) for name, spec in self.specs.items()}
         return {
             role: {
-                kind: sum(found[name].get(key, 0.0) for name in found if name.startswith(role)) for kind, key in KINDS
+                kind: sum(found[name].get(key, 0.0) for name in found if name.startswith(role))
+                for kind, key in KINDS
             }
             for role in "pd"
         }
@@ -85,9 +98,15 @@ def spec_of(name, model, folder, *, blocks, role=None):
 @contextmanager
 def engines_of(fleet, model, folder, *, prefill, decode, blocks):
     """Start engines, and end them with the block."""
-    roles = {f"p{n}": Role.PREFILL for n in range(prefill)} | {f"d{n}": Role.DECODE for n in range(decode)}
-    specs = {name: spec_of(name, model, folder, blocks=blocks, role=role) for name, role in roles.items()}
-    engines = Engines(specs, {name: start_engine(fleet, spec) for name, spec in specs.items()}, fleet, blocks)
+    roles = {f"p{n}": Role.PREFILL for n in range(prefill)} | {
+        f"d{n}": Role.DECODE for n in range(decode)
+    }
+    specs = {
+        name: spec_of(name, model, folder, blocks=blocks, role=role) for name, role in roles.items()
+    }
+    engines = Engines(
+        specs, {name: start_engine(fleet, spec) for name, spec in specs.items()}, fleet, blocks
+    )
     try:
         fleet.wait_ready(engines.children.values(), timeout_s=300)
         yield engines
@@ -99,7 +118,9 @@ def engines_of(fleet, model, folder, *, prefill, decode, blocks):
 def routers_of(fleet, engines, names):
     """Start a router of each configuration in front of the same engines; yields name -> URL."""
     commands = {
-        name: router_command(f"router-{number}", engines.of("p"), engines.of("d"), env=KEYS, args=ROUTERS[name])
+        name: router_command(
+            f"router-{number}", engines.of("p"), engines.of("d"), env=KEYS, args=ROUTERS[name]
+        )
         for number, name in enumerate(names)
     }
     children = [fleet.start(command) for command in commands.values()]

@@ -1,6 +1,7 @@
 """What engines have cached, by their own KV events: an oracle that sees all caches.
 
-It shares nothing with the router's index but the reading of bytes: blocks are found by vLLM's own hashes.
+It shares nothing with the router's index but the reading of bytes: blocks are found by vLLM's own
+hashes.
 """
 
 import asyncio
@@ -9,7 +10,12 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import msgspec
 
-from pdrelay_proxy.features.kv_events.core.event_stream import PATH, KvEventStream, read_batch, read_event
+from pdrelay_proxy.features.kv_events.core.event_stream import (
+    PATH,
+    KvEventStream,
+    read_batch,
+    read_event,
+)
 from pdrelay_proxy.features.kv_events.event_schemas import AllBlocksCleared, BlockRemoved
 
 AGAIN_S = 0.3  # between two attempts to connect
@@ -21,7 +27,8 @@ class EngineBlocks:
 
     def __init__(self):
         self.is_known = False  # the state has come to its end
-        self._counts = {}  # hash -> how often it was stored: equal blocks of two requests are kept apart
+        # hash -> how often it was stored: equal blocks of two requests are kept apart
+        self._counts = {}
         self._hashes = {}  # (hash of the block before, tokens, salt of the first block) -> hash
         self._size = 0
 
@@ -46,7 +53,9 @@ class EngineBlocks:
                 self._store(event)
 
     def cached(self, ids, salt):
-        """Return how many tokens of a prompt need not be computed; vLLM always computes the last one."""
+        """Return how many tokens of a prompt need not be computed; vLLM always computes the last
+        one.
+        """
         parent, tokens, size = None, 0, self._size
         while size and tokens + size < len(ids):
             key = parent, tuple(ids[tokens : tokens + size]), salt if parent is None else None
@@ -62,7 +71,9 @@ class EngineBlocks:
         for place, name in enumerate(event.block_hashes):
             extra = event.extra_keys[place] if event.extra_keys else None
             salt = msgspec.msgpack.decode(extra[-1]) if extra and parent is None else None
-            self._hashes[parent, tuple(event.token_ids[place * size : (place + 1) * size]), salt] = name
+            self._hashes[
+                parent, tuple(event.token_ids[place * size : (place + 1) * size]), salt
+            ] = name
             self._counts[name] = self._counts.get(name, 0) + 1
             parent = name
 
@@ -92,8 +103,12 @@ class Oracle:
 
     @asynccontextmanager
     async def following(self, *, timeout_s):
-        """Follow all engines during the block; raises TimeoutError unless each has sent its state in time."""
-        tasks = [asyncio.create_task(self._follow(name, url)) for name, url in self._engines.items()]
+        """Follow all engines during the block; raises TimeoutError unless each has sent its state
+        in time.
+        """
+        tasks = [
+            asyncio.create_task(self._follow(name, url)) for name, url in self._engines.items()
+        ]
         try:
             async with asyncio.timeout(timeout_s):
                 while not all(blocks.is_known for blocks in self.blocks.values()):
@@ -107,7 +122,9 @@ class Oracle:
     async def _follow(self, name, url):
         """Follow one engine, also after it was restarted."""
         timeout = httpx.Timeout(SILENT_S)
-        async with httpx.AsyncClient(trust_env=False, timeout=timeout, headers=self._headers) as client:
+        async with httpx.AsyncClient(
+            trust_env=False, timeout=timeout, headers=self._headers
+        ) as client:
             while True:
                 with suppress(httpx.HTTPError):  # it is being restarted
                     await self._read(client, name, url + PATH)

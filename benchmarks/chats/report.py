@@ -12,15 +12,19 @@ SIDES = {
     "prefix": "`prefix` on both legs, `--kv-events auto`, `--min-split-new-bytes 800`",
     "prefix, ids": "the same, and clients send prompts as token ids, so that the router can look them up",
     "prefix, split": "`prefix` on both legs, `--kv-events auto`: every turn is split",
-    "expected_ttft": "`expected_ttft` on both legs, `--kv-events auto`, `--min-split-new-bytes 800`",
+    "expected_ttft": (
+        "`expected_ttft` on both legs, `--kv-events auto`, `--min-split-new-bytes 800`"
+    ),
 }
 WORST = 5  # turns that missed most, for the raw numbers
 HIT_GOAL, TTFT_GOAL, ITL_GOAL = 0.95, 0.6, 1.1
 ABOUT = {
     "normal": "All conversations fit into the cache of every engine.",
     "restart": (
-        "A decode engine is stopped in the middle, while no request is under way, and started again while the chats go "
-        "on. The hit rate is that of the turns behind that; the other columns are those of the whole phase."
+        "A decode engine is stopped in the middle, while no request is under way, and started "
+        "again while the chats go "
+        "on. The hit rate is that of the turns behind that; the other columns are those of the "
+        "whole phase."
     ),
     "evictions": "Each engine has a cache of a tenth of all conversations (or three conversations, if that is more), "
     "and four times as many chats go on at a time as fit into one engine's cache.",
@@ -28,10 +32,11 @@ ABOUT = {
 
 
 def summary(turns, side):
-    """Return the numbers of one configuration; hits and first tokens are those of the second turn and later ones.
+    """Return the numbers of one configuration; hits and first tokens are those of the second turn
+    and later ones.
 
-    ``computed``: prompt tokens by role, as answers tell of them; a decode engine also computes the last token of each
-    prompt that it loads, and what it loads less than a block of.
+    ``computed``: prompt tokens by role, as answers tell of them; a decode engine also computes the
+    last token of each prompt that it loads, and what it loads less than a block of.
     """
     own = [turn for turn in turns if turn.side == side]
     later = [turn for turn in own if turn.turn and turn.is_right]
@@ -54,7 +59,9 @@ def summary(turns, side):
         "first_p95": _quantile(firsts, 0.95),
         "gap_p50": _quantile(gaps, 0.5),
         "gap_p99": _quantile(gaps, 0.99),
-        "worst": [str(turn) for turn in sorted(later, key=lambda turn: turn.cached - turn.most)[:WORST]],
+        "worst": [
+            str(turn) for turn in sorted(later, key=lambda turn: turn.cached - turn.most)[:WORST]
+        ],
     }
 
 
@@ -69,7 +76,9 @@ def write(seen, out):
     parts = [_head(seen), *(_phase(name, found) for name, found in phases.items()), _goals(phases)]
     page.write(seen, out, parts)
     names = list(next(iter(phases.values()))["sides"])
-    bars = {name: [found["sides"][name]["first_p50"] for found in phases.values()] for name in names}
+    bars = {
+        name: [found["sides"][name]["first_p50"] for found in phases.values()] for name in names
+    }
     if all(value for each in bars.values() for value in each):
         title = "Median time to the first token of later turns"
         out.with_suffix(".svg").write_text(draw(bars, list(phases), title, linear, "{:.3f}"))
@@ -93,7 +102,9 @@ best of them has: any engine counts, a decode engine too, for it can serve alone
 answer says (`cached_tokens`: of the prefill engine, or of a decode engine that served alone). The hit rate is the sum
 of the second over the sum of the first, and no request counts for more than the oracle knew.""")
     used = {side for found in seen["phases"].values() for side in found["sides"]}
-    configurations = "".join(f"- `{name}`: {text}\n" for name, text in SIDES.items() if name in used)
+    configurations = "".join(
+        f"- `{name}`: {text}\n" for name, text in SIDES.items() if name in used
+    )
     return f"# Chats of several turns\n\n{about}\n{setting}\n{configurations}\n{oracle}"
 
 
@@ -111,12 +122,17 @@ def _phase(name, found):
             _ms(each["gap_p50"]), _ms(each["gap_p99"]), _ratio(each, base, "gap_p99"),
         ])  # fmt: skip
     heads = [
-        "configuration", "texts equal", "hit rate / oracle's", "computed / cached nowhere", "D alone", "TTFT p50, ms",
+        "configuration", "texts equal", "hit rate / oracle's", "computed / cached nowhere", "D alone",
+            "TTFT p50, ms",
         "p95", "p50 / round robin", "ITL p50, ms", "p99", "p99 / round robin",
     ]  # fmt: skip
-    about = f"{ABOUT[name]} {found['chats']} chats for each configuration, {found['seconds']:.0f} s."
+    about = (
+        f"{ABOUT[name]} {found['chats']} chats for each configuration, {found['seconds']:.0f} s."
+    )
     if name == "evictions":
-        about += f" An engine has {found['blocks']} blocks, all conversations {found['working_set']}."
+        about += (
+            f" An engine has {found['blocks']} blocks, all conversations {found['working_set']}."
+        )
     return f"## {name.capitalize()}\n\n{paragraph(about)}\n{table(heads, rows)}\n{_counted(found)}"
 
 

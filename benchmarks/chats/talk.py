@@ -1,4 +1,6 @@
-"""Chats of several turns: what is said, what one engine answers, and many of them held at once through routers."""
+"""Chats of several turns: what is said, what one engine answers, and many of them held at once
+through routers.
+"""
 
 import asyncio
 import itertools
@@ -19,7 +21,9 @@ REFERENCE_AT_ONCE = 16
 
 @dataclass
 class Chat:
-    """What a client says, and what a single engine answers; ``prompts``: the token ids of each turn's prompt."""
+    """What a client says, and what a single engine answers; ``prompts``: the token ids of each
+    turn's prompt.
+    """
 
     number: int
     questions: list
@@ -35,7 +39,12 @@ class Chat:
         """Return the messages of a turn's prompt."""
         said = itertools.zip_longest(self.questions[: turn + 1], self.answers[:turn])
         pairs = [[("user", question), ("assistant", answer)] for question, answer in said]
-        return [{"role": role, "content": text} for pair in pairs for role, text in pair if text is not None]
+        return [
+            {"role": role, "content": text}
+            for pair in pairs
+            for role, text in pair
+            if text is not None
+        ]
 
 
 @dataclass
@@ -51,12 +60,15 @@ class Turn:
     is_alone: bool = False  # a decode engine served it alone
     failure: str = ""  # empty: none
     tokens: int = 0  # of the prompt
-    cached: int = 0  # of these, what the engine that computed the prompt did not compute, by its own answer
+    # of these, what the engine that computed the prompt did not compute, by its own answer
+    cached: int = 0
     most: int = 0  # the most that any engine had cached when the request was sent
 
 
 class Words:
-    """Words that are a token each, whatever stands beside them: a text of them has the same tokens in the next turn."""
+    """Words that are a token each, whatever stands beside them: a text of them has the same tokens
+    in the next turn.
+    """
 
     def __init__(self, model):
         tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -64,14 +76,19 @@ class Words:
         self.texts = {
             token: text
             for token, text in texts.items()
-            if text[:1] == " " and text[1:].isalpha() and tokens.encode(text, add_special_tokens=False).ids == [token]
+            if text[:1] == " "
+            and text[1:].isalpha()
+            and tokens.encode(text, add_special_tokens=False).ids == [token]
         }
 
     def chats(self, count, turns, *, seed):
         """Return chats that nobody has answered yet."""
         dice, words = random.Random(seed), list(self.texts.values())
         lengths = [FIRST] + [LATER] * (turns - 1)
-        return [Chat(n, ["".join(dice.choices(words, k=length)) for length in lengths]) for n in range(count)]
+        return [
+            Chat(n, ["".join(dice.choices(words, k=length)) for length in lengths])
+            for n in range(count)
+        ]
 
     def body(self, **more):
         """Return a request whose answer consists of such words."""
@@ -86,7 +103,9 @@ class Words:
 
 
 def client_of(**options):
-    """Return a client; vLLM closes connections that are idle for 5 s, and this one does so before."""
+    """Return a client; vLLM closes connections that are idle for 5 s, and this one does so
+    before.
+    """
     limits = httpx.Limits(max_connections=None, keepalive_expiry=4)
     return httpx.AsyncClient(trust_env=False, timeout=TEXT_S, limits=limits, **options)
 
@@ -112,11 +131,14 @@ async def answer_alone(url, words, chats):
 class Batch:
     """Chats that are held through several routers at once; caches do not mix, because salts differ.
 
-    ``sides``: name of a configuration -> URL of its router; to those in ``by_ids`` prompts go as token ids. At most
-    ``at_once`` requests are under way, of at most ``open_most`` chats that have begun and go on.
+    ``sides``: name of a configuration -> URL of its router; to those in ``by_ids`` prompts go as
+    token ids. At most ``at_once`` requests are under way, of at most ``open_most`` chats that have
+    begun and go on.
     """
 
-    def __init__(self, words, chats, sides, oracle, *, at_once, think_s, open_most, by_ids=(), seed=0):
+    def __init__(
+        self, words, chats, sides, oracle, *, at_once, think_s, open_most, by_ids=(), seed=0
+    ):
         self.turns = []
         self._words = words
         self._chats = chats
@@ -143,10 +165,11 @@ class Batch:
         return len(self._sides) * sum(len(chat.questions) for chat in self._chats)
 
     async def restart(self, name, engines, *, after, until):
-        """Stop an engine when so many turns are over, and start it again while the chats go on without it.
+        """Stop an engine when so many turns are over, and start it again while the chats go on
+        without it.
 
-        They wait for it when ``until`` turns are over, so that some follow. No request is under way when it is stopped.
-        Return how many turns were over.
+        They wait for it when ``until`` turns are over, so that some follow. No request is under way
+        when it is stopped. Return how many turns were over.
         """
         async with self._quiet(after):
             over = len(self.turns)
@@ -175,7 +198,8 @@ class Batch:
             await self._hold(client, side, chat)
 
     async def _hold(self, client, side, chat):
-        await asyncio.sleep(self._dice.uniform(0, 2 * self._think_s))  # they do not all begin at once
+        # they do not all begin at once
+        await asyncio.sleep(self._dice.uniform(0, 2 * self._think_s))
         for turn in range(len(chat.questions)):
             if turn:
                 await asyncio.sleep(self._dice.expovariate(1 / self._think_s))
@@ -200,7 +224,11 @@ class Batch:
         except (httpx.HTTPError, TimeoutError, ValueError) as exc:
             seen.failure = f"{type(exc).__name__}: {exc}"
             return seen
-        seen.is_right = not seen.failure and text == chat.answers[turn] and seen.tokens == len(chat.prompts[turn])
+        seen.is_right = (
+            not seen.failure
+            and text == chat.answers[turn]
+            and seen.tokens == len(chat.prompts[turn])
+        )
         return seen
 
 
@@ -209,7 +237,9 @@ async def _stream(client, url, body, seen):
     start, lines, text, times = time.perf_counter(), [], "", []
     async with client.stream("POST", url, json=body) as answer:
         if answer.status_code != 200:
-            seen.failure = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:300]}"
+            seen.failure = (
+                f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:300]}"
+            )
             return ""
         seen.is_alone = 'mode;desc="single"' in answer.headers.get("server-timing", "")
         async for line in answer.aiter_lines():

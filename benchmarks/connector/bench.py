@@ -1,13 +1,14 @@
 """Our connector beside vLLM's own: what a request waits for, and what waiting costs.
 
-``make bench-connector`` runs everything and writes docs/benchmarks/connector.md, .json and .svg. The sections:
+``make bench-connector`` runs everything and writes docs/benchmarks/connector.md, .json and .svg.
+The sections:
 
-A  the decode leg alone, pull; and what idle engines cost
-B  whole requests, pull and push, engines on one host
-C  whole requests, engines on two hosts with a slow link between them (network namespaces: needs root)
-D  what a decode engine costs while it waits for a push
+A  the decode leg alone, pull; and what idle engines cost B  whole requests, pull and push, engines
+on one host C  whole requests, engines on two hosts with a slow link between them (network
+namespaces: needs root) D  what a decode engine costs while it waits for a push
 
-The pairs take turns and one runs at a time: vLLM's connector burns a core per engine even when idle.
+The pairs take turns and one runs at a time: vLLM's connector burns a core per engine even when
+idle.
 """
 
 import argparse
@@ -29,13 +30,15 @@ from support.netns import lab_available, open_lab
 LIMITS = (100, 1000)  # Mbit/s
 DECODE_LEG, WHOLE, LINK, WAITING = "decode_leg", "whole", "link", "waiting"
 SECTIONS = {"A": DECODE_LEG, "B": WHOLE, "C": LINK, "D": WAITING}
-FULL = {"rounds": 2, DECODE_LEG: 50, WHOLE: 10, LINK: 4}  # requests per length and connector, all rounds together
+# requests per length and connector, all rounds together
+FULL = {"rounds": 2, DECODE_LEG: 50, WHOLE: 10, LINK: 4}
 QUICK = {"rounds": 1, DECODE_LEG: 4, WHOLE: 2, LINK: 1}
 
 
 def main():
     args = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # as Ctrl-C: engines and namespaces go first
+    # as Ctrl-C: engines and namespaces go first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     counts = QUICK if args.quick else FULL
     chosen = {SECTIONS[letter] for letter in args.only}
     if LINK in chosen and (why := lab_available()):
@@ -47,9 +50,13 @@ def main():
         for round_ in range(counts["rounds"]):
             share = {name: -(-count // counts["rounds"]) for name, count in counts.items()}
             on_one_host(round_, share, seen, client, prompt)
-            on_two_hosts(round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH))
+            on_two_hosts(
+                round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH)
+            )
     done = {name: count for name, count in counts.items() if name in chosen or name == "rounds"}
-    report.write(with_earlier(args.out, {"machine": page.machine(), "counts": done, **seen}), args.out)
+    report.write(
+        with_earlier(args.out, {"machine": page.machine(), "counts": done, **seen}), args.out
+    )
     print(page.page_of(args.out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
 
@@ -57,7 +64,10 @@ def main():
 def arguments():
     parser = page.parser_of(__doc__, "few requests, and two connectors only in C")
     parser.add_argument(
-        "--only", default="ABCD", type=sections, help="sections to measure; the others stay as they are"
+        "--only",
+        default="ABCD",
+        type=sections,
+        help="sections to measure; the others stay as they are",
     )
     args = parser.parse_args()
     args.out = page.out_of(args, "connector")
@@ -73,7 +83,11 @@ def sections(letters):
 def on_one_host(round_, share, seen, client, prompt):
     """Sections A, B and D: every pair serves all that it takes part in."""
     for kind in KINDS:
-        takes_part = {WHOLE: kind in LINKED, WAITING: kind.is_push, DECODE_LEG: kind in (PULL, NIXL_PULL)}
+        takes_part = {
+            WHOLE: kind in LINKED,
+            WAITING: kind.is_push,
+            DECODE_LEG: kind in (PULL, NIXL_PULL),
+        }
         if not (parts := [part for part in takes_part if takes_part[part] and part in seen]):
             continue
         say(round_, kind, parts)

@@ -1,8 +1,10 @@
-"""The connector of this checkout beside that of another: time to first token of the decode leg, requests in turn.
+"""The connector of this checkout beside that of another: time to first token of the decode leg,
+requests in turn.
 
-``beside.py OTHER [--requests N] [--tokens N] [--mode pull|push]``; OTHER is a checkout of pdrelay. Four CPU engines run
-at the same time, a pair for each checkout. Each prompt goes to one pair and then to the other, so that whatever the
-machine does meanwhile meets both. Engines share a secret. Prints a table of Markdown, with the CPU of engines at rest.
+``beside.py OTHER [--requests N] [--tokens N] [--mode pull|push]``; OTHER is a checkout of pdrelay.
+Four CPU engines run at the same time, a pair for each checkout. Each prompt goes to one pair and
+then to the other, so that whatever the machine does meanwhile meets both. Engines share a secret.
+Prints a table of Markdown, with the CPU of engines at rest.
 """
 
 import argparse
@@ -34,8 +36,13 @@ def main():
     model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)
     with open_fleet(LOGS) as fleet, Client() as client:
-        pairs = {name: start(fleet, model, name, path, options.mode) for name, path in checkouts(options.other).items()}
-        fleet.wait_ready([child for pair in pairs.values() for child in pair.children], timeout_s=300)
+        pairs = {
+            name: start(fleet, model, name, path, options.mode)
+            for name, path in checkouts(options.other).items()
+        }
+        fleet.wait_ready(
+            [child for pair in pairs.values() for child in pair.children], timeout_s=300
+        )
         new_prompt = prompts()
         times = {name: [] for name in pairs}
         for pair in pairs.values():
@@ -86,12 +93,21 @@ def idle(pair, seconds=3.0):
     before, start = [cpu_seconds(child.pid) for child in pair.children], time.monotonic()
     time.sleep(seconds)
     took = time.monotonic() - start
-    return [(cpu_seconds(child.pid) - then) / took for child, then in zip(pair.children, before, strict=True)]
+    return [
+        (cpu_seconds(child.pid) - then) / took
+        for child, then in zip(pair.children, before, strict=True)
+    ]
 
 
 def report(options, times, cores):
-    print(f"{options.mode}, {options.requests} prompts of {options.tokens} tokens; ms to D's first token\n")
-    print("| connector | p25 | median | p75 | idle, share of a core: P | D |\n|---|---|---|---|---|---|")
+    print(
+        f"{options.mode}, {options.requests} prompts of {options.tokens} tokens; ms to D's first "
+        f"token\n"
+    )
+    print(
+        "| connector | p25 | median | p75 | idle, share of a core: P | D "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name, found in times.items():
         low, middle, high = statistics.quantiles(found, n=4)
         p, d = cores[name]
@@ -99,7 +115,9 @@ def report(options, times, cores):
     ratios = [new / old for old, new in zip(times["other"], times["this"], strict=True)]
     medians = statistics.median(times["this"]) / statistics.median(times["other"])
     each = statistics.median(ratios)
-    print(f"\nthis / other: {medians:.3f} of the medians, {each:.3f} as median of each prompt's ratio")
+    print(
+        f"\nthis / other: {medians:.3f} of the medians, {each:.3f} as median of each prompt's ratio"
+    )
 
 
 if __name__ == "__main__":

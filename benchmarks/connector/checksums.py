@@ -1,8 +1,9 @@
 """What the checksums of sampled blocks cost each engine, in CPU time of the thread that takes them.
 
-``nice .venv/bin/python benchmarks/connector/checksums.py`` prints the table of docs/connector-leases.md: a cache in
-host memory as Llama 3.1 8B has it on one rank (32 layers, 8 KV heads of 128 dimensions, bfloat16, blocks of 16 tokens),
-in the layout that the connector asks for. Medians of five runs.
+``nice .venv/bin/python benchmarks/connector/checksums.py`` prints the table of
+docs/connector-leases.md: a cache in host memory as Llama 3.1 8B has it on one rank (32 layers, 8 KV
+heads of 128 dimensions, bfloat16, blocks of 16 tokens), in the layout that the connector asks for.
+Medians of five runs.
 """
 
 import statistics
@@ -29,13 +30,16 @@ from pdrelay_connector.core.verify.sampling import Sampling  # noqa: E402
 
 LAYERS, HEADS, DIMENSIONS, TOKENS, BLOCKS, RUNS = 32, 8, 128, 16, 256, 5
 PROMPT = 128  # blocks
-RATE, SHARE, SAMPLED = 20, 0.01, 8  # prefills a second of one engine; the settings of docs/connector-leases.md
+# prefills a second of one engine; the settings of docs/connector-leases.md
+RATE, SHARE, SAMPLED = 20, 0.01, 8
 
 
 def reader():
     """Return the reader of such a cache, and the bytes of a block."""
     caches = {
-        f"layers.{layer}": torch.randint(0, 99, (BLOCKS, HEADS, TOKENS, 2 * DIMENSIONS), dtype=torch.int16)
+        f"layers.{layer}": torch.randint(
+            0, 99, (BLOCKS, HEADS, TOKENS, 2 * DIMENSIONS), dtype=torch.int16
+        )
         for layer in range(LAYERS)
     }
     engine_config = EngineConfig(
@@ -43,7 +47,9 @@ def reader():
         is_producer=True, is_consumer=True,
     )  # fmt: skip
     regions = describe_caches(caches, engine_config, BLOCKS, KernelLayout.ENTRIES)
-    return TensorReader(caches, regions, (0,)), sum(cache[0].numel() * 2 for cache in caches.values())
+    return TensorReader(caches, regions, (0,)), sum(
+        cache[0].numel() * 2 for cache in caches.values()
+    )
 
 
 def cpu_seconds(call, times):
@@ -63,7 +69,9 @@ def main():
     prompt = [list(map(BlockId, range(1, PROMPT + 1)))]
 
     def sums():
-        blocks = sampling.choose(name, prompt, sizes={0: TOKENS}, states=set(), tokens=PROMPT * TOKENS)
+        blocks = sampling.choose(
+            name, prompt, sizes={0: TOKENS}, states=set(), tokens=PROMPT * TOKENS
+        )
         return sums_of(0, blocks, cache)
 
     one = cpu_seconds(lambda: cache.checksum(0, BlockId(7), 0, TOKENS), 20)
@@ -75,7 +83,10 @@ def main():
     print(f"| a sampled request, {SAMPLED} blocks of {PROMPT} | {1e3 * request:.1f} ms |")
     print(f"| a request that is not sampled | {1e6 * asked:.2f} µs |")
     share = RATE * (SHARE * request + asked)
-    print(f"| share of a core at {RATE} prefills a second and `verify_share` {SHARE:g} | {100 * share:.2f} % |")
+    print(
+        f"| share of a core at {RATE} prefills a second and `verify_share` {SHARE:g} | "
+        f"{100 * share:.2f} % |"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ class Client:
     """Sends legs. vLLM closes connections that are idle for 5 s: we do so before."""
 
     def __init__(self):
-        self._http = httpx.Client(timeout=300, trust_env=False, limits=httpx.Limits(keepalive_expiry=4))
+        self._http = httpx.Client(
+            timeout=300, trust_env=False, limits=httpx.Limits(keepalive_expiry=4)
+        )
         self._pool = ThreadPoolExecutor(1)
         self._known = {}  # P's base URL -> what a decode leg must know of P
 
@@ -46,9 +48,16 @@ class Client:
         return Legs(name, start, prefilled, prefilled, self._decode(pair.d, prompt, name, params))
 
     def push(self, pair, prompt, *, meanwhile=lambda: None):
-        """Send both legs at once; or P's only after ``meanwhile()``, which runs when D's is on its way."""
+        """Send both legs at once; or P's only after ``meanwhile()``, which runs when D's is on its
+        way.
+        """
         name, known = _name(), self._known[pair.p.base_url]
-        params = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name, **known}
+        params = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": name,
+            **known,
+        }
         params["remote_request_id"] = f"cmpl-{name}-0"
         start = time.monotonic()
         first_token = self._pool.submit(self._decode, pair.d, prompt, name, params)
@@ -66,8 +75,16 @@ class Client:
     def prefill(self, p, prompt, name):
         """Return P's params for the decode leg."""
         params = OPEN | {"transfer_id": name}
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
-        reply = self._http.post(f"{p.base_url}/v1/completions", json=body, headers={"X-Request-Id": name})
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 1,
+            "min_tokens": 1,
+            "kv_transfer_params": params,
+        }
+        reply = self._http.post(
+            f"{p.base_url}/v1/completions", json=body, headers={"X-Request-Id": name}
+        )
         return reply.raise_for_status().json()["kv_transfer_params"]
 
     def first_leg(self, engine, prompt, *, is_leg):
@@ -75,14 +92,24 @@ class Client:
         if is_leg:
             return self.prefill(engine, prompt, _name())
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "min_tokens": 1}
-        return self._http.post(f"{engine.base_url}/v1/completions", json=body).raise_for_status().json()
+        return (
+            self._http.post(f"{engine.base_url}/v1/completions", json=body)
+            .raise_for_status()
+            .json()
+        )
 
     def decode(self, d, prompt):
         """Ask D alone; return when its first token came."""
         return self._decode(d, prompt, _name(), None)
 
     def _decode(self, d, prompt, name, params):
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 2,
+            "ignore_eos": True,
+            "stream": True,
+        }
         body |= {"kv_transfer_params": params, "temperature": 0}
         url, headers = f"{d.base_url}/v1/completions", {"X-Request-Id": name}
         with self._http.stream("POST", url, json=body, headers=headers) as reply:

@@ -1,8 +1,9 @@
-"""What serving KV events costs an engine: CPU of its API server for each block, and its time to first token.
+"""What serving KV events costs an engine: CPU of its API server for each block, and its time to
+first token.
 
-``kv_events.py``: a table of CPU times, without an engine. ``kv_events.py --engines [--requests N] [--tokens N]``: two
-CPU engines at the same time, one of which serves its events to a reader; each prompt goes to one and then to the
-other, so that whatever the machine does meanwhile meets both.
+``kv_events.py``: a table of CPU times, without an engine. ``kv_events.py --engines [--requests N]
+[--tokens N]``: two CPU engines at the same time, one of which serves its events to a reader; each
+prompt goes to one and then to the other, so that whatever the machine does meanwhile meets both.
 """
 
 import argparse
@@ -38,7 +39,9 @@ LOGS = ROOT / ".pdrelay/logs/kv-events"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", action="store_true", help="time to first token, on real engines")
+    parser.add_argument(
+        "--engines", action="store_true", help="time to first token, on real engines"
+    )
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=512)
     options = parser.parse_args()
@@ -49,7 +52,9 @@ def main():
 
 
 def alone():
-    """Print the CPU times of the hub: what one API server process does for each block that its engine stores."""
+    """Print the CPU times of the hub: what one API server process does for each block that its
+    engine stores.
+    """
     seen = {}
     for _ in range(ROUNDS):
         for what, value in (*blocks_of_kinds(), *memory()):
@@ -66,7 +71,10 @@ def blocks_of_kinds():
     hub = filled(KVEventHub(), batches(128))
     blocks, began = len(hub.blocks_of(0)), time.process_time()
     drain(hub.join(lambda: None))
-    yield "µs of CPU for a block of the state, for a new reader", (time.process_time() - began) / blocks * 1e6
+    yield (
+        "µs of CPU for a block of the state, for a new reader",
+        (time.process_time() - began) / blocks * 1e6,
+    )
 
 
 def cost(chunk, readers):
@@ -122,8 +130,15 @@ def engines(options):
     LOGS.mkdir(parents=True, exist_ok=True)
     model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)
-    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder, open_fleet(LOGS) as fleet, httpx.Client() as http:
-        both = {"without": engine_spec("without", model), "with": engine_spec("with", model, kv_events=Path(folder))}
+    with (
+        tempfile.TemporaryDirectory(prefix="pdrelay-") as folder,
+        open_fleet(LOGS) as fleet,
+        httpx.Client() as http,
+    ):
+        both = {
+            "without": engine_spec("without", model),
+            "with": engine_spec("with", model, kv_events=Path(folder)),
+        }
         children = {name: fleet.start(engine(spec, os.environ)) for name, spec in both.items()}
         fleet.wait_ready(list(children.values()), timeout_s=300)
         reader = threading.Thread(target=read, args=(both["with"].base_url,), daemon=True)
@@ -136,13 +151,16 @@ def engines(options):
             for name in list(both) if number % 2 else list(both)[::-1]:
                 times[name].append(first_token(http, both[name].base_url, prompt))
         spent = {
-            name: [b - a for a, b in zip(began[name], cpu(child), strict=True)] for name, child in children.items()
+            name: [b - a for a, b in zip(began[name], cpu(child), strict=True)]
+            for name, child in children.items()
         }
     report(options, {name: found[WARM_UP:] for name, found in times.items()}, spent)
 
 
 def cpu(child):
-    """Return the CPU-seconds of the API server, which is the leader, and of the engine core, which it has started."""
+    """Return the CPU-seconds of the API server, which is the leader, and of the engine core, which
+    it has started.
+    """
     threads = cpu_by_thread(child)
     server = sum(seconds for (pid, _), seconds in threads.items() if pid == child.pid)
     return server, sum(threads.values()) - server
@@ -157,7 +175,14 @@ def read(url):
 
 def first_token(http, url, prompt):
     """Return the milliseconds to the first token of an answer of two."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 2,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0,
+    }
     began = time.monotonic()
     with http.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
         answer.raise_for_status()
@@ -172,12 +197,17 @@ def first_token(http, url, prompt):
 
 def report(options, times, spent):
     print(f"{options.requests} prompts of {options.tokens} tokens; ms to the first token\n")
-    print("| KV events | p25 | median | p75 | CPU of a request, ms: API server | its core |\n|---|---|---|---|---|---|")
+    print(
+        "| KV events | p25 | median | p75 | CPU of a request, ms: API server | its core "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name, found in times.items():
         server, core = (1000 * seconds / options.requests for seconds in spent[name])
         low, middle, high = statistics.quantiles(found, n=4)
         print(f"| {name} | {low:.2f} | {middle:.2f} | {high:.2f} | {server:.2f} | {core:.2f} |")
-    difference = statistics.median(b - a for a, b in zip(times["without"], times["with"], strict=True))
+    difference = statistics.median(
+        b - a for a, b in zip(times["without"], times["with"], strict=True)
+    )
     print(f"\nmedian of each prompt's difference: {difference:.3f} ms")
 
 

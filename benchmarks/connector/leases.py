@@ -1,7 +1,9 @@
-"""What a message costs an engine that holds many leases, and a decode engine whose queue is aborted.
+"""What a message costs an engine that holds many leases, and a decode engine whose queue is
+aborted.
 
-``nice .venv/bin/python benchmarks/connector/leases.py`` prints the table of docs/benchmarks/connector.md: the cores
-alone, with a link that goes nowhere. Each figure is CPU time of the thread, and the median of three runs.
+``nice .venv/bin/python benchmarks/connector/leases.py`` prints the table of
+docs/benchmarks/connector.md: the cores alone, with a link that goes nowhere. Each figure is CPU
+time of the thread, and the median of three runs.
 """
 
 import gc
@@ -92,7 +94,8 @@ def a_done(many):
 def a_renewal_of_one(many):
     lease_manager = lender_of(many)
     return [
-        lambda n=n: lease_manager.on(MessageReceived(D, RenewLeases((name(n),))), now=11.0) for n in range(MESSAGES)
+        lambda n=n: lease_manager.on(MessageReceived(D, RenewLeases((name(n),))), now=11.0)
+        for n in range(MESSAGES)
     ]
 
 
@@ -105,14 +108,22 @@ def a_done_where_parts_are_staged(many):
     link, counters = Nowhere(), Counters()
     lease_manager = lender_of(many)
     staging_coordinator = StagingCoordinator(
-        link, lease_manager, counters, WorkerLinks(link, {0: b""}), Slots([16]), blocks=1 << 20, read_timeout=60.0
+        link,
+        lease_manager,
+        counters,
+        WorkerLinks(link, {0: b""}),
+        Slots([16]),
+        blocks=1 << 20,
+        read_timeout=60.0,
     )
     for number in range(many - 100):
         order = StagePart(name(number), name(number), 0, 2, 0, ((BlockId(1),),))
         staging_coordinator.on(MessageReceived(D, order), now=10.0)
 
     def done(number):
-        staging_coordinator.on(MessageReceived(D, ReadDone(name(number), name(number), 0, 1)), now=10.0)
+        staging_coordinator.on(
+            MessageReceived(D, ReadDone(name(number), name(number), 0, 1)), now=10.0
+        )
         staging_coordinator.advance(now=10.0)
         staging_coordinator.released(lease_manager.take_released())
 
@@ -121,13 +132,20 @@ def a_done_where_parts_are_staged(many):
 
 def a_registration(many):
     lease_manager = LeaseManager(Nowhere(), LeaseTable(duration=30.0, extension=20.0), Counters())
-    pushes = PushCoordinator(Nowhere(), lease_manager, Counters(), tokens={0: b""}, registration_timeout=480.0)
+    pushes = PushCoordinator(
+        Nowhere(), lease_manager, Counters(), tokens={0: b""}, registration_timeout=480.0
+    )
     pushes.on(MessageReceived(D, RankMemory(rank_info("d", blocks=1 << 20))), now=0.0)
     for guest in range(100):  # as many decode engines
-        pushes.on(MessageReceived(ConnId(10 + guest), RankMemory(rank_info("d", blocks=1 << 20))), now=0.0)
+        pushes.on(
+            MessageReceived(ConnId(10 + guest), RankMemory(rank_info("d", blocks=1 << 20))), now=0.0
+        )
 
     def register(number):
-        pushes.on(MessageReceived(D, RegisterPush(name(number), name(number), None, lent(0, [1]))), now=0.0)
+        pushes.on(
+            MessageReceived(D, RegisterPush(name(number), name(number), None, lent(0, [1]))),
+            now=0.0,
+        )
 
     for number in range(many):
         register(number)
@@ -141,7 +159,9 @@ def a_turn_that_waits_for_pushes(many):
         timeout=480.0, peer_timeout=30.0,
     )  # fmt: skip
     for number in range(many):
-        push_receiver.expect(PushOrder(name(number), name(number), P, Address("h", 1), None, lent(0, [1])), now=0.0)
+        push_receiver.expect(
+            PushOrder(name(number), name(number), P, Address("h", 1), None, lent(0, [1])), now=0.0
+        )
     push_receiver.advance(now=1.0)
     return [lambda: push_receiver.advance(now=1.0)] * MESSAGES
 
@@ -156,7 +176,9 @@ class Harness:
         for number in range(many):
             offer = PullParams(P, name(number), "h", 5600, ((BlockId(1),),), 4)
             self.lease_renewer.start_renewing(name(number), offer, now=0.0)
-        self.lease_renewer.on(PeerConnected(ConnId(1), Welcome(PROTOCOL, P, FINGERPRINT, ())), now=0.0)
+        self.lease_renewer.on(
+            PeerConnected(ConnId(1), Welcome(PROTOCOL, P, FINGERPRINT, ())), now=0.0
+        )
 
 
 def all_aborts_of_8000_requests(many):

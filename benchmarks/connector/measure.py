@@ -1,4 +1,7 @@
-"""What is measured of one pair of engines. Times are seconds; each function adds to the ``seen`` it is given."""
+"""What is measured of one pair of engines.
+
+Times are seconds; each function adds to the ``seen`` it is given.
+"""
 
 import time
 from collections import defaultdict
@@ -22,7 +25,10 @@ def decode_leg(pair, prompt, requests, seen):
 
 
 def resting(pair, client, prompt, seen):
-    """Measure the cores of a pair that nobody asks for anything, and of P while it holds KV. The last thing it does."""
+    """Measure the cores of a pair that nobody asks for anything, and of P while it holds KV.
+
+    The last thing it does.
+    """
     time.sleep(SETTLE)
     seen.setdefault("idle", []).append(cores(pair.pids))
     client.prefill(pair.p, prompt(HELD), "nobody")
@@ -30,11 +36,16 @@ def resting(pair, client, prompt, seen):
 
 
 def whole(pair, prompt, requests, seen):
-    """Measure requests from their first leg to D's first token, and how much of it the transfer was exposed."""
+    """Measure requests from their first leg to D's first token, and how much of it the transfer was
+    exposed.
+    """
     with pair.no_recompute(requests * sum(length - 1 for length in LENGTHS)):
         for _ in range(requests):
             for length in LENGTHS:
-                legs, found = pair.send(prompt(length)), defaultdict(list, seen.get(str(length), {}))
+                legs, found = (
+                    pair.send(prompt(length)),
+                    defaultdict(list, seen.get(str(length), {})),
+                )
                 found["first_token"].append(legs.first_token - legs.start)
                 found["prefill"].append(legs.prefilled - legs.start)
                 found["exposed"].append(pair.exposed(legs.name))
@@ -43,7 +54,11 @@ def whole(pair, prompt, requests, seen):
 
 def waiting(pair, client, prompt, seen):
     """Measure the cores of D while its leg waits for a P that has not been asked yet."""
-    client.push(pair, prompt(256), meanwhile=lambda: seen.setdefault("cores", []).append(cores(pair.pids[1:])))
+    client.push(
+        pair,
+        prompt(256),
+        meanwhile=lambda: seen.setdefault("cores", []).append(cores(pair.pids[1:])),
+    )
 
 
 def cores(leaders):

@@ -1,4 +1,6 @@
-"""The two models: the tests' tiny one, and one whose KV takes as long to send at 100 Mbit/s as to compute."""
+"""The two models: the tests' tiny one, and one whose KV takes as long to send at 100 Mbit/s as to
+compute.
+"""
 
 import json
 import shutil
@@ -20,7 +22,10 @@ def tiny_model():
 
 
 def wide_model():
-    """Return the directory of a model with much KV. It has no weights: start engines with ``--load-format dummy``."""
+    """Return the directory of a model with much KV.
+
+    It has no weights: start engines with ``--load-format dummy``.
+    """
     tiny, directory = tiny_model(), ROOT / ".pdrelay/models/wide"
     directory.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER:

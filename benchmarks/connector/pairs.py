@@ -73,14 +73,19 @@ class Pair:
 
     @contextmanager
     def no_recompute(self, tokens):
-        """Fail unless D gets so many tokens from P during the block: a prompt it computes itself is no transfer."""
+        """Fail unless D gets so many tokens from P during the block: a prompt it computes itself is
+        no transfer.
+        """
         before = metrics(self.d).get(HITS, 0.0)
         yield
         # Of each prompt D may compute the last token itself, and say so or not.
         wait_until(
             lambda: metrics(self.d).get(HITS, 0.0) - before >= tokens,
             seconds=5,
-            what=f"{self.kind.name}: D takes over {tokens} tokens, not just {metrics(self.d).get(HITS, 0.0) - before}",
+            what=(
+                f"{self.kind.name}: D takes over {tokens} tokens, not just "
+                f"{metrics(self.d).get(HITS, 0.0) - before}"
+            ),
         )
 
 
@@ -91,11 +96,21 @@ def running(kind, model, client, prompt, *, hosts=(None, None), args=()):
     LOGS.mkdir(parents=True, exist_ok=True)
     stamps.write_text("")
     with open_fleet(LOGS) as fleet:
-        p, d = (_spec(kind, role, model, host, stamps, args) for role, host in zip(Role, hosts, strict=True))
+        p, d = (
+            _spec(kind, role, model, host, stamps, args)
+            for role, host in zip(Role, hosts, strict=True)
+        )
         children = [start_engine(fleet, spec) for spec in (p, d)]
         fleet.wait_ready(children, timeout_s=300)
         send = client.push if kind.is_push else client.pull
-        pair = Pair(kind, p, d, tuple(child.pid for child in children), stamps, lambda each: send(pair, each))
+        pair = Pair(
+            kind,
+            p,
+            d,
+            tuple(child.pid for child in children),
+            stamps,
+            lambda each: send(pair, each),
+        )
         client.meet(pair, prompt(CHUNK))  # first contact and first chunks, outside any measurement
         pair.send(prompt(2 * CHUNK))
         yield pair
@@ -104,8 +119,13 @@ def running(kind, model, client, prompt, *, hosts=(None, None), args=()):
 def _spec(kind, role, model, host, stamps, args):
     elsewhere = dict(host.options) if host else {}
     if host:
-        elsewhere["extra_env"] = {"UCX_NET_DEVICES": DATA, **elsewhere["extra_env"]}  # vLLM's own takes all
-    env = {"PYTHONPATH": str(ROOT), "PDRELAY_BENCH_STAMPS": str(stamps), **elsewhere.pop("extra_env", {})}
+        # vLLM's own takes all
+        elsewhere["extra_env"] = {"UCX_NET_DEVICES": DATA, **elsewhere["extra_env"]}
+    env = {
+        "PYTHONPATH": str(ROOT),
+        "PDRELAY_BENCH_STAMPS": str(stamps),
+        **elsewhere.pop("extra_env", {}),
+    }
     spec = engine_spec(
         f"{kind.slug}-{role.value}",
         model,
@@ -119,5 +139,11 @@ def _spec(kind, role, model, host, stamps, args):
         **elsewhere,
     )
     config = transfer_config(spec) | {"kv_connector_module_path": "benchmarks.connector.stamped"}
-    own = ("--max-num-batched-tokens", str(CHUNK), "--kv-transfer-config", json.dumps(config), *args)
+    own = (
+        "--max-num-batched-tokens",
+        str(CHUNK),
+        "--kv-transfer-config",
+        json.dumps(config),
+        *args,
+    )
     return replace(spec, extra_args=(*spec.extra_args, *own))

@@ -1,8 +1,10 @@
-"""How long NIXL takes until a transfer of many descriptors is on its way, by how the descriptors are given to it.
+"""How long NIXL takes until a transfer of many descriptors is on its way, by how the descriptors
+are given to it.
 
-``python -m benchmarks.connector.posting`` prints a table: two agents in two processes, scattered blocks that nothing
-merges. ``list`` is what the connector does: all descriptors with each transfer. ``prepared`` has a cache's descriptors
-prepared once, and gives indices; ``strided`` prepares them from one row (NIXL's Nx5 lists) in place of one for each.
+``python -m benchmarks.connector.posting`` prints a table: two agents in two processes, scattered
+blocks that nothing merges. ``list`` is what the connector does: all descriptors with each transfer.
+``prepared`` has a cache's descriptors prepared once, and gives indices; ``strided`` prepares them
+from one row (NIXL's Nx5 lists) in place of one for each.
 """
 
 import argparse
@@ -48,7 +50,9 @@ class Reader:
         )  # fmt: skip
         self.memory, self.agent = np.zeros(blocks * size, dtype=np.uint8), new_agent()
         register(self.agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
-        theirs = json.loads(next(line for line in self.holder.stdout if line.startswith('{"metadata"')))
+        theirs = json.loads(
+            next(line for line in self.holder.stdout if line.startswith('{"metadata"'))
+        )
         self.there, self.here = theirs["address"], self.memory.ctypes.data
         self.name = self.agent.add_remote_agent(bytes.fromhex(theirs["metadata"])).decode()
         self.prepared = {}
@@ -78,7 +82,9 @@ class Reader:
         return rows
 
     def post(self, way, there, here):
-        """Return the seconds until NIXL has a handle, those of the call that starts the transfer, and of all of it."""
+        """Return the seconds until NIXL has a handle, those of the call that starts the transfer,
+        and of all of it.
+        """
         start = time.perf_counter()
         if way == "list":
             ours, theirs = (
@@ -123,9 +129,13 @@ def main(argv=None):
         assert reader.memory.all(), "not all bytes were read"
     finally:
         reader.close()
-    print(f"{'way':<10} {'prepared once':>14} {'handle':>10} {'start':>10} {'whole':>10}   ms, medians")
+    print(
+        f"{'way':<10} {'prepared once':>14} {'handle':>10} {'start':>10} {'whole':>10}   ms, "
+        f"medians"
+    )
     for way, rounds in times.items():
-        handle, start, whole = (median(column) * 1e3 for column in zip(*rounds[1:], strict=True))  # the first connects
+        # the first connects
+        handle, start, whole = (median(column) * 1e3 for column in zip(*rounds[1:], strict=True))
         once = reader.seconds_to_prepare.get(way, 0.0) * 1e3
         print(f"{way:<10} {once:>14.2f} {handle:>10.2f} {start:>10.2f} {whole:>10.2f}")
 

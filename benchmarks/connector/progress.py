@@ -1,8 +1,10 @@
-"""NIXL with its progress thread, at several delays, and without: what it costs while idle, and what reads take.
+"""NIXL with its progress thread, at several delays, and without: what it costs while idle, and what
+reads take.
 
-``python -m benchmarks.connector.progress`` prints a table: two processes, one of which reads the other's memory, over
-shared memory and over TCP. The reader polls as often as the connector does (``POLL_INTERVAL``). Without NIXL's thread
-each side must call NIXL itself: the reader does with its polls, the holder in a loop of 1 ms.
+``python -m benchmarks.connector.progress`` prints a table: two processes, one of which reads the
+other's memory, over shared memory and over TCP. The reader polls as often as the connector does
+(``POLL_INTERVAL``). Without NIXL's thread each side must call NIXL itself: the reader does with its
+polls, the holder in a loop of 1 ms.
 """
 
 import argparse
@@ -20,7 +22,8 @@ import numpy as np
 
 from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL
 
-# Microseconds between two polls of NIXL's thread, at the holder and at the reader; below 0 there is none.
+# Microseconds between two polls of NIXL's thread, at the holder and at the reader; below 0 there is
+# none.
 WAYS = {
     "thread, 1,000 us": (1000, 1000),
     "thread, 100 us": (100, 100),
@@ -30,7 +33,8 @@ WAYS = {
 }
 DEFAULT = "thread, 1,000 us"
 TRANSPORTS = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp"}}
-SIZES = {"one block": (1, 8 << 10), "a prompt": (94, 28 << 10), "long": (4096, 16 << 10)}  # descriptors, bytes of each
+# descriptors, bytes of each
+SIZES = {"one block": (1, 8 << 10), "a prompt": (94, 28 << 10), "long": (4096, 16 << 10)}
 MIB = 64
 OWN_DELAY = 0.001  # s between the holder's own calls
 
@@ -43,7 +47,9 @@ def new_agent(delay):
 
     if delay >= 0:
         return make_agent(str(uuid.uuid4()), progress_delay_us=delay)
-    return _api.nixl_agent(str(uuid.uuid4()), _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    return _api.nixl_agent(
+        str(uuid.uuid4()), _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    )
 
 
 def hold(delay):
@@ -60,7 +66,10 @@ def hold(delay):
     for line in sys.stdin:
         began, used = time.monotonic(), time.process_time()
         time.sleep(float(line))
-        print(json.dumps({"said": (time.process_time() - used) / (time.monotonic() - began)}), flush=True)
+        print(
+            json.dumps({"said": (time.process_time() - used) / (time.monotonic() - began)}),
+            flush=True,
+        )
     is_over.set()
     if progress is not None:
         progress.join()
@@ -92,7 +101,9 @@ class Reader:
         self.holder.wait(10)
 
     def heard(self):
-        return json.loads(next(line for line in self.holder.stdout if line.startswith('{"said"')))["said"]
+        return json.loads(next(line for line in self.holder.stdout if line.startswith('{"said"')))[
+            "said"
+        ]
 
     def idle_cores(self, seconds):
         """Return the share of a core of the holder that nobody reads, and of this process."""
@@ -103,7 +114,9 @@ class Reader:
         return theirs, (time.process_time() - used) / (time.monotonic() - began)
 
     def copy(self):
-        """Return the seconds in which this process copies as many bytes as the longest read moves."""
+        """Return the seconds in which this process copies as many bytes as the longest read
+        moves.
+        """
         began = time.monotonic()
         np.copyto(self.other, self.memory)
         return time.monotonic() - began
@@ -143,7 +156,10 @@ def measure(way, transport, rounds, idle):
     finally:
         reader.close()
     seconds = {name: median(each) for name, each in took.items()}
-    rates = {"read": reader.memory.nbytes / seconds["long"], "copied": reader.memory.nbytes / median(copied)}
+    rates = {
+        "read": reader.memory.nbytes / seconds["long"],
+        "copied": reader.memory.nbytes / median(copied),
+    }
     print(json.dumps({"row": {"idle": (theirs, ours), "seconds": seconds, **rates}}), flush=True)
 
 
@@ -153,7 +169,9 @@ def measured(way, transport, *, rounds=40, idle=3.0):
     argv += ["--rounds", str(rounds), "--idle", str(idle)]
     environment = {**os.environ, "UCX_NET_DEVICES": "lo", **TRANSPORTS[transport]}
     done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"row"')))["row"]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"row"')))[
+        "row"
+    ]
 
 
 def main(argv=None):
@@ -170,7 +188,8 @@ def main(argv=None):
         measure(*args.measure, args.rounds, args.idle)
         return
     print(
-        "| transport | NIXL | idle holder, cores | idle reader | one block, ms | 1,500 tokens, ms | GB/s | of memcpy |"
+        "| transport | NIXL | idle holder, cores | idle reader | one block, ms | 1,500 tokens, ms "
+        "| GB/s | of memcpy |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for transport, way in itertools.product(TRANSPORTS, WAYS):

@@ -1,4 +1,7 @@
-"""docs/benchmarks/connector.md from the raw numbers. A section that was never measured is left out."""
+"""docs/benchmarks/connector.md from the raw numbers.
+
+A section that was never measured is left out.
+"""
 
 import statistics
 
@@ -14,10 +17,14 @@ CHUNK_MIB = CHUNK * KV_BYTES / 2**20
 
 def write(seen, out):
     """Write the raw numbers, the page and its picture."""
-    page.write(seen, out, [_head(seen), *(part(seen) for key, part in PARTS.items() if seen.get(key))])
+    page.write(
+        seen, out, [_head(seen), *(part(seen) for key, part in PARTS.items() if seen.get(key))]
+    )
     slow = seen.get("link", {}).get(str(SLOW))
     if slow:
-        picture = {name: [_median(slow[name], length, "exposed") for length in LENGTHS] for name in slow}
+        picture = {
+            name: [_median(slow[name], length, "exposed") for length in LENGTHS] for name in slow
+        }
         title = f"Exposed transfer time at {SLOW} Mbit/s"
         out.with_suffix(".svg").write_text(draw(picture, _heads(), title, linear, "{:.2f}"))
 
@@ -47,8 +54,18 @@ def _decode_leg(seen):
         cells = [cell for each in times for cell in (_ms(statistics.median(each)), _ms(_p95(each)))]
         ratio = statistics.median(times[0]) / statistics.median(times[1])
         rows.append([length, *cells, f"{ratio:.2f}"])
-    heads = ["prompt, tokens", f"{ours} median", "p95", f"{theirs} median", "p95", "ratio of medians"]
-    idle, holding = ([f"{statistics.mean(found[n][key]):.3f}" for n in (ours, theirs)] for key in ("idle", "holding"))
+    heads = [
+        "prompt, tokens",
+        f"{ours} median",
+        "p95",
+        f"{theirs} median",
+        "p95",
+        "ratio of medians",
+    ]
+    idle, holding = (
+        [f"{statistics.mean(found[n][key]):.3f}" for n in (ours, theirs)]
+        for key in ("idle", "holding")
+    )
     costs = [
         ["idle pair (everything in both engines' processes, after their traffic)", *idle],
         ["P while one finished request is held", *holding],
@@ -101,7 +118,8 @@ def _times_shorter(found):
     for name in found:
         if name != PUSH.name:
             ratios = [
-                _median(found[name], length, "exposed") / _median(found[PUSH.name], length, "exposed")
+                _median(found[name], length, "exposed")
+                / _median(found[PUSH.name], length, "exposed")
                 for length in LENGTHS
             ]
             rows.append([name, *(f"{ratio:.1f}" for ratio in ratios)])
@@ -111,7 +129,10 @@ def _times_shorter(found):
 def _compute(seen):
     """How long a chunk takes to compute, as the replies of P show."""
     chunks = LENGTHS[-1] / CHUNK
-    times = {name: _median(each, LENGTHS[-1], "prefill") / chunks for name, each in seen["link"][str(SLOW)].items()}
+    times = {
+        name: _median(each, LENGTHS[-1], "prefill") / chunks
+        for name, each in seen["link"][str(SLOW)].items()
+    }
     said = ", ".join(f"{seconds:.2f} s ({name})" for name, seconds in times.items())
     return f"Computing one took, on the mean of a prompt of {LENGTHS[-1]:,} tokens: {said}."
 
@@ -121,7 +142,10 @@ def _waiting(seen):
         [name, f"{statistics.mean(each['cores']):.3f}", f"{max(each['cores']):.3f}"]
         for name, each in seen["waiting"].items()
     ]
-    about = "Cores that all of D's processes use in the 5 s after D's leg was sent, while P's leg is held back."
+    about = (
+        "Cores that all of D's processes use in the 5 s after D's leg was sent, while P's leg is "
+        "held back."
+    )
     return f"""## D. A decode engine that waits for a push
 
 {about}
@@ -139,7 +163,13 @@ def _heads():
 def _rows(found, key):
     order = [kind.name for kind in LINKED if kind.name in found]
     return [
-        [name, *(f"{_ms(_median(found[name], n, key))} ({_ms(_p95(found[name][str(n)][key]))})" for n in LENGTHS)]
+        [
+            name,
+            *(
+                f"{_ms(_median(found[name], n, key))} ({_ms(_p95(found[name][str(n)][key]))})"
+                for n in LENGTHS
+            ),
+        ]
         for name in order
     ]
 

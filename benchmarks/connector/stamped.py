@@ -1,8 +1,10 @@
-"""The connectors under test, in engines that say when a prompt was prefilled and when its KV had arrived.
+"""The connectors under test, in engines that say when a prompt was prefilled and when its KV had
+arrived.
 
-The engines load them from here under their own names, so that vLLM treats them as what they are. Every line of the file
-``PDRELAY_BENCH_STAMPS`` is one event: its name, its time on the monotonic clock (one clock for all processes of a
-machine, network namespaces included) and vLLM's id of the request.
+The engines load them from here under their own names, so that vLLM treats them as what they are.
+Every line of the file ``PDRELAY_BENCH_STAMPS`` is one event: its name, its time on the monotonic
+clock (one clock for all processes of a machine, network namespaces included) and vLLM's id of the
+request.
 """
 
 import json
@@ -18,7 +20,9 @@ PREFILLED, RUNNABLE = "prefilled", "runnable"
 
 
 class _Stamped:
-    """Both events are taken on the scheduler's side: the last token of the prompt is computed, the KV can be used."""
+    """Both events are taken on the scheduler's side: the last token of the prompt is computed, the
+    KV can be used.
+    """
 
     def request_finished(self, request, block_ids):
         self._stamp_prefilled(request)

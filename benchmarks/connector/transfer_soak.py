@@ -1,8 +1,8 @@
 """A great many transfers over real NIXL between two processes: does anything add up?
 
-``make soak-transfers`` prints a table: resident memory, descriptors and threads of both processes after each tenth.
-Reads and writes take turns, through ``io/nixl.py`` as engines use it, of one to eight pieces at random places, over
-shared memory or TCP.
+``make soak-transfers`` prints a table: resident memory, descriptors and threads of both processes
+after each tenth. Reads and writes take turns, through ``io/nixl.py`` as engines use it, of one to
+eight pieces at random places, over shared memory or TCP.
 """
 
 import argparse
@@ -32,7 +32,11 @@ def made():
     agent = make_agent(str(uuid.uuid4()), progress_delay_us=1000)
     address = memory.ctypes.data
     metadata = register(agent, "DRAM", 0, [(address, SIZE)])
-    return agent, memory, RankInfo(0, 1, metadata, "DRAM", 0, (Region(address, 1, 1, 1, SIZE, SIZE, SIZE, SIZE),))
+    return (
+        agent,
+        memory,
+        RankInfo(0, 1, metadata, "DRAM", 0, (Region(address, 1, 1, 1, SIZE, SIZE, SIZE, SIZE),)),
+    )
 
 
 def hold():
@@ -50,16 +54,25 @@ class Mover:
         from pdrelay_connector.io.nixl import NixlTransferAgent
 
         agent, self.memory, _ = made()
-        metadata, self.there = json.loads(next(line for line in holder.stdout if line.startswith('{"info"')))["info"]
+        metadata, self.there = json.loads(
+            next(line for line in holder.stdout if line.startswith('{"info"'))
+        )["info"]
         region = Region(self.there, 1, 1, 1, SIZE, SIZE, SIZE, SIZE)
         self.agent = NixlTransferAgent(agent, "DRAM", 0)
         self.draw = random.Random(3)
-        self.handle = self.agent.attach(RankInfo(0, 1, bytes.fromhex(metadata), "DRAM", 0, (region,)))
+        self.handle = self.agent.attach(
+            RankInfo(0, 1, bytes.fromhex(metadata), "DRAM", 0, (region,))
+        )
 
     def move(self, number):
         places = self.draw.sample(range(SIZE // PIECE), self.draw.randrange(1, MOST + 1))
-        spans = [(self.there + place * PIECE, self.memory.ctypes.data + place * PIECE, PIECE) for place in places]
-        (self.agent.read if number % 2 else self.agent.write)(self.handle, np.array(spans, dtype=np.int64))
+        spans = [
+            (self.there + place * PIECE, self.memory.ctypes.data + place * PIECE, PIECE)
+            for place in places
+        ]
+        (self.agent.read if number % 2 else self.agent.write)(
+            self.handle, np.array(spans, dtype=np.int64)
+        )
         while not (ended := self.agent.poll()):
             pass
         if ended[0].outcome is not XferOutcome.DONE:
@@ -80,7 +93,10 @@ def main(argv=None):
     argv = [sys.executable, "-m", "benchmarks.connector.transfer_soak", "--hold"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         mover, began = Mover(holder), time.monotonic()
-        print("| transfers | s | mover: MB | descriptors | threads | holder: MB | descriptors | threads |")
+        print(
+            "| transfers | s | mover: MB | descriptors | threads | holder: MB | descriptors | "
+            "threads |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for number in range(1, args.transfers + 1):
             mover.move(number)

@@ -1,7 +1,9 @@
-"""A router's discovery as a process of its own: follows the pods of an API, and prints when it has seen what.
+"""A router's discovery as a process of its own: follows the pods of an API, and prints when it has
+seen what.
 
-``view ENGINES AT`` after each LIST, ``event VERSION AT`` after each change, with the seconds of the clock that all
-processes of this machine share; and, when its input ends, ``end {...}``: what the second LIST has cost.
+``view ENGINES AT`` after each LIST, ``event VERSION AT`` after each change, with the seconds of the
+clock that all processes of this machine share; and, when its input ends, ``end {...}``: what the
+second LIST has cost.
 """
 
 import asyncio

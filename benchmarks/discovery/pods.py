@@ -1,4 +1,6 @@
-"""Pods as an API server sends them: with status and managed fields, which are most of their bytes."""
+"""Pods as an API server sends them: with status and managed fields, which are most of their
+bytes.
+"""
 
 import json
 
@@ -81,7 +83,10 @@ def pages_of(pods, size=200):
     return [
         msgspec.json.encode(
             {
-                "metadata": {"resourceVersion": "1", "continue": str(number + 1) if number + 1 < len(cut) else ""},
+                "metadata": {
+                    "resourceVersion": "1",
+                    "continue": str(number + 1) if number + 1 < len(cut) else "",
+                },
                 "items": items,
             }
         )
@@ -115,7 +120,10 @@ def _spec(role):
             {"name": "VLLM_HOST_IP", "value": "$(POD_IP)"},
             {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", **from_pod},
             {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": "5600"},
-            *({"name": name, "value": "/cache"} for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "HF_HOME")),
+            *(
+                {"name": name, "value": "/cache"}
+                for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "HF_HOME")
+            ),
         ],
         "ports": [
             {"name": name, "containerPort": port, "protocol": "TCP"}
@@ -125,7 +133,11 @@ def _spec(role):
         "readinessProbe": probe,
         "livenessProbe": probe,
         "lifecycle": {
-            "preStop": {"exec": {"command": ["python3", "/opt/pdrelay/drain.py", "--port=8100", f"--role={role}"]}}
+            "preStop": {
+                "exec": {
+                    "command": ["python3", "/opt/pdrelay/drain.py", "--port=8100", f"--role={role}"]
+                }
+            }
         },
         "resources": {
             "requests": {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": "1"},
@@ -134,7 +146,12 @@ def _spec(role):
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             {"name": name, "mountPath": path}
-            for name, path in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("scripts", "/opt/pdrelay"), ("cache", "/cache"))
+            for name, path in (
+                ("shm", "/dev/shm"),
+                ("tmp", "/tmp"),
+                ("scripts", "/opt/pdrelay"),
+                ("cache", "/cache"),
+            )
         ],
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "File",
@@ -145,7 +162,10 @@ def _spec(role):
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
             {"name": "tmp", "emptyDir": {}},
-            {"name": "scripts", "configMap": {"name": f"pdrelay-{role}-scripts", "defaultMode": 420}},
+            {
+                "name": "scripts",
+                "configMap": {"name": f"pdrelay-{role}-scripts", "defaultMode": 420},
+            },
             {"name": "cache", "emptyDir": {"sizeLimit": "100Gi"}},
         ],
         "restartPolicy": "Always",
@@ -157,7 +177,12 @@ def _spec(role):
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "schedulerName": "default-scheduler",
         "tolerations": [
-            {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
+            {
+                "key": f"node.kubernetes.io/{key}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": 300,
+            }
             for key in ("not-ready", "unreachable")
         ],
         "priority": 0,
@@ -169,7 +194,13 @@ def _spec(role):
 def _status(number, phase):
     reached = LIFE.index("ready" if phase == "leaving" else phase)
     ready = reached == 3
-    conditions = ["PodScheduled", "Initialized", "PodReadyToStartContainers", "ContainersReady", "Ready"]
+    conditions = [
+        "PodScheduled",
+        "Initialized",
+        "PodReadyToStartContainers",
+        "ContainersReady",
+        "Ready",
+    ]
     found = {
         "phase": "Running" if reached >= 2 else "Pending",
         "conditions": [
@@ -214,5 +245,9 @@ def _fields(value):
         return {f"f:{key}": _fields(inner) for key, inner in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
         key = next((key for key in ("name", "type", "ip") if key in value[0]), None)
-        return {f'k:{{"{key}":"{one[key]}"}}': {".": {}, **_fields(one)} for one in value} if key else {}
+        return (
+            {f'k:{{"{key}":"{one[key]}"}}': {".": {}, **_fields(one)} for one in value}
+            if key
+            else {}
+        )
     return {}

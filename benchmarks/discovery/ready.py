@@ -1,7 +1,9 @@
-"""``GET /ready`` over HTTP, beside requests, while a real router process probes thousands of null engines.
+"""``GET /ready`` over HTTP, beside requests, while a real router process probes thousands of null
+engines.
 
-Some of them are lost: they accept connections and answer nothing. The engines, the clients and this page's clock share
-one core, the router has the other. ``make sim-fleet`` runs it; alone: ``python benchmarks/discovery/ready.py``.
+Some of them are lost: they accept connections and answer nothing. The engines, the clients and this
+page's clock share one core, the router has the other. ``make sim-fleet`` runs it; alone: ``python
+benchmarks/discovery/ready.py``.
 """
 
 import contextlib
@@ -29,11 +31,15 @@ _FOUND_S = 12.0  # until those that answer nothing have missed a probe, and get 
 
 
 def measure(count, *, lost, requests_s, lasts_s):
-    """Return the milliseconds that answers to /ready took, by port: without lost engines, and with them."""
+    """Return the milliseconds that answers to /ready took, by port: without lost engines, and with
+    them.
+    """
     cores = Cores()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdrelay-ready-")))
-        _, ports = stack.enter_context(engines(cores, {"prefill": (count - lost) // 2, "decode": (count - lost) // 2}))
+        _, ports = stack.enter_context(
+            engines(cores, {"prefill": (count - lost) // 2, "decode": (count - lost) // 2})
+        )
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(lost)]
         mute = [listener.getsockname()[1] for listener in silent]
         before = _beside(folder, stack, cores, ports, (requests_s, lasts_s))
@@ -42,14 +48,24 @@ def measure(count, *, lost, requests_s, lasts_s):
             "decode": [*ports["decode"], *mute[lost // 2 :]],
         }
         after = _beside(folder, stack, cores, ports, (requests_s, lasts_s))
-    return {"engines": count, "lost": lost, "requests_s": requests_s, "whole": before, "with_lost": after}
+    return {
+        "engines": count,
+        "lost": lost,
+        "requests_s": requests_s,
+        "whole": before,
+        "with_lost": after,
+    }
 
 
 def _beside(folder, stack, cores, ports, plan):
     """Run one router, and look at it while clients send requests."""
     config = folder / "pdrelay.toml"
-    listed = {role: json.dumps([f"127.0.0.1:{port}" for port in found]) for role, found in ports.items()}
-    config.write_text(f"prefill = {listed['prefill']}\ndecode = {listed['decode']}\nlog_level = 'warning'\n")
+    listed = {
+        role: json.dumps([f"127.0.0.1:{port}" for port in found]) for role, found in ports.items()
+    }
+    config.write_text(
+        f"prefill = {listed['prefill']}\ndecode = {listed['decode']}\nlog_level = 'warning'\n"
+    )
     log = folder / f"router-{time.monotonic_ns()}.log"
     router = _Router(log, "--config", str(config), "--log-level", "info", "--admin-port", "0")
     with contextlib.closing(router):
@@ -81,7 +97,9 @@ def _wait_for_probes(router, count):
     """Wait until all that answer have been probed once: the start is another measurement."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", router.port_of["admin"], timeout=60)) as one:
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", router.port_of["admin"], timeout=60)
+        ) as one:
             one.request("GET", "/instances", headers=KEY)
             rows = json.loads(one.getresponse().read())["instances"]
         healthy = sum(row["state"] == "healthy" for row in rows)
@@ -94,7 +112,9 @@ def _looks(router, requests_s, lasts_s):
     ends, served, failed, lock = time.monotonic() + lasts_s, [0], [0], threading.Lock()
 
     def ask(client, turn):
-        body = b"".join(words.request(turn, host=b"bench", size=512, tokens=8, chat=False, stream=True))
+        body = b"".join(
+            words.request(turn, host=b"bench", size=512, tokens=8, chat=False, stream=True)
+        )
         headers = {"Content-Type": "application/json"}
         client.request("POST", "/v1/completions", body.partition(b"\r\n\r\n")[2], headers)
         answer = client.getresponse()
@@ -118,7 +138,9 @@ def _looks(router, requests_s, lasts_s):
         client.close()
 
     def look(port, seen):
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as client:
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        ) as client:
             while time.monotonic() < ends:
                 began = time.perf_counter()
                 client.request("GET", "/ready")
@@ -130,7 +152,10 @@ def _looks(router, requests_s, lasts_s):
 
     seen = {name: [] for name in router.port_of}
     threads = [threading.Thread(target=send, args=(number,)) for number in range(_CLIENTS)]
-    threads += [threading.Thread(target=look, args=(router.port_of[name], found)) for name, found in seen.items()]
+    threads += [
+        threading.Thread(target=look, args=(router.port_of[name], found))
+        for name, found in seen.items()
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

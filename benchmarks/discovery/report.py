@@ -1,8 +1,11 @@
-"""Writes what the simulation of a fleet has found: the numbers in JSON, and a page that computes the rest from them."""
+"""Writes what the simulation of a fleet has found: the numbers in JSON, and a page that computes
+the rest from them.
+"""
 
 from benchmarks import page
 
-RELIST_S, PROBE_S, WHOLE_PROBES_S, INFLOW_S, REREAD_S = 300, 5, 50, 15, 2  # the router's own rhythms
+# the router's own rhythms
+RELIST_S, PROBE_S, WHOLE_PROBES_S, INFLOW_S, REREAD_S = 300, 5, 50, 15, 2
 ROLLOUT_S = 1800
 CONFIGMAP = 1024 * 1024  # bytes that Kubernetes allows
 
@@ -68,7 +71,12 @@ def choosing(found):
     legs, health and counters, whatever the number of engines. With both, and without HTTP, at {int(most):,} engines
     (*computed*):"""
     parts.append(prose(what))
-    title = ["both policies", "us a request", "requests/s that fill one core", f"cores for {rate:,.0f} requests/s"]
+    title = [
+        "both policies",
+        "us a request",
+        "requests/s that fill one core",
+        f"cores for {rate:,.0f} requests/s",
+    ]
     return "\n\n".join([*parts, table(title, rows)])
 
 
@@ -104,9 +112,17 @@ def discovering(found):
     rows = [
         [what, f"{one.get('events', 1):,}", f"{one['busy']:.2f} s", f"{one['longest']:.1f} ms"]
         for what, one in (
-            *((f"LIST of {name[5:]} pods, in pages of 200", one) for name, one in seen.items() if name[:4] == "list"),
+            *(
+                (f"LIST of {name[5:]} pods, in pages of 200", one)
+                for name, one in seen.items()
+                if name[:4] == "list"
+            ),
             ("every pod changes in a way that means nothing", seen["quiet"]),
-            (f"rolling update of {seen['rollout']['pods']:,} of them: come, get ready, leave, go", seen["rollout"]),
+            (
+                f"rolling update of {seen['rollout']['pods']:,} of them: come, get ready, leave, "
+                f"go",
+                seen["rollout"],
+            ),
         )
     ]
     title = ["", "events", "processor time", "longest block of the event loop"]
@@ -130,8 +146,12 @@ def discovering(found):
 
 def slices(change):
     """Say what a change costs in a fleet of slices, as far as that was measured."""
-    named = {case: case.split(" ") for case in change["ms"] if case.startswith(("require ", "prefer "))}
-    some = ", ".join(f"{change['ms'][case]:.1f} ms ({pairing}, {n})" for case, (pairing, n) in named.items())
+    named = {
+        case: case.split(" ") for case in change["ms"] if case.startswith(("require ", "prefer "))
+    }
+    some = ", ".join(
+        f"{change['ms'][case]:.1f} ms ({pairing}, {n})" for case, (pairing, n) in named.items()
+    )
     return f" In slices: {some}." if some else ""
 
 
@@ -146,11 +166,23 @@ def sending(found):
             amount(routers * size["list"]),
             amount(routers * size["list"] / RELIST_S, "B/s"),
         ],
-        [f"rolling update of all engines in {ROLLOUT_S // 60} min", amount(update), amount(update / ROLLOUT_S, "B/s")],
+        [
+            f"rolling update of all engines in {ROLLOUT_S // 60} min",
+            amount(update),
+            amount(update / ROLLOUT_S, "B/s"),
+        ],
         ["an engine by hand, ConfigMap: the patch", amount(size["changes"]), ""],
-        [f"... what all routers are then sent, with {count:,} entries", amount(routers * stored), ""],
+        [
+            f"... what all routers are then sent, with {count:,} entries",
+            amount(routers * stored),
+            "",
+        ],
         ["an engine by hand, Redis: what all routers are then sent", amount(routers * stored), ""],
-        [f"Redis, read again every {REREAD_S} s by all routers", "", amount(routers * stored / REREAD_S, "B/s")],
+        [
+            f"Redis, read again every {REREAD_S} s by all routers",
+            "",
+            amount(routers * stored / REREAD_S, "B/s"),
+        ],
     ]
     what = f"""
     A ConfigMap holds 1 MiB: {CONFIGMAP // size["entry"]:,} engines added by hand. Engines that are pods are not in the
@@ -164,7 +196,12 @@ def probing(found):
     probes = routers * (count / PROBE_S + 2 * min(WHOLE_PROBES_S, count / PROBE_S))
     scrapes = routers * count / 2 / INFLOW_S
     rows = [
-        ["requests of probes", f"{probes:,.0f}/s", f"{probes / routers:,.0f}/s", f"{probes / count:,.0f}/s"],
+        [
+            "requests of probes",
+            f"{probes:,.0f}/s",
+            f"{probes / routers:,.0f}/s",
+            f"{probes / count:,.0f}/s",
+        ],
         [
             "reads of decode engines' `/metrics`",
             f"{scrapes:,.0f}/s",
@@ -218,7 +255,14 @@ def sharing(found):
 def readiness(found):
     seen = found["ready"]
     rows = [
-        [what, port, f"{one['p50']:.1f} ms", f"{one['p99']:.1f} ms", f"{one['most']:.1f} ms", f"{one['looks']:,}"]
+        [
+            what,
+            port,
+            f"{one['p50']:.1f} ms",
+            f"{one['p99']:.1f} ms",
+            f"{one['most']:.1f} ms",
+            f"{one['looks']:,}",
+        ]
         for what, case in (
             ("all engines answer", seen["whole"]),
             (f"{seen['lost']} of them answer nothing", seen["with_lost"]),

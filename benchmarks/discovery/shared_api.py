@@ -1,7 +1,9 @@
-"""Several routers' discovery beside each other, at one API server: processes of their own, over sockets.
+"""Several routers' discovery beside each other, at one API server: processes of their own, over
+sockets.
 
-The server is a program of this file: it keeps its answers ready, and spends next to nothing on them. So this shows what
-the routers need, and how long each waits for the others of this machine, and not what a real API server can serve.
+The server is a program of this file: it keeps its answers ready, and spends next to nothing on
+them. So this shows what the routers need, and how long each waits for the others of this machine,
+and not what a real API server can serve.
 """
 
 import asyncio
@@ -67,7 +69,10 @@ class _Api:
                     self._watching.add(writer)
                 else:
                     body = self._pages[int(query.get("continue", ["0"])[0])]
-                    self._write(writer, b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+                    self._write(
+                        writer,
+                        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body),
+                    )
                 await writer.drain()
         self._watching.discard(writer)
         self._open.discard(writer)
@@ -119,7 +124,9 @@ class _Follower:
 async def _beside(count, pods):
     api = _Api([pod(number, role=role_of(number)) for number in range(pods)])
     await api.start()
-    followers = await asyncio.gather(*(_Follower.start(f"http://127.0.0.1:{api.port}") for _ in range(count)))
+    followers = await asyncio.gather(
+        *(_Follower.start(f"http://127.0.0.1:{api.port}") for _ in range(count))
+    )
     listening = [asyncio.create_task(one.listen()) for one in followers]
     try:
         async with asyncio.timeout(_PATIENCE_S):
@@ -137,7 +144,9 @@ async def _seen_by(followers, listening, api, pods):
             assert not any(task.done() for task in listening), "a follower has ended"
 
     def views(number):
-        return lambda: api.watches == len(followers) and all(len(one.views) == number for one in followers)
+        return lambda: (
+            api.watches == len(followers) and all(len(one.views) == number for one in followers)
+        )
 
     await until(views(1))
     sent = api.sent
@@ -153,12 +162,19 @@ async def _seen_by(followers, listening, api, pods):
     pushed, versions = {}, itertools.count(10**6)
     for number in range(_EVENTS):
         ready = number % 2 == 1
-        one = pod(number // 2, role=role_of(number // 2), phase="ready" if ready else "started", version=next(versions))
+        one = pod(
+            number // 2,
+            role=role_of(number // 2),
+            phase="ready" if ready else "started",
+            version=next(versions),
+        )
         pushed[one["metadata"]["resourceVersion"]] = time.monotonic()
         api.push(line("MODIFIED", one))
         await asyncio.sleep(_EVENT_S)
     await until(lambda: all(len(one.seen) == len(pushed) for one in followers))
-    delays = sorted((one.seen[name] - at) * 1000 for name, at in pushed.items() for one in followers)
+    delays = sorted(
+        (one.seen[name] - at) * 1000 for name, at in pushed.items() for one in followers
+    )
     for one in followers:
         one.end()
     ends = await asyncio.gather(*listening)
@@ -166,5 +182,9 @@ async def _seen_by(followers, listening, api, pods):
         "bytes": sent,
         "synced_ms": {"first": min(late), "last": max(late)},
         "list_cpu_ms": sorted(end["list_cpu_ms"] for end in ends)[len(ends) // 2],
-        "event_ms": {"p50": delays[len(delays) // 2], "p99": delays[len(delays) * 99 // 100], "most": delays[-1]},
+        "event_ms": {
+            "p50": delays[len(delays) // 2],
+            "p99": delays[len(delays) * 99 // 100],
+            "most": delays[-1],
+        },
     }

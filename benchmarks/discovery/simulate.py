@@ -1,8 +1,9 @@
-"""A simulated fleet: what 1,000 engines, 100 routers and 10,000 requests a second cost, by the router's own parts.
+"""A simulated fleet: what 1,000 engines, 100 routers and 10,000 requests a second cost, by the
+router's own parts.
 
-``make sim-fleet`` writes docs/benchmarks/fleet.md and .json. Nothing is sent: the tables, policies, reflector and
-reconciler of the router run as they are, on engines and pods that are made up. What many routers do together is
-computed from that.
+``make sim-fleet`` writes docs/benchmarks/fleet.md and .json. Nothing is sent: the tables, policies,
+reflector and reconciler of the router run as they are, on engines and pods that are made up. What
+many routers do together is computed from that.
 """
 
 import asyncio
@@ -73,7 +74,9 @@ def main():
     found = {
         "machine": page.machine() | {"python": platform.python_version()},
         "fleet": {"routers": ROUTERS, "engines": sizes[-1], "rate": RATE},
-        "choices": {case: choices(sizes, spent_s, case) for case in ("one revision", "two revisions")},
+        "choices": {
+            case: choices(sizes, spent_s, case) for case in ("one revision", "two revisions")
+        },
         "request": request_cost(sizes[-1], spent_s),
         "members": {str(n): members(n) for n in sizes},
         "metrics": {str(n): exposition(n) for n in sizes},
@@ -92,7 +95,9 @@ def main():
 
 
 def micros(call, spent_s, least=5):
-    """Return the microseconds of processor time that a call takes at best: others may use this machine, too."""
+    """Return the microseconds of processor time that a call takes at best: others may use this
+    machine, too.
+    """
     call()
     seen, until = [], time.perf_counter() + spent_s
     gc.disable()
@@ -114,7 +119,9 @@ def target(number, role, revision):
 
 
 def registry_of(count, case="one revision"):
-    """Engines that are known and busy: ten requests each, give or take, and a fresh report of each prefill engine."""
+    """Engines that are known and busy: ten requests each, give or take, and a fresh report of each
+    prefill engine.
+    """
     registry, dice, now = Registry(), random.Random(1), time.monotonic()
     for number in range(count):
         role = Role.PREFILL if number % 2 == 0 else Role.DECODE
@@ -142,11 +149,16 @@ def sliced(count, slices, pairing):
 
 
 def choice_of(registry, policy):
-    load, caches = Loads(registry, time.monotonic).of, Caches(PromptMemory(1800.0), registry, time.monotonic)
+    load, caches = (
+        Loads(registry, time.monotonic).of,
+        Caches(PromptMemory(1800.0), registry, time.monotonic),
+    )
     if policy is PolicyName.ROUND_ROBIN:
         return RoundRobin()
     if policy == EXPECTED_TTFT:
-        costs = EngineCosts(registry, EngineSpeeds(), caches, time.monotonic, weight=ITL_WEIGHT, itl_most_s=None)
+        costs = EngineCosts(
+            registry, EngineSpeeds(), caches, time.monotonic, weight=ITL_WEIGHT, itl_most_s=None
+        )
         return ExpectedTtft(costs, random.randrange)
     parts = PolicyParts(load, random.randrange, 0, caches)
     return PolicyPerLeg(policy_of(policy, parts), policy_of(policy, parts))
@@ -162,12 +174,17 @@ def fleet_of(registry, choice, preference=None):
 
 
 def choices(sizes, spent_s, case):
-    """Time what a request costs before its first leg: who may serve, who fits (narrowing), who is chosen (policy)."""
+    """Time what a request costs before its first leg: who may serve, who fits (narrowing), who is
+    chosen (policy).
+    """
     found = {}
     for policy in (*PolicyName, EXPECTED_TTFT):
         for count in sizes:
             registry, turn = registry_of(count, case), iter(range(10**9))
-            fleet, choice = fleet_of(registry, choice_of(registry, policy)), choice_of(registry, policy)
+            fleet, choice = (
+                fleet_of(registry, choice_of(registry, policy)),
+                choice_of(registry, policy),
+            )
             sides = [fleet.usable(role) for role in Role]
 
             def ask(turn=turn):
@@ -181,7 +198,9 @@ def choices(sizes, spent_s, case):
 
             seen = found.setdefault(policy.value, {})
             seen[str(count)] = {"whole": micros(whole, spent_s), "policy": micros(alone, spent_s)}
-            seen[str(count)]["usable"] = micros(lambda fleet=fleet: [fleet.usable(role) for role in Role], spent_s / 2)
+            seen[str(count)]["usable"] = micros(
+                lambda fleet=fleet: [fleet.usable(role) for role in Role], spent_s / 2
+            )
     return found
 
 
@@ -194,7 +213,9 @@ def request_cost(count, spent_s):
 
     def serve():
         request = RequestId(f"pdrelay-{next(turn):032x}")
-        record = RequestRecord(request, PATH, prefill=LegRecord(prefill.id, 1.0), decode=LegRecord(decode.id, 1.0))
+        record = RequestRecord(
+            request, PATH, prefill=LegRecord(prefill.id, 1.0), decode=LegRecord(decode.id, 1.0)
+        )
         fleet.enter(decode, request)
         for instance in (prefill, decode):
             fleet.enter(instance, request)
@@ -222,7 +243,9 @@ def change_of(count):
         name, turn = registry.known(Role.DECODE)[3].id, iter(range(10**9))
 
         def change(registry=registry, fleet=fleet, name=name, turn=turn):
-            (registry.departures.drain if next(turn) % 2 else registry.departures.undrain)(name, now=0.0)
+            (registry.departures.drain if next(turn) % 2 else registry.departures.undrain)(
+                name, now=0.0
+            )
             fleet.any_pair(RoutingHints("m"))
 
         found[case] = micros(change, 0.1) / 1000
@@ -230,8 +253,13 @@ def change_of(count):
 
 
 async def beside_requests(count, requests_s=200, events_s=20, lasts_s=3.0):
-    """Measure how long others wait for the loop while requests choose engines and pods come and go: wall time."""
-    api, registry = Api(pages_of(pod(number, role=role_of(number)) for number in range(count))), Registry()
+    """Measure how long others wait for the loop while requests choose engines and pods come and go:
+    wall time.
+    """
+    api, registry = (
+        Api(pages_of(pod(number, role=role_of(number)) for number in range(count))),
+        Registry(),
+    )
     fleet, waits, ends = fleet_of(registry, RoundRobin()), [], time.monotonic() + lasts_s
 
     async def every(pause_s, call):
@@ -308,7 +336,9 @@ def exposition(count):
 
 
 class Api:
-    """Stands where the client of the Kubernetes API stands, and says what it is told to; nothing is sent."""
+    """Stands where the client of the Kubernetes API stands, and says what it is told to; nothing is
+    sent.
+    """
 
     namespace = "llm"
 
@@ -353,7 +383,9 @@ async def following(api, registry):
 
 @asynccontextmanager
 async def blocking():
-    """Note the longest time in which nothing else could run (ms), and the processor time of all of it (s)."""
+    """Note the longest time in which nothing else could run (ms), and the processor time of all of
+    it (s).
+    """
     seen = {"longest": 0.0}
 
     async def tick():
@@ -372,7 +404,9 @@ async def blocking():
 
 
 def settle():
-    """Collect what earlier parts have left: else the collector's pauses would be theirs, and count here."""
+    """Collect what earlier parts have left: else the collector's pauses would be theirs, and count
+    here.
+    """
     gc.collect()
     gc.freeze()
 
@@ -389,13 +423,20 @@ async def discovery(count):
     """List, and then change, all pods."""
     found = {}
     for many in (count * 2 // 5, count):
-        api, registry = Api(pages_of(pod(number, role=role_of(number)) for number in range(many))), Registry()
+        api, registry = (
+            Api(pages_of(pod(number, role=role_of(number)) for number in range(many))),
+            Registry(),
+        )
         settle()
         async with blocking() as found[f"list {many}"], following(api, registry):
             await until(lambda registry=registry, many=many: len(registry.members()) == many)
 
     def here(revision):
-        return sum(1 for m in registry.members() if m.origin.wanted and m.facts.revision == revision and not m.retires)
+        return sum(
+            1
+            for m in registry.members()
+            if m.origin.wanted and m.facts.revision == revision and not m.retires
+        )
 
     async with following(api, registry):
         await until(lambda: api.lines.qsize() == 0 and len(registry.members()) == count)
@@ -424,13 +465,22 @@ def rollout(count):
     for n in range(count):
         role, new = role_of(n), {"role": role_of(n), "revision": "r2"}
         lines += [
-            line("ADDED" if at == 0 else "MODIFIED", pod(n + 10_000, phase=phase, version=next(version), **new))
+            line(
+                "ADDED" if at == 0 else "MODIFIED",
+                pod(n + 10_000, phase=phase, version=next(version), **new),
+            )
             for at, phase in enumerate(LIFE)
         ]
         leaving = pod(n, role=role, phase="leaving", version=next(version))
         lines += [
             line("MODIFIED", leaving),
-            line("DELETED", {**leaving, "metadata": {**leaving["metadata"], "resourceVersion": str(next(version))}}),
+            line(
+                "DELETED",
+                {
+                    **leaving,
+                    "metadata": {**leaving["metadata"], "resourceVersion": str(next(version))},
+                },
+            ),
         ]
     return lines
 

@@ -1,9 +1,10 @@
-"""How much later than P's own answer its token is at the client (``--first-token-from prefill``), on real engines.
+"""How much later than P's own answer its token is at the client (``--first-token-from prefill``),
+on real engines.
 
-``make bench-first-token`` writes docs/benchmarks/first-token.json and a part of router.md there. One P, one D, and a
-router in front of them. Each prompt is new, and asked once: P itself for one token, through the router, and through a
-router that shows D's token. The three ways get the same words, or ids, in another order: equal lengths, and nothing
-that is cached.
+``make bench-first-token`` writes docs/benchmarks/first-token.json and a part of router.md there.
+One P, one D, and a router in front of them. Each prompt is new, and asked once: P itself for one
+token, through the router, and through a router that shows D's token. The three ways get the same
+words, or ids, in another order: equal lengths, and nothing that is cached.
 """
 
 import http.client
@@ -42,7 +43,9 @@ def main():
 
 
 def measured(count):
-    """Return the milliseconds of each prompt, by way; and how much later than P's answer its token was there."""
+    """Return the milliseconds of each prompt, by way; and how much later than P's answer its token
+    was there.
+    """
     firsts, added = {OWN: [], SHOWN: [], DECODE: []}, []
     rnd = random.Random(4)
     with engines_of() as (prefill, routers):
@@ -69,7 +72,9 @@ def reordered(body, rnd):
         (message,) = body["messages"]
         return body | {"messages": [message | {"content": text(message["content"])}]}
     prompt = body["prompt"]
-    return body | {"prompt": text(prompt) if isinstance(prompt, str) else rnd.sample(prompt, len(prompt))}
+    return body | {
+        "prompt": text(prompt) if isinstance(prompt, str) else rnd.sample(prompt, len(prompt))
+    }
 
 
 @contextmanager
@@ -89,11 +94,16 @@ def engines_of():
             for way, name, of in ((SHOWN, "shown", "prefill"), (DECODE, "later", "decode"))
         }
         fleet.wait_ready([fleet.start(command) for command in commands.values()], timeout_s=60)
-        yield prefill, {way: base_url(command).removeprefix("http://") for way, command in commands.items()}
+        yield (
+            prefill,
+            {way: base_url(command).removeprefix("http://") for way, command in commands.items()},
+        )
 
 
 def answered(address, body):
-    """Return the milliseconds until P has answered a request for one token, which is not streamed."""
+    """Return the milliseconds until P has answered a request for one token, which is not
+    streamed.
+    """
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     asked = {name: value for name, value in body.items() if name != "stream_options"}
     asked |= {"max_tokens": 1, "stream": False}
@@ -132,7 +142,13 @@ ms in the median: {verdict}.""")
 The whole time to the first token at the client, beside P asked directly for one token that is not streamed: without a
 router, and without blocks that P has to lease. The last column is the median of the differences: each prompt is asked
 in all three ways, with the same words or ids in another order.""")
-    return ["# P's token at once\n", about, result, beside, table(["first token", "p50, ms", "p95, ms", "later"], rows)]
+    return [
+        "# P's token at once\n",
+        about,
+        result,
+        beside,
+        table(["first token", "p50, ms", "p95, ms", "later"], rows),
+    ]
 
 
 def _later(numbers, others):

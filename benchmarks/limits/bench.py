@@ -1,7 +1,8 @@
 """Each cost beside the least that it could be, measured in the same run: what is left to win.
 
-``make bench-limits`` writes docs/benchmarks/limits.json and a part of connector.md there. An engine without a connector
-runs all the time; beside it first a pair with our connector and a router, then a pair with vLLM's.
+``make bench-limits`` writes docs/benchmarks/limits.json and a part of connector.md there. An engine
+without a connector runs all the time; beside it first a pair with our connector and a router, then
+a pair with vLLM's.
 """
 
 import os
@@ -20,7 +21,15 @@ from benchmarks import page
 from benchmarks.connector import measure, progress
 from benchmarks.connector.client import Client, prompts
 from benchmarks.connector.models import POSITIONS, tiny_model
-from benchmarks.connector.pairs import CHUNK, KV_CACHE_MIB, LEG_LENGTHS, LOGS, NIXL_PULL, PULL, running
+from benchmarks.connector.pairs import (
+    CHUNK,
+    KV_CACHE_MIB,
+    LEG_LENGTHS,
+    LOGS,
+    NIXL_PULL,
+    PULL,
+    running,
+)
 from benchmarks.page import paragraph, table
 from pdrelay_tools.local.processes import open_fleet
 from pdrelay_tools.local.recipe import Role
@@ -38,14 +47,20 @@ def main():
     args = page.parser_of(__doc__, "few requests").parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # as Ctrl-C: engines go first
     counts, start = QUICK if args.quick else FULL, time.monotonic()
-    seen = {"machine": page.machine(), "counts": counts, "load": os.getloadavg()[0], "router": said()}
+    seen = {
+        "machine": page.machine(),
+        "counts": counts,
+        "load": os.getloadavg()[0],
+        "router": said(),
+    }
     seen["reads"] = {
         name: progress.measured(progress.DEFAULT, name, rounds=counts["reads"], idle=0.1)
         for name in progress.TRANSPORTS
     }
     model, prompt = tiny_model(), prompts()
     with Client() as client, open_fleet(LOGS) as fleet:
-        started(fleet, _spec("cold", model), stops=True)  # the first one reads its files from the disk
+        # the first one reads its files from the disk
+        started(fleet, _spec("cold", model), stops=True)
         plain = _spec("plain", model)
         seen["start"], pid = started(fleet, plain)
         for kind in CONNECTORS:
@@ -64,11 +79,20 @@ def main():
 
 def _spec(name, model, **options):
     chunks = ("--max-num-batched-tokens", str(CHUNK))
-    return engine_spec(name, model, max_model_len=POSITIONS, kv_cache_mib=KV_CACHE_MIB, extra_args=chunks, **options)
+    return engine_spec(
+        name,
+        model,
+        max_model_len=POSITIONS,
+        kv_cache_mib=KV_CACHE_MIB,
+        extra_args=chunks,
+        **options,
+    )
 
 
 def started(fleet, spec, *, stops=False):
-    """Start an engine, and stop it if asked; return the seconds until it was ready, and its process."""
+    """Start an engine, and stop it if asked; return the seconds until it was ready, and its
+    process.
+    """
     began = time.monotonic()
     child = start_engine(fleet, spec)
     fleet.wait_ready([child], timeout_s=300)
@@ -79,7 +103,9 @@ def started(fleet, spec, *, stops=False):
 
 
 def legs(pair, plain, client, prompt, count):
-    """Measure decode legs beside the same prompt from D's own cache, and prefill legs beside an engine without P/D."""
+    """Measure decode legs beside the same prompt from D's own cache, and prefill legs beside an
+    engine without P/D.
+    """
     found = {"decode": {}, "cached": {}, "prefill": [], "computed": []}
     for number in range(count + 1):
         for length in LEG_LENGTHS:
@@ -91,7 +117,8 @@ def legs(pair, plain, client, prompt, count):
                 found["decode"].setdefault(str(length), []).append(sent.first_token - sent.decode)
                 found["cached"].setdefault(str(length), []).append(cached)
         ways = [("prefill", pair.p), ("computed", plain)]
-        for name, engine in ways if number % 2 else reversed(ways):  # who comes second finds warmer caches
+        # who comes second finds warmer caches
+        for name, engine in ways if number % 2 else reversed(ways):
             began = time.monotonic()
             client.first_leg(engine, prompt(PREFILL), is_leg=name == "prefill")
             if number:
@@ -107,14 +134,19 @@ def idle(pids):
 @contextmanager
 def cpu_of(found, **leaders):
     """Note the CPU seconds that process groups, and this process, use during the block."""
-    before, own = {name: sum(map(cpu_seconds, pids)) for name, pids in leaders.items()}, time.process_time()
+    before, own = (
+        {name: sum(map(cpu_seconds, pids)) for name, pids in leaders.items()},
+        time.process_time(),
+    )
     yield
     found["client"] = time.process_time() - own
     found |= {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in leaders.items()}
 
 
 def routed(pair, prompt, count):
-    """Measure what a router costs: its CPU beside that of engines and client, and its time beside both legs by hand."""
+    """Measure what a router costs: its CPU beside that of engines and client, and its time beside
+    both legs by hand.
+    """
     found = {}
     with open_fleet(LOGS) as fleet, httpx.Client(timeout=60, trust_env=False) as http:
         command = router_command("limits", [pair.p], [pair.d])
@@ -123,7 +155,13 @@ def routed(pair, prompt, count):
         url = f"{base_url(command)}/v1/completions"
 
         def ask():
-            body = {"model": "tiny", "prompt": prompt(ROUTED), "max_tokens": 2, "ignore_eos": True, "stream": True}
+            body = {
+                "model": "tiny",
+                "prompt": prompt(ROUTED),
+                "max_tokens": 2,
+                "ignore_eos": True,
+                "stream": True,
+            }
             began, first = time.monotonic(), None
             with http.stream("POST", url, json=body) as answer:
                 answer.raise_for_status()
@@ -170,10 +208,19 @@ def _legs(seen):
     ms = lambda values: statistics.median(values) * 1e3  # noqa: E731
     ours = [seen[kind.name] for kind in CONNECTORS]
     for length in LEG_LENGTHS:
-        pairs = [(ms(each["decode"][str(length)]), ms(each["cached"][str(length)])) for each in ours]
-        yield _row(f"decode leg, {length:,} tokens, ms", "the same prompt from D's cache", "{:.1f}", pairs)
+        pairs = [
+            (ms(each["decode"][str(length)]), ms(each["cached"][str(length)])) for each in ours
+        ]
+        yield _row(
+            f"decode leg, {length:,} tokens, ms", "the same prompt from D's cache", "{:.1f}", pairs
+        )
     pairs = [(ms(each["prefill"]), ms(each["computed"])) for each in ours]
-    yield _row(f"prefill leg, {PREFILL:,} tokens, ms", "the same engine without a connector", "{:.1f}", pairs)
+    yield _row(
+        f"prefill leg, {PREFILL:,} tokens, ms",
+        "the same engine without a connector",
+        "{:.1f}",
+        pairs,
+    )
 
 
 def _engines(seen):
@@ -187,7 +234,10 @@ def _engines(seen):
 def _reads(seen):
     for name, each in seen["reads"].items():
         yield _row(
-            f"64 MiB in 4,096 pieces, {name}, GB/s", "memcpy", "{:.2f}", [(each["read"] / 1e9, each["copied"] / 1e9)]
+            f"64 MiB in 4,096 pieces, {name}, GB/s",
+            "memcpy",
+            "{:.2f}",
+            [(each["read"] / 1e9, each["copied"] / 1e9)],
         )
 
 

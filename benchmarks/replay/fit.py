@@ -1,13 +1,16 @@
-"""Fits the engine of ``pdrelay replay`` to a real one, and says how well it foretells loads that it was not fitted to.
+"""Fits the engine of ``pdrelay replay`` to a real one, and says how well it foretells loads that it
+was not fitted to.
 
-One CPU engine with the tiny model of ``pdrelay up``. First guess: prefill time by length and by what is cached before
-it, ITL by batch and context, each by itself, least squares. What shows under load alone (the API server's work, what a
-step costs for each prompt, how much steps of a size differ) is found by simulating loads that were measured, with other
-seeds and sizes than those that judge the fit. Below four minutes on an idle machine:
+One CPU engine with the tiny model of ``pdrelay up``. First guess: prefill time by length and by
+what is cached before it, ITL by batch and context, each by itself, least squares. What shows under
+load alone (the API server's work, what a step costs for each prompt, how much steps of a size
+differ) is found by simulating loads that were measured, with other seeds and sizes than those that
+judge the fit. Below four minutes on an idle machine:
 
     python benchmarks/replay/fit.py
 
-writes .pdrelay/bench/engine.json, for ``pdrelay replay --engine``, and .pdrelay/bench/fit.md, a part of docs/replay.md.
+writes .pdrelay/bench/engine.json, for ``pdrelay replay --engine``, and .pdrelay/bench/fit.md, a
+part of docs/replay.md.
 """
 
 import asyncio
@@ -32,7 +35,8 @@ from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine, VirtualLeg
 from support.cluster import ROOT, engine_spec, start_engine
 
-PROMPTS = ((32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (1536, 0), (1950, 0))  # tokens: new, and cached before
+# tokens: new, and cached before
+PROMPTS = ((32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (1536, 0), (1950, 0))
 HITS = ((32, 512), (256, 512), (32, 1536), (256, 1536))
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32), (64, 512, 1500)
 BLOCK, BATCHED_TOKENS, KV_TOKENS = 32, 2048, 65_536
@@ -40,7 +44,14 @@ WORDS = (260, 512)  # tokens of the tiny model that are pieces of words
 MIXED = 120  # requests of the load that nothing is fitted to
 OUT, PAGE = ROOT / ".pdrelay/bench/engine.json", ROOT / ".pdrelay/bench/fit.md"
 SEARCHED = (
-    *("step_s", "prefill_token_s", "prefill_request_s", "decode_request_s", "decode_context_s", "leg_s"),
+    *(
+        "step_s",
+        "prefill_token_s",
+        "prefill_request_s",
+        "decode_request_s",
+        "decode_context_s",
+        "leg_s",
+    ),
     *("api_request_s", "api_prompt_token_s", "api_token_s", "jitter"),
 )
 TRIES = 500  # changes that are tried
@@ -55,7 +66,8 @@ class Client:
     """Streams completions of prompts that are lists of tokens."""
 
     def __init__(self, url):
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=4)  # vLLM closes idle ones after 5 s
+        # vLLM closes idle ones after 5 s
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=4)
         self._http = httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, limits=limits)
         self._dice = random.Random(0)
         self.merged = 0  # tokens without an event of their own
@@ -65,46 +77,73 @@ class Client:
 
     async def ask(self, prompt, tokens):
         """Return when it was sent and when each token came."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         times = [time.monotonic()]
-        async with self._http.stream("POST", "/v1/completions", json={**body, "temperature": 0}) as reply:
+        async with self._http.stream(
+            "POST", "/v1/completions", json={**body, "temperature": 0}
+        ) as reply:
             reply.raise_for_status()
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
                     times.append(time.monotonic())
-        self.merged += tokens + 1 - len(times)  # vLLM puts tokens into one event if the last is not yet written
+        # vLLM puts tokens into one event if the last is not yet written
+        self.merged += tokens + 1 - len(times)
         return times
 
 
 async def prefill_times(client):
-    """Return (tokens, cached before them, seconds): one prompt at a time; a cached beginning is whole blocks."""
+    """Return (tokens, cached before them, seconds): one prompt at a time; a cached beginning is
+    whole blocks.
+    """
     shared, found = client.prompt(max(before for _, before in HITS)), []
     await client.ask([*shared, *client.prompt(1)], 1)
     for tokens, before in (PROMPTS + HITS) * 5:
         sent, first = await client.ask([*shared[:before], *client.prompt(tokens)], 1)
         found.append((tokens, before, first - sent))
     sizes = PROMPTS + HITS
-    return [(*size, statistics.median(seconds for *of, seconds in found if tuple(of) == size)) for size in sizes]
+    return [
+        (*size, statistics.median(seconds for *of, seconds in found if tuple(of) == size))
+        for size in sizes
+    ]
 
 
 async def decode_times(client):
     """Return (batch, tokens before, seconds): the median ITL while all of a batch are decoded."""
     found = []
     for batch, context in itertools.product(BATCHES, CONTEXTS):
-        answers = await asyncio.gather(*(client.ask(client.prompt(context), 48) for _ in range(batch)))
+        answers = await asyncio.gather(
+            *(client.ask(client.prompt(context), 48) for _ in range(batch))
+        )
         begin, end = max(times[1] for times in answers), min(times[-1] for times in answers)
-        gaps = [b - a for times in answers for a, b in itertools.pairwise(times[1:]) if begin <= a and b <= end]
+        gaps = [
+            b - a
+            for times in answers
+            for a, b in itertools.pairwise(times[1:])
+            if begin <= a and b <= end
+        ]
         if gaps:  # none, if the first has ended before the last has begun
             found.append((batch, context + 24, statistics.median(gaps)))
     return found
 
 
 def fitted(prefills, decodes):
-    """Return the engine with the least squares of relative errors, and its largest relative error in each fit."""
+    """Return the engine with the least squares of relative errors, and its largest relative error
+    in each fit.
+    """
     rows = [[1, batch, batch * context] for batch, context, _ in decodes]
-    (step, request, context), decode_error = _least_squares(rows, [seconds for *_, seconds in decodes])
+    (step, request, context), decode_error = _least_squares(
+        rows, [seconds for *_, seconds in decodes]
+    )
     rows = [[1, tokens, tokens * (cached + tokens / 2)] for tokens, cached, _ in prefills]
-    (base, token, before), prefill_error = _least_squares(rows, [seconds for *_, seconds in prefills])
+    (base, token, before), prefill_error = _least_squares(
+        rows, [seconds for *_, seconds in prefills]
+    )
     model = EngineModel(
         step_s=step, prefill_token_s=token, prefill_context_s=before,
         decode_request_s=request, decode_context_s=context, leg_s=max(0.0, base - step),
@@ -118,7 +157,9 @@ def _least_squares(rows, seconds):
     rows, seconds = np.array(rows, float), np.array(seconds)
     kept = list(range(rows.shape[1]))
     while True:
-        found = np.linalg.lstsq(rows[:, kept] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+        found = np.linalg.lstsq(
+            rows[:, kept] / seconds[:, None], np.ones(len(seconds)), rcond=None
+        )[0]
         if min(found) >= 0:
             break
         del kept[int(np.argmin(found))]
@@ -128,10 +169,17 @@ def _least_squares(rows, seconds):
 
 
 def mixed_load(model, *, count=MIXED, seed=1, share=0.4):
-    """Return (at, tokens of the prompt, of them shared with all others, of the answer): some ``share`` of full load."""
+    """Return (at, tokens of the prompt, of them shared with all others, of the answer): some
+    ``share`` of full load.
+    """
     dice = random.Random(seed)
-    sizes = [(dice.randrange(64, 1500), dice.choice((0, 0, 512)), dice.randrange(8, 96)) for _ in range(count)]
-    work = statistics.mean(model.chunk_s(prompt, 0) + answer * model.batch_s(1, prompt) for prompt, _, answer in sizes)
+    sizes = [
+        (dice.randrange(64, 1500), dice.choice((0, 0, 512)), dice.randrange(8, 96))
+        for _ in range(count)
+    ]
+    work = statistics.mean(
+        model.chunk_s(prompt, 0) + answer * model.batch_s(1, prompt) for prompt, _, answer in sizes
+    )
     at, load = 0.0, []
     for prompt, shared, answer in sizes:
         at += dice.expovariate(share / (work + model.step_s * 8))
@@ -143,7 +191,9 @@ def held_out(model):
     """Return loads by name, in the form of ``mixed_load``."""
     return {
         JUDGED: mixed_load(model),
-        "bursts of 4 prompts of 512": [(second * 1.5, 512, 0, 16) for second in range(8) for _ in range(4)],
+        "bursts of 4 prompts of 512": [
+            (second * 1.5, 512, 0, 16) for second in range(8) for _ in range(4)
+        ],
         "hits: 896 of 1,024 cached": [(number * 0.6, 1024, 896, 8) for number in range(16)],
         "8 answers at once": [(second * 3.0, 256, 0, 64) for second in range(3) for _ in range(8)],
     }
@@ -153,13 +203,19 @@ def training(model):
     """Return loads that the fit may look at."""
     return {
         "mixed, busier": mixed_load(model, count=60, seed=2, share=0.55),
-        "bursts of 6 prompts of 300": [(second * 1.5, 300, 0, 12) for second in range(5) for _ in range(6)],
-        "12 answers at once": [(second * 3.0, 100, 0, 48) for second in range(2) for _ in range(12)],
+        "bursts of 6 prompts of 300": [
+            (second * 1.5, 300, 0, 12) for second in range(5) for _ in range(6)
+        ],
+        "12 answers at once": [
+            (second * 3.0, 100, 0, 48) for second in range(2) for _ in range(12)
+        ],
     }
 
 
 def isolated(prefills, decodes):
-    """Return what was measured one by one as loads and what was seen of them, in the forms of ``measured``."""
+    """Return what was measured one by one as loads and what was seen of them, in the forms of
+    ``measured``.
+    """
     for tokens, cached, seconds in prefills:
         load = [(number * 2.0, tokens + cached, cached, 1) for number in range(5)]
         yield load, [(seconds, None, [])] * 5
@@ -169,7 +225,9 @@ def isolated(prefills, decodes):
 
 
 def features(side):
-    """Return the numbers of one side of a load that a fit is judged by; NaN: there are none of this kind."""
+    """Return the numbers of one side of a load that a fit is judged by; NaN: there are none of this
+    kind.
+    """
     firsts = [first for first, *_ in side if first is not None]
     gaps = np.hstack([gaps for *_, gaps in side])
     return np.array([*_spread(firsts, (0.5, 0.95)), *_spread(gaps, (0.5, 0.95, 0.99))])
@@ -179,7 +237,9 @@ def medians(side):
     """Return the same of what was measured one by one: its median is all that is known."""
     firsts = [first for first, *_ in side if first is not None]
     gaps = np.hstack([gaps for *_, gaps in side])
-    return np.array([float(np.median(each)) if len(each) else float("nan") for each in (firsts, gaps)])
+    return np.array(
+        [float(np.median(each)) if len(each) else float("nan") for each in (firsts, gaps)]
+    )
 
 
 def _spread(values, quantiles):
@@ -189,9 +249,13 @@ def _spread(values, quantiles):
 
 
 def loss(model, loads, singles):
-    """Return the mean of the logarithms by which a simulated engine is off; both: loads and what was measured."""
+    """Return the mean of the logarithms by which a simulated engine is off; both: loads and what
+    was measured.
+    """
     both = ((loads, features), (singles, medians))
-    return float(np.mean([np.mean([_off(model, *each, judge) for each in kind]) for kind, judge in both]))
+    return float(
+        np.mean([np.mean([_off(model, *each, judge) for each in kind]) for kind, judge in both])
+    )
 
 
 def _off(model, load, real, judge):
@@ -200,7 +264,8 @@ def _off(model, load, real, judge):
 
 
 def searched(model, loads, singles, *, tries=TRIES):
-    """Return a better engine and how far it is off: numbers are changed by chance, and what is better is kept.
+    """Return a better engine and how far it is off: numbers are changed by chance, and what is
+    better is kept.
 
     The size of the changes follows how often they succeed (the rule of one fifth, Rechenberg 1973).
     """
@@ -217,7 +282,9 @@ def searched(model, loads, singles, *, tries=TRIES):
 
 
 def _engine(model, numbers):
-    values = {name: min(2.0, float(np.exp(value))) for name, value in zip(SEARCHED, numbers, strict=True)}
+    values = {
+        name: min(2.0, float(np.exp(value))) for name, value in zip(SEARCHED, numbers, strict=True)
+    }
     return msgspec.structs.replace(model, **values)
 
 
@@ -262,7 +329,10 @@ def simulated(model, load):
         loop.after(at, partial(engine.send, leg))
     loop.run()
     gaps = [gap for gap, weight in engine.log.gaps[told:] for _ in range(weight)]
-    means = [(last[number] - first[number]) / max(1, answer - 1) for number, (*_, answer) in enumerate(load)]
+    means = [
+        (last[number] - first[number]) / max(1, answer - 1)
+        for number, (*_, answer) in enumerate(load)
+    ]
     return [(first[number], means[number], [] if number else gaps) for number in range(len(load))]
 
 
@@ -284,9 +354,14 @@ async def _fit(url):
         await asyncio.gather(*(client.ask(client.prompt(size), 8) for _ in range(4)))
     prefills, decodes = await prefill_times(client), await decode_times(client)
     guess, prefill_error, decode_error = fitted(prefills, decodes)
-    for name, rows in (("prefill: tokens, cached, s", prefills), ("decode: batch, context, s", decodes)):
+    for name, rows in (
+        ("prefill: tokens, cached, s", prefills),
+        ("decode: batch, context, s", decodes),
+    ):
         print(name, json.dumps([[round(value, 5) for value in row] for row in rows]))
-    print(f"largest error of the first guess: prefill {prefill_error:.0%}, decode {decode_error:.0%}")
+    print(
+        f"largest error of the first guess: prefill {prefill_error:.0%}, decode {decode_error:.0%}"
+    )
     trained = [(load, await measured(client, load)) for load in training(guess).values()]
     judges = held_out(guess)
     real = {name: await measured(client, load) for name, load in judges.items()}
@@ -298,12 +373,16 @@ async def _fit(url):
     print(OUT.read_text())
     for name, load in judges.items():
         compare(name, load, real[name], simulated(model, load))
-    PAGE.write_text(page({name: (real[name], simulated(model, load)) for name, load in judges.items()}))
+    PAGE.write_text(
+        page({name: (real[name], simulated(model, load)) for name, load in judges.items()})
+    )
     print(f"\n{PAGE.read_text()}\nwritten to {OUT} and {PAGE}")
 
 
 def page(sides):
-    """Return the tables for docs/replay.md: the mixed load in full, and one row for each of the others."""
+    """Return the tables for docs/replay.md: the mixed load in full, and one row for each of the
+    others.
+    """
     rows = [
         f"| {what} | {_ms(seen)} | {_ms(made)} | {_error(made, seen)} |"
         for what, seen, made in _numbers(*sides[JUDGED])
@@ -312,7 +391,10 @@ def page(sides):
     for name, both in sides.items():
         if name != JUDGED:
             found = {what: (seen, made) for what, seen, made in _numbers(*both)}
-            cells = [f"{_ms(seen)}, {_ms(made)} ({_error(made, seen)})" for seen, made in map(found.get, SHOWN)]
+            cells = [
+                f"{_ms(seen)}, {_ms(made)} ({_error(made, seen)})"
+                for seen, made in map(found.get, SHOWN)
+            ]
             others.append(f"| {name} | {' | '.join(cells)} |")
     head = ["|  | measured | simulated | error |", "|---|---|---|---|"]
     more = [f"| measured, simulated (error) | {' | '.join(SHOWN)} |", "|---|" + "---|" * len(SHOWN)]
@@ -327,7 +409,11 @@ def _numbers(real, made):
     for title, index in (("TTFT", 0), ("ITL", 2)):
         seen, told = (np.hstack([each[index] for each in side]) for side in (real, made))
         for what, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
-            yield f"{title} {what}", float(np.quantile(seen, share)), float(np.quantile(told, share))
+            yield (
+                f"{title} {what}",
+                float(np.quantile(seen, share)),
+                float(np.quantile(told, share)),
+            )
         yield f"{title} mean", float(np.mean(seen)), float(np.mean(told))
 
 
@@ -349,10 +435,14 @@ def compare(name, load, real, made):
             both = f"measured {seen * 1e3:7.1f} ms, simulated {told * 1e3:7.1f} ms"
             print(f"  {title} {what}: {both}, {told / seen - 1:+.0%}")
     for title, index in (("TTFT", 0), ("mean ITL", 1)):
-        errors = np.array([told[index] / seen[index] - 1 for seen, told in zip(real, made, strict=True)])
+        errors = np.array(
+            [told[index] / seen[index] - 1 for seen, told in zip(real, made, strict=True)]
+        )
         median, p95 = np.quantile(abs(errors), (0.5, 0.95))
         sign = f"{np.median(errors):+.0%} signed"
-        print(f"  {title} of a request: error {median:.0%} at the median ({sign}), {p95:.0%} at p95")
+        print(
+            f"  {title} of a request: error {median:.0%} at the median ({sign}), {p95:.0%} at p95"
+        )
 
 
 if __name__ == "__main__":

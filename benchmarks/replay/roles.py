@@ -1,9 +1,10 @@
 """16 simulated engines under traffic that changes sides: every static split, and engines that turn.
 
-``python benchmarks/replay/roles.py [--minutes 60] [NAME ...]``: names are ``8+8`` and the like, ``auto``,
-``doubled`` (two controllers at the same time) and ``killed`` (each controller lives for five minutes); without names
-all of them, which takes an hour of CPU. Prints a row for each: the share of requests within both targets, in all and by
-phase, such requests a second, turns, and the most turns in any hour.
+``python benchmarks/replay/roles.py [--minutes 60] [NAME ...]``: names are ``8+8`` and the like,
+``auto``, ``doubled`` (two controllers at the same time) and ``killed`` (each controller lives for
+five minutes); without names all of them, which takes an hour of CPU. Prints a row for each: the
+share of requests within both targets, in all and by phase, such requests a second, turns, and the
+most turns in any hour.
 """
 
 import argparse
@@ -17,15 +18,22 @@ from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
 from pdrelay_tools.planning.replay.summary import Targets
 from pdrelay_tools.planning.replay.traces import Phase, phases
 
-# A slow engine: a request takes as long as many do on a fast one, so an hour has few enough of them to simulate.
+# A slow engine: a request takes as long as many do on a fast one, so an hour has few enough of them
+# to simulate.
 ENGINE = EngineModel(
     step_s=0.04, prefill_token_s=5e-4, prefill_context_s=1e-8, decode_request_s=1e-3, decode_context_s=1e-6,
     max_num_batched_tokens=4096, kv_tokens=100_000, link_bytes_per_s=2e9, jitter=0.1,
 )  # fmt: skip
 TARGETS = Targets(ttft_s=8.0, itl_s=0.1)
-PROMPTS, ANSWERS = (3.6, 4000, 60), (3.2, 1500, 500)  # requests a second, mean tokens of prompts and of answers
+# requests a second, mean tokens of prompts and of answers
+PROMPTS, ANSWERS = (3.6, 4000, 60), (3.2, 1500, 500)
 ENGINES, SEED = 16, 1
-NAMES = (*[f"{prefill}+{ENGINES - prefill}" for prefill in range(5, 13)], "auto", "doubled", "killed")
+NAMES = (
+    *[f"{prefill}+{ENGINES - prefill}" for prefill in range(5, 13)],
+    "auto",
+    "doubled",
+    "killed",
+)
 
 
 def fleet_of(name):
@@ -67,7 +75,10 @@ def main():
     parser.add_argument("--minutes", type=float, default=60.0, help="of each phase (%(default)s)")
     parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME")
     args = parser.parse_args()
-    print("| | within targets | prompts | answers | prompts | such requests/s | turns | most in an hour |")
+    print(
+        "| | within targets | prompts | answers | prompts | such requests/s | turns | most in an "
+        "hour |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name in args.names:
         began = time.process_time()

@@ -1,12 +1,14 @@
-"""Roles that follow the traffic, on real engines: a half of long answers, then a half of long prompts.
+"""Roles that follow the traffic, on real engines: a half of long answers, then a half of long
+prompts.
 
-``make bench-roles`` writes docs/benchmarks/roles.json and a part of fleet.md there. Each row has three engines of its
-own, and the same requests at the same times: both splits that never change, and ``--roles auto``:
+``make bench-roles`` writes docs/benchmarks/roles.json and a part of fleet.md there. Each row has
+three engines of its own, and the same requests at the same times: both splits that never change,
+and ``--roles auto``:
 
-auto     one router, 1 + 2 at first, which is right for the first half
-wrong    one router, 2 + 1 at first, which is wrong for the first half
-killed   two routers of one store; the one that decides is killed between the halves, and clients use the other
-doubled  two routers of one store, both with ``--roles auto``; clients use both
+auto     one router, 1 + 2 at first, which is right for the first half wrong    one router, 2 + 1 at
+first, which is wrong for the first half killed   two routers of one store; the one that decides is
+killed between the halves, and clients use the other doubled  two routers of one store, both with
+``--roles auto``; clients use both
 """
 
 import asyncio
@@ -41,13 +43,16 @@ ROWS = (*SPLITS, *CONTROLLED)
 FIRST = {"wrong": 2}  # prefill engines at first, where that is not 1
 ENGINES, ENGINE_S = 3, 300
 TTFT_S, ITL_S = 4.0, 0.08
-# Seconds: of a step, of a prompt token, of a stream. So a prompt of 1,500 tokens takes 0.9 s, in three steps, and an
-# engine makes 125 tokens a second with 10 streams, at the target between tokens.
+# Seconds: of a step, of a prompt token, of a stream. So a prompt of 1,500 tokens takes 0.9 s, in
+# three steps, and an engine makes 125 tokens a second with 10 streams, at the target between
+# tokens.
 PACE = (0.04, 5e-4, 4e-3)
-CHUNK, SLOTS, CACHE_MIB = 512, 32, 128  # tokens of a step, streams of an engine, memory of its KV cache
+# tokens of a step, streams of an engine, memory of its KV cache
+CHUNK, SLOTS, CACHE_MIB = 512, 32, 128
 KEY = "only-for-this-benchmark"
 USUAL = (
-    "--prefill-policy", "least_loaded", "--decode-policy", "least_loaded", "--resume-streams", "true",
+    "--prefill-policy", "least_loaded", "--decode-policy", "least_loaded", "--resume-streams",
+        "true",
     "--health-check-interval", "1",
 )  # fmt: skip
 AUTO = ("--roles", "auto", "--target-ttft", str(TTFT_S), "--target-itl", str(ITL_S))
@@ -55,7 +60,8 @@ AUTO = ("--roles", "auto", "--target-ttft", str(TTFT_S), "--target-itl", str(ITL
 
 def main():
     args = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # as Ctrl-C: the engines go first
+    # as Ctrl-C: the engines go first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     out, start = page.out_of(args, "roles"), time.monotonic()
     seen = report.earlier(out, settings_of(args)) if args.more else {}
     seen |= measured(args)
@@ -69,10 +75,16 @@ def main():
 def arguments():
     parser = page.parser_of(__doc__, "halves of 20 seconds")
     parser.add_argument("--seconds", type=float, help="of each half (180)")
-    parser.add_argument("--at-once", type=int, default=3, help="rows at the same time, each with its engines (3)")
-    parser.add_argument("--more", action="store_true", help="keep the rows that are in the file already")
     parser.add_argument(
-        "--rows", default=",".join(ROWS), help="separated by ','; none: only what a single engine says (all)"
+        "--at-once", type=int, default=3, help="rows at the same time, each with its engines (3)"
+    )
+    parser.add_argument(
+        "--more", action="store_true", help="keep the rows that are in the file already"
+    )
+    parser.add_argument(
+        "--rows",
+        default=",".join(ROWS),
+        help="separated by ','; none: only what a single engine says (all)",
     )
     args = parser.parse_args()
     args.seconds = args.seconds or (20 if args.quick else 180)
@@ -96,14 +108,22 @@ def measured(args):
     with open_fleet(LOGS) as fleet, tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
         expected = right_answers(fleet, model, trace)
         for at in range(0, len(args.rows), args.at_once):
-            rows = [Row(name, fleet, model, Path(folder)) for name in args.rows[at : at + args.at_once]]
+            rows = [
+                Row(name, fleet, model, Path(folder)) for name in args.rows[at : at + args.at_once]
+            ]
             try:
                 for row in rows:
                     row.start()
-                fleet.wait_ready([child for row in rows for child in row.children], timeout_s=ENGINE_S)
+                fleet.wait_ready(
+                    [child for row in rows for child in row.children], timeout_s=ENGINE_S
+                )
                 for row in rows:
                     row.start_routers()
-                print(f"{', '.join(row.name for row in rows)}: {len(trace)} requests", file=sys.stderr, flush=True)
+                print(
+                    f"{', '.join(row.name for row in rows)}: {len(trace)} requests",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 for row, found in zip(rows, asyncio.run(played(rows, trace)), strict=True):
                     seen[row.name] = row.result(trace, found, expected, args.seconds)
                     print(row.name, seen[row.name], file=sys.stderr, flush=True)
@@ -126,7 +146,9 @@ def right_answers(fleet, model, trace):
     found = asyncio.run(play_alone(trace, spec.base_url))
     fleet.stop(child)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps([{"text": one.text, "usage": one.usage, "finish": one.finish} for one in found]))
+    kept.write_text(
+        json.dumps([{"text": one.text, "usage": one.usage, "finish": one.finish} for one in found])
+    )
     return found
 
 
@@ -212,14 +234,19 @@ class Row:
         halves = {}
         for half in HALVES:
             own = [n for n, asked in enumerate(trace) if asked.half is half]
-            firsts, gaps = (sorted(get(streams[n]) for n in own) for get in (lambda s: s.first_s, lambda s: s.itl_s))
+            firsts, gaps = (
+                sorted(get(streams[n]) for n in own)
+                for get in (lambda s: s.first_s, lambda s: s.itl_s)
+            )
             halves[half.name] = {
                 "requests": len(own), "good": sum(good[n] for n in own), "ttft_p50_s": firsts[len(own) // 2],
                 "ttft_p95_s": firsts[int(len(own) * 0.95)], "itl_p50_s": gaps[len(own) // 2],
                 "itl_p95_s": gaps[int(len(own) * 0.95)],
             }  # fmt: skip
         wrong = [
-            one for one, stream in zip(verdicts, streams, strict=True) if one.startswith("WRONG") and stream.is_whole
+            one
+            for one, stream in zip(verdicts, streams, strict=True)
+            if one.startswith("WRONG") and stream.is_whole
         ]
         return {
             "requests": len(trace), "good": sum(good), "good_per_s": sum(good) / (2 * half_s), "halves": halves,
@@ -241,8 +268,16 @@ class Row:
     def _shown(self):
         """What the last router has counted: it has lived throughout."""
         found = {}
-        for line in httpx.get(f"{self._routers[-1][1]}/metrics", trust_env=False, timeout=30).text.splitlines():
-            if line.startswith(("pdrelay_turns_total", "pdrelay_role_decisions_total", "pdrelay_streams_moved_total")):
+        for line in httpx.get(
+            f"{self._routers[-1][1]}/metrics", trust_env=False, timeout=30
+        ).text.splitlines():
+            if line.startswith(
+                (
+                    "pdrelay_turns_total",
+                    "pdrelay_role_decisions_total",
+                    "pdrelay_streams_moved_total",
+                )
+            ):
                 name, _, value = line.rpartition(" ")
                 found[name] = float(value)
         return found

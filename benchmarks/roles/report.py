@@ -22,7 +22,9 @@ def earlier(out, settings):
         return {}
     found = json.loads(out.read_text())
     if found["settings"] != json.loads(json.dumps(settings)):
-        raise SystemExit(f"{out} was measured with other settings: measure all rows again, without --more")
+        raise SystemExit(
+            f"{out} was measured with other settings: measure all rows again, without --more"
+        )
     return found["rows"]
 
 
@@ -72,7 +74,8 @@ def _goodput(seen):
         for name, row in _ordered(rows)
     ]  # fmt: skip
     heads = [
-        "prefill + decode", "served well", *names, "such requests/s", "to the best split", "turns", "lost",
+        "prefill + decode", "served well", *names, "such requests/s", "to the best split", "turns",
+            "lost",
         "errors", "wrong texts",
     ]  # fmt: skip
     return f"## Goodput\n\n{table(heads, cells)}\n{_verdict(rows, best)}"
@@ -84,9 +87,17 @@ def _verdict(rows, best):
         return ""
     worst = min(rows[name]["good"] for name in ALONE if name in rows)
     least = min(rows[name]["good"] for name in ways)
-    goal = "met" if rows["auto"]["good"] >= GOAL * best else "missed" if "auto" in rows else "not measured"
+    goal = (
+        "met"
+        if rows["auto"]["good"] >= GOAL * best
+        else "missed"
+        if "auto" in rows
+        else "not measured"
+    )
     below = "never below the worst split" if least >= worst else "BELOW the worst split"
-    return paragraph(f"The goal, at least {GOAL} times the best split with one router: {goal}; {below}.")
+    return paragraph(
+        f"The goal, at least {GOAL} times the best split with one router: {goal}; {below}."
+    )
 
 
 def _times(seen):
@@ -104,19 +115,32 @@ def _turns(seen):
     lines = []
     for name, row in _ordered(seen["rows"]):
         if name in ABOUT:
-            moved = {key.split('"')[1]: int(value) for key, value in row["counted"].items() if "streams_moved" in key}
-            steps = ", ".join(f"{split[0]} + {split[1]} at {at:.0f} s" for at, split in row["roles"])
+            moved = {
+                key.split('"')[1]: int(value)
+                for key, value in row["counted"].items()
+                if "streams_moved" in key
+            }
+            steps = ", ".join(
+                f"{split[0]} + {split[1]} at {at:.0f} s" for at, split in row["roles"]
+            )
             lines.append(
-                f"- {name}: {steps}. Streams that were to move: {moved or 'none'}; at the end {row['held']} engines "
+                f"- {name}: {steps}. Streams that were to move: {moved or 'none'}; at the end "
+                f"{row['held']} engines "
                 "held a lease."
             )
-    return "## Turns\n\nAn engine that turns serves neither role meanwhile.\n\n" + "\n".join(lines) + "\n"
+    return (
+        "## Turns\n\nAn engine that turns serves neither role meanwhile.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def _turned(row):
     """Return how many engines have turned."""
     found = [
-        value for name, value in row["counted"].items() if name.startswith("pdrelay_turns_total") and '"turned"' in name
+        value
+        for name, value in row["counted"].items()
+        if name.startswith("pdrelay_turns_total") and '"turned"' in name
     ]
     return round(sum(found))
 

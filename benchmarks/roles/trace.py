@@ -1,4 +1,6 @@
-"""Requests of the benchmark of roles: a half of long answers and a half of long prompts, and what clients see."""
+"""Requests of the benchmark of roles: a half of long answers and a half of long prompts, and what
+clients see.
+"""
 
 import asyncio
 import random
@@ -58,11 +60,15 @@ def _body(half, dice):
 
 
 def client_of():
-    return httpx.AsyncClient(trust_env=False, timeout=400, limits=httpx.Limits(max_connections=None))
+    return httpx.AsyncClient(
+        trust_env=False, timeout=400, limits=httpx.Limits(max_connections=None)
+    )
 
 
 async def play(trace, urls):
-    """Send each request when it comes, to one router after the other; return the streams at their end."""
+    """Send each request when it comes, to one router after the other; return the streams at their
+    end.
+    """
     streams, start = [Stream(asked.body) for asked in trace], time.monotonic()
     async with client_of() as client, asyncio.TaskGroup() as group:
         for number, (asked, stream) in enumerate(zip(trace, streams, strict=True)):

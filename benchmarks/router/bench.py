@@ -1,7 +1,7 @@
 """What the router costs, beside other routers, in front of engines that cost almost nothing.
 
-``make bench-router`` writes docs/benchmarks/router.md, .json and .svg. Routers run one at a time and take turns, each
-on a core of its own; engines and the load generator share another.
+``make bench-router`` writes docs/benchmarks/router.md, .json and .svg. Routers run one at a time
+and take turns, each on a core of its own; engines and the load generator share another.
 """
 
 import json
@@ -27,13 +27,19 @@ IDLE_S, QUICK_IDLE_S = 10.0, 3.0
 def main():
     args = arguments()
     start = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the router of the moment ends, too
+    # so that the router of the moment ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))  # children inherit it
+    # children inherit it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     missing = {name: said for name in args.routers if (said := lacking(name))}
     routers = [name for name in args.routers if name not in missing]
     cores = trial.Cores()
-    seen = json.loads(args.out.read_text()) if args.only and args.out.exists() else {"runs": {}, "about": {"quick": []}}
+    seen = (
+        json.loads(args.out.read_text())
+        if args.only and args.out.exists()
+        else {"runs": {}, "about": {"quick": []}}
+    )
     for name in args.only or [*SCENARIOS, IDLE]:
         seen["runs"][name] = measured(cores, routers, name, args)
         quick = [each for each in seen["about"]["quick"] if each != name] + [name] * args.quick
@@ -47,11 +53,20 @@ def arguments():
     parser = page.parser_of(__doc__, "short runs")
     known = [*SCENARIOS, IDLE]
     listed = lambda text: text.replace(",", " ").split()  # noqa: E731
-    parser.add_argument("--only", type=listed, default=[], help=f"scenarios, with commas: {','.join(known)}")
-    parser.add_argument("--routers", type=listed, default=[*CONTESTANTS], help=",".join(CONTESTANTS))
-    parser.add_argument("--rounds", type=int, help=f"turns of every router ({ROUNDS}; quick: {QUICK_ROUNDS})")
+    parser.add_argument(
+        "--only", type=listed, default=[], help=f"scenarios, with commas: {','.join(known)}"
+    )
+    parser.add_argument(
+        "--routers", type=listed, default=[*CONTESTANTS], help=",".join(CONTESTANTS)
+    )
+    parser.add_argument(
+        "--rounds", type=int, help=f"turns of every router ({ROUNDS}; quick: {QUICK_ROUNDS})"
+    )
     args = parser.parse_args()
-    for what, given, there in (("scenario", args.only, known), ("router", args.routers, [*CONTESTANTS])):
+    for what, given, there in (
+        ("scenario", args.only, known),
+        ("router", args.routers, [*CONTESTANTS]),
+    ):
         if odd := [name for name in given if name not in there]:
             parser.error(f"there is no {what} {odd[0]!r}: choose from {', '.join(there)}")
     args.rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
@@ -71,13 +86,19 @@ def lacking(name):
 
 def measured(cores, routers, name, args):
     """Let the routers take turns in one scenario: A B C A B C."""
-    takers = routers if name == IDLE else [DIRECT, *(each for each in routers if each in SCENARIOS[name].routers)]
+    takers = (
+        routers
+        if name == IDLE
+        else [DIRECT, *(each for each in routers if each in SCENARIOS[name].routers)]
+    )
     runs = {each: [] for each in takers}
     for round_ in range(args.rounds):
         for each in takers:
             found = one(cores, each, name, quick=args.quick)
             runs[each].append(found)
-            print(f"{name} {round_ + 1}/{args.rounds} {each}: {report.line(found)}", file=sys.stderr)
+            print(
+                f"{name} {round_ + 1}/{args.rounds} {each}: {report.line(found)}", file=sys.stderr
+            )
     return runs
 
 

@@ -34,7 +34,16 @@ def _urls(ports):
 
 def _pdrelay(prefill, decode, ports):
     pdrelay = Path(sys.executable).with_name("pdrelay")
-    return [pdrelay, "serve", "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
+    return [
+        pdrelay,
+        "serve",
+        "--prefill",
+        *_urls(prefill),
+        "--decode",
+        *_urls(decode),
+        "--port",
+        ports[0],
+    ]
 
 
 def _found_compiled(*places):
@@ -45,23 +54,44 @@ _PLACES = 8  # of 32 connections: three requests of four wait for one
 
 
 def _queued(prefill, decode, ports):
-    return [*_compiled(prefill, decode, ports), "--max-concurrency", str(_PLACES), "--max-queue", "1000"]
+    return [
+        *_compiled(prefill, decode, ports),
+        "--max-concurrency",
+        str(_PLACES),
+        "--max-queue",
+        "1000",
+    ]
 
 
 def _compiled(prefill, decode, ports):
     return ["env", _found_compiled(), *_pdrelay(prefill, decode, ports)]
 
 
-SYSTEM = Path(f"/usr/bin/python3.{sys.version_info.minor}")  # whose compiled modules are those of this Python
+# whose compiled modules are those of this Python
+SYSTEM = Path(f"/usr/bin/python3.{sys.version_info.minor}")
 
 
 def _system(prefill, decode, ports):
     _, *serve = _pdrelay(prefill, decode, ports)
-    return ["env", _found_compiled(sysconfig.get_path("purelib")), SYSTEM, "-m", "pdrelay_proxy.cli", *serve]
+    return [
+        "env",
+        _found_compiled(sysconfig.get_path("purelib")),
+        SYSTEM,
+        "-m",
+        "pdrelay_proxy.cli",
+        *serve,
+    ]
 
 
 def _rust(prefill, decode, ports):
-    argv = [PEERS / "bin/vllm-router", "--vllm-pd-disaggregation", "--policy", "round_robin", "--host", "127.0.0.1"]
+    argv = [
+        PEERS / "bin/vllm-router",
+        "--vllm-pd-disaggregation",
+        "--policy",
+        "round_robin",
+        "--host",
+        "127.0.0.1",
+    ]
     for flag, urls in (("--prefill", _urls(prefill)), ("--decode", _urls(decode))):
         for url in urls:
             argv += [flag, url]
@@ -70,18 +100,35 @@ def _rust(prefill, decode, ports):
 
 def _toy(prefill, decode, ports):
     toy = Path(__file__).with_name("toy_proxy.py")
-    return [sys.executable, toy, "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
+    return [
+        sys.executable,
+        toy,
+        "--prefill",
+        *_urls(prefill),
+        "--decode",
+        *_urls(decode),
+        "--port",
+        ports[0],
+    ]
 
 
 CONTESTANTS = {
     "pdrelay": Contestant(
-        "pdrelay", "`pdrelay serve` with its defaults: everything on, a log line for every request; compiled", _compiled
+        "pdrelay",
+        "`pdrelay serve` with its defaults: everything on, a log line for every request; compiled",
+        _compiled,
     ),
-    "system": Contestant("system", f"pdrelay under {SYSTEM}, as the distribution has built it", _system),
+    "system": Contestant(
+        "system", f"pdrelay under {SYSTEM}, as the distribution has built it", _system
+    ),
     "plain": Contestant("plain", "pdrelay as Python, as it is in a checkout", _pdrelay),
-    "queued": Contestant("queued", f"pdrelay with `--max-concurrency {_PLACES}`: most requests wait", _queued),
+    "queued": Contestant(
+        "queued", f"pdrelay with `--max-concurrency {_PLACES}`: most requests wait", _queued
+    ),
     "vllm-router": Contestant(
-        "vllm-router", f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`", _rust
+        "vllm-router",
+        f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`",
+        _rust,
     ),
     "toy": Contestant("toy", "FastAPI and httpx in 90 lines, without a log (`toy_proxy.py`)", _toy),
 }
@@ -110,7 +157,9 @@ def prepare(name):
         done = subprocess.run([*map(str, step)], capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-            raise Missing(f"{RUST_ROUTER} cannot be installed into {PEERS.relative_to(ROOT)}: {last}")
+            raise Missing(
+                f"{RUST_ROUTER} cannot be installed into {PEERS.relative_to(ROOT)}: {last}"
+            )
 
 
 def _is_installed():
@@ -124,11 +173,23 @@ def versions():
     """Return the versions of what takes part, as far as it has one."""
     names = ("pdrelay", "fastapi", "httpx", "uvicorn", "uvloop", "httptools", "msgspec")
     said = {name: version(name) for name in names}
-    return {"python": ".".join(map(str, sys.version_info[:3])), **said, "vllm-router": RUST_ROUTER.partition("==")[2]}
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        **said,
+        "vllm-router": RUST_ROUTER.partition("==")[2],
+    }
 
 
 def environment():
-    """Return the environment of routers and helpers. They start from bytecode, as what is installed does."""
+    """Return the environment of routers and helpers.
+
+    They start from bytecode, as what is installed does.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     compiled = str(ROOT / ".pdrelay/bench/bytecode")
-    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": compiled}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPYCACHEPREFIX": compiled,
+    }

@@ -1,7 +1,9 @@
-"""Null engines: prefill and decode engines that compute nothing, all in one process that costs next to nothing.
+"""Null engines: prefill and decode engines that compute nothing, all in one process that costs next
+to nothing.
 
-``python -m benchmarks.router.engines '{"prefill": 2, "decode": 2}'`` prints the ports as JSON and lives until its
-standard input ends. ``GET /bench/counts`` of any of them says what all of them have seen.
+``python -m benchmarks.router.engines '{"prefill": 2, "decode": 2}'`` prints the ports as JSON and
+lives until its standard input ends. ``GET /bench/counts`` of any of them says what all of them have
+seen.
 """
 
 import asyncio
@@ -18,7 +20,10 @@ from httptools import HttpParserError, HttpRequestParser
 from benchmarks.router import words
 
 _JSON = b"HTTP/1.1 %d %b\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n%b"
-_SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_SSE = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: "
+    b"chunked\r\n\r\n"
+)
 _ROUNDED = 0.0005  # s: half of what timers of the loop are rounded to; so they are never early
 
 
@@ -29,8 +34,10 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     decode: int = 2
     push: bool = False  # the prefill engines say they write the KV cache themselves
     prefill_s: float = 0.0  # seconds a prompt takes, wherever it is computed
-    step_s: float = 0.0  # seconds between tokens, which come for all streams at once; whole milliseconds; 0: no waiting
-    alone: bool = False  # each stream has a clock of its own, and its tokens come when no other stream's do
+    # seconds between tokens, which come for all streams at once; whole milliseconds; 0: no waiting
+    step_s: float = 0.0
+    # each stream has a clock of its own, and its tokens come when no other stream's do
+    alone: bool = False
 
 
 class Counts(msgspec.Struct):
@@ -39,7 +46,8 @@ class Counts(msgspec.Struct):
     prefill: int = 0  # good prefill legs
     decode: int = 0  # good decode legs, with the blocks of the same request
     alone: int = 0  # requests without a prefill leg
-    released: int = 0  # requests for so many tokens that a prefill engine is told to free its blocks
+    # requests for so many tokens that a prefill engine is told to free its blocks
+    released: int = 0
     wrong: int = 0  # bodies that are not what a client and a router should have made
     said: str = ""  # what was wrong with the first of them
     hung_up: int = 0  # answers that were not taken to their end
@@ -75,9 +83,13 @@ class Engines:
             self.pushed[number] = do
 
     def join(self, connection, chunks):
-        """Have a connection get one chunk of these a step; all streams of the process step at the same instant."""
+        """Have a connection get one chunk of these a step; all streams of the process step at the
+        same instant.
+        """
         if self.options.alone:
-            self.loop.call_later(self.options.step_s * random.random(), self._step_one, connection, iter(chunks))
+            self.loop.call_later(
+                self.options.step_s * random.random(), self._step_one, connection, iter(chunks)
+            )
             self.streams[connection] = None
             return
         self.streams[connection] = iter(chunks)
@@ -99,7 +111,9 @@ class Engines:
             self.loop.call_later(self.options.step_s, self._step_one, connection, chunks)
 
     def _arm(self):
-        self.timer = self.loop.call_later(max(0.0, self.due - time.monotonic()) + _ROUNDED, self._step)
+        self.timer = self.loop.call_later(
+            max(0.0, self.due - time.monotonic()) + _ROUNDED, self._step
+        )
 
     def _step(self):
         if time.monotonic() < self.due:
@@ -212,7 +226,9 @@ class Connection(asyncio.Protocol):
             self._wrong("a prefill leg that asks for more than the KV cache of its prompt")
             return
         self.engines.counts.prefill += 1
-        kv = words.kv_params(asked.number, asked.size, name, self.name, push=self.engines.options.push)
+        kv = words.kv_params(
+            asked.number, asked.size, name, self.name, push=self.engines.options.push
+        )
         ids = bool(fields.return_token_ids)
         body = words.whole(asked.number, 1, chat=chat, size=asked.size, kv=kv, ids=ids)
         self._after_prefill(self._prefilled, asked.number, body)
@@ -261,7 +277,9 @@ class Connection(asyncio.Protocol):
         self._refuse(why)
 
     def _refuse(self, why):
-        body = msgspec.json.encode({"error": {"message": why, "type": "BadRequestError", "param": None, "code": 400}})
+        body = msgspec.json.encode(
+            {"error": {"message": why, "type": "BadRequestError", "param": None, "code": 400}}
+        )
         self.transport.write(_JSON % (400, b"Bad Request", len(body), body))
 
     def _tell(self):
@@ -285,7 +303,13 @@ def _steps(tokens, end):
 
 
 _CHAT = {b"/v1/completions": False, b"/v1/chat/completions": True}
-_CARD = {"id": words.MODEL, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 1 << 20}
+_CARD = {
+    "id": words.MODEL,
+    "object": "model",
+    "created": 0,
+    "owned_by": "vllm",
+    "max_model_len": 1 << 20,
+}
 _METRICS = "".join(
     f'# TYPE vllm:{name} gauge\nvllm:{name}{{model_name="{words.MODEL}",engine="0"}} 0\n'
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

@@ -1,10 +1,11 @@
-"""What a request costs the router in memory, in instructions: no socket, no clock, engines that answer at once.
+"""What a request costs the router in memory, in instructions: no socket, no clock, engines that
+answer at once.
 
-    python -P benchmarks/router/feature_instructions.py  # every case, of the pdrelay_proxy on PYTHONPATH
-    python -P benchmarks/router/feature_instructions.py "all, ids" "defaults, ids"
+    python -P benchmarks/router/feature_instructions.py  # every case, of the pdrelay_proxy on
+    PYTHONPATH python -P benchmarks/router/feature_instructions.py "all, ids" "defaults, ids"
 
-Needs valgrind, its header files and a C compiler; half a minute for each case. Imports and the first requests are not
-counted.
+Needs valgrind, its header files and a C compiler; half a minute for each case. Imports and the
+first requests are not counted.
 """
 
 import asyncio
@@ -60,7 +61,9 @@ CASES = {
 
 
 def prompts(count, *, chats):
-    """Yield requests of about 512 bytes whose prompts begin alike and end in a number of their own."""
+    """Yield requests of about 512 bytes whose prompts begin alike and end in a number of their
+    own.
+    """
     tail = b'"max_tokens":3,"stream":true,"temperature":0}'
     if chats:
         text = b"once upon a time there was a river, " * 10
@@ -70,13 +73,20 @@ def prompts(count, *, chats):
         body = b'{"model":"m","prompt":[' + b",".join(b"%d" % token for token in SHARED + OWN)
         ends = (b",%d]," % number + tail for number in range(3000, 3000 + count))
     path = b"/v1/chat/completions" if chats else b"/v1/completions"
-    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        b"%d\r\n\r\n"
+    )
     for end in ends:
         yield head % (path, len(body) + len(end)) + body + end
 
 
 def whole(body):
-    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n" % len(body) + body
+    return (
+        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n"
+        % len(body)
+        + body
+    )
 
 
 def chunk(body):
@@ -94,29 +104,52 @@ IDS = b'"prompt_token_ids":[%b]' % b",".join(b"%d" % token for token in SHARED +
 
 
 def answers(*, chats):
-    """Return what a prefill engine answers, and the reads in which a decode engine's answer comes."""
+    """Return what a prefill engine answers, and the reads in which a decode engine's answer
+    comes.
+    """
     usage = b'"usage":{"prompt_tokens":120,"completion_tokens":1,"total_tokens":121,"prompt_tokens_details":null}'
     ends = b'"index":0,"logprobs":null,"finish_reason":"length","stop_reason":null,"token_ids":[5]'
     if chats:
-        choice = b'{"message":{"role":"assistant","content":" a","refusal":null,"tool_calls":[]},%b}' % ends
-        prefill = b'{%b,"choices":[%b],%b,%b,"kv_transfer_params":%b}' % (HEAD, choice, IDS, usage, PARAMS)
-        role = b'data: {%b,"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n' % HEAD
+        choice = (
+            b'{"message":{"role":"assistant","content":" a","refusal":null,"tool_calls":[]},%b}'
+            % ends
+        )
+        prefill = b'{%b,"choices":[%b],%b,%b,"kv_transfer_params":%b}' % (
+            HEAD,
+            choice,
+            IDS,
+            usage,
+            PARAMS,
+        )
+        role = (
+            b'data: {%b,"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+            % HEAD
+        )
         texts = [b'"delta":{"content":" b"}', b'"delta":{"content":" c"}']
     else:
         choice = b'{"text":" a",%b,%b}' % (ends, IDS)
         prefill = b'{%b,"choices":[%b],%b,"kv_transfer_params":%b}' % (HEAD, choice, usage, PARAMS)
         role, texts = b"", [b'"text":" b"', b'"text":" c"']
     events = [
-        b'data: {%b,"choices":[{"index":0,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (HEAD, text, finish)
+        b'data: {%b,"choices":[{"index":0,%b,"logprobs":null,"finish_reason":%b}]}\n\n'
+        % (HEAD, text, finish)
         for text, finish in zip(texts, (b"null", b'"length"'), strict=True)
     ]
-    stream = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-    reads = [stream + chunk(role + events[0]), chunk(events[1]) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
+    stream = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: "
+        b"chunked\r\n\r\n"
+    )
+    reads = [
+        stream + chunk(role + events[0]),
+        chunk(events[1]) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n",
+    ]
     return whole(prefill), reads
 
 
 class Memory(asyncio.Transport):
-    """A connection without a socket, but for what a router asks of it; ``written`` gets each write."""
+    """A connection without a socket, but for what a router asks of it; ``written`` gets each
+    write.
+    """
 
     def __init__(self, written):
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
@@ -189,7 +222,9 @@ void stop(void) { CALLGRIND_STOP_INSTRUMENTATION; }
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
-    """Time passes as it is told: how much work waits until later, and is done together, depends on it."""
+    """Time passes as it is told: how much work waits until later, and is done together, depends on
+    it.
+    """
 
     now = 0.0
 
@@ -208,7 +243,10 @@ class Switch:
 async def play(case, switch):
     """Serve requests, one after the other."""
     settings, chats = CASES[case]
-    given = {"prefill": tuple(f"{name}:80" for name in PREFILL), "decode": tuple(f"{name}:80" for name in DECODE)}
+    given = {
+        "prefill": tuple(f"{name}:80" for name in PREFILL),
+        "decode": tuple(f"{name}:80" for name in DECODE),
+    }
     given |= {"health_check_interval_s": 3600.0, "allowed_hosts": ("*",), "load_reports": False}
     prefill, decode = answers(chats=chats)
     loop, done = asyncio.get_running_loop(), asyncio.Event()
@@ -235,14 +273,18 @@ async def play(case, switch):
             done.set()
 
     async with router.app.router.lifespan_context(router.app):
-        protocol = partial(config.http_protocol_class, config=config, server_state=state, app_state={})
+        protocol = partial(
+            config.http_protocol_class, config=config, server_state=state, app_state={}
+        )
         client = protocol()
         client.connection_made(Memory(to_client))
         for _ in range(1000):  # engines are known by then, and what they have
             loop.now += EVERY_S
             await asyncio.sleep(0)
         gc.collect()
-        gc.freeze()  # as the router's process does; a collection of all modules in between would be half of a request
+        # as the router's process does; a collection of all modules in between would be half of a
+        # request
+        gc.freeze()
         gc.set_threshold(5000)
         for number, request in enumerate(prompts(WARM + MEASURED, chats=chats)):
             if number == WARM:
@@ -262,10 +304,17 @@ async def play(case, switch):
 
 def measured(case, switch):
     """Return the instructions of one request."""
-    command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--callgrind-out-file=/dev/null"]
+    command = [
+        "valgrind",
+        "--tool=callgrind",
+        "--instr-atstart=no",
+        "--callgrind-out-file=/dev/null",
+    ]
     command += [sys.executable, "-P", __file__, "--play", case, str(switch)]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=900)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=900
+    )
     found = re.search(r"Collected : (\d+)", done.stderr)
     if done.returncode or not found:
         sys.exit(done.stdout + done.stderr[-3000:])

@@ -34,11 +34,17 @@ def socket(which):
 def added(runs, name, what, share):
     """Return what computes the ms of a run beyond the median of those without a router."""
     base = median(runs, name, DIRECT, lambda run: run[what] and run[what][share])
-    return lambda run: None if base is None or run[what] is None else 1e3 * (run[what][share] - base)
+    return lambda run: (
+        None if base is None or run[what] is None else 1e3 * (run[what][share] - base)
+    )
 
 
 def good(runs, name, router):
-    return [run for run in runs.get(name, {}).get(router, ()) if "failed" not in run and run.get("requests", 1)]
+    return [
+        run
+        for run in runs.get(name, {}).get(router, ())
+        if "failed" not in run and run.get("requests", 1)
+    ]
 
 
 def present(runs, name):

@@ -38,11 +38,29 @@ class Goal(NamedTuple):
 def of(runs):
     """Return every goal that the runs can tell about."""
     found = [
-        *_ratios(runs, _REQUESTS, f"CPU a request, {OURS} / {RUST}", (OURS, RUST), request_ms, most=REQUEST_MOST),
-        *_ratios(runs, _REQUESTS, f"CPU a request, plain / {RUST}", ("plain", RUST), request_ms, most=1.0),
-        *_ratios(runs, ("short",), f"CPU a request, queued / {OURS}", ("queued", OURS), request_ms, most=1.3),
+        *_ratios(
+            runs,
+            _REQUESTS,
+            f"CPU a request, {OURS} / {RUST}",
+            (OURS, RUST),
+            request_ms,
+            most=REQUEST_MOST,
+        ),
+        *_ratios(
+            runs, _REQUESTS, f"CPU a request, plain / {RUST}", ("plain", RUST), request_ms, most=1.0
+        ),
+        *_ratios(
+            runs,
+            ("short",),
+            f"CPU a request, queued / {OURS}",
+            ("queued", OURS),
+            request_ms,
+            most=1.3,
+        ),
         *_push(runs),
-        *_ratios(runs, _REQUESTS, f"CPU a request, {TOY} / {OURS}", (TOY, OURS), request_ms, least=20),
+        *_ratios(
+            runs, _REQUESTS, f"CPU a request, {TOY} / {OURS}", (TOY, OURS), request_ms, least=20
+        ),
         *_ratios(runs, _STREAMS, f"CPU a token, {OURS} / {RUST}", (OURS, RUST), token_us, most=0.9),
         *_arrivals(runs),
         *_crowd(runs),
@@ -63,17 +81,23 @@ def _ratios(runs, names, what, pair, value, *, most=None, least=None):
 
 
 def _push(runs):
-    """Compare the two modes of our own, each a scenario: the runs of one round are beside each other."""
+    """Compare the two modes of our own, each a scenario: the runs of one round are beside each
+    other.
+    """
     pushed, pulled = (median(runs, name, OURS, request_ms) for name in ("push", "short"))
     if pushed is not None and pulled is not None:
         found = pushed / pulled
-        yield Goal("CPU a request, push / pull", "`push`", f"{found:.2f}", "at most 1.6", found <= 1.6)
+        yield Goal(
+            "CPU a request, push / pull", "`push`", f"{found:.2f}", "at most 1.6", found <= 1.6
+        )
 
 
 def _arrivals(runs):
     for name in _ARRIVALS:
         for share in ("p50", "p99"):
-            found = difference(runs, name, OURS, RUST, lambda run, share=share: 1e3 * run["first"][share])
+            found = difference(
+                runs, name, OURS, RUST, lambda run, share=share: 1e3 * run["first"][share]
+            )
             if found is not None:
                 what = f"TTFT {share}, {OURS} minus {RUST}"
                 yield Goal(what, f"`{name}`", f"{found:+.2f} ms", "at most 0", found <= 0)
@@ -92,7 +116,13 @@ def _crowd(runs):
 
 def _idle(runs):
     goals = (
-        ("Start-up to the first connection", lambda run: run["start"], "{:.2f} s", 1.0, "below 1 s"),
+        (
+            "Start-up to the first connection",
+            lambda run: run["start"],
+            "{:.2f} s",
+            1.0,
+            "below 1 s",
+        ),
         ("CPU", lambda run: run["cores"], "{:.4f} cores", 0.01, "below 0.01 cores"),
         ("RSS", mib("rss"), "{:.0f} MiB", 80, "below 80 MiB"),
     )
@@ -118,4 +148,10 @@ def _exact(runs):
     if found:
         faults = sum(sum(run["faults"].values()) for run in found)
         done = sum(run["requests"] for run in found)
-        yield Goal("Every byte and every leg", "all", f"{done:,} requests, {faults:,} faults", "no faults", faults == 0)
+        yield Goal(
+            "Every byte and every leg",
+            "all",
+            f"{done:,} requests, {faults:,} faults",
+            "no faults",
+            faults == 0,
+        )

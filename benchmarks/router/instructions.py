@@ -1,8 +1,10 @@
-"""How many instructions a request takes in the router, in memory: other load on the machine changes nothing.
+"""How many instructions a request takes in the router, in memory: other load on the machine changes
+nothing.
 
-``python -m benchmarks.router.instructions short nonstream`` counts 200 requests of each scenario after a warm-up, under
-valgrind; ``--compiled`` those of the compiled router. There is no socket: clients and engines are lists of bytes, which
-are prepared before anything is counted, and both legs' connections stay open. The log is on, and goes nowhere.
+``python -m benchmarks.router.instructions short nonstream`` counts 200 requests of each scenario
+after a warm-up, under valgrind; ``--compiled`` those of the compiled router. There is no socket:
+clients and engines are lists of bytes, which are prepared before anything is counted, and both
+legs' connections stay open. The log is on, and goes nowhere.
 
 ``--calls`` counts the Python calls of one request instead (no valgrind needed).
 """
@@ -29,9 +31,13 @@ _PREFILL = ("http://192.0.2.1:1", "http://192.0.2.2:1")  # names would have to b
 _DECODE = ("http://192.0.2.3:1", "http://192.0.2.4:1")
 _TURNS = 100  # of the event loop, in which a connection is open
 _ID = re.compile(rb"x-request-id: ([!-~]+)")
-_PLACE = b"#" * len("pdrelay-f0a85788dfc24912f1860abd708ead6f")  # of the router's id in an engine's answer
+# of the router's id in an engine's answer
+_PLACE = b"#" * len("pdrelay-f0a85788dfc24912f1860abd708ead6f")
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n%b"
-_SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_SSE = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: "
+    b"chunked\r\n\r\n"
+)
 _KINDS = {
     "short": {},
     "nonstream": {"stream": False},
@@ -48,7 +54,9 @@ void stop(void) { CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }
 
 
 class Wire:
-    """A transport that keeps what is written; what it calls is C, so that it counts for next to nothing."""
+    """A transport that keeps what is written; what it calls is C, so that it counts for next to
+    nothing.
+    """
 
     def __init__(self, sock=None):
         self.written = []
@@ -89,7 +97,9 @@ class Rig:
         ours, theirs = socket.socketpair()
         self.socks += [ours, theirs]
         connection, wire = protocol(), Wire(ours)
-        self.engines["p" if f"http://{host}:1" in _PREFILL else "d"].append((connection, wire.written))
+        self.engines["p" if f"http://{host}:1" in _PREFILL else "d"].append(
+            (connection, wire.written)
+        )
         connection.connection_made(wire)
 
     def connect(self):
@@ -105,10 +115,14 @@ class Rig:
         return protocol, wire
 
     def bytes_of(self, number):
-        """Return the bytes of one request: the client's, the prefill engine's answer, the decode engine's."""
+        """Return the bytes of one request: the client's, the prefill engine's answer, the decode
+        engine's.
+        """
         chat, size = self.chat, self.size
         asked = b"".join(
-            words.request(number, host=b"127.0.0.1:8000", size=size, tokens=2, chat=chat, stream=self.stream)
+            words.request(
+                number, host=b"127.0.0.1:8000", size=size, tokens=2, chat=chat, stream=self.stream
+            )
         )
         kv = words.kv_params(number, size, b"cmpl-%b-0" % _PLACE, b"engine", push=self.push)
         prefilled = words.whole(number, 1, chat=chat, size=size, kv=kv, ids=self.tells_ids)
@@ -121,7 +135,9 @@ class Rig:
         return asked, _JSON % (len(prefilled), prefilled), _SSE + body + b"0\r\n\r\n"
 
     async def serve(self, each):
-        """Serve one request, which is to be answered at once unless connections have to be opened."""
+        """Serve one request, which is to be answered at once unless connections have to be
+        opened.
+        """
         asked, prefilled, decoded = each
         protocol, wire = self.client
         protocol.data_received(asked)
@@ -167,7 +183,8 @@ async def _count(name, marks, *, calls):
     await rig.serve_all(every[:_WARM])
     if calls:
         return _calls(rig, every[_WARM:])
-    gc.collect()  # else the start decides whether one more collection falls among the requests: 9,000 for each
+    # else the start decides whether one more collection falls among the requests: 9,000 for each
+    gc.collect()
     marks.start()
     await rig.serve_all(every[_WARM:])
     marks.stop()
@@ -180,7 +197,9 @@ def _calls(rig, every):
     def note(frame, event, _):
         if event == "call":
             code = frame.f_code
-            found[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"] += 1
+            found[
+                f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"
+            ] += 1
 
     async def all_of_them():
         sys.setprofile(note)

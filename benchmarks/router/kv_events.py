@@ -1,6 +1,8 @@
-"""What following KV events costs the router: CPU microseconds for each block told of, and for each prompt looked up.
+"""What following KV events costs the router: CPU microseconds for each block told of, and for each
+prompt looked up.
 
-``python -P benchmarks/router/kv_events.py``: a table, of the modules that are imported (plain or compiled).
+``python -P benchmarks/router/kv_events.py``: a table, of the modules that are imported (plain or
+compiled).
 """
 
 import asyncio
@@ -78,10 +80,15 @@ def round_of(dice):
     cut, stream, blocks = PROMPTS + 1, KvEventStream(), PROMPTS * TOKENS // SIZE
     gc.collect()
     seconds, longest = apply(index, stream, state[:cut])
-    seen["µs for a block stored"], seen["ms of the longest step"] = seconds / blocks * 1e6, longest * 1e3
+    seen["µs for a block stored"], seen["ms of the longest step"] = (
+        seconds / blocks * 1e6,
+        longest * 1e3,
+    )
     text = str(prompts[0]).encode()
     seen[f"µs to read a prompt of {TOKENS} ids"] = timed(lambda: token_prompt(text, {}), 20)
-    seen["µs to look it up where all is cached"] = timed(lambda: index.cached(D0, TokenPrompt(prompts[1]), None), 20)
+    seen["µs to look it up where all is cached"] = timed(
+        lambda: index.cached(D0, TokenPrompt(prompts[1]), None), 20
+    )
     known = TokenPrompt(prompts[2])
     index.cached(D0, known, None)
     seen["µs at each further engine"] = timed(lambda: index.cached(D0, known, None), 200)
@@ -92,12 +99,16 @@ def round_of(dice):
 
 
 async def reading(count, dice):
-    """Return what an answer with so many ids costs the event loop, and what is made of them the next turn of a chat."""
+    """Return what an answer with so many ids costs the event loop, and what is made of them the
+    next turn of a chat.
+    """
     ids = [dice.randrange(150_000) for _ in range(count)]
     chat = [{"role": "user", "content": "word " * (count * 4 // 5)}]
     later = [*chat, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
     ask, next_ask = (RoutingHints(prompt=msgspec.json.encode(each)) for each in (chat, later))
-    answer, next_answer = (msgspec.json.encode({"prompt_token_ids": each}) for each in (ids, ids + ids[:50]))
+    answer, next_answer = (
+        msgspec.json.encode({"prompt_token_ids": each}) for each in (ids, ids + ids[:50])
+    )
     known, seen = KnownPrompts(1e9), {}
     soon = asyncio.get_running_loop().call_soon
     learner = PromptLearner(known, time.monotonic, soon, PromptLookup(known, time.monotonic))
@@ -111,7 +122,9 @@ async def reading(count, dice):
         longest = max(longest, time.process_time() - last)
     seen[f"ms to learn {count} ids"] = (time.process_time() - began) * 1e3
     seen[f"ms of it in the longest turn, {count} ids"] = longest * 1e3
-    seen[f"µs to find them for the next turn, {count} ids"] = timed(lambda: known.find(next_ask.blocks, now=0), 20)
+    seen[f"µs to find them for the next turn, {count} ids"] = timed(
+        lambda: known.find(next_ask.blocks, now=0), 20
+    )
     learner.ids_told(next_ask, maybe(next_answer, TokensAnswer))
     while known.counts["learned"] < 2:
         await asyncio.sleep(0)

@@ -1,7 +1,8 @@
 """The load generator: connections that are kept busy, and every answer compared byte for byte.
 
-``python -m benchmarks.router.load '{"port": 8000, ...}'`` prints what it has seen as JSON. Nothing here costs a task, a
-timer or a log line for a request; connections are protocols that send their next request when an answer ends.
+``python -m benchmarks.router.load '{"port": 8000, ...}'`` prints what it has seen as JSON. Nothing
+here costs a task, a timer or a log line for a request; connections are protocols that send their
+next request when an answer ends.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True):
     warm: int = 64  # requests before anything is measured
     most: int = 1_000_000  # requests that are measured
     seconds: float = 3600.0  # after which no further request is sent
-    together: bool = False  # whether a connection asks again when all have been answered, and not before
+    # whether a connection asks again when all have been answered, and not before
+    together: bool = False
     hang_after: int = 0  # tokens after which every second request is left; 0: none
     patience: float = 0.0  # seconds in which the router may close the sockets that it needs no more
     step_s: float = 0.0  # seconds between two steps of the engines, which are at multiples of it
@@ -80,12 +82,17 @@ class Crew:
         return self.number
 
     def go_on(self, client):
-        """Have a connection ask again, now or with all others: then what arrives when is the same for every router."""
+        """Have a connection ask again, now or with all others: then what arrives when is the same
+        for every router.
+        """
         if not self.plan.together:
             client.ask()
         elif self.open == 0:
             if len(self.clients) < self.plan.connections:
-                self.fault("missing", f"{len(self.clients)} of {self.plan.connections} connections ask together")
+                self.fault(
+                    "missing",
+                    f"{len(self.clients)} of {self.plan.connections} connections ask together",
+                )
             for each in list(self.clients):
                 each.ask()
 
@@ -116,7 +123,9 @@ class Crew:
             await asyncio.gather(*(self.connect_one() for _ in range(count)))
 
     async def connect_one(self):
-        _, client = await self.loop.create_connection(lambda: Client(self), "127.0.0.1", self.plan.port)
+        _, client = await self.loop.create_connection(
+            lambda: Client(self), "127.0.0.1", self.plan.port
+        )
         return client
 
     def reconnect(self):
@@ -182,7 +191,9 @@ class Client(asyncio.Protocol):
         self.at = self.seen = 0
         self.bad = ""
         self.arrived = []  # (place, time) of tokens that came with a step of the engines
-        request = words.request(number, host=crew.host, size=size, tokens=tokens, chat=chat, stream=plan.stream)
+        request = words.request(
+            number, host=crew.host, size=size, tokens=tokens, chat=chat, stream=plan.stream
+        )
         self.sent = time.monotonic()
         if size > _COPIED:
             self.transport.writelines(request)
@@ -253,7 +264,9 @@ class Client(asyncio.Protocol):
     def connection_lost(self, exc):
         self.crew.clients.discard(self)
         if self.number is not None:
-            self._fail("lost", f"the connection ended after {self.at} of {len(self.expected)} bytes: {exc}")
+            self._fail(
+                "lost", f"the connection ended after {self.at} of {len(self.expected)} bytes: {exc}"
+            )
 
     def _fail(self, kind, detail):
         self.crew.fault(kind, detail)
@@ -272,19 +285,23 @@ class Client(asyncio.Protocol):
 def lateness(arrived, step_s):
     """Return for each token of a stream how long after its step it came.
 
-    Steps are at multiples of ``step_s``. Which one a stream began with shows in the token that was least late, if that
-    one was less than a step late.
+    Steps are at multiples of ``step_s``. Which one a stream began with shows in the token that was
+    least late, if that one was less than a step late.
     """
     begin = min(int(now / step_s) - place for place, now in arrived)
     return [now - (begin + place) * step_s for place, now in arrived]
 
 
 def cpu_seconds(leader):
-    """Return the CPU-seconds of a process and its session so far, children that have ended included."""
+    """Return the CPU-seconds of a process and its session so far, children that have ended
+    included.
+    """
     total = 0
     for pid in proc.pids_of(leader):
         with contextlib.suppress(OSError):  # it ended meanwhile, and its parent has counted it
-            total += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            total += sum(
+                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
+            )
     return total / proc.TICK
 
 
@@ -294,7 +311,9 @@ def peak(leader):
     for pid in proc.pids_of(leader):
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
-            found += int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 if "VmHWM" in status else 0
+            found += (
+                int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 if "VmHWM" in status else 0
+            )
     return found
 
 
@@ -302,17 +321,25 @@ class Watch:
     """What the processes of a run have used."""
 
     def __init__(self, plan):
-        self.leaders = {name: pid for name, pid in (("router", plan.router), ("engines", plan.engines)) if pid}
+        self.leaders = {
+            name: pid for name, pid in (("router", plan.router), ("engines", plan.engines)) if pid
+        }
 
     def cpu(self):
         """Return the CPU-seconds of each."""
         return {name: cpu_seconds(pid) for name, pid in self.leaders.items()}
 
     def sockets(self):
-        return proc.sockets(SimpleNamespace(pid=self.leaders["router"])) if "router" in self.leaders else 0
+        return (
+            proc.sockets(SimpleNamespace(pid=self.leaders["router"]))
+            if "router" in self.leaders
+            else 0
+        )
 
     async def sockets_after(self, before, patience):
-        """Return the sockets that are left after the clients are gone and some seconds have passed."""
+        """Return the sockets that are left after the clients are gone and some seconds have
+        passed.
+        """
         deadline = time.monotonic() + patience
         while (left := self.sockets()) > before and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -374,7 +401,9 @@ def spread(values):
         return None
     values.sort()
     last = len(values) - 1
-    return {f"p{share}": values[round(last * share / 100)] for share in (50, 90, 99, 100)} | {"count": len(values)}
+    return {f"p{share}": values[round(last * share / 100)] for share in (50, 90, 99, 100)} | {
+        "count": len(values)
+    }
 
 
 async def main():

@@ -10,14 +10,26 @@ from benchmarks.router.scenarios import IDLE, SCENARIOS
 
 REQUESTS = ("short", "nonstream", "chat", "prompt32k", "prompt256k", "push")
 STREAMS = ("stream200", "alone200", "step256", "streams1000", "hangups")
-LATENCIES = ("burst32", "ttft32", "burst256", "ttft256", "stream200", "alone200", "step256", "streams1000")
+LATENCIES = (
+    "burst32",
+    "ttft32",
+    "burst256",
+    "ttft256",
+    "stream200",
+    "alone200",
+    "step256",
+    "streams1000",
+)
 
 
 def write(seen, out):
     """Write the raw numbers, the page and its picture."""
     runs = seen["runs"]
     groups = REQUESTS[:5]
-    bars = {name: [figures.median(runs, each, name, figures.request_ms) for each in groups] for name in CONTESTANTS}
+    bars = {
+        name: [figures.median(runs, each, name, figures.request_ms) for each in groups]
+        for name in CONTESTANTS
+    }
     bars = {name: values for name, values in bars.items() if any(values)}
     if bars:
         title = "CPU-milliseconds of the router a request (logarithmic)"
@@ -46,7 +58,10 @@ def line(found):
 
 def _head(seen):
     facts = seen["about"]
-    machine, versions = facts["machine"], ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    machine, versions = (
+        facts["machine"],
+        ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+    )
     rounds = f"{facts['rounds']} round{'s' * (facts['rounds'] > 1)}"
     others = "share another" if facts["apart"] else "share it, for there is only one"
     words = [
@@ -83,7 +98,8 @@ def _requests(runs):
 def _chunks(runs):
     return _section(
         "CPU of the router, µs a streamed token",
-        "The whole request included, shared out over its tokens; `stream200` times 0.2 is ms a stream.",
+        "The whole request included, shared out over its tokens; `stream200` times 0.2 is ms a "
+        "stream.",
         _costs(runs, STREAMS, figures.token_us, "{:.1f}"),
     )
 
@@ -105,7 +121,11 @@ def _rate_table(runs):
         cells = []
         for router in CONTESTANTS:
             rate = figures.median(runs, name, router, figures.rate) if router in present else None
-            other = figures.median(runs, name, router, figures.other_share) if router in present else None
+            other = (
+                figures.median(runs, name, router, figures.other_share)
+                if router in present
+                else None
+            )
             cells.append("" if rate is None else f"{rate:,.0f} ({other:.2f})")
         rows.append([f"`{name}`", *cells])
     heads = ["", *(f"{name} (share of the other core)" for name in CONTESTANTS)]
@@ -121,10 +141,12 @@ def _latencies(runs):
                 for share in ("p50", "p99")
             ]
             late = [
-                figures.median(runs, name, router, figures.added(runs, name, "late", share)) for share in ("p50", "p99")
+                figures.median(runs, name, router, figures.added(runs, name, "late", share))
+                for share in ("p50", "p99")
             ]
             gaps = [
-                figures.median(runs, name, router, figures.added(runs, name, "gaps", share)) for share in ("p50", "p99")
+                figures.median(runs, name, router, figures.added(runs, name, "gaps", share))
+                for share in ("p50", "p99")
             ]
             rows.append([f"`{name}`", router, *(_ms(each) for each in (*first, *late, *gaps))])
     heads = ["", "router", "TTFT p50", "p99", "token p50", "p99", "between tokens p50", "p99"]
@@ -142,14 +164,21 @@ def _memory(runs):
     rows = []
     for name in ("short", "prompt256k", "streams1000", "hangups"):
         for router in figures.present(runs, name):
-            sockets = [figures.median(runs, name, router, figures.socket(which)) for which in ("before", "after")]
-            cells = [figures.median(runs, name, router, figures.mib(which)) for which in ("rss", "peak")]
+            sockets = [
+                figures.median(runs, name, router, figures.socket(which))
+                for which in ("before", "after")
+            ]
+            cells = [
+                figures.median(runs, name, router, figures.mib(which)) for which in ("rss", "peak")
+            ]
             rows.append([f"`{name}`", router, *(_whole(each) for each in (*cells, *sockets))])
     return _section(
         "Memory and sockets",
         """Resident MiB at the end of the load, and at its most; sockets before the load, and after all clients have
 left (in `streams1000` and `hangups` up to 6 s after, which is time enough to close idle connections to engines).""",
-        table(["", "router", "RSS, MiB", "at most", "sockets before", "after"], rows) if rows else "",
+        table(["", "router", "RSS, MiB", "at most", "sockets before", "after"], rows)
+        if rows
+        else "",
     )
 
 
@@ -158,7 +187,12 @@ def _idle(runs):
         [
             router,
             figures.median(runs, IDLE, router, lambda run: f"{run['start']:.2f}"),
-            figures.median(runs, IDLE, router, lambda run: f"{run['start_cpu']:.2f}" if "start_cpu" in run else None)
+            figures.median(
+                runs,
+                IDLE,
+                router,
+                lambda run: f"{run['start_cpu']:.2f}" if "start_cpu" in run else None,
+            )
             or "",
             figures.median(runs, IDLE, router, lambda run: f"{run['cores']:.4f}"),
             figures.median(runs, IDLE, router, lambda run: f"{run['rss'] / 2**20:.0f}"),
@@ -169,7 +203,9 @@ def _idle(runs):
         "Idle",
         """Start-up is from starting the process, with its bytecode there, to the first connection it accepts; then it
 has nothing to do.""",
-        table(["router", "start-up, s", "of the processor, s", "cores", "RSS, MiB"], rows) if rows else "",
+        table(["router", "start-up, s", "of the processor, s", "cores", "RSS, MiB"], rows)
+        if rows
+        else "",
     )
 
 
@@ -178,19 +214,26 @@ def _own(runs):
     for name in SCENARIOS:
         if DIRECT in runs.get(name, {}):
             own = [
-                figures.median(runs, name, DIRECT, lambda run, who=who: 1e6 * run["cpu"][who] / run["requests"])
+                figures.median(
+                    runs, name, DIRECT, lambda run, who=who: 1e6 * run["cpu"][who] / run["requests"]
+                )
                 for who in ("load", "engines")
             ]
             through = [
-                figures.median(runs, name, OURS, lambda run: 1e6 * run["cpu"]["engines"] / run["requests"])
+                figures.median(
+                    runs, name, OURS, lambda run: 1e6 * run["cpu"]["engines"] / run["requests"]
+                )
                 if OURS in figures.present(runs, name)
                 else None
             ]
-            rows.append([f"`{name}`", SCENARIOS[name].about, *(_whole(each) for each in (*own, *through))])
+            rows.append(
+                [f"`{name}`", SCENARIOS[name].about, *(_whole(each) for each in (*own, *through))]
+            )
     heads = ["", "what is asked", "load generator", "engines, one leg", f"engines behind {OURS}"]
     return _section(
         "The scenarios, and what measuring costs, µs of CPU a request",
-        "Load generator and engines without a router: one leg. None of this is in the numbers above.",
+        "Load generator and engines without a router: one leg. None of this is in the numbers "
+        "above.",
         table(heads, rows) if rows else "",
     )
 
@@ -205,7 +248,12 @@ def _faults(runs):
                 why = " ".join(why.replace("`", "'").split())[:300]
                 said.append(f"- `{name}`, {router}, {len(bad)} of {len(found)} runs: {why}")
     done = sum(len(found) for routers in runs.values() for found in routers.values())
-    total = sum(run.get("requests", 0) for routers in runs.values() for found in routers.values() for run in found)
+    total = sum(
+        run.get("requests", 0)
+        for routers in runs.values()
+        for found in routers.values()
+        for run in found
+    )
     words = f"{total:,} requests in {done} runs; " + (
         "not as they must be:" if said else "every answer and every leg was as it must be."
     )
@@ -214,7 +262,8 @@ def _faults(runs):
 
 def _goals(runs):
     rows = [
-        [each.what, each.where, each.found, each.wanted, "yes" if each.reached else "**no**"] for each in goals.of(runs)
+        [each.what, each.where, each.found, each.wanted, "yes" if each.reached else "**no**"]
+        for each in goals.of(runs)
     ]
     return _section(
         "Goals",
@@ -233,7 +282,10 @@ def _costs(runs, names, value, form):
         present = figures.present(runs, name)
         if not present:
             continue
-        cells = [figures.median(runs, name, each, value) if each in present else None for each in CONTESTANTS]
+        cells = [
+            figures.median(runs, name, each, value) if each in present else None
+            for each in CONTESTANTS
+        ]
         ratios = [figures.ratio(runs, name, *pair, value) for pair in ((OURS, RUST), (TOY, OURS))]
         rows.append(
             [

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 
 class Scenario(NamedTuple):
-    """Requests of one kind. The fields of the load are those of ``load.Plan``, of the engines ``engines.Options``."""
+    """Requests of one kind.
+
+    The fields of the load are those of ``load.Plan``, of the engines ``engines.Options``.
+    """
 
     about: str
     load: dict
@@ -15,21 +18,38 @@ class Scenario(NamedTuple):
 
 
 def _paced(connections, tokens, step_s, waves, **more):
-    return {"connections": connections, "tokens": tokens, "step_s": step_s, "most": connections * waves, **more}
+    return {
+        "connections": connections,
+        "tokens": tokens,
+        "step_s": step_s,
+        "most": connections * waves,
+        **more,
+    }
 
 
 ALL = ("pdrelay", "system", "plain", "vllm-router", "toy")
 SCENARIOS = {
     "short": Scenario(
-        "512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}, routers=(*ALL, "queued")
+        "512 B prompts, 2 tokens, streamed, 32 connections",
+        {},
+        {"seconds": 1.2},
+        routers=(*ALL, "queued"),
     ),
-    "nonstream": Scenario("the same, in one piece", {"stream": False}, {"seconds": 1.2}, routers=ALL),
+    "nonstream": Scenario(
+        "the same, in one piece", {"stream": False}, {"seconds": 1.2}, routers=ALL
+    ),
     "chat": Scenario("the same, as chats, streamed", {"chat": True}, {"seconds": 1.2}, routers=ALL),
     "prompt32k": Scenario(
-        "32 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 32 << 10}, {"seconds": 1.2}, routers=ALL
+        "32 KiB prompts, 2 tokens, streamed, 32 connections",
+        {"prompt": 32 << 10},
+        {"seconds": 1.2},
+        routers=ALL,
     ),
     "prompt256k": Scenario(
-        "256 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 256 << 10}, {"seconds": 1.2}, routers=ALL
+        "256 KiB prompts, 2 tokens, streamed, 32 connections",
+        {"prompt": 256 << 10},
+        {"seconds": 1.2},
+        routers=ALL,
     ),
     "stream200": Scenario(
         "64 streams of 200 tokens, a token every 15 ms",
@@ -57,7 +77,8 @@ SCENARIOS = {
         {"step_s": 0.250},
     ),
     "burst32": Scenario(
-        "32 requests at once, again when all are answered; 4 KiB prompts that take 30 ms, 16 tokens, one every 15 ms",
+        "32 requests at once, again when all are answered; 4 KiB prompts that take 30 ms, 16 "
+        "tokens, one every 15 ms",
         _paced(32, 16, 0.015, 40, prompt=4096, together=True),
         {"most": 32 * 6},
         {"step_s": 0.015, "prefill_s": 0.030},
@@ -69,7 +90,8 @@ SCENARIOS = {
         {"step_s": 0.015, "prefill_s": 0.030},
     ),
     "burst256": Scenario(
-        "256 requests at once, again when all are answered; 4 KiB prompts that take 200 ms, 16 tokens, one every 60 ms",
+        "256 requests at once, again when all are answered; 4 KiB prompts that take 200 ms, 16 "
+        "tokens, one every 60 ms",
         _paced(256, 16, 0.060, 5, prompt=4096, together=True),
         {"most": 256 * 2},
         {"step_s": 0.060, "prefill_s": 0.200},

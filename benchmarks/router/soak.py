@@ -1,7 +1,9 @@
-"""What a router is like after a long time: 1,000 streams at once three times, and half an hour of everything.
+"""What a router is like after a long time: 1,000 streams at once three times, and half an hour of
+everything.
 
-``make soak`` writes docs/benchmarks/soak.json and a part of router.md there. One router serves all of it, in front of
-the null engines, which compare every prompt and count every leg; the load generator compares every answer.
+``make soak`` writes docs/benchmarks/soak.json and a part of router.md there. One router serves all
+of it, in front of the null engines, which compare every prompt and count every leg; the load
+generator compares every answer.
 """
 
 import argparse
@@ -39,21 +41,37 @@ class Runner:
     """A router, its engines, and what was seen of it."""
 
     def __init__(self, cores, engines, router, ports, port):
-        self.cores, self.engines, self.router, self.ports, self.port = cores, engines, router, ports, port
+        self.cores, self.engines, self.router, self.ports, self.port = (
+            cores,
+            engines,
+            router,
+            ports,
+            port,
+        )
         self.faults = {}
         self.requests = 0
 
     def carry_out(self, plan):
         """Run one load and return the bytes and sockets of the router after it."""
         before = trial.get(self.ports["decode"][0], "/bench/counts")
-        base = {"port": self.port, "router": self.router.pid, "engines": self.engines.pid, "step_s": STEP_S, "warm": 0}
+        base = {
+            "port": self.port,
+            "router": self.router.pid,
+            "engines": self.engines.pid,
+            "step_s": STEP_S,
+            "warm": 0,
+        }
         found = trial.carry_out(self.cores, base | {"patience": PATIENCE_S} | plan)
         found["legs"] = trial.legs(self.ports["decode"][0], before)
         trial.check(found, CONTESTANTS["pdrelay"])
         for kind, number in found["faults"].items():
             self.faults[kind] = self.faults.get(kind, 0) + number
         self.requests += found["requests"]
-        return {"rss": found["rss"], "sockets": found["sockets"]["after"], "requests": found["requests"]}
+        return {
+            "rss": found["rss"],
+            "sockets": found["sockets"]["after"],
+            "requests": found["requests"],
+        }
 
     def footprint(self):
         who = SimpleNamespace(pid=self.router.pid)
@@ -89,10 +107,14 @@ def mixed(runner, minutes):
 
 
 def growth(found):
-    """Return by how many bytes the last quarter is larger than the second, in the median: the first warms up."""
+    """Return by how many bytes the last quarter is larger than the second, in the median: the first
+    warms up.
+    """
     quarter = max(1, len(found) // 4)
     early, late = found[quarter : 2 * quarter] or found[:1], found[-quarter:]
-    return statistics.median(one["rss"] for one in late) - statistics.median(one["rss"] for one in early)
+    return statistics.median(one["rss"] for one in late) - statistics.median(
+        one["rss"] for one in early
+    )
 
 
 def report(found):
@@ -103,7 +125,10 @@ def report(found):
         for number, one in enumerate(found["rounds"], 1)
     ]
     some = found["mixed"][:: max(1, len(found["mixed"]) // 12)]
-    mixed = [(f"{one['requests']:,}", f"{one['rss'] * mib:.1f}", one["sockets"], one["threads"]) for one in some]
+    mixed = [
+        (f"{one['requests']:,}", f"{one['rss'] * mib:.1f}", one["sockets"], one["threads"])
+        for one in some
+    ]
     about = f"""`make soak`, {found["date"]}; {found["python"]}. One router, two prefill and two decode engines that
 compute nothing; every answer was compared byte by byte, and both legs of every request were counted."""
     grown = f"""From the second quarter of that time to the last, memory grew by {found["growth"] * mib:.1f} MiB.
@@ -111,10 +136,12 @@ Faults of any kind: {found["faults"] or "none"}."""
     parts = [
         "# The router after a long time\n",
         page.paragraph(about),
-        f"## {found['streams']:,} streams, each {found['seconds']:g} s long, {len(found['rounds'])} times\n",
+        f"## {found['streams']:,} streams, each {found['seconds']:g} s long, "
+        f"{len(found['rounds'])} times\n",
         page.table(["round", "answers", "RSS after it, MiB", "sockets after it"], rounds),
         f"## {found['minutes']:g} minutes of everything\n",
-        "Streams and whole answers, completions and chats, prompts of 0.5, 32 and 256 KiB, and clients that leave.\n",
+        "Streams and whole answers, completions and chats, prompts of 0.5, 32 and 256 KiB, and "
+        "clients that leave.\n",
         page.table(["after, requests", "RSS, MiB", "sockets", "threads"], mixed),
         page.paragraph(grown),
     ]
@@ -128,13 +155,20 @@ def main():
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=page.PAGES / "soak.json")
     args = parser.parse_args()
-    found = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "python": f"Python {sys.version.split()[0]}"}
+    found = {
+        "date": str(datetime.datetime.now(tz=datetime.UTC).date()),
+        "python": f"Python {sys.version.split()[0]}",
+    }
     found |= {"streams": args.streams, "seconds": args.seconds, "minutes": args.minutes}
     with running("soak", "pdrelay") as runner:
         found["rounds"] = rounds(runner, streams=args.streams, seconds=args.seconds, count=3)
         print(found["rounds"], flush=True)
         found["mixed"] = mixed(runner, args.minutes)
-        found |= {"growth": growth(found["mixed"]), "faults": runner.faults, "requests": runner.requests}
+        found |= {
+            "growth": growth(found["mixed"]),
+            "faults": runner.faults,
+            "requests": runner.requests,
+        }
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     page.write_page(args.out, report(found))
     return 1 if runner.faults else 0

@@ -1,7 +1,9 @@
-"""A relay as one writes it in an afternoon, with FastAPI and httpx: ``toy_proxy.py --prefill URL... --decode URL...``.
+"""A relay as one writes it in an afternoon, with FastAPI and httpx: ``toy_proxy.py --prefill URL...
+--decode URL...``.
 
-It does what vLLM's demonstration proxy does: both bodies are parsed and written anew, engines take turns, and what the
-decode engine sends is passed on as it comes. No retries, no health, no metrics, no log of requests.
+It does what vLLM's demonstration proxy does: both bodies are parsed and written anew, engines take
+turns, and what the decode engine sends is passed on as it comes. No retries, no health, no metrics,
+no log of requests.
 """
 
 import argparse
@@ -67,7 +69,9 @@ async def relay(request, path):
     if not body.get("stream"):
         answer = await engine.post(path, json=second, headers=headers)
         return JSONResponse(answer.json(), answer.status_code)
-    return StreamingResponse(passed_on(engine, path, second, headers), media_type="text/event-stream")
+    return StreamingResponse(
+        passed_on(engine, path, second, headers), media_type="text/event-stream"
+    )
 
 
 async def passed_on(engine, path, body, headers):
@@ -79,13 +83,21 @@ async def passed_on(engine, path, body, headers):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prefill", nargs="+", required=True)
     parser.add_argument("--decode", nargs="+", required=True)
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
     # A wave of requests waits for its slowest answer: idle connections must outlive that.
-    uvicorn.run(build(args.prefill, args.decode), port=args.port, access_log=False, backlog=4096, timeout_keep_alive=60)
+    uvicorn.run(
+        build(args.prefill, args.decode),
+        port=args.port,
+        access_log=False,
+        backlog=4096,
+        timeout_keep_alive=60,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""One run: engines, a router in front of them on a core of its own, and a load; started and ended here."""
+"""One run: engines, a router in front of them on a core of its own, and a load; started and ended
+here.
+"""
 
 import contextlib
 import http.client
@@ -16,7 +18,8 @@ from benchmarks.router.contestants import ROOT, environment
 from support import proc
 from support.cluster import free_ports
 
-# Long prompts without a system call and fresh pages for each; for what measures, not for what is measured.
+# Long prompts without a system call and fresh pages for each; for what measures, not for what is
+# measured.
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "67108864", "MALLOC_TRIM_THRESHOLD_": "268435456"}
 LOGS = ROOT / ".pdrelay/bench/router"
 _START_S = 60.0  # seconds a router may take to start
@@ -89,7 +92,10 @@ def wait_for(child, port, name, log):
     while time.monotonic() < deadline:
         if child.poll() is not None:
             raise Failed(f"{name} ended with {child.returncode} while it started: see {log}")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=1.0),
+        ):
             return
         time.sleep(0.005)
     raise Failed(f"{name} did not accept a connection within {_START_S:g} s: see {log}")
@@ -122,7 +128,9 @@ def serves(port, name):
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
             with contextlib.closing(connection):
-                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+                connection.request(
+                    "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+                )
                 answer = connection.getresponse()
                 said = answer.read()
                 if answer.status == 200:
@@ -147,7 +155,9 @@ def carry_out(cores, plan):
 
 
 def run(cores, contestant, name, plan, options):
-    """Measure a router (None: no router, the load goes to a decode engine) and return what was seen."""
+    """Measure a router (None: no router, the load goes to a decode engine) and return what was
+    seen.
+    """
     with engines(cores, options) as (process, ports), contextlib.ExitStack() as stack:
         if contestant is None:
             plan = plan | {"port": ports["decode"][0]}
@@ -163,19 +173,27 @@ def run(cores, contestant, name, plan, options):
 
 
 def legs(port, before):
-    """Return what the engines have seen since; answers that were left may take a moment to be closed."""
+    """Return what the engines have seen since; answers that were left may take a moment to be
+    closed.
+    """
     deadline = time.monotonic() + 5.0
     while (now := get(port, "/bench/counts"))["open"] and time.monotonic() < deadline:
         time.sleep(0.02)
-    return {key: value if key in ("open", "said") else value - before[key] for key, value in now.items()}
+    return {
+        key: value if key in ("open", "said") else value - before[key] for key, value in now.items()
+    }
 
 
 def check(found, contestant):
-    """Add to the faults what the engines know: every request must have had both legs, and none may be left open."""
+    """Add to the faults what the engines know: every request must have had both legs, and none may
+    be left open.
+    """
     seen, faults, said = found["legs"], found["faults"], found["said"]
     if contestant is not None and seen["prefill"] + seen["decode"] == 0:
         raise Failed(f"{contestant.name} did not send two legs: {seen}")
-    if contestant is not None and (seen["alone"] or not seen["prefill"] == seen["decode"] == found["asked"]):
+    if contestant is not None and (
+        seen["alone"] or not seen["prefill"] == seen["decode"] == found["asked"]
+    ):
         faults["legs"] = max(1, seen["alone"])
         said.append(f"legs: {seen}")
     if seen["wrong"]:
@@ -186,10 +204,16 @@ def check(found, contestant):
 
 
 def idle(cores, contestant, seconds):
-    """Return what a router costs that has nothing to do. It has been started before: nothing is compiled any more."""
+    """Return what a router costs that has nothing to do.
+
+    It has been started before: nothing is compiled any more.
+    """
     with engines(cores, {}) as (_, ports), router(cores, contestant, ports, "idle"):
         pass
-    with engines(cores, {}) as (_, ports), router(cores, contestant, ports, "idle") as (child, port, start):
+    with (
+        engines(cores, {}) as (_, ports),
+        router(cores, contestant, ports, "idle") as (child, port, start),
+    ):
         start_cpu = load.cpu_seconds(child.pid)
         serves(port, contestant.name)
         time.sleep(1.0)

@@ -1,7 +1,9 @@
-"""What clients ask and what null engines answer: bytes that both sides can compute without looking at each other.
+"""What clients ask and what null engines answer: bytes that both sides can compute without looking
+at each other.
 
-A prompt is a mark with its number and length, and then as much of one fixed text as it takes. So an engine finds a
-prompt, checks every byte of it and leaves it out of what it parses, all at the speed of memory.
+A prompt is a mark with its number and length, and then as much of one fixed text as it takes. So an
+engine finds a prompt, checks every byte of it and leaves it out of what it parses, all at the speed
+of memory.
 """
 
 import functools
@@ -16,7 +18,8 @@ CREATED = 1700000000  # seconds since the epoch, in every answer
 MOST = 10_000  # tokens of an answer
 LONGEST = 0xFFFFFF  # bytes of a prompt
 
-_LINE = b" ".join(b"word%03d" % (37 * n % 1000) for n in range(11)) + rb".\n"  # escaped, as it is inside JSON
+# escaped, as it is inside JSON
+_LINE = b" ".join(b"word%03d" % (37 * n % 1000) for n in range(11)) + rb".\n"
 _PLACES = [b"%04d" % n for n in range(MOST)]
 _ROLE = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
 _IDS = b'"prompt":['
@@ -71,10 +74,16 @@ def filler(size):
 @functools.lru_cache(maxsize=64)
 def _around(path, host, size, tokens, chat, stream):
     """Return what is before and after the prompt in a whole HTTP request."""
-    head, tail = (b'"messages":[{"role":"user","content":"', b'"}]') if chat else (b'"prompt":"', b'"')
+    head, tail = (
+        (b'"messages":[{"role":"user","content":"', b'"}]') if chat else (b'"prompt":"', b'"')
+    )
     head = b'{"model":"%b",%b' % (MODEL.encode(), head)
     tail += b',"max_tokens":%d,"temperature":0.0' % tokens
-    tail += b',"stream":true,"stream_options":{"include_usage":true}}' if stream else b',"stream":false}'
+    tail += (
+        b',"stream":true,"stream_options":{"include_usage":true}}'
+        if stream
+        else b',"stream":false}'
+    )
     length = len(head) + size + len(tail)
     lines = (
         b"POST %b HTTP/1.1" % path,
@@ -105,7 +114,11 @@ def read(body):
     try:
         number, size = int(body[start + 7 : start + 15], 16), int(body[start + 16 : start + 22], 16)
         text, end = start + MARKED, start + size
-        if start < 0 or not body.startswith(filler(size - MARKED), text) or body[end : end + 1] != b'"':
+        if (
+            start < 0
+            or not body.startswith(filler(size - MARKED), text)
+            or body[end : end + 1] != b'"'
+        ):
             raise Corrupt("the prompt is not the one that was sent")
         return Asked(number, size, _decode(body[:start] + body[end:]))
     except (ValueError, msgspec.MsgspecError) as exc:
@@ -116,7 +129,9 @@ _decode = msgspec.json.Decoder(Fields).decode
 
 
 def prompt_ids(number, size):
-    """Return the JSON of a prompt's token ids, of four bytes of text each; its number and size are the first two."""
+    """Return the JSON of a prompt's token ids, of four bytes of text each; its number and size are
+    the first two.
+    """
     return b"[%d,%d,%b" % (number, size, _more_ids(size // 4 - 2))
 
 
@@ -138,7 +153,9 @@ def _read_ids(body):
 
 
 def is_release(body):
-    """Tell a request for more tokens than an engine has room for, which only makes a prefill engine free its blocks."""
+    """Tell a request for more tokens than an engine has room for, which only makes a prefill engine
+    free its blocks.
+    """
     if MARK in body:
         return False
     try:
@@ -149,7 +166,9 @@ def is_release(body):
 
 
 class Stream(NamedTuple):
-    """A streamed answer: what goes before the tokens, an event for each token, what goes after them."""
+    """A streamed answer: what goes before the tokens, an event for each token, what goes after
+    them.
+    """
 
     first: bytes
     tokens: list
@@ -162,23 +181,33 @@ class Stream(NamedTuple):
 def stream(number, tokens, *, chat, usage=True, size=0):
     """Return a streamed answer, in vLLM's shape."""
     if chat:
-        head = b'data: {"id":"chatcmpl-%08x","object":"chat.completion.chunk","created":%d,"model":"%b","choices":[' % (
-            number,
-            CREATED,
-            MODEL.encode(),
+        head = (
+            b'data: {"id":"chatcmpl-%08x","object":"chat.completion.chunk","created":%d,"model":"%b","choices":['
+            % (
+                number,
+                CREATED,
+                MODEL.encode(),
+            )
         )
         first = head + _ROLE
         before = b'%b{"index":0,"delta":{"content":" %08x' % (head, number)
         after, last = b'"},"logprobs":null,"finish_reason":', b',"token_ids":null}]}\n\n'
     else:
-        head = b'data: {"id":"cmpl-%08x","object":"text_completion","created":%d,"model":"%b","choices":[' % (
-            number,
-            CREATED,
-            MODEL.encode(),
+        head = (
+            b"data: "
+            b'{"id":"cmpl-%08x","object":"text_completion","created":%d,"model":"%b","choices":['
+            % (
+                number,
+                CREATED,
+                MODEL.encode(),
+            )
         )
         first = b""
         before = b'%b{"index":0,"text":" %08x' % (head, number)
-        after, last = b'","logprobs":null,"finish_reason":', b',"stop_reason":null,"token_ids":null}],"usage":null}\n\n'
+        after, last = (
+            b'","logprobs":null,"finish_reason":',
+            b',"stop_reason":null,"token_ids":null}],"usage":null}\n\n',
+        )
     close = after + b"null" + last
     events = [before + place + close for place in _PLACES[: tokens - 1]]
     events.append(before + _PLACES[tokens - 1] + after + b'"length"' + last)
@@ -204,12 +233,27 @@ def whole(number, tokens, *, chat, size=0, kv=b"null", ids=False):
     return (
         b'{"id":"%b-%08x","object":"%b","created":%d,"model":"%b","choices":[{"index":0,%b,"logprobs":null,'
         b'"finish_reason":"length","stop_reason":null%b}]%b,"usage":%b,"kv_transfer_params":%b}'
-    ) % (name, number, kind, CREATED, MODEL.encode(), said, inside, beside, _usage(size, tokens), kv)
+    ) % (
+        name,
+        number,
+        kind,
+        CREATED,
+        MODEL.encode(),
+        said,
+        inside,
+        beside,
+        _usage(size, tokens),
+        kv,
+    )
 
 
 def _usage(size, tokens):
     asked = size // 4
-    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (asked, tokens, asked + tokens)
+    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (
+        asked,
+        tokens,
+        asked + tokens,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -219,7 +263,9 @@ def _blocks(size):
 
 
 def kv_params(number, size, name, engine, *, push):
-    """Return what a prefill engine says about the blocks of a request, which both engines call ``name``."""
+    """Return what a prefill engine says about the blocks of a request, which both engines call
+    ``name``.
+    """
     return (
         b'{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":%b,"remote_engine_id":"%b",'
         b'"remote_request_id":"%b-%08x","remote_host":"127.0.0.1","remote_port":5600,"tp_size":1,"dcp_size":1,'
@@ -234,4 +280,8 @@ def is_told(kv, number, *, name):
         return False
     if kv.remote_request_id.endswith(f"-{number:08x}"):
         return bool(kv.remote_block_ids)
-    return kv.transfer_mode == "push" and bool(kv.transfer_id) and kv.remote_request_id.startswith(name)
+    return (
+        kv.transfer_mode == "push"
+        and bool(kv.transfer_id)
+        and kv.remote_request_id.startswith(name)
+    )

@@ -1,10 +1,10 @@
 """How much more two workers serve than one, on two cores.
 
-``python benchmarks/router/workers.py`` writes docs/benchmarks/workers.json and a part of router.md there; ``--quick``
-makes short runs and writes to .pdrelay/bench. Nothing else may run meanwhile. The engines compute nothing and the load
-generator compares every answer; but they take processor time of the same two cores, so three things are measured: how
-far the whole comes from one core to two, what the router alone costs a request, and how both go with one worker on two
-cores.
+``python benchmarks/router/workers.py`` writes docs/benchmarks/workers.json and a part of router.md
+there; ``--quick`` makes short runs and writes to .pdrelay/bench. Nothing else may run meanwhile.
+The engines compute nothing and the load generator compares every answer; but they take processor
+time of the same two cores, so three things are measured: how far the whole comes from one core to
+two, what the router alone costs a request, and how both go with one worker on two cores.
 """
 
 import argparse
@@ -81,7 +81,12 @@ def measured(workers, cores, seconds):
         trial.serves(port, contestant.name)
         until_all_serve(admin_ports)
         before = trial.get(ports["decode"][0], "/bench/counts")
-        plan = PLAN | {"port": port, "router": child.pid, "engines": process.pid, "seconds": seconds}
+        plan = PLAN | {
+            "port": port,
+            "router": child.pid,
+            "engines": process.pid,
+            "seconds": seconds,
+        }
         found = trial.carry_out(shared, plan)
         found["legs"] = trial.legs(ports["decode"][0], before)
     trial.check(found, contestant)
@@ -106,12 +111,19 @@ def listens(port):
 
 
 def numbers(runs):
-    """Return medians: requests a second, the router's CPU-ms a request, cores it used, cores all used."""
+    """Return medians: requests a second, the router's CPU-ms a request, cores it used, cores all
+    used.
+    """
     rows = []
     for run in runs:
         cpu, count, seconds = run["cpu"], run["done"], run["seconds"]
         rows.append(
-            (count / seconds, 1000 * cpu["router"] / count, cpu["router"] / seconds, sum(cpu.values()) / seconds)
+            (
+                count / seconds,
+                1000 * cpu["router"] / count,
+                cpu["router"] / seconds,
+                sum(cpu.values()) / seconds,
+            )
         )
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
@@ -138,7 +150,9 @@ def written(seen, about):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="short runs: does it work?")
     parser.add_argument("--rounds", type=int, help="turns of every setup (5; quick: 1)")
     args = parser.parse_args()
@@ -149,7 +163,10 @@ def main():
             seen[name].append(measured(workers, cores, seconds))
             said = ", ".join(f"{one:.3f}" for one in numbers(seen[name][-1:]))
             print(f"{round_ + 1}/{rounds} {name}: {said}", file=sys.stderr)
-    about = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores, {rounds} rounds of {seconds:g} s"
+    about = (
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores, {rounds} rounds of "
+        f"{seconds:g} s"
+    )
     out = (ROOT / ".pdrelay/bench" if args.quick else page.PAGES) / "workers.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(seen, indent=1) + "\n")

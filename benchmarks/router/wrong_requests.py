@@ -1,11 +1,13 @@
-"""Every tenth request is a wrong one: what the other nine notice of it, and what the engines are blamed for.
+"""Every tenth request is a wrong one: what the other nine notice of it, and what the engines are
+blamed for.
 
     python benchmarks/router/wrong_requests.py --seconds 60
 
-One prefill and three decode engines (simulated) are behind one router, each in a process of its own, as are the
-clients that send what is wrong. First all requests are good, then every tenth is of a kind of :data:`WRONG`, in turn.
-The result is JSON on standard output, and the exit status is 1 if a good request failed, or took longer than one and
-a half times the median of the first ones, an engine left the rotation, or the router took more memory than it may.
+One prefill and three decode engines (simulated) are behind one router, each in a process of its
+own, as are the clients that send what is wrong. First all requests are good, then every tenth is of
+a kind of :data:`WRONG`, in turn. The result is JSON on standard output, and the exit status is 1 if
+a good request failed, or took longer than one and a half times the median of the first ones, an
+engine left the rotation, or the router took more memory than it may.
 """
 
 import argparse
@@ -46,12 +48,19 @@ JSON_TYPE = {"Content-Type": "application/json"}
 
 
 def _completion(**fields):
-    return json.dumps({"model": MODEL, "prompt": "Once upon a time", "max_tokens": 16, "stream": True, **fields})
+    return json.dumps(
+        {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 16, "stream": True, **fields}
+    )
 
 
 # kind: (path, body, headers, whether the client leaves early)
 WRONG = {
-    "wrong endpoint": ("/v1/embeddings", json.dumps({"model": MODEL, "input": "x"}), JSON_TYPE, False),
+    "wrong endpoint": (
+        "/v1/embeddings",
+        json.dumps({"model": MODEL, "input": "x"}),
+        JSON_TYPE,
+        False,
+    ),
     "wrong model": ("/v1/completions", _completion(model="none"), JSON_TYPE, False),
     "oversized": ("/v1/completions", _completion(user="x" * (BODY_MOST + 1)), JSON_TYPE, False),
     "malformed": ("/v1/chat/completions", '{"messages": [', JSON_TYPE, False),
@@ -68,7 +77,12 @@ WRONG = {
         {"Content-Type": "multipart/form-data; boundary=b"},
         False,
     ),
-    "wrong endpoint again": ("/v1/score", json.dumps({"model": MODEL, "text_1": "a", "text_2": "b"}), JSON_TYPE, False),
+    "wrong endpoint again": (
+        "/v1/score",
+        json.dumps({"model": MODEL, "text_1": "a", "text_2": "b"}),
+        JSON_TYPE,
+        False,
+    ),
 }
 
 
@@ -99,23 +113,33 @@ class Load:
     async def _send_good(self):
         begun = time.monotonic()
         try:
-            answer = await self._client.post("/v1/completions", content=_completion(), headers=JSON_TYPE)
+            answer = await self._client.post(
+                "/v1/completions", content=_completion(), headers=JSON_TYPE
+            )
         except httpx.HTTPError as error:
             self.failed[type(error).__name__] += 1
             return
-        if answer.status_code != 200 or not answer.text.endswith("data: [DONE]\n\n") or '"error"' in answer.text:
+        if (
+            answer.status_code != 200
+            or not answer.text.endswith("data: [DONE]\n\n")
+            or '"error"' in answer.text
+        ):
             self.failed[answer.status_code] += 1
             return
         self.seconds.append(time.monotonic() - begun)
 
     async def _send_wrong(self, kind):
         url = str(self._client.base_url).rstrip("/")
-        self.answers[kind][await asyncio.get_running_loop().run_in_executor(self._others, send_wrong, url, kind)] += 1
+        self.answers[kind][
+            await asyncio.get_running_loop().run_in_executor(self._others, send_wrong, url, kind)
+        ] += 1
 
 
 @cache
 def client_of_process():
-    """Return the client of this process: to make one for each request takes the CPU from those who are measured."""
+    """Return the client of this process: to make one for each request takes the CPU from those who
+    are measured.
+    """
     return httpx.Client(timeout=60)
 
 
@@ -123,7 +147,9 @@ def send_wrong(url, kind):
     """Send a wrong request, and return what came of it."""
     path, body, headers, leaves = WRONG[kind]
     try:
-        with client_of_process().stream("POST", url + path, content=body, headers=headers) as answer:
+        with client_of_process().stream(
+            "POST", url + path, content=body, headers=headers
+        ) as answer:
             if leaves:
                 time.sleep(LEAVES_AFTER_S)
                 return "left"
@@ -235,9 +261,12 @@ def main():
         what
         for what, is_so in {
             "good requests failed": seen["good that failed"],
-            "one took 1.5 medians": seen["slowest s beside wrong ones"] > 1.5 * seen["median s alone"],
-            "an engine left the rotation": set(seen["engines"].values()) != {"healthy"} or "ejected" in log,
-            "more memory than max_inflight_bytes": (seen["MiB at most"] - seen["MiB before"]) << 20 > INFLIGHT_MOST,
+            "one took 1.5 medians": seen["slowest s beside wrong ones"]
+            > 1.5 * seen["median s alone"],
+            "an engine left the rotation": set(seen["engines"].values()) != {"healthy"}
+            or "ejected" in log,
+            "more memory than max_inflight_bytes": (seen["MiB at most"] - seen["MiB before"]) << 20
+            > INFLIGHT_MOST,
         }.items()
         if is_so
     ]

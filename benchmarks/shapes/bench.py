@@ -1,7 +1,7 @@
 """What it costs to move KV between engines of several shapes, beside copying as many bytes.
 
-``make bench-shapes`` writes docs/benchmarks/shapes.json and a part of connector.md there. Each way that bytes can take
-has two processes of its own; all of them live at once and take turns.
+``make bench-shapes`` writes docs/benchmarks/shapes.json and a part of connector.md there. Each way
+that bytes can take has two processes of its own; all of them live at once and take turns.
 """
 
 import json
@@ -19,7 +19,8 @@ from benchmarks.shapes import report
 from benchmarks.shapes.cases import CASES, LENGTHS
 
 ROOT = Path(__file__).parents[2]
-WAYS = {"Shared memory, as NIXL chooses by itself": {}, "TCP over loopback": {"UCX_TLS": "tcp"}}  # environments
+# environments
+WAYS = {"Shared memory, as NIXL chooses by itself": {}, "TCP over loopback": {"UCX_TLS": "tcp"}}
 ROUNDS, QUICK_ROUNDS = 7, 1
 
 
@@ -39,11 +40,14 @@ def main():
 def measured(readers, lengths, rounds):
     """Measure everything once a round, but what takes long more rarely."""
     moves = {
-        way: {str(n): {case: {"merged": [], "unmerged": []} for case in CASES} for n in lengths} for way in readers
+        way: {str(n): {case: {"merged": [], "unmerged": []} for case in CASES} for n in lengths}
+        for way in readers
     }
     copies = {way: {str(n): [] for n in lengths} for way in readers}
     turns = [(n, case, way) for n in lengths for case in CASES for way in readers]
-    can_merge = {turn: readers[turn[2]]("check", case=turn[1], tokens=turn[0])["can_merge"] for turn in turns}
+    can_merge = {
+        turn: readers[turn[2]]("check", case=turn[1], tokens=turn[0])["can_merge"] for turn in turns
+    }
     for round_ in range(rounds):
         print(f"round {round_ + 1} of {rounds}", file=sys.stderr)
         for way, ask in readers.items():
@@ -71,16 +75,26 @@ def running(env):
         def ask(do, **fields):
             reader.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
             reader.stdin.flush()
-            return json.loads(reader.stdout.readline() or sys.exit("the process that reads has ended"))
+            return json.loads(
+                reader.stdout.readline() or sys.exit("the process that reads has ended")
+            )
 
         yield ask
 
 
 @contextmanager
 def started(reads, env):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "WARN", **env}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "UCX_LOG_LEVEL": "fatal",
+        "NIXL_LOG_LEVEL": "WARN",
+        **env,
+    }
     command = [sys.executable, "-m", "benchmarks.shapes.side", str(reads)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as process:
         try:
             yield process
         finally:

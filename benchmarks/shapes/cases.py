@@ -1,4 +1,6 @@
-"""What is moved: the KV of a prompt of a model of about 8 billion parameters, between engines of several shapes."""
+"""What is moved: the KV of a prompt of a model of about 8 billion parameters, between engines of
+several shapes.
+"""
 
 import random
 from typing import NamedTuple
@@ -6,7 +8,8 @@ from typing import NamedTuple
 from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.messages import RankInfo, Region
 
-LAYERS, HEADS, WIDTH = 28, 8, 2 * 128 * 2  # bytes: K and V of one token and head of 128, in bfloat16
+# bytes: K and V of one token and head of 128, in bfloat16
+LAYERS, HEADS, WIDTH = 28, 8, 2 * 128 * 2
 TOKEN = LAYERS * HEADS * WIDTH  # bytes
 LENGTHS = (1024, 4096)  # tokens of a prompt
 ROOM = LENGTHS[-1] * 5 // 4  # tokens that an engine has room for
@@ -22,7 +25,13 @@ class Side(NamedTuple):
 
     def info(self, base, rank):
         """Return what one of its ranks says of memory at ``base``, which all of them share out."""
-        sizes = {"L": LAYERS, "B": ROOM // self.block_size, "H": HEADS // self.ranks, "N": self.block_size, "C": WIDTH}
+        sizes = {
+            "L": LAYERS,
+            "B": ROOM // self.block_size,
+            "H": HEADS // self.ranks,
+            "N": self.block_size,
+            "C": WIDTH,
+        }
         strides, step = {}, 1
         for axis in reversed(self.layout):
             strides[axis], step = step, step * sizes[axis]
@@ -59,7 +68,9 @@ class Case(NamedTuple):
     def token_range(self, tokens):
         """Return a whole prompt, always in the same blocks."""
         choose = random.Random(tokens) if self.is_random else None
-        return TokenRange(0, 0, tokens, self.theirs.blocks(tokens, choose), self.ours.blocks(tokens, choose))
+        return TokenRange(
+            0, 0, tokens, self.theirs.blocks(tokens, choose), self.ours.blocks(tokens, choose)
+        )
 
 
 CASES = {

@@ -27,7 +27,8 @@ def write(seen, out):
 def _head(seen):
     machine, rounds = seen["machine"], seen["rounds"]
     lengths, sizes = (
-        " and ".join(each) for each in zip(*((f"{n:,}", f"{n * TOKEN >> 20} MiB") for n in LENGTHS), strict=True)
+        " and ".join(each)
+        for each in zip(*((f"{n:,}", f"{n * TOKEN >> 20} MiB") for n in LENGTHS), strict=True)
     )
     about = paragraph("""
 `make bench-shapes` measures everything in a few minutes and writes this page; with `QUICK=1` it moves less and less
@@ -62,16 +63,27 @@ def _length(seen, way, length):
 
 
 def _row(name, found, copied):
-    planning, posting, seconds = (_median(found["merged"], key) for key in ("planning", "posting", "seconds"))
+    planning, posting, seconds = (
+        _median(found["merged"], key) for key in ("planning", "posting", "seconds")
+    )
     rate = _rate(found["merged"])
     bare = found["unmerged"]
     other = (f"{bare[0]['descriptors']:,}", f"{_rate(bare):.2f}") if bare else ("same", "same")
     times = (f"{each * 1e3:.1f}" for each in (planning, posting, planning + seconds))
-    return (name, f"{found['merged'][0]['descriptors']:,}", *times, f"{rate:.2f}", f"{rate / copied:.2f}", *other)
+    return (
+        name,
+        f"{found['merged'][0]['descriptors']:,}",
+        *times,
+        f"{rate:.2f}",
+        f"{rate / copied:.2f}",
+        *other,
+    )
 
 
 def _rate(moves):
-    return statistics.median(m["bytes"] / (m.get("planning", 0.0) + m["seconds"]) for m in moves) / 1e9
+    return (
+        statistics.median(m["bytes"] / (m.get("planning", 0.0) + m["seconds"]) for m in moves) / 1e9
+    )
 
 
 def _median(moves, key):

@@ -1,7 +1,8 @@
 """One of two processes with memory and NIXL: ``python -m benchmarks.shapes.side READS``.
 
-The one that does not read (READS is 0) tells where its memory is and what NIXL says of it, and then only waits. The
-other is told that, and then what to move, in one JSON object a line; it answers each with one.
+The one that does not read (READS is 0) tells where its memory is and what NIXL says of it, and then
+only waits. The other is told that, and then what to move, in one JSON object a line; it answers
+each with one.
 """
 
 import os
@@ -12,7 +13,12 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes.cases import CASES, MEMORY, TOKEN
-from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, needed_ranks, pull_route
+from pdrelay_connector.core.layout.transfer_plan import (
+    TokenRange,
+    check_shapes,
+    needed_ranks,
+    pull_route,
+)
 from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.core.ports import XferOutcome
 from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register
@@ -33,12 +39,18 @@ class Memory:
     def __init__(self, name, memory):
         self.bytes = memory
         self.base = memory.ctypes.data
-        self.agents = [make_agent(f"{name}-{rank}", progress_delay_us=1000) for rank in range(RANKS)]
-        self.metadata = [register(agent, "DRAM", 0, [(self.base, memory.nbytes)]) for agent in self.agents]
+        self.agents = [
+            make_agent(f"{name}-{rank}", progress_delay_us=1000) for rank in range(RANKS)
+        ]
+        self.metadata = [
+            register(agent, "DRAM", 0, [(self.base, memory.nbytes)]) for agent in self.agents
+        ]
 
 
 class Reader:
-    """Moves the KV of prompts from the other process's memory into its own, as a decode engine does."""
+    """Moves the KV of prompts from the other process's memory into its own, as a decode engine
+    does.
+    """
 
     def __init__(self, base, metadata):
         self.source = content()  # what the other process has
@@ -59,44 +71,61 @@ class Reader:
     def move(self, case, tokens):
         """Plan a transfer and carry it out."""
         start = time.monotonic()
-        plan = [(*where, route.spans([token_range])) for *where, route, token_range in self.routes(case, tokens)]
+        plan = [
+            (*where, route.spans([token_range]))
+            for *where, route, token_range in self.routes(case, tokens)
+        ]
         planning = time.monotonic() - start
         return {"planning": planning, **self.carry_out(plan)}
 
     def move_unmerged(self, case, tokens):
-        """Carry out the same transfer with a descriptor for each block and layer, or more if need be."""
+        """Carry out the same transfer with a descriptor for each block and layer, or more if need
+        be.
+        """
         key = "unmerged", case, tokens
         if key not in self.prepared:
             self.prepared[key] = self.unmerged(case, tokens)
         return self.carry_out(self.prepared[key])
 
     def check(self, case, tokens):
-        """Move once and compare; also what the first transfer between two agents costs more is paid here."""
+        """Move once and compare; also what the first transfer between two agents costs more is paid
+        here.
+        """
         self.memory.bytes[:] = 0
-        plan = [(*where, route.spans([token_range])) for *where, route, token_range in self.routes(case, tokens)]
+        plan = [
+            (*where, route.spans([token_range]))
+            for *where, route, token_range in self.routes(case, tokens)
+        ]
         moved = self.carry_out(plan)
         assert moved["bytes"] == tokens * TOKEN, moved
         for *_, spans in plan:
             for there, here, size in spans[:: max(1, len(spans) // CHECKED)].tolist():
                 source, target = there - self.base, here - self.memory.base
-                assert (self.memory.bytes[target : target + size] == self.source[source : source + size]).all(), case
+                assert (
+                    self.memory.bytes[target : target + size] == self.source[source : source + size]
+                ).all(), case
         unmerged = sum(len(spans) for *_, spans in self.unmerged(case, tokens))
         return {"can_merge": unmerged > moved["descriptors"]}
 
     def routes(self, case, tokens):
-        """Return our rank, their rank, the route between them and the stretch to move; engines build routes once."""
+        """Return our rank, their rank, the route between them and the stretch to move; engines
+        build routes once.
+        """
         key = "routes", case, tokens
         if key not in self.prepared:
             token_range = CASES[case].token_range(tokens)
             self.prepared[key] = [
-                (our.rank, their.rank, pull_route(our, their), token_range) for our, their in self.pairs(CASES[case])
+                (our.rank, their.rank, pull_route(our, their), token_range)
+                for our, their in self.pairs(CASES[case])
             ]
         return self.prepared[key]
 
     def pairs(self, case):
         for rank in range(case.ours.ranks):
             our = case.ours.info(self.memory.base, rank)
-            for their in needed_ranks(our, [case.theirs.info(self.base, peer) for peer in range(case.theirs.ranks)]):
+            for their in needed_ranks(
+                our, [case.theirs.info(self.base, peer) for peer in range(case.theirs.ranks)]
+            ):
                 check_shapes(our, their)
                 yield our, their
 
@@ -104,9 +133,15 @@ class Reader:
         """Plan block by block for the first layer; the others are the same elsewhere."""
         plan = []
         for our, their in self.pairs(CASES[case]):
-            first = pull_route(*(msgspec.structs.replace(info, regions=info.regions[:1]) for info in (our, their)))
-            layer = np.concatenate([first.spans([one]) for one in single_blocks(CASES[case], tokens)])
-            bases = np.array([(t.base, o.base, 0) for t, o in zip(their.regions, our.regions, strict=True)])
+            first = pull_route(
+                *(msgspec.structs.replace(info, regions=info.regions[:1]) for info in (our, their))
+            )
+            layer = np.concatenate(
+                [first.spans([one]) for one in single_blocks(CASES[case], tokens)]
+            )
+            bases = np.array(
+                [(t.base, o.base, 0) for t, o in zip(their.regions, our.regions, strict=True)]
+            )
             spans = ((bases - bases[0])[:, None] + layer).reshape(-1, 3)
             plan.append((our.rank, their.rank, spans))
         return plan

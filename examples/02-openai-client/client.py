@@ -7,17 +7,23 @@ import sys
 try:
     from openai import OpenAI, OpenAIError
 except ModuleNotFoundError:
-    sys.exit("client: the Python package openai is not installed here: make install has it, in .venv")
+    sys.exit(
+        "client: the Python package openai is not installed here: make install has it, in .venv"
+    )
 
 QUESTION = "A train carries bread from one station to another. What does it carry on its way back?"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"))
+    parser.add_argument(
+        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+    )
     base_url = parser.parse_args().base_url
 
-    with OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=0) as client:
+    with OpenAI(
+        base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=0
+    ) as client:
         model = client.models.list().data[0].id
         print(f"model:      {model}")
         print(f"chat:       {chat(client, model)}")

@@ -31,29 +31,43 @@ def main():
         sys.exit("add_instance: set ADMIN_API_KEY to the value that the router was started with")
 
     with (
-        httpx.Client(base_url=args.router, timeout=120, trust_env=False, headers={"X-Api-Key": key}) as router,
+        httpx.Client(
+            base_url=args.router, timeout=120, trust_env=False, headers={"X-Api-Key": key}
+        ) as router,
         decode_engine(args, model := served_model(router), mode_of_fleet(router)) as address,
     ):
         before = status(router)
-        print(f"before: {before['prefill_node_count']} prefill, {before['decode_node_count']} decode")
+        print(
+            f"before: {before['prefill_node_count']} prefill, {before['decode_node_count']} decode"
+        )
         if args.engine == EngineKind.VLLM:  # simulated engines have no KV
             prove_that_kv_moves(before["prefill_nodes"], address)
 
         with added(router, address, forget=not args.instance):
             after = status(router)
-            print(f"after:  {after['prefill_node_count']} prefill, {after['decode_node_count']} decode")
+            print(
+                f"after:  {after['prefill_node_count']} prefill, {after['decode_node_count']} "
+                f"decode"
+            )
 
             # The question changes, so that no engine answers from its prefix cache.
             served = Counter(
-                ask(router, model, f"Question {number}: where does the river end?") for number in range(REQUESTS)
+                ask(router, model, f"Question {number}: where does the river end?")
+                for number in range(REQUESTS)
             )
             for engine, count in sorted(served.items()):
                 print(f"{engine} decoded {count} of {REQUESTS} requests")
             if len(served) < after["decode_node_count"]:
-                sys.exit(f"add_instance: only {len(served)} of {after['decode_node_count']} decode engines served")
+                sys.exit(
+                    f"add_instance: only {len(served)} of {after['decode_node_count']} decode "
+                    f"engines served"
+                )
 
             if not args.instance and not args.once:
-                print("The new engine serves until Ctrl-C, which takes it out of the router before it ends.")
+                print(
+                    "The new engine serves until Ctrl-C, which takes it out of the router before "
+                    "it ends."
+                )
                 wait_for_ctrl_c()
 
 
@@ -64,21 +78,35 @@ def own_key():
 
 
 def prove_that_kv_moves(prefills, address):
-    """Ask as `pdrelay check` does: an answer proves nothing, for an engine that gets no KV computes prompts itself."""
+    """Ask as `pdrelay check` does: an answer proves nothing, for an engine that gets no KV computes
+    prompts itself.
+    """
     words = ["check", "--prefill", *prefills, "--decode", address, "--seconds", "60"]
     print("$ pdrelay", *words)
     checked = subprocess.run(
-        [sys.executable, "-P", "-m", "pdrelay_proxy.cli", *words], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-P", "-m", "pdrelay_proxy.cli", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     print(checked.stdout, end="")
     if checked.returncode:
-        reasons = [line.partition(" ")[2].strip() for line in checked.stdout.splitlines() if not line.startswith("ok ")]
-        sys.exit(f"add_instance: {address} was not added, because no KV reaches it: {reasons[0] if reasons else '?'}")
+        reasons = [
+            line.partition(" ")[2].strip()
+            for line in checked.stdout.splitlines()
+            if not line.startswith("ok ")
+        ]
+        sys.exit(
+            f"add_instance: {address} was not added, because no KV reaches it: "
+            f"{reasons[0] if reasons else '?'}"
+        )
 
 
 @contextmanager
 def added(router, address, *, forget):
-    """The router asks the new engine for its model, and takes it when that is the model of the others."""
+    """The router asks the new engine for its model, and takes it when that is the model of the
+    others.
+    """
     engine = {"type": "decode", "instance": address}
     answer = router.post("/instances/add", json=engine)
     if not answer.is_success:
@@ -94,7 +122,9 @@ def added(router, address, *, forget):
 
 
 def served_model(router):
-    """Return the name of the model that the other engines serve; `make up` keeps it in a folder of that name."""
+    """Return the name of the model that the other engines serve; `make up` keeps it in a folder of
+    that name.
+    """
     return router.get("/v1/models").raise_for_status().json()["data"][0]["id"]
 
 
@@ -113,7 +143,10 @@ def mode_of_fleet(router):
     """Return how the other engines move KV: all engines of a fleet do it in one way."""
     answer = router.get("/instances")
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        sys.exit("add_instance: the router has another admin key: set ADMIN_API_KEY to the value it was started with")
+        sys.exit(
+            "add_instance: the router has another admin key: set ADMIN_API_KEY to the value it was "
+            "started with"
+        )
     rows = answer.raise_for_status().json()["instances"]
     return next((EngineMode(row["mode"]) for row in rows if row["mode"]), EngineMode.PULL)
 
@@ -140,7 +173,9 @@ def decode_engine(args, model, mode):
         check_packages(spec.connector)
         prepare_model(folder)
     # The secret that `make up` has drawn in this folder; the operator's own comes first.
-    environment = with_secret(os.environ, plan.secret_file) if plan.secret_file.is_file() else os.environ
+    environment = (
+        with_secret(os.environ, plan.secret_file) if plan.secret_file.is_file() else os.environ
+    )
     with open_fleet(plan.log_dir) as fleet:
         engine = fleet.start(engine_command(plan, spec, environment))
         print(f"starting a decode engine on {spec.address}, log {engine.log}")
@@ -159,9 +194,13 @@ def wait_for_ctrl_c():
 def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--router", default="http://127.0.0.1:8000", help="its URL (%(default)s)")
-    parser.add_argument("--instance", metavar="HOST:PORT", help="add this running engine instead of starting one")
+    parser.add_argument(
+        "--instance", metavar="HOST:PORT", help="add this running engine instead of starting one"
+    )
     parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default="vllm")
-    parser.add_argument("--connector", choices=[kind.value for kind in Connector], default="pdrelay")
+    parser.add_argument(
+        "--connector", choices=[kind.value for kind in Connector], default="pdrelay"
+    )
     parser.add_argument("--port", type=int, default=8299)
     parser.add_argument("--side-channel-port", type=int, default=5699)
     parser.add_argument("--model", type=Path, help="folder of the model (that of `make up`)")

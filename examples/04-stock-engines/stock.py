@@ -1,4 +1,6 @@
-"""The router in front of engines that know nothing of pdrelay: vLLM's own connectors move the KV cache."""
+"""The router in front of engines that know nothing of pdrelay: vLLM's own connectors move the KV
+cache.
+"""
 
 import argparse
 import os
@@ -17,7 +19,8 @@ from pdrelay_tools.local.preflight import check_packages
 from pdrelay_tools.local.processes import Command, open_fleet
 from pdrelay_tools.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
 
-# In float32 an engine that decodes after a transfer and one that does everything agree to the last bit.
+# In float32 an engine that decodes after a transfer and one that does everything agree to the last
+# bit.
 EXACT = ("--dtype", "float32")
 MODEL_NAME = "tiny"  # what clients call the model
 
@@ -25,7 +28,9 @@ MODEL_NAME = "tiny"  # what clients call the model
 def main():
     args = read_arguments()
     with open_fleet(LocalPlan().log_dir) as fleet:
-        prefill, decode = (args.prefill, args.decode) if args.prefill else start_engines(fleet, args)
+        prefill, decode = (
+            (args.prefill, args.decode) if args.prefill else start_engines(fleet, args)
+        )
         router_url = start_router(fleet, args.port, prefill, decode)
 
         mover = prefill if args.mode is TransferMode.PUSH else decode  # it counts the bytes
@@ -36,7 +41,8 @@ def main():
     print(f"one engine alone: {alone!r}")
     print(f"prefill by {answer.legs['prefill'].engine}, decode by {answer.legs['decode'].engine}")
     print(
-        f"{answer.seconds:.1f} s, {'unknown' if answer.bytes_moved is None else answer.bytes_moved} bytes of KV moved"
+        f"{answer.seconds:.1f} s, "
+        f"{'unknown' if answer.bytes_moved is None else answer.bytes_moved} bytes of KV moved"
     )
     if answer.text != alone:
         sys.exit("stock: the answers differ")
@@ -47,12 +53,16 @@ def main():
 def ask_one_engine(url):
     """The same question to the decode engine, which must not use what it was sent a moment ago."""
     body = {**first_request.request_body(MODEL_NAME), "cache_salt": "alone"}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False).raise_for_status()
+    answer = httpx.post(
+        f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False
+    ).raise_for_status()
     return answer.json()["choices"][0]["message"]["content"]
 
 
 def start_engines(fleet, args):
-    """Two `vllm serve`; on a machine with an accelerator, these lines without the options for CPUs."""
+    """Two `vllm serve`; on a machine with an accelerator, these lines without the options for
+    CPUs.
+    """
     check_packages(Connector.NIXL)
     prepare_model(args.model)
     specs = [
@@ -73,7 +83,9 @@ def start_engines(fleet, args):
         )
     ]
     engines = [fleet.start(engine(spec, os.environ)) for spec in specs]
-    print("starting two engines, most of a minute on two cores:", *map(shell_line, specs), sep="\n  ")
+    print(
+        "starting two engines, most of a minute on two cores:", *map(shell_line, specs), sep="\n  "
+    )
     fleet.wait_ready(engines)
     return [spec.address for spec in specs]
 
@@ -83,7 +95,12 @@ def start_router(fleet, port, prefill, decode):
     print(f"starting the router:\n  pdrelay {' '.join(arguments)}")
     url = f"http://127.0.0.1:{port}"
     router = fleet.start(
-        Command("stock-router", [*PYTHON_MODULE, "pdrelay_proxy.cli", *arguments], os.environ, f"{url}/health")
+        Command(
+            "stock-router",
+            [*PYTHON_MODULE, "pdrelay_proxy.cli", *arguments],
+            os.environ,
+            f"{url}/health",
+        )
     )
     fleet.wait_ready([router])
     return url
@@ -91,10 +108,18 @@ def start_router(fleet, port, prefill, decode):
 
 def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prefill", metavar="HOST:PORT", help="a running engine, started like the line that is shown")
+    parser.add_argument(
+        "--prefill",
+        metavar="HOST:PORT",
+        help="a running engine, started like the line that is shown",
+    )
     parser.add_argument("--decode", metavar="HOST:PORT", help="another one")
     parser.add_argument(
-        "--kv-transfer-mode", dest="mode", type=TransferMode, choices=[*TransferMode], default=TransferMode.PULL
+        "--kv-transfer-mode",
+        dest="mode",
+        type=TransferMode,
+        choices=[*TransferMode],
+        default=TransferMode.PULL,
     )
     parser.add_argument("--port", type=int, default=8000, help="of the router")
     parser.add_argument("--prefill-port", type=int, default=8100)

@@ -1,4 +1,5 @@
-"""Makes a folder of wheels and tests with which a bare machine checks the connector's core on its GPU.
+"""Makes a folder of wheels and tests with which a bare machine checks the connector's core on its
+GPU.
 
 It needs pip and a package index here, and Python and torch there. The folder is smaller than 64 MB.
 """
@@ -33,7 +34,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of Python there")
-    parser.add_argument("--cuda", choices=("12", "13"), default="13", help="major version of torch's CUDA there")
+    parser.add_argument(
+        "--cuda", choices=("12", "13"), default="13", help="major version of torch's CUDA there"
+    )
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True)
     names = (*PACKAGES, *TEST_PACKAGES, f"nixl-cu{args.cuda}")
@@ -45,7 +48,10 @@ def main(argv=None):
     size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     if size >= LARGEST:
         sys.exit(f"wheels: {args.folder} has {size:,} bytes, and must have less than {LARGEST:,}")
-    print(f"{args.folder}: {size / 1e6:.1f} MB; on the machine with the GPU: sh {args.folder.name}/run.sh")
+    print(
+        f"{args.folder}: {size / 1e6:.1f} MB; on the machine with the GPU: sh "
+        f"{args.folder.name}/run.sh"
+    )
 
 
 def pinned(name):
@@ -59,21 +65,36 @@ def pinned(name):
 def download(requirements, folder, python):
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)]
     pip(
-        *("download", "--no-deps", "--only-binary=:all:", "--implementation=cp", f"--python-version={python}"),
+        *(
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--implementation=cp",
+            f"--python-version={python}",
+        ),
         *(*platforms, "--platform=manylinux2014_x86_64", "-d", str(folder), *requirements),
     )
 
 
 def without(wheel, prefix):
-    """Take the folders with this prefix out of a wheel, and their lines out of its list of files."""
+    """Take the folders with this prefix out of a wheel, and their lines out of its list of
+    files.
+    """
     smaller = wheel.with_suffix(".part")
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+    with (
+        zipfile.ZipFile(wheel) as old,
+        zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
+    ):
         for entry in old.infolist():
             if entry.filename.startswith(prefix):
                 continue
             content = old.read(entry)
             if entry.filename.endswith(".dist-info/RECORD"):
-                kept = [line for line in content.splitlines(keepends=True) if not line.startswith(prefix.encode())]
+                kept = [
+                    line
+                    for line in content.splitlines(keepends=True)
+                    if not line.startswith(prefix.encode())
+                ]
                 content = b"".join(kept)
             new.writestr(entry, content, zipfile.ZIP_DEFLATED)
     smaller.replace(wheel)
@@ -90,7 +111,9 @@ def copy_tests(folder):
 
 
 def pip(*arguments):
-    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True
+    )
 
 
 if __name__ == "__main__":

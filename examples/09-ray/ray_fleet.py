@@ -1,7 +1,7 @@
 """A router and engines as actors of a Ray cluster.
 
-Each engine has its GPUs, on any node that has them: `engine.sh` starts vLLM there and has the router send it requests.
-The router is on the node of this driver.
+Each engine has its GPUs, on any node that has them: `engine.sh` starts vLLM there and has the
+router send it requests. The router is on the node of this driver.
 """
 
 import argparse
@@ -66,12 +66,18 @@ class Engine(Process):
         self._join = None
 
     def serve(self, env):
-        """Start it, wait until the router sends it requests, return HOST:PORT. Raises RuntimeError: it did not join."""
+        """Start it, wait until the router sends it requests, return HOST:PORT.
+
+        Raises RuntimeError: it did not join.
+        """
         self._env = env | {"ADDRESS": self.address()}
         pid = self.start([str(ENGINE_SH), "run"], self._env)
-        self._join = subprocess.Popen([str(ENGINE_SH), "join"], env=os.environ | self._env | {"MAINPID": str(pid)})
+        self._join = subprocess.Popen(
+            [str(ENGINE_SH), "join"], env=os.environ | self._env | {"MAINPID": str(pid)}
+        )
         while self._join.poll() is None:
-            self._process.poll()  # a process that has ended stays, for engine.sh, until its exit code is read
+            # a process that has ended stays, for engine.sh, until its exit code is read
+            self._process.poll()
             time.sleep(1)
         if self._join.returncode:
             raise RuntimeError(f"the engine at {self.address()}:{env['PORT']} has not joined")
@@ -82,9 +88,13 @@ class Engine(Process):
         return self.start([str(ENGINE_SH), "run"], self._env)
 
     def leave(self):
-        """Have the router drain and forget it, then end it; nothing is drained that has not joined."""
+        """Have the router drain and forget it, then end it; nothing is drained that has not
+        joined.
+        """
         if self._join is not None and self._join.poll() == 0:
-            subprocess.run([str(ENGINE_SH), "leave"], env=os.environ | self._env, check=False, timeout=LEAVE_S)
+            subprocess.run(
+                [str(ENGINE_SH), "leave"], env=os.environ | self._env, check=False, timeout=LEAVE_S
+            )
         return self.end(END_S)
 
     def end(self, seconds):
@@ -104,19 +114,49 @@ def start_router(args):
     router = ray.remote(Process).options(num_cpus=1, scheduling_strategy=here()).remote()
     tls = (secrets / "tls.crt").exists()
     url = f"{'https' if tls else 'http'}://{ray.get(router.address.remote())}:{args.port}"
-    argv = [args.pdrelay, "serve", "--host", args.host, "--port", str(args.port), "--shutdown-timeout", "600"]
-    argv += ["--api-keys-file", f"{secrets}/client-keys", "--admin-key-file", f"{secrets}/admin-key"]
+    argv = [
+        args.pdrelay,
+        "serve",
+        "--host",
+        args.host,
+        "--port",
+        str(args.port),
+        "--shutdown-timeout",
+        "600",
+    ]
+    argv += [
+        "--api-keys-file",
+        f"{secrets}/client-keys",
+        "--admin-key-file",
+        f"{secrets}/admin-key",
+    ]
     argv += ["--join-key-file", f"{secrets}/join-key"]
-    argv += ["--prefill-api-key-file", f"{secrets}/engine-key", "--decode-api-key-file", f"{secrets}/engine-key"]
+    argv += [
+        "--prefill-api-key-file",
+        f"{secrets}/engine-key",
+        "--decode-api-key-file",
+        f"{secrets}/engine-key",
+    ]
     argv += ["--tls-cert", f"{secrets}/tls.crt", "--tls-key", f"{secrets}/tls.key"] if tls else []
     ray.get(router.start.remote([*argv, *args.router_args.split()], {}))
     return router, url
 
 
 def start_engines(args, url, engines):
-    """Start them and wait until all serve. Each is put into the list first: it has to be ended even if others fail."""
-    env = {"MODEL": args.model, "SERVED_NAME": args.served_name or args.model, "SECRETS": str(args.secrets)}
-    env |= {"PDRELAY_ROUTER": url, "TENSOR_PARALLEL": str(max(1, args.gpus)), "ENGINE_ARGS": args.engine_args}
+    """Start them and wait until all serve.
+
+    Each is put into the list first: it has to be ended even if others fail.
+    """
+    env = {
+        "MODEL": args.model,
+        "SERVED_NAME": args.served_name or args.model,
+        "SECRETS": str(args.secrets),
+    }
+    env |= {
+        "PDRELAY_ROUTER": url,
+        "TENSOR_PARALLEL": str(max(1, args.gpus)),
+        "ENGINE_ARGS": args.engine_args,
+    }
     env |= {"PDRELAY": args.pdrelay, "VLLM": args.vllm}
     env |= {"PDRELAY_ROUTER_PIN": f"{args.secrets}/tls.crt"} if url.startswith("https:") else {}
     kind = ray.remote(Engine).options(num_gpus=args.gpus, num_cpus=args.cpus, max_concurrency=2)
@@ -131,7 +171,10 @@ def start_engines(args, url, engines):
 
 
 def watch(router, engines):
-    """Return when the router has ended. An engine that has ended begins again; the router ejects one that is lost."""
+    """Return when the router has ended.
+
+    An engine that has ended begins again; the router ejects one that is lost.
+    """
     lost = set()
     while router is None or ray.get(router.exit_code.remote()) is None:
         for i, engine in enumerate(engines):
@@ -150,7 +193,8 @@ def watch(router, engines):
 def main():
     args = read_arguments()
     ray.init(address=args.address)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # ray job stop; ray.init has a handler of its own
+    # ray job stop; ray.init has a handler of its own
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     router, url = (None, args.router) if args.router else start_router(args)
     engines = []
     try:
@@ -164,20 +208,29 @@ def main():
 
 
 def end(router, engines):
-    """Requests first: the router serves what it has, and takes nothing new; one of others drains these engines."""
+    """Requests first: the router serves what it has, and takes nothing new; one of others drains
+    these engines.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if router is not None:
         finish("the router", router, router.end.remote(610), 620)
     reached = [engine.exit_code.remote() for engine in engines]
     present = ray.wait(reached, num_returns=len(reached), timeout=REACH_S)[0] if engines else []
-    ended = [engine.leave.remote() if router is None else engine.end.remote(END_S) for engine in engines]
+    ended = [
+        engine.leave.remote() if router is None else engine.end.remote(END_S) for engine in engines
+    ]
     for i, engine in enumerate(engines):
-        finish(f"engine {i}", engine, ended[i], LEAVE_S + END_S + 10 if reached[i] in present else 0)
+        finish(
+            f"engine {i}", engine, ended[i], LEAVE_S + END_S + 10 if reached[i] in present else 0
+        )
     print("over", flush=True)
 
 
 def finish(name, actor, ended, seconds):
-    """Wait at most so long for what an actor started, then end the actor. One that is lost keeps no other."""
+    """Wait at most so long for what an actor started, then end the actor.
+
+    One that is lost keeps no other.
+    """
     try:
         ray.get(ended, timeout=seconds)
     except ray.exceptions.RayError as error:
@@ -191,18 +244,34 @@ def read_arguments():
     parser.add_argument("--served-name", help="the name that clients say (the model's)")
     parser.add_argument("--prefill", type=int, default=1, help="prefill engines")
     parser.add_argument("--decode", type=int, default=1, help="decode engines")
-    parser.add_argument("--gpus", type=int, default=1, help="of one engine (--tensor-parallel-size)")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="of one engine (--tensor-parallel-size)"
+    )
     parser.add_argument("--cpus", type=float, default=4, help="of one engine")
     parser.add_argument("--engine-args", default="", help="more arguments of vllm serve")
-    parser.add_argument("--secrets", type=Path, default=Path.home() / ".config/pdrelay", help="directory, on all nodes")
+    parser.add_argument(
+        "--secrets",
+        type=Path,
+        default=Path.home() / ".config/pdrelay",
+        help="directory, on all nodes",
+    )
     parser.add_argument("--host", default="0.0.0.0", help="where the router listens")
     parser.add_argument("--port", type=int, default=8000, help="of the router")
-    parser.add_argument("--first-port", type=int, default=8100, help="of the engines; those of two drivers lie apart")
+    parser.add_argument(
+        "--first-port",
+        type=int,
+        default=8100,
+        help="of the engines; those of two drivers lie apart",
+    )
     parser.add_argument("--pdrelay", default="pdrelay", help="the program, on all nodes")
     parser.add_argument("--vllm", default="vllm", help="the program, on all nodes")
     parser.add_argument("--router-args", default="", help="more arguments of pdrelay serve")
-    parser.add_argument("--router", metavar="URL", help="add engines to this router instead of starting one")
-    parser.add_argument("--address", default="auto", help="of the Ray cluster; local starts one here")
+    parser.add_argument(
+        "--router", metavar="URL", help="add engines to this router instead of starting one"
+    )
+    parser.add_argument(
+        "--address", default="auto", help="of the Ray cluster; local starts one here"
+    )
     parser.add_argument("--once", action="store_true", help="end when all engines have joined")
     return parser.parse_args()
 

@@ -1,4 +1,7 @@
-"""The composition root: the one place where objects are built and connected. Its parts are in ``building``."""
+"""The composition root: the one place where objects are built and connected.
+
+Its parts are in ``building``.
+"""
 
 import logging
 import socket
@@ -64,8 +67,8 @@ def build(
     Raises:
         AddressError: an address in the settings cannot be one.
         AlreadyKnown: an address occurs twice under one role.
-        ConfigError: a file cannot be read, settings contradict each other, the router would be open to others, or
-            spans are asked for and their library is missing.
+        ConfigError: a file cannot be read, settings contradict each other, the router would be open
+            to others, or spans are asked for and their library is missing.
     """
     check(settings)
     # The wall clock is the only one that hosts have in common.
@@ -85,8 +88,12 @@ def build(
     core = Core(serving, discovery, wall)
     parts = [feature.parts(core) for feature in added]
     shown = [part.status for part in parts]
-    other_probes = next((part.other_probes for part in parts if part.other_probes is not None), None)
-    background = build_background(settings, engines, serving, discovery, shown, other_probes=other_probes, clock=clock)
+    other_probes = next(
+        (part.other_probes for part in parts if part.other_probes is not None), None
+    )
+    background = build_background(
+        settings, engines, serving, discovery, shown, other_probes=other_probes, clock=clock
+    )
     requests = serving.requests
     telemetry = serving.telemetry
     live_settings = requests.services.settings
@@ -115,7 +122,9 @@ def build(
             requests,
         )
 
-    extra = FeatureRoutes([each for part in parts for each in part.routes], [part.families for part in parts])
+    extra = FeatureRoutes(
+        [each for part in parts for each in part.routes], [part.families for part in parts]
+    )
     routes = build_routes(
         settings,
         engines,
@@ -128,7 +137,9 @@ def build(
     )
     lifespan = _lifespan(engines.registry, running)
     own_name = socket.gethostname()
-    apps = build_applications(settings, routes, lifespan, serving.lifetime, serving.keyring, own_name=own_name)
+    apps = build_applications(
+        settings, routes, lifespan, serving.lifetime, serving.keyring, own_name=own_name
+    )
     apps.main.add_middleware(
         RequestContextMiddleware,
         new_id=new_id,
@@ -149,7 +160,14 @@ def build(
         check,
     )
     return Router(
-        apps.main, apps.admin, requests, serving.lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls
+        apps.main,
+        apps.admin,
+        requests,
+        serving.lifetime,
+        live,
+        telemetry,
+        reloads.server_tls,
+        reloads.admin_tls,
     )
 
 
@@ -162,7 +180,8 @@ def _lifespan(
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         for role in Role:
             for instance in registry.known(role):
-                logger.info("%s is at %s", instance.id, instance.address.url)  # everything else says only the id
+                # everything else says only the id
+                logger.info("%s is at %s", instance.id, instance.address.url)
         async with AsyncExitStack() as opened:
             for part in running():
                 await opened.enter_async_context(part)

@@ -12,7 +12,8 @@ from typing import Final, NoReturn
 from pdrelay_proxy.commands.interrupts import INTERRUPTED, ctrl_c_ends_at_once
 from pdrelay_proxy.features import feature_commands
 
-_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # of the router: the module that declares the flags, what it does
+# of the router: the module that declares the flags, what it does
+_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "serve": ("pdrelay_proxy.commands.serve", "run the router in front of running engines"),
     "instances": (
         "pdrelay_proxy.commands.instances",
@@ -23,8 +24,13 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # of the router: the module
         "show which prefill and decode engines work together at a running router",
     ),
 }
-_TOOLS: Final[Mapping[str, tuple[str, str]]] = {  # beside the router: the extra that brings it, what it does
-    "check": ("tools", "look in ten seconds whether engines are ready for traffic, with a request whose KV must move"),
+# beside the router: the extra that brings it, what it does
+_TOOLS: Final[Mapping[str, tuple[str, str]]] = {
+    "check": (
+        "tools",
+        "look in ten seconds whether engines are ready for traffic, with a request whose KV must "
+        "move",
+    ),
     "up": ("tools", "start vLLM or simulated engines and the router on this machine, to try them"),
     "chat": ("tools", "talk to a model through a running router, and see who served each answer"),
     "plan": ("tools", "compute how many prefill and decode engines your traffic needs"),
@@ -32,15 +38,27 @@ _TOOLS: Final[Mapping[str, tuple[str, str]]] = {  # beside the router: the extra
     "prove": ("tools", "test running engines from outside and report what is wrong"),
     "doctor": ("connector", "examine the network between two engine hosts"),
 }
-_GROUP: Final = "pdrelay.commands"  # of entry points: a tool is the module behind the one with its name
+# of entry points: a tool is the module behind the one with its name
+_GROUP: Final = "pdrelay.commands"
 _INSTALL: Final = {
     "tools": "pip install 'pdrelay[tools]' or, in a checkout, pip install . ./tools",
     "connector": "pip install 'pdrelay[connector]' or, in a checkout, pip install '.[connector]'",
 }
-_EXACT: Final = ("serve", "up", "check", "chat", "prove", "doctor")  # their flags are written in full
+# their flags are written in full
+_EXACT: Final = ("serve", "up", "check", "chat", "prove", "doctor")
 # What the extra named proxy brings (pyproject.toml).
 _ROUTER_PACKAGES: Final = frozenset(
-    {"fastapi", "httpcore", "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop"}
+    {
+        "fastapi",
+        "httpcore",
+        "httptools",
+        "httpx",
+        "prometheus_client",
+        "pydantic",
+        "starlette",
+        "uvicorn",
+        "uvloop",
+    }
 )
 
 
@@ -53,21 +71,36 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # (argparse's has overloads)
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Name an unknown flag first: argparse would take its value for a command, or ask for the right flag."""
+        """Name an unknown flag first: argparse would take its value for a command, or ask for the
+        right flag.
+        """
         self._check_flags(args or ())
         return super().parse_known_args(args, namespace or argparse.Namespace())
 
     def _check_flags(self, words: Sequence[str]) -> None:
         flags = self._option_string_actions
-        commands = {name for one in self._actions if one.nargs == argparse.PARSER for name in one.choices or ()}
+        commands = {
+            name
+            for one in self._actions
+            if one.nargs == argparse.PARSER
+            for name in one.choices or ()
+        }
         for word in words:
             flag = word.partition("=")[0]
             if flag == "--" or word in commands:  # what follows is no flag, or one of the command
                 return
             is_abbreviation = self.allow_abbrev and any(one.startswith(flag) for one in flags)
-            if flag.startswith("--") and " " not in word and flag not in flags and not is_abbreviation:
+            if (
+                flag.startswith("--")
+                and " " not in word
+                and flag not in flags
+                and not is_abbreviation
+            ):
                 close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
-                self.error(f"unrecognized arguments: {flag}{f': did you mean {close[0]}?' if close else ''}")
+                self.error(
+                    f"unrecognized arguments: "
+                    f"{flag}{f': did you mean {close[0]}?' if close else ''}"
+                )
 
 
 class _ShowVersion(argparse.Action):
@@ -85,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with ctrl_c_ends_at_once():
-            if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow, and has the extra of its hook
+            # a shell asks what could follow, and has the extra of its hook
+            if "_ARGCOMPLETE" in os.environ:
                 import argcomplete  # noqa: PLC0415
 
                 argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()[1:]))
@@ -102,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package not in _ROUTER_PACKAGES:
             raise
         how = "pip install 'pdrelay[proxy]' or, in a checkout, pip install '.[proxy]'"
-        sys.stderr.write(f"pdrelay: {package} is not installed, which comes with the extra for the router: {how}\n")
+        sys.stderr.write(
+            f"pdrelay: {package} is not installed, which comes with the extra for the router: "
+            f"{how}\n"
+        )
         return 2
 
 
@@ -115,9 +152,13 @@ def _split_passed_on(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Declare the subcommands; only the one that is asked for loads its modules and has its flags."""
+    """Declare the subcommands; only the one that is asked for loads its modules and has its
+    flags.
+    """
     parser = _Parser(
-        prog="pdrelay", description="A prefill/decode router for vLLM, and tools for its engines.", allow_abbrev=False
+        prog="pdrelay",
+        description="A prefill/decode router for vLLM, and tools for its engines.",
+        allow_abbrev=False,
     )
     said = "print the version, the commit, and whether the request path is compiled"
     parser.add_argument("-V", "--version", action=_ShowVersion, nargs=0, help=said)
@@ -127,9 +168,13 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     everything = {**own, **_TOOLS}
     asked = next((word for word in arguments if word in everything), None)
     for name, (place, what) in everything.items():
-        command = commands.add_parser(name, help=what, allow_abbrev=name not in {*_EXACT, *of_features})
+        command = commands.add_parser(
+            name, help=what, allow_abbrev=name not in {*_EXACT, *of_features}
+        )
         if name == asked:
-            module = importlib.import_module(place) if name in own else _load_tool(name, command, place)
+            module = (
+                importlib.import_module(place) if name in own else _load_tool(name, command, place)
+            )
             add_arguments: Callable[[argparse.ArgumentParser], None] = module.add_arguments
             add_arguments(command)
     return parser

@@ -1,4 +1,6 @@
-"""Whether settings contradict each other, or their files are wrong: those of the router, and those of its features."""
+"""Whether settings contradict each other, or their files are wrong: those of the router, and those
+of its features.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -21,13 +23,17 @@ from pdrelay_proxy.settings import QueueOrder, Settings
 
 
 def check(settings: Settings) -> None:
-    """Raise ConfigError if the router would be open to others, or two settings contradict each other."""
+    """Raise ConfigError if the router would be open to others, or two settings contradict each
+    other.
+    """
     for look in _checks():
         look(settings)
 
 
 def faults(settings: Settings) -> Sequence[str]:
-    """Return what ``check`` would raise and what is wrong with the files of the settings: all of it, each once."""
+    """Return what ``check`` would raise and what is wrong with the files of the settings: all of
+    it, each once.
+    """
     found = dict[str, None]()
     for look in (*_checks(), *_FILES):
         try:
@@ -40,13 +46,18 @@ def faults(settings: Settings) -> Sequence[str]:
 def _check_limits(settings: Settings) -> None:
     if settings.max_inflight_bytes < settings.max_body_bytes:
         raise ConfigError(
-            f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
+            f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have "
+            f"{settings.max_body_bytes} "
             "(max_body_bytes): write at least that"
         )
 
 
 def _check_key_limits(settings: Settings) -> None:
-    of_keys = settings.max_key_concurrency, settings.max_key_rate, settings.max_key_tokens_per_minute
+    of_keys = (
+        settings.max_key_concurrency,
+        settings.max_key_rate,
+        settings.max_key_tokens_per_minute,
+    )
     if settings.api_keys_file is None and any(of_keys):
         raise ConfigError(
             "max_key_concurrency, max_key_rate and max_key_tokens_per_minute need api_keys_file: "
@@ -62,7 +73,8 @@ def _check_queue_order(settings: Settings) -> None:
 def _check_workers_meet(settings: Settings) -> None:
     if settings.workers > 1 and not has_other_routers(settings):
         raise ConfigError(
-            f"workers is {settings.workers}, and this router has no feature by which workers tell each other of their "
+            f"workers is {settings.workers}, and this router has no feature by which workers tell "
+            f"each other of their "
             "requests: write workers = 1"
         )
 
@@ -70,15 +82,20 @@ def _check_workers_meet(settings: Settings) -> None:
 def _check_moves(settings: Settings) -> None:
     if settings.move_above is not None and not settings.resume_streams:
         raise ConfigError(
-            f"move_above is {settings.move_above:g}, and no stream could move: write resume_streams = true, too"
+            f"move_above is {settings.move_above:g}, and no stream could move: write "
+            f"resume_streams = true, too"
         )
 
 
 def check_admin_port(settings: Settings) -> None:
-    """Raise ConfigError if the settings of the admin port contradict those of the main one, or have no port."""
+    """Raise ConfigError if the settings of the admin port contradict those of the main one, or have
+    no port.
+    """
     if settings.admin_port is None:
         if settings.admin_host:
-            raise ConfigError("admin_host is set, and admin_port is not: write the port, or leave admin_host out")
+            raise ConfigError(
+                "admin_host is set, and admin_port is not: write the port, or leave admin_host out"
+            )
         return
     hosts = {settings.host, settings.admin_host or settings.host}
     if len(hosts) > 1 and not hosts & {"0.0.0.0", "::"}:
@@ -88,7 +105,8 @@ def check_admin_port(settings: Settings) -> None:
     last = settings.admin_port + settings.workers - 1
     if settings.admin_port and settings.admin_port < settings.port <= last:
         raise ConfigError(
-            f"port is {settings.port}, and the admin ports of {settings.workers} workers are {settings.admin_port} to "
+            f"port is {settings.port}, and the admin ports of {settings.workers} workers are "
+            f"{settings.admin_port} to "
             f"{last}: write an admin_port that leaves it out"
         )
 

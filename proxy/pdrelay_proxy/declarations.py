@@ -1,4 +1,5 @@
-"""How a setting is declared: its type and kind, and what stands beside it in help, documents and the chart.
+"""How a setting is declared: its type and kind, and what stands beside it in help, documents and
+the chart.
 
 ``settings.py`` has those of the router itself, and each folder of ``features`` may have its own.
 """
@@ -14,7 +15,8 @@ ENDLESS: Final = 1 << 62  # above every sensible number, and below infinity
 class Kind:
     """One sort of value, as it is written in the file and as an argument."""
 
-    right: str  # ends the sentence about a wrong one: "'soon' is not a time: write a number of seconds above 0"
+    # ends the sentence about a wrong one: "'soon' is not a time: write a number of seconds above 0"
+    right: str
     metavar: str  # of a text: what options.py checks it for
     value_type: type = str  # in TOML, where a whole number may stand for a float
     least: float = -ENDLESS
@@ -27,7 +29,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class ReusedKv:
-    """What ``reuse_kv`` does to a setting of a feature, where a policy goes by what engines have cached."""
+    """What ``reuse_kv`` does to a setting of a feature, where a policy goes by what engines have
+    cached.
+    """
 
     value: object  # that it gets, unless it is set
     unused: str  # what is said of a router where it has its default
@@ -40,10 +44,12 @@ class Option:
     group: "Group"
     help: str  # the meaning
     unset: str = "none"  # what holds without a value
-    live: bool = False  # takes effect when the file is read again (SIGHUP); the others need a restart
+    # takes effect when the file is read again (SIGHUP); the others need a restart
+    live: bool = False
     chart: str = ""  # the chart's value that sets it; empty: router.settings
     environment: str = ""  # the variable of a secret, which is neither flag nor key
-    variable: str = ""  # one that other programs read, too: it holds where neither flag nor file says anything
+    # one that other programs read, too: it holds where neither flag nor file says anything
+    variable: str = ""
     reused: ReusedKv | None = None
 
 
@@ -69,41 +75,87 @@ class Group:
         return field(default=default, metadata={"option": declared})
 
     def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
-        """Declare one that comes from the environment alone: ps shows flags, and people show files around."""
+        """Declare one that comes from the environment alone: ps shows flags, and people show files
+        around.
+        """
         said = Option(self, help, unset, chart=chart, environment=environment)
         return field(default=None, repr=False, metadata={"option": said})
 
 
-Switch = Annotated[bool, Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))]
+Switch = Annotated[
+    bool, Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))
+]
 File = Annotated[str, Kind("", "FILE")]
 LabelKey = Annotated[
-    str, Kind("the key of a label: write such as pdrelay/slice or topology.kubernetes.io/zone", "LABEL")
+    str,
+    Kind("the key of a label: write such as pdrelay/slice or topology.kubernetes.io/zone", "LABEL"),
 ]
-PoolName = Annotated[str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")]
+PoolName = Annotated[
+    str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")
+]
 Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
 Peer = Annotated[str, Kind("", "PEER")]
 Network = Annotated[str, Kind("", "NETWORK")]
-Origin = Annotated[str, Kind("an origin: write https://host or https://host:port, or * for all", "ORIGIN")]
-HeaderName = Annotated[str, Kind("the name of a header: write such as X-Correlation-Id", "HEADER_NAME")]
-Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
-DnsName = Annotated[str, Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME")]
+Origin = Annotated[
+    str, Kind("an origin: write https://host or https://host:port, or * for all", "ORIGIN")
+]
+HeaderName = Annotated[
+    str, Kind("the name of a header: write such as X-Correlation-Id", "HEADER_NAME")
+]
+Host = Annotated[
+    str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")
+]
+DnsName = Annotated[
+    str,
+    Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME"),
+]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
-Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
+Store = Annotated[
+    str,
+    Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE"),
+]
 SessionName = Annotated[
-    str, Kind("a name: write a header, or body:FIELD or body:FIELD.FIELD for a field of the body", "HEADER")
+    str,
+    Kind(
+        "a name: write a header, or body:FIELD or body:FIELD.FIELD for a field of the body",
+        "HEADER",
+    ),
 ]
 Port = Annotated[int, Kind("a port: write a number from 0 to 65535", "PORT", int, 0, most=65535)]
-Bytes = Annotated[int, Kind("a size: write a whole number of bytes, 1 or more", "BYTES", int, 1, unit="B")]
-SomeBytes = Annotated[int, Kind("a size: write a whole number of bytes, 0 or more", "BYTES", int, 0, unit="B")]
+Bytes = Annotated[
+    int, Kind("a size: write a whole number of bytes, 1 or more", "BYTES", int, 1, unit="B")
+]
+SomeBytes = Annotated[
+    int, Kind("a size: write a whole number of bytes, 0 or more", "BYTES", int, 0, unit="B")
+]
 Count = Annotated[int, Kind("a count: write a whole number, 1 or more", "N", int, 1)]
 Natural = Annotated[int, Kind("a count: write a whole number, 0 or more", "N", int, 0)]
-Processes = Annotated[int, Kind("a number of workers: write one from 1 to 64", "N", int, 1, most=64)]
-Retries = Annotated[int, Kind("a number of retries: write one from 0 to 10", "N", int, 0, most=10)]
-Seconds = Annotated[float, Kind("a time: write a number of seconds above 0", "SECONDS", float, above=0, unit="s")]
-SomeSeconds = Annotated[float, Kind("a time: write a number of seconds, 0 or more", "SECONDS", float, 0, unit="s")]
-WholeSeconds = Annotated[
-    int, Kind("a time: write a whole number of seconds, 1 or more", "SECONDS", int, 1, most=1 << 31, unit="s")
+Processes = Annotated[
+    int, Kind("a number of workers: write one from 1 to 64", "N", int, 1, most=64)
 ]
-Ratio = Annotated[float, Kind("a share: write a number above 0, at most 1", "RATIO", float, above=0, most=1)]
-Rate = Annotated[float, Kind("a rate: write a number of requests a second, above 0", "N", float, above=0, unit="/s")]
+Retries = Annotated[int, Kind("a number of retries: write one from 0 to 10", "N", int, 0, most=10)]
+Seconds = Annotated[
+    float, Kind("a time: write a number of seconds above 0", "SECONDS", float, above=0, unit="s")
+]
+SomeSeconds = Annotated[
+    float, Kind("a time: write a number of seconds, 0 or more", "SECONDS", float, 0, unit="s")
+]
+WholeSeconds = Annotated[
+    int,
+    Kind(
+        "a time: write a whole number of seconds, 1 or more",
+        "SECONDS",
+        int,
+        1,
+        most=1 << 31,
+        unit="s",
+    ),
+]
+Ratio = Annotated[
+    float, Kind("a share: write a number above 0, at most 1", "RATIO", float, above=0, most=1)
+]
+Rate = Annotated[
+    float,
+    Kind("a rate: write a number of requests a second, above 0", "N", float, above=0, unit="/s"),
+]

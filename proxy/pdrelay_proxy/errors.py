@@ -3,7 +3,8 @@
 * :exc:`ProxyError`
     * :exc:`ClientError` -- the client
         * :exc:`BadRequest` -- the body is not something we can split or pass on
-            * :exc:`BadFraming` -- what came is no request, or readers could disagree about where it ends
+            * :exc:`BadFraming` -- what came is no request, or readers could disagree about where it
+              ends
         * :exc:`HeadTooLarge` -- the head, or the trailers, have more bytes or lines than we accept
         * :exc:`UriTooLong` -- the request line has more bytes than we accept
         * :exc:`NotServed` -- the method is one that no path here has
@@ -12,38 +13,50 @@
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
             * :exc:`UnsupportedCoding` -- the body is compressed in a way that is not read here
         * :exc:`Misdirected` -- the router has no such name
-        * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no keys
-        * :exc:`PathNotServed` -- each engine that serves the model has said that it has no such path
-        * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names those that are served
+        * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no
+          keys
+        * :exc:`PathNotServed` -- each engine that serves the model has said that it has no such
+          path
+        * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names
+          those that are served
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
         * :exc:`NoSuchPath` -- the client: the engine has no such path
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
     * :exc:`TurnedAway` -- there is more to do than may be done at once
         * :exc:`KeyOverLimit` -- the client: its key sends more than it may
         * :exc:`RouterFull` -- nobody: all clients together send more than the router takes
-        * :exc:`TooManyConnections` -- nobody, or the client: it, or all together, have too many connections
-        * :exc:`ClosingDown` -- nobody: the router takes no new requests, and ends when those it has are finished
+        * :exc:`TooManyConnections` -- nobody, or the client: it, or all together, have too many
+          connections
+        * :exc:`ClosingDown` -- nobody: the router takes no new requests, and ends when those it has
+          are finished
     * :exc:`OutOfTime` -- nobody: the request as a whole has taken longer than the operator wants
     * :exc:`NoInstance` -- nobody: there is no engine to send the request to (yet)
     * :exc:`EngineError` -- an engine: unreachable, broken, or not making sense
         * :exc:`EngineTimeout` -- an engine: it did not answer in time
         * :exc:`EngineFault` -- an engine: it lives, and failed this request
         * :exc:`EngineBusy` -- an engine: it has no room now
-        * :exc:`NoKvParams` -- nobody: a prefill engine keeps no KV of a request, for it keeps as much as it may
+        * :exc:`NoKvParams` -- nobody: a prefill engine keeps no KV of a request, for it keeps as
+          much as it may
         * :exc:`KeyRefused` -- the operator: an engine wants another key than the router shows
-        * :exc:`AnswerRefused` -- nobody: the answer is above a limit of the router, or its filter cannot clean it
-        * :exc:`ConnectionStale` -- nobody: an idle connection was closed as a request was written to it
+        * :exc:`AnswerRefused` -- nobody: the answer is above a limit of the router, or its filter
+          cannot clean it
+        * :exc:`ConnectionStale` -- nobody: an idle connection was closed as a request was written
+          to it
         * :exc:`RouterLacks` -- the router: it has no descriptor, port or memory for a connection
-        * :exc:`NetworkFault` -- the network: an engine's name does not resolve, or there is no way to it
+        * :exc:`NetworkFault` -- the network: an engine's name does not resolve, or there is no way
+          to it
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but outside 1..65535
         * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
-    * :exc:`NotAccepted` -- an engine that was to be added: it cannot be reached, or serves nothing or another model
+    * :exc:`NotAccepted` -- an engine that was to be added: it cannot be reached, or serves nothing
+      or another model
     * :exc:`AlreadyKnown` -- the operator: an engine with this role and address is there already
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
-    * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of another
-    * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message names the place
+    * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of
+      another
+    * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message
+      names the place
 
 Messages name instances by id and never by address, because clients read them.
 """
@@ -100,7 +113,9 @@ class UnknownModel(ClientError): ...
 
 
 class Refused(ProxyError):
-    """An engine refused the request before any token; the client gets its words, in the shape of its API."""
+    """An engine refused the request before any token; the client gets its words, in the shape of
+    its API.
+    """
 
     def __init__(self, status: int, content_type: str, body: bytes) -> None:
         super().__init__(f"an engine refused the request with status {status}")
@@ -114,7 +129,9 @@ class NoSuchPath(Refused):
 
 
 class Unauthorized(ProxyError):
-    """The client has shown no key, or one that is not known here; ``asks`` is what ``WWW-Authenticate`` says."""
+    """The client has shown no key, or one that is not known here; ``asks`` is what
+    ``WWW-Authenticate`` says.
+    """
 
     def __init__(self, message: str, *, asks: str = "Bearer") -> None:
         super().__init__(message)
@@ -189,7 +206,9 @@ class AnswerRefused(EngineError): ...
 
 
 class ConnectionStale(EngineError):
-    """The engine has closed a connection of before; not ``was_sent``: it cannot have had all of the request."""
+    """The engine has closed a connection of before; not ``was_sent``: it cannot have had all of the
+    request.
+    """
 
     def __init__(self, message: str, *, was_sent: bool = True) -> None:
         super().__init__(message)

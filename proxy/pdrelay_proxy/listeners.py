@@ -1,4 +1,6 @@
-"""What the process listens with: uvicorn's configuration for each port, and the second port beside its server."""
+"""What the process listens with: uvicorn's configuration for each port, and the second port beside
+its server.
+"""
 
 import asyncio
 import logging
@@ -19,8 +21,10 @@ from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
 from pdrelay_proxy.io.listening import bound, url_of
 from pdrelay_proxy.settings import CONNECTIONS, Settings
 
-WRITE_TIMEOUT_S: Final = 300.0  # in which a client must read some of its response; then the kernel resets it
-KEEPALIVE_S: Final = 75  # of an idle connection of a client: longer than load balancers keep theirs, usually 60 s
+# in which a client must read some of its response; then the kernel resets it
+WRITE_TIMEOUT_S: Final = 300.0
+# of an idle connection of a client: longer than load balancers keep theirs, usually 60 s
+KEEPALIVE_S: Final = 75
 _ADMIN_CONNECTIONS: Final = 256  # of the admin port: the kubelet, some Prometheus, some operators
 _ADMIN_PER_ADDRESS: Final = 64  # one of them that holds its connections leaves the kubelet its own
 logger = logging.getLogger(__name__)
@@ -49,7 +53,11 @@ def main_protocol(
 
 
 def main_config(
-    router: Router, settings: Settings, *, write_timeout_s: float = WRITE_TIMEOUT_S, keepalive_s: float = KEEPALIVE_S
+    router: Router,
+    settings: Settings,
+    *,
+    write_timeout_s: float = WRITE_TIMEOUT_S,
+    keepalive_s: float = KEEPALIVE_S,
 ) -> uvicorn.Config:
     """Return what uvicorn serves the main port by."""
     tls = router.tls
@@ -64,7 +72,10 @@ def main_config(
 
 
 class AdminListener:
-    """The admin port. It is bound when this is made, so that a port that is taken is noticed before anything begins."""
+    """The admin port.
+
+    It is bound when this is made, so that a port that is taken is noticed before anything begins.
+    """
 
     def __init__(self, router: Router, settings: Settings) -> None:
         """Bind; raises ConfigError: it cannot listen there."""
@@ -77,7 +88,9 @@ class AdminListener:
             min(_ADMIN_PER_ADDRESS, _wanted(settings)),
         )
         clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
-        protocol = admin_protocol(clients, write_timeout_s=WRITE_TIMEOUT_S, on_write_timeout=telemetry.stalled_client)
+        protocol = admin_protocol(
+            clients, write_timeout_s=WRITE_TIMEOUT_S, on_write_timeout=telemetry.stalled_client
+        )
         app = cast("Any", router.admin_app)
         self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(KEEPALIVE_S))
         self._tls = router.admin_tls
@@ -85,16 +98,22 @@ class AdminListener:
         self._sockets = bound(self._host, settings.admin_port or 0, shared=False)
 
     async def listen(self, state: ServerState) -> Sequence[asyncio.Server]:
-        """Begin; ``state`` is that of the main port's server, which ends the connections of both."""
+        """Begin; ``state`` is that of the main port's server, which ends the connections of
+        both.
+        """
         self._config.load()
         loop = asyncio.get_running_loop()
         kind = cast("Any", self._config.http_protocol_class)
-        made: Callable[[], asyncio.Protocol] = partial(kind, config=self._config, server_state=state, app_state={})
+        made: Callable[[], asyncio.Protocol] = partial(
+            kind, config=self._config, server_state=state, app_state={}
+        )
         servers = [
             await loop.create_server(made, sock=one, ssl=self._tls, backlog=self._config.backlog)
             for one in self._sockets
         ]
-        logger.info("the admin port is %s", url_of(self._host, self._port, is_tls=self._tls is not None))
+        logger.info(
+            "the admin port is %s", url_of(self._host, self._port, is_tls=self._tls is not None)
+        )
         return servers
 
     @property
@@ -116,7 +135,8 @@ def _common(keepalive_s: float) -> dict[str, Any]:
 def _connections(settings: Settings) -> int:
     """Return how many connections of clients there may be, of which each may need one to an engine.
 
-    Too few descriptors are worth a warning only where the operator asks for a number of connections.
+    Too few descriptors are worth a warning only where the operator asks for a number of
+    connections.
     """
     wanted = _wanted(settings)
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -124,8 +144,17 @@ def _connections(settings: Settings) -> int:
     most = max(1, (descriptors - own) // 2)
     if descriptors == resource.RLIM_INFINITY or wanted <= most:
         return wanted
-    said = "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise ulimit -n)"
-    logger.log(logging.DEBUG if settings.max_connections is None else logging.WARNING, said, wanted, descriptors, most)
+    said = (
+        "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise "
+        "ulimit -n)"
+    )
+    logger.log(
+        logging.DEBUG if settings.max_connections is None else logging.WARNING,
+        said,
+        wanted,
+        descriptors,
+        most,
+    )
     return most
 
 
@@ -136,8 +165,11 @@ def _wanted(settings: Settings) -> int:
 
 
 def main_sockets(settings: Settings, *, is_shared: bool) -> list[socket.socket]:
-    """Bind the sockets of the main port, which workers share. Raises ConfigError: it cannot listen there.
+    """Bind the sockets of the main port, which workers share.
 
-    Not uvicorn: it would end the process with a line of its own, and take clients of IPv6 alone at ``::``.
+    Raises ConfigError: it cannot listen there.
+
+    Not uvicorn: it would end the process with a line of its own, and take clients of IPv6 alone at
+    ``::``.
     """
     return list(bound(settings.host, settings.port, shared=is_shared))

@@ -1,4 +1,6 @@
-"""What can be changed while the router serves: engines, keys and limits, all of them or, if one is wrong, none."""
+"""What can be changed while the router serves: engines, keys and limits, all of them or, if one is
+wrong, none.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -45,8 +47,8 @@ class Live:
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
         """Check a change, and return what makes it: nothing can be wrong with it any more.
 
-        Engines that were added by hand stay, whatever the settings say. One that is no longer listed gets nothing new,
-        and is forgotten when it has nothing left.
+        Engines that were added by hand stay, whatever the settings say. One that is no longer
+        listed gets nothing new, and is forgotten when it has nothing left.
 
         Raises:
             ConfigError: something is wrong with the new settings.
@@ -57,7 +59,9 @@ class Live:
         shown = engine_keys(new)
         admin_key = operator_key(new)
         join = join_key(new)
-        half = {name for name in half_written(new, stamps) if getattr(old, name) == getattr(new, name)}
+        half = {
+            name for name in half_written(new, stamps) if getattr(old, name) == getattr(new, name)
+        }
         if "api_keys_file" in half:
             keys = _kept("api_keys_file", keys, self.keyring.keys)
         for name, role in _ENGINE_KEYS.items():
@@ -85,7 +89,8 @@ class Live:
     def _exchange(self, before: _Addresses, after: _Addresses) -> None:
         for role in Role:
             gone = {authority for authority, _ in before[role].items() - after[role].items()}
-            for member in self.registry.members():  # also those that have turned: the settings name what they were
+            # also those that have turned: the settings name what they were
+            for member in self.registry.members():
                 one = member.instance
                 if one.pool is role and one.address.authority in gone:
                     self.registry.departures.retire(one.id, now=self.clock())
@@ -104,15 +109,22 @@ class Live:
 
 
 def _kept(name: str, read: T, known: T) -> T:
-    """Return what was read from a file before it may have been half written; io/reloads.py reads it once it rests."""
+    """Return what was read from a file before it may have been half written; io/reloads.py reads it
+    once it rests.
+    """
     if read != known:
-        said = "%s has no line break at its end, or is being written: what was read before stays until it rests"
+        said = (
+            "%s has no line break at its end, or is being written: what was read before stays "
+            "until it rests"
+        )
         logger.warning(said, name)
     return known
 
 
 def addresses_of(settings: Settings) -> _Addresses:
-    """Return the engines by host:port; raises AddressError, or ConfigError: one occurs twice under one role."""
+    """Return the engines by host:port; raises AddressError, or ConfigError: one occurs twice under
+    one role.
+    """
     found: dict[Role, dict[str, Target]] = {role: {} for role in Role}
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for target in map(Target.parse, texts):

@@ -1,4 +1,7 @@
-"""The settings as people write them: flags, a configuration file and the environment. The later ones win."""
+"""The settings as people write them: flags, a configuration file and the environment.
+
+The later ones win.
+"""
 
 import argparse
 import difflib
@@ -30,9 +33,12 @@ from pdrelay_proxy.settings import FIRST, PolicyName, Settings, policy_kind
 
 logger = logging.getLogger(__name__)
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
-_SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?")
+_SESSION_NAME: Final = re.compile(
+    r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?"
+)
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")  # of Kubernetes (RFC 1123)
+# of Kubernetes (RFC 1123)
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
 _WORDS: Final[Mapping[type, str]] = {
@@ -60,7 +66,9 @@ class Setting:
 
     def value(self, settings: Settings) -> object:
         """Return its value in all settings of a router."""
-        found: object = getattr(settings if self.owner is Settings else settings.of(self.owner), self.name)
+        found: object = getattr(
+            settings if self.owner is Settings else settings.of(self.owner), self.name
+        )
         return found
 
     @property
@@ -83,13 +91,21 @@ class Setting:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a flag for every option. What is not given stays out of the namespace: the file may say it."""
+    """Declare a flag for every option.
+
+    What is not given stays out of the namespace: the file may say it.
+    """
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=36)
-    parser.usage = "pdrelay serve --prefill URL... --decode URL... [--config FILE] [OPTION VALUE]..."
+    parser.usage = (
+        "pdrelay serve --prefill URL... --decode URL... [--config FILE] [OPTION VALUE]..."
+    )
     parser.epilog = "Secrets are never flags. From the environment: " + "; ".join(
         f"{one.option.environment} ({one.option.help})" for one in SECRETS.values()
     )
-    file = "TOML file with options as keys, such as connect_timeout_s = 5; flags override it (default: none)"
+    file = (
+        "TOML file with options as keys, such as connect_timeout_s = 5; flags override it "
+        "(default: none)"
+    )
     for group, options in itertools.groupby(OPTIONS.values(), lambda one: one.option.group):
         part = parser.add_argument_group(group.title)
         for one in options:
@@ -126,7 +142,9 @@ def _open_choices(kind: Kind) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WrongFlag:
-    """What stands in the place of a flag's value that is none: all that is wrong can be said at once."""
+    """What stands in the place of a flag's value that is none: all that is wrong can be said at
+    once.
+    """
 
     sentence: str
 
@@ -141,7 +159,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Everything that was chosen; other settings have their defaults. ``wrong``: sentences, by the name in the file."""
+    """Everything that was chosen; other settings have their defaults.
+
+    ``wrong``: sentences, by the name in the file.
+    """
 
     right: Mapping[str, Choice]
     wrong: Mapping[str, str]
@@ -152,7 +173,9 @@ class Choices:
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
-    """Put the settings together; raises ConfigError: the file cannot be read, or something says what is not allowed."""
+    """Put the settings together; raises ConfigError: the file cannot be read, or something says
+    what is not allowed.
+    """
     choices = choose(args)
     for sentence in choices.wrong.values():
         raise ConfigError(sentence)
@@ -160,7 +183,9 @@ def serve_settings(args: argparse.Namespace) -> Settings:
 
 
 def choose(args: argparse.Namespace) -> Choices:
-    """Read environment, file and flags, of which the later ones win; raises ConfigError: the file is none."""
+    """Read environment, file and flags, of which the later ones win; raises ConfigError: the file
+    is none.
+    """
     right = dict[str, Choice]()
     wrong = dict[str, str]()
     for name, one in OPTIONS.items():
@@ -190,7 +215,11 @@ def choose(args: argparse.Namespace) -> Choices:
 
 def reused_of_features() -> Mapping[str, object]:
     """Return what ``reuse_kv`` sets of the settings of features."""
-    return {name: one.option.reused.value for name, one in OPTIONS.items() if one.option.reused is not None}
+    return {
+        name: one.option.reused.value
+        for name, one in OPTIONS.items()
+        if one.option.reused is not None
+    }
 
 
 def unused_of_features(settings: Settings) -> Sequence[str]:
@@ -232,7 +261,10 @@ def _several(value: object) -> list[object]:
 
 
 def read_file(path: str) -> Mapping[str, object]:
-    """Read a file: values by the names of settings. Raises ConfigError: it is no TOML, or a key or value is wrong."""
+    """Read a file: values by the names of settings.
+
+    Raises ConfigError: it is no TOML, or a key or value is wrong.
+    """
     return {name: _line(path, name, value) for name, value in _file_values(path).items()}
 
 
@@ -248,15 +280,21 @@ def _line(path: str, name: str, value: object) -> object:
     """Check one line of the file."""
     if name in SECRETS:
         variable = SECRETS[name].option.environment
-        raise ConfigError(f"{path}: {name} is not a setting of the file: put it into the environment as {variable}")
+        raise ConfigError(
+            f"{path}: {name} is not a setting of the file: put it into the environment as "
+            f"{variable}"
+        )
     if name not in OPTIONS:
         if _is_table(value):
             raise ConfigError(
-                f"{path}: [{name}] is not a setting: settings are keys outside of tables, so leave this line out and "
+                f"{path}: [{name}] is not a setting: settings are keys outside of tables, so leave "
+                f"this line out and "
                 "write its keys above all tables, such as port = 8000"
             )
         close = difflib.get_close_matches(name.replace("-", "_"), OPTIONS, n=1)
-        raise ConfigError(f"{path}: {name} is not a setting{f': did you mean {close[0]}?' if close else ''}")
+        raise ConfigError(
+            f"{path}: {name} is not a setting{f': did you mean {close[0]}?' if close else ''}"
+        )
     if not OPTIONS[name].is_list:
         return _one(path, name, value)
     if not isinstance(value, list):
@@ -290,7 +328,9 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
 
 
 def without_restart(old: Settings, new: Settings) -> tuple[Settings, Sequence[str]]:
-    """Return the new settings as far as a running router can go by them, and name those that need a restart."""
+    """Return the new settings as far as a running router can go by them, and name those that need a
+    restart.
+    """
     fixed = needs_restart(old, new)
     return with_values(new, {name: OPTIONS[name].value(old) for name in fixed}), fixed
 
@@ -314,11 +354,13 @@ def check_engines(settings: Settings, config: str | None) -> None:
     """Accept a router that has engines or can get some.
 
     Raises:
-        ConfigError: no engine can ever come: the arguments do not change, and there is no key to add one with.
+        ConfigError: no engine can ever come: the arguments do not change, and there is no key to
+            add one with.
     """
     if config is None and not _has_engines(settings):
         raise ConfigError(
-            "there are no engines, and none can be added: write --prefill and --decode, or set ADMIN_API_KEY to add "
+            "there are no engines, and none can be added: write --prefill and --decode, or set "
+            "ADMIN_API_KEY to add "
             "engines with pdrelay instances"
         )
 
@@ -326,7 +368,10 @@ def check_engines(settings: Settings, config: str | None) -> None:
 def warn_without_engines(settings: Settings, config: str | None) -> None:
     """Warn if only the configuration file can bring engines, by SIGHUP."""
     if not _has_engines(settings):
-        said = "there are no engines, and requests get 503: write prefill and decode into %s and send SIGHUP"
+        said = (
+            "there are no engines, and requests get 503: write prefill and decode into %s and send "
+            "SIGHUP"
+        )
         logger.warning(said, config)
 
 
@@ -340,19 +385,27 @@ def _has_engines(settings: Settings) -> bool:
 
 
 def read(kind: Kind, text: str) -> object:
-    """Return what a text stands for; raises ArgumentTypeError: the sentence names it and what would be right."""
+    """Return what a text stands for; raises ArgumentTypeError: the sentence names it and what would
+    be right.
+    """
     try:
         value = _value(kind, text)
     except (AddressError, ValueError) as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
     if value is None:
-        said = f"{text!r} is not {kind.right}" if kind.right else "it is empty: leave it out or write a value"
+        said = (
+            f"{text!r} is not {kind.right}"
+            if kind.right
+            else "it is empty: leave it out or write a value"
+        )
         raise argparse.ArgumentTypeError(said)
     return value
 
 
 def _read_flag(setting: Setting, text: str) -> object:
-    """Do the same for a flag; what is wrong is said when the settings are put together, in argparse's words."""
+    """Do the same for a flag; what is wrong is said when the settings are put together, in
+    argparse's words.
+    """
     try:
         return read(setting.kind, text)
     except argparse.ArgumentTypeError as exc:
@@ -363,14 +416,22 @@ def _value(kind: Kind, text: str) -> object | None:
     if kind.is_open and text not in kind.choices:
         return _CHECKS[kind.metavar](text)
     if kind.choices:
-        return (text == "true" if kind.value_type is bool else kind.value_type(text)) if text in kind.choices else None
+        return (
+            (text == "true" if kind.value_type is bool else kind.value_type(text))
+            if text in kind.choices
+            else None
+        )
     if kind.value_type is str:
         return _CHECKS[kind.metavar](text) if kind.metavar in _CHECKS else text or None
     try:
         number: float = kind.value_type(text) if _NUMBER.fullmatch(text) else kind.most + 1
     except ValueError:
         return None
-    return number if kind.least <= number <= kind.most and (kind.above is None or number > kind.above) else None
+    return (
+        number
+        if kind.least <= number <= kind.most and (kind.above is None or number > kind.above)
+        else None
+    )
 
 
 def _engine(text: str) -> str:
@@ -400,11 +461,16 @@ def _store(text: str) -> str | None:
     kind, _, where = text.partition(":")
     if urlsplit(text).password is not None:
         raise ValueError(
-            "a store's URL is shown by ps: put its password into the environment as PDRELAY_REDIS_PASSWORD"
+            "a store's URL is shown by ps: put its password into the environment as "
+            "PDRELAY_REDIS_PASSWORD"
         )
     if kind in ("redis", "rediss", "unix"):
         split_prefix(text)  # raises ValueError
-    return text if text == "memory" or (where and kind in ("file", "kubernetes", "redis", "rediss", "unix")) else None
+    return (
+        text
+        if text == "memory" or (where and kind in ("file", "kubernetes", "redis", "rediss", "unix"))
+        else None
+    )
 
 
 _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
@@ -425,22 +491,34 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
 
 
 def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type)
-    """Return how a field's type is written: it says so (Annotated), or it is a switch, a choice or a text."""
+    """Return how a field's type is written: it says so (Annotated), or it is a switch, a choice or
+    a text.
+    """
     for part in (annotation, *get_args(annotation)):
         if found := getattr(part, "__metadata__", ()):
             kind = cast("Kind", found[0])
-            return policy_kind((*PolicyName, *feature_policies())) if kind.metavar == "POLICY" else kind
+            return (
+                policy_kind((*PolicyName, *feature_policies()))
+                if kind.metavar == "POLICY"
+                else kind
+            )
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         *others, last = annotation
         right = f"a choice: write {', '.join(others)} or {last}"
         return Kind(right, "{" + ",".join(annotation) + "}", annotation, choices=tuple(annotation))
     if annotation is bool:
-        return Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))
+        return Kind(
+            "a switch: write true or false", "{true,false}", bool, choices=("true", "false")
+        )
     return Kind("", "NAME")
 
 
 def _declared(owner: Any) -> Sequence[Setting]:  # noqa: ANN401 (dataclasses have no type of their own)
-    return [Setting(owner, f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(owner) if f.metadata]
+    return [
+        Setting(owner, f.name, f.default, _kind(f.type), f.metadata["option"])
+        for f in fields(owner)
+        if f.metadata
+    ]
 
 
 def _grouped(declared: Sequence[Setting]) -> Sequence[Setting]:
@@ -449,7 +527,13 @@ def _grouped(declared: Sequence[Setting]) -> Sequence[Setting]:
     return sorted(declared, key=lambda one: groups.index(one.option.group))
 
 
-DECLARED: Final = _grouped([one for owner in (Settings, *feature_settings()) for one in _declared(owner)])
+DECLARED: Final = _grouped(
+    [one for owner in (Settings, *feature_settings()) for one in _declared(owner)]
+)
 _BY_NAME: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED}
-OPTIONS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if not one.option.environment}
-SECRETS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if one.option.environment}
+OPTIONS: Final[Mapping[str, Setting]] = {
+    one.name: one for one in DECLARED if not one.option.environment
+}
+SECRETS: Final[Mapping[str, Setting]] = {
+    one.name: one for one in DECLARED if one.option.environment
+}

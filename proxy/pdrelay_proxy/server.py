@@ -26,7 +26,8 @@ from pdrelay_proxy.listeners import AdminListener, main_config, main_sockets
 from pdrelay_proxy.options import without_restart
 from pdrelay_proxy.settings import Settings
 
-_YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
+# objects made, less those that have gone, before the garbage collector looks at them
+_YOUNG_MOST: Final = 5_000
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
 _DATE_S: Final = 1.0  # seconds between two Date headers
 logger = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ class _Loop(uvloop.Loop):
         self._handshake_s = handshake_s
 
     async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:  # noqa: ANN401 (asyncio's signature)
-        """Listen; a client that does not get on with its handshake is closed like one that sends no head."""
+        """Listen; a client that does not get on with its handshake is closed like one that sends no
+        head.
+        """
         if kwargs.get("ssl") is not None:
             kwargs.setdefault("ssl_handshake_timeout", self._handshake_s)
         return cast("asyncio.Server", await super().create_server(*args, **kwargs))
@@ -53,7 +56,12 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, admin: AdminListener | None, line: socket.socket | None, *, url: str
+        self,
+        config: uvicorn.Config,
+        admin: AdminListener | None,
+        line: socket.socket | None,
+        *,
+        url: str,
     ) -> None:
         super().__init__(config)
         self._admin = admin
@@ -67,7 +75,9 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        """Make the Date header anew once a second; uvicorn wakes ten times for it, to see whether it shall end."""
+        """Make the Date header anew once a second; uvicorn wakes ten times for it, to see whether
+        it shall end.
+        """
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), _DATE_S)
@@ -89,11 +99,18 @@ class _Server(uvicorn.Server):
             self._line.send(READY)
 
 
-def run(router: Router, settings: Settings, again: Callable[[], Settings], place: WorkerPlace | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit code.
+def run(
+    router: Router,
+    settings: Settings,
+    again: Callable[[], Settings],
+    place: WorkerPlace | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit
+    code.
 
-    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: that of one of several
-    workers, which listen at one address, and which the end of their supervisor tells to end, too.
+    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: that of
+    one of several workers, which listen at one address, and which the end of their supervisor tells
+    to end, too.
 
     Raises:
         ConfigError: the router cannot listen where it should.
@@ -103,13 +120,16 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     raise_descriptors()
     sockets = main_sockets(settings, is_shared=place is not None)
     admin = None if router.admin_app is None else AdminListener(router, settings)
-    # The garbage collector looks at what is made from now on, and seldom: what waits to be told of the requests of one
-    # moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
+    # The garbage collector looks at what is made from now on, and seldom: what waits to be told of
+    # the requests of one moment (io/request_path/deferred.py) is more than it takes to call it, and
+    # soon gone without it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
     url = url_of(settings.host, int(sockets[0].getsockname()[1]), is_tls=router.tls is not None)
-    server = _Server(main_config(router, settings), admin, None if place is None else place.line, url=url)
+    server = _Server(
+        main_config(router, settings), admin, None if place is None else place.line, url=url
+    )
     process = _Process(server, router, settings, again, sockets=sockets)
     with asyncio.Runner(loop_factory=partial(_Loop, settings.receive_timeout_s)) as runner:
         runner.run(process.run(None if place is None else place.line))
@@ -117,7 +137,9 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
 
 
 def raise_descriptors() -> None:
-    """Let this process have as many descriptors as it may; the usual soft limit is for programs that call select."""
+    """Let this process have as many descriptors as it may; the usual soft limit is for programs
+    that call select.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -167,11 +189,16 @@ class _Process:
         self._told.set()
 
     def _hurry(self) -> None:
-        logger.warning("second signal: shutting down now; %d requests are cut off", self._lifetime.in_flight)
+        logger.warning(
+            "second signal: shutting down now; %d requests are cut off", self._lifetime.in_flight
+        )
         self._hurried.set()
 
     def _on_line(self, line: socket.socket) -> None:
-        """Hear the supervisor. A signal may say the same to all processes at once: the two of them are one order."""
+        """Hear the supervisor.
+
+        A signal may say the same to all processes at once: the two of them are one order.
+        """
         said = heard(line)
         if said is None:
             asyncio.get_running_loop().remove_reader(line)
@@ -184,7 +211,9 @@ class _Process:
             self._hurry()
 
     def _on_reload(self) -> None:
-        """Go by the settings as they are now; what needs a restart stays as it was, and is named."""
+        """Go by the settings as they are now; what needs a restart stays as it was, and is
+        named.
+        """
         old = self._settings
         try:
             new, fixed = without_restart(old, self._again())
@@ -198,7 +227,9 @@ class _Process:
             return
         change()
         self._settings = new
-        logger.info("the settings were read again%s", "".join(f"; {name} needs a restart" for name in fixed))
+        logger.info(
+            "the settings were read again%s", "".join(f"; {name} needs a restart" for name in fixed)
+        )
         logging.getLogger().setLevel(new.log_level.upper())
 
     async def _end_when_told(self) -> None:
@@ -206,10 +237,17 @@ class _Process:
         settings = self._settings
         lifetime = self._lifetime
         lifetime.on(Step.TOLD)
-        logger.info("shutting down: /ready answers 503; new requests are served for %g s more", settings.drain_grace_s)
+        logger.info(
+            "shutting down: /ready answers 503; new requests are served for %g s more",
+            settings.drain_grace_s,
+        )
         await self._unless_hurried(asyncio.sleep(settings.drain_grace_s))
         lifetime.on(Step.GRACE_OVER)
-        logger.info("refusing new requests; %d in flight have %g s", lifetime.in_flight, settings.shutdown_timeout_s)
+        logger.info(
+            "refusing new requests; %d in flight have %g s",
+            lifetime.in_flight,
+            settings.shutdown_timeout_s,
+        )
         await self._unless_hurried(self._idle(settings.shutdown_timeout_s))
         if lifetime.in_flight:
             logger.warning("%d requests are cut off", lifetime.in_flight)

@@ -1,8 +1,10 @@
-"""What a user of the router can choose, each declared once: type, default, kind, meaning, chart value, SIGHUP.
+"""What a user of the router can choose, each declared once: type, default, kind, meaning, chart
+value, SIGHUP.
 
-The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the flag. ``options.py``
-reads the declarations for the command line, the file and SIGHUP, ``helm/generate.py`` for the chart's schema and
-docs/options.md. A feature declares its own (``features/*/settings.py``).
+The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the
+flag. ``options.py`` reads the declarations for the command line, the file and SIGHUP,
+``helm/generate.py`` for the chart's schema and docs/options.md. A feature declares its own
+(``features/*/settings.py``).
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +43,9 @@ CONNECTIONS: Final = 16384  # of clients, where the operator sets no number
 
 
 class KvTransferMode(StrEnum):
-    """Who moves the KV cache: the prefill engine writes it (push), or the decode engine reads it (pull)."""
+    """Who moves the KV cache: the prefill engine writes it (push), or the decode engine reads it
+    (pull).
+    """
 
     AUTO = "auto"  # as each prefill engine says in its answers
     PULL = "pull"  # always one leg after the other
@@ -52,7 +56,8 @@ class FirstTokenFrom(StrEnum):
     """Which engine makes the first token that the client of a stream gets."""
 
     DECODE = "decode"  # always the decode engine
-    PREFILL = "prefill"  # where the decode engine can go on behind it exactly; else the decode engine
+    # where the decode engine can go on behind it exactly; else the decode engine
+    PREFILL = "prefill"
 
 
 class LogLevel(StrEnum):
@@ -74,11 +79,14 @@ class LogFormat(StrEnum):
 class PolicyName(StrEnum):
     """How the engine of one leg is chosen."""
 
-    ROUND_ROBIN = "round_robin"  # in turn; if both legs are, every prefill engine meets every decode engine
+    # in turn; if both legs are, every prefill engine meets every decode engine
+    ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
     POWER_OF_TWO = "power_of_two"  # the less loaded of two that chance picks
-    SESSION = "session"  # the same engine for all requests of a session; without one, the least loaded
-    PREFIX = "prefix"  # the engine that has seen the longest beginning of the prompt, unless it is overloaded
+    # the same engine for all requests of a session; without one, the least loaded
+    SESSION = "session"
+    # the engine that has seen the longest beginning of the prompt, unless it is overloaded
+    PREFIX = "prefix"
 
 
 class QueueOrder(StrEnum):
@@ -308,9 +316,12 @@ class Settings:
 
     # What nobody had a reason to choose. Tests change it; it is no option.
     health_check_timeout_s: float = 5.0  # for one health check
-    ejection_time_s: float = 5.0  # before an ejected engine's trial; doubled after each that fails, up to 60 s
-    load_reports: bool = True  # prefill engines are asked for their load, if the prefill policy uses it
-    features: tuple[object, ...] = ()  # settings of features that differ from their defaults, one a class
+    # before an ejected engine's trial; doubled after each that fails, up to 60 s
+    ejection_time_s: float = 5.0
+    # prefill engines are asked for their load, if the prefill policy uses it
+    load_reports: bool = True
+    # settings of features that differ from their defaults, one a class
+    features: tuple[object, ...] = ()
 
     def of(self, feature: type[T]) -> T:
         """Return the settings of a feature, by their class."""

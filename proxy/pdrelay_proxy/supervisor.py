@@ -1,7 +1,10 @@
-"""Starts the workers of one machine, starts again those that die, and ends when they do. No request comes here.
+"""Starts the workers of one machine, starts again those that die, and ends when they do.
 
-A worker is a fork of this process, which has imported what a router needs. So a worker starts at once, and what all of
-them have imported is in memory once. Only a process with one thread can be forked safely: this one starts none.
+No request comes here.
+
+A worker is a fork of this process, which has imported what a router needs. So a worker starts at
+once, and what all of them have imported is in memory once. Only a process with one thread can be
+forked safely: this one starts none.
 """
 
 import asyncio
@@ -19,10 +22,19 @@ from typing import Final, NoReturn
 
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.listening import bound, reserved, url_of
-from pdrelay_proxy.io.worker_place import END, HURRY, LOOPBACK, READY, WorkerPlace, admin_port_of, limits_of_each
+from pdrelay_proxy.io.worker_place import (
+    END,
+    HURRY,
+    LOOPBACK,
+    READY,
+    WorkerPlace,
+    admin_port_of,
+    limits_of_each,
+)
 from pdrelay_proxy.settings import Settings
 
-_FIRST_PAUSE_S: Final = 0.2  # seconds before a worker that died is started again; doubled every time
+# seconds before a worker that died is started again; doubled every time
+_FIRST_PAUSE_S: Final = 0.2
 _PAUSE_MOST_S: Final = 30.0
 _PROVEN_S: Final = 60.0  # seconds after which a worker's death is the first one again
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -32,34 +44,48 @@ Serve = Callable[[WorkerPlace], int]  # serves to the end as one worker, and ret
 
 
 def run(settings: Settings, serve: Serve) -> int:
-    """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise ConfigError."""
+    """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise
+    ConfigError.
+    """
     with ExitStack() as stack:
         port = stack.enter_context(reserved(settings.host, settings.port))
         _check_admin_ports(settings)
         store = settings.store
         if store == "memory":
             store = f"file:{stack.enter_context(_folder())}/engines"
-        logger.info("each of %d workers has these limits for itself: %s", settings.workers, limits_of_each(settings))
+        logger.info(
+            "each of %d workers has these limits for itself: %s",
+            settings.workers,
+            limits_of_each(settings),
+        )
         peer_sockets = [stack.enter_context(_peer_socket()) for _ in range(settings.workers)]
         url = url_of(settings.host, port, is_tls=settings.tls_cert is not None)
         gc.collect()
         gc.freeze()  # else a collection in a worker would copy what it shares with the others
-        return asyncio.run(_Crew(serve, settings, peer_sockets, port=port, store=store, url=url).run())
+        return asyncio.run(
+            _Crew(serve, settings, peer_sockets, port=port, store=store, url=url).run()
+        )
 
 
 @contextmanager
 def _folder() -> Generator[str]:
-    """Make a folder for this user alone, where the workers keep engines that are added at run time."""
+    """Make a folder for this user alone, where the workers keep engines that are added at run
+    time.
+    """
     try:
         folder = tempfile.TemporaryDirectory(prefix="pdrelay-", ignore_cleanup_errors=True)
     except OSError as exc:
-        raise ConfigError(f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR") from exc
+        raise ConfigError(
+            f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR"
+        ) from exc
     with folder as name:
         yield name
 
 
 def _peer_socket() -> socket.socket:
-    """Bind a socket at a port that the system chooses; it outlives the worker that has it, and so does its port."""
+    """Bind a socket at a port that the system chooses; it outlives the worker that has it, and so
+    does its port.
+    """
     peer_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     peer_socket.setblocking(False)  # noqa: FBT003
     peer_socket.bind((LOOPBACK, 0))
@@ -77,7 +103,8 @@ def _check_admin_ports(settings: Settings) -> None:
 @dataclass(slots=True)
 class _Worker:
     pid: int
-    line: socket.socket  # its end says when this process has ended, and the end of the worker's that it has
+    # its end says when this process has ended, and the end of the worker's that it has
+    line: socket.socket
     is_ready: bool = False
 
     def signal(self, number: int) -> None:
@@ -148,11 +175,15 @@ class _Crew:
             logger.error("worker 0 has ended before it served (%s)", _cause(code))
             return 1
         others = [self._forked(number) for number in range(1, len(self._workers))]
-        codes = await asyncio.gather(*(self._keep(number, one) for number, one in enumerate((first, *others))))
+        codes = await asyncio.gather(
+            *(self._keep(number, one) for number, one in enumerate((first, *others)))
+        )
         return 1 if any(codes) else 0
 
     def _on_end(self) -> None:
-        """Pass it on, by word: some send the signal to all processes at once, and a second one means to hurry."""
+        """Pass it on, by word: some send the signal to all processes at once, and a second one
+        means to hurry.
+        """
         word = HURRY if self._shall_end.is_set() else END
         self._shall_end.set()
         for worker in filter(None, self._workers):
@@ -162,7 +193,9 @@ class _Crew:
                 worker.signal(signal.SIGTERM)
 
     def _on_reload(self) -> None:
-        """Pass it on to those that serve: one that starts reads the settings anyway, and a signal would kill it."""
+        """Pass it on to those that serve: one that starts reads the settings anyway, and a signal
+        would kill it.
+        """
         for worker in filter(None, self._workers):
             if worker.is_ready:
                 worker.signal(signal.SIGHUP)
@@ -182,7 +215,12 @@ class _Crew:
                 return code
             if loop.time() - began > _PROVEN_S:
                 pause_s = _FIRST_PAUSE_S
-            logger.warning("worker %d has ended (%s): another one starts in %g s", number, _cause(code), pause_s)
+            logger.warning(
+                "worker %d has ended (%s): another one starts in %g s",
+                number,
+                _cause(code),
+                pause_s,
+            )
             successor = None
             while successor is None:
                 with suppress(TimeoutError):
@@ -197,12 +235,17 @@ class _Crew:
             worker = successor
 
     def _note_beginning(self) -> None:
-        if not self._has_begun and all(each is not None and each.is_ready for each in self._workers):
+        if not self._has_begun and all(
+            each is not None and each.is_ready for each in self._workers
+        ):
             self._has_begun = True
             logger.info("running on %s with %d workers", self._url, len(self._workers))
 
     async def _ended(self, worker: _Worker) -> int:
-        """Wait for its end; return the exit code. One that was told to end before it served has done nothing wrong."""
+        """Wait for its end; return the exit code.
+
+        One that was told to end before it served has done nothing wrong.
+        """
         code = await worker.ended()
         return 0 if self._shall_end.is_set() and not worker.is_ready and code < 0 else code
 
@@ -212,7 +255,8 @@ class _Crew:
         with theirs:
             for end in (ours, theirs):
                 end.setblocking(False)  # noqa: FBT003
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the worker has its own handlers
+            # until the worker has its own handlers
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
                 pid = os.fork()
                 if pid == 0:
@@ -250,7 +294,9 @@ class _Crew:
             self._port,
             self._store,
             peer_socket,
-            tuple(other.getsockname()[1] for other in self._peer_sockets if other is not peer_socket),
+            tuple(
+                other.getsockname()[1] for other in self._peer_sockets if other is not peer_socket
+            ),
             self._secret,
             self._settings,
             line,

@@ -1,1 +1,3 @@
-"""Commands beside the router, which never imports them: they try it, examine engines and plan fleets."""
+"""Commands beside the router, which never imports them: they try it, examine engines and plan
+fleets.
+"""

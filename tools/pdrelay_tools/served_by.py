@@ -1,4 +1,6 @@
-"""What an answer and the engines tell about one request: who served it, and how much KV was moved."""
+"""What an answer and the engines tell about one request: who served it, and how much KV was
+moved.
+"""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ class LegTiming:
 
 
 def parse_server_timing(header: str) -> dict[str, LegTiming]:
-    """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is left out."""
+    """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is
+    left out.
+    """
     legs: dict[str, LegTiming] = {}
     for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
         name, engine, ms = match.groups()
@@ -25,7 +29,9 @@ def parse_server_timing(header: str) -> dict[str, LegTiming]:
 
 
 def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
-    """Sum a metric over its labels in a Prometheus text, by the first of the names that is there; None: none is."""
+    """Sum a metric over its labels in a Prometheus text, by the first of the names that is there;
+    None: none is.
+    """
     for name in names:
         pattern = re.compile(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
         if values := [float(value) for value in pattern.findall(exposition)]:

@@ -1,8 +1,9 @@
-"""Which bytes of a checkpoint tell it from another one of the same architecture: few, and the same on every engine.
+"""Which bytes of a checkpoint tell it from another one of the same architecture: few, and the same
+on every engine.
 
-Two fine-tunes of one architecture have equal headers and equal file sizes, so some bytes of their tensors are read. The
-choice depends on the tensors alone, and not on the files they lie in: a copy that was divided into other files is the
-same checkpoint.
+Two fine-tunes of one architecture have equal headers and equal file sizes, so some bytes of their
+tensors are read. The choice depends on the tensors alone, and not on the files they lie in: a copy
+that was divided into other files is the same checkpoint.
 """
 
 import enum
@@ -16,7 +17,8 @@ from msgspec import Meta
 
 from pdrelay_connector.errors import UnreadableCheckpoint
 
-MOST_SLICES: Final = 4096  # of one checkpoint: 16 MiB, in reads that a file system answers in well under a second
+# of one checkpoint: 16 MiB, in reads that a file system answers in well under a second
+MOST_SLICES: Final = 4096
 SLICE: Final = 4096  # bytes
 MOST_OF_TENSOR: Final = 8  # slices of one tensor, if there are few tensors
 MOST_HEADER: Final = 100_000_000  # bytes of a safetensors header, as its library has it
@@ -24,9 +26,11 @@ LENGTH_BYTES: Final = 8  # before the header: its length, little-endian
 # Of a configuration: what does not decide the KV, or is compared by itself.
 _OTHER_KEYS: Final = frozenset(
     {
-        "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id", "architectures",
+        "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id",
+            "architectures",
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-        "output_attentions", "output_hidden_states", "return_dict", "problem_type", "chunk_size_feed_forward",
+        "output_attentions", "output_hidden_states", "return_dict", "problem_type",
+            "chunk_size_feed_forward",
     }
 )  # fmt: skip
 _METADATA: Final = "__metadata__"  # the header's only entry that is no tensor
@@ -52,7 +56,10 @@ class Tensor(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Bytes of a file to read. ``key`` names them by their tensor, or by their place in a file that has no tensors."""
+    """Bytes of a file to read.
+
+    ``key`` names them by their tensor, or by their place in a file that has no tensors.
+    """
 
     key: str
     file: int
@@ -61,7 +68,9 @@ class Slice(NamedTuple):
 
 
 def header_length(first: bytes) -> int:
-    """Return the bytes of a safetensors header; raises :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`."""
+    """Return the bytes of a safetensors header; raises
+    :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`.
+    """
     length = int.from_bytes(first, "little")
     if len(first) < LENGTH_BYTES or not 0 < length <= MOST_HEADER:
         raise UnreadableCheckpoint("it does not begin as a safetensors file does")
@@ -78,16 +87,20 @@ def read_header(header: bytes, file: int) -> list[Tensor]:
         raise UnreadableCheckpoint(f"its safetensors header is not valid: {exc}") from exc
     begin = LENGTH_BYTES + len(header)
     return [
-        Tensor(name, each.dtype, each.shape, file, begin + each.data_offsets[0], max(0, stop - start))
+        Tensor(
+            name, each.dtype, each.shape, file, begin + each.data_offsets[0], max(0, stop - start)
+        )
         for name, each in found.items()
         for start, stop in (each.data_offsets,)
     ]
 
 
 def choose_slices(tensors: Sequence[Tensor]) -> list[Slice]:
-    """Choose slices of every tensor; of a checkpoint with very many, the same number of tensors of each kind.
+    """Choose slices of every tensor; of a checkpoint with very many, the same number of tensors of
+    each kind.
 
-    Tensors are of one kind if their names differ in numbers only: layers, and experts, which are most of some models.
+    Tensors are of one kind if their names differ in numbers only: layers, and experts, which are
+    most of some models.
     """
     chosen = sorted(tensors)
     if len(chosen) > MOST_SLICES:
@@ -110,20 +123,27 @@ def _of_each_kind(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _slices_of(tensor: Tensor, count: int) -> list[Slice]:
-    """Divide a tensor into ``count`` parts, and take a slice of each from a place that its name decides."""
+    """Divide a tensor into ``count`` parts, and take a slice of each from a place that its name
+    decides.
+    """
     if tensor.length <= count * SLICE:
         return [Slice(f"{tensor.name}@0", tensor.file, tensor.start, tensor.length)]
     part = tensor.length // count
     places = hashlib.blake2b(tensor.name.encode(errors="replace"), digest_size=8 * count).digest()
     offsets = [
-        number * part + int.from_bytes(places[8 * number : 8 * number + 8], "little") % (part - SLICE + 1)
+        number * part
+        + int.from_bytes(places[8 * number : 8 * number + 8], "little") % (part - SLICE + 1)
         for number in range(count)
     ]
-    return [Slice(f"{tensor.name}@{offset}", tensor.file, tensor.start + offset, SLICE) for offset in offsets]
+    return [
+        Slice(f"{tensor.name}@{offset}", tensor.file, tensor.start + offset, SLICE)
+        for offset in offsets
+    ]
 
 
 def spread_slices(sizes: Sequence[int], *, head: int = 1 << 16, tail: int = 1 << 20) -> list[Slice]:
-    """Choose slices of files whose tensors are not known: their ends, and places in between at equal distances.
+    """Choose slices of files whose tensors are not known: their ends, and places in between at
+    equal distances.
 
     The end of a file that torch has written is a directory with a CRC-32 of every tensor.
     """
@@ -151,15 +171,23 @@ def digest_of(description: object, pieces: Sequence[tuple[str, bytes]]) -> str:
 
 
 def digest_config(config: Mapping[str, Any]) -> str:
-    """Return a digest of what decides KV in a model's configuration, as its config.json or transformers has it."""
+    """Return a digest of what decides KV in a model's configuration, as its config.json or
+    transformers has it.
+    """
     return digest_of(_plain(config), ())
 
 
 def _plain(value: object) -> object:
-    """Return a value in types that MessagePack knows, without names of places and without what does not decide KV."""
+    """Return a value in types that MessagePack knows, without names of places and without what does
+    not decide KV.
+    """
     if isinstance(value, Mapping):
         items = {str(key): each for key, each in cast("Mapping[object, Any]", value).items()}
-        kept = {key: each for key, each in items.items() if not key.startswith("_") and key not in _OTHER_KEYS}
+        kept = {
+            key: each
+            for key, each in items.items()
+            if not key.startswith("_") and key not in _OTHER_KEYS
+        }
         return [(key, _plain(kept[key])) for key in sorted(kept)]
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in cast("Sequence[Any]", value)]

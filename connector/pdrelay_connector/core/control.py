@@ -1,4 +1,6 @@
-"""The control thread of a scheduler process: passes the events of its link to the objects they belong to."""
+"""The control thread of a scheduler process: passes the events of its link to the objects they
+belong to.
+"""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -11,7 +13,14 @@ from pdrelay_connector.core.ids import ConnId, RequestId
 from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.lease.lease_table import LeaseEnded
 from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
-from pdrelay_connector.core.messages import FindPrefix, Objection, PrefixFound, Reachable, ReadDone, ReadsStarted
+from pdrelay_connector.core.messages import (
+    FindPrefix,
+    Objection,
+    PrefixFound,
+    Reachable,
+    ReadDone,
+    ReadsStarted,
+)
 from pdrelay_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
 from pdrelay_connector.core.push.decode_scheduler import PushReceiver
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
@@ -43,13 +52,17 @@ ControlResult: TypeAlias = (
 )
 PUBLISH_AFTER = 1.0  # s that numbers wait for a step that the engine makes anyway
 LOOK_EVERY = 0.02  # s between two looks whether an engine that is to sleep may
-ASLEEP = "this engine sleeps: its KV cache is put away, and it hands over and takes in nothing until it wakes"
+ASLEEP = (
+    "this engine sleeps: its KV cache is put away, and it hands over and takes in nothing until it "
+    "wakes"
+)
 
 
 class ControlPlane:
     """Connections that we opened belong to the decode role, all others to the prefill role.
 
-    Push adds a coordinator to the prefill role and a receiver to the decode role; staging adds one object to each.
+    Push adds a coordinator to the prefill role and a receiver to the decode role; staging adds one
+    object to each.
     """
 
     def __init__(
@@ -71,8 +84,8 @@ class ControlPlane:
     ) -> None:
         """``takes_reads``: although this engine pushes, others may read what it keeps.
 
-        ``has_numbers`` tells whether something was counted that a step of the engine has not collected.
-        ``close_all`` closes all connections and refuses others, for a reason.
+        ``has_numbers`` tells whether something was counted that a step of the engine has not
+        collected. ``close_all`` closes all connections and refuses others, for a reason.
         """
         self._sleep = Sleep()
         self._close_all = close_all
@@ -121,10 +134,13 @@ class ControlPlane:
             raise RuntimeError("this engine lends no cached blocks")
         return self._prefix_lender
 
-    def grant(self, request: RequestId, *, now: float, sampled: bool = False, pushed: bool = True) -> None:
+    def grant(
+        self, request: RequestId, *, now: float, sampled: bool = False, pushed: bool = True
+    ) -> None:
         """Lease the blocks of a finished prefill; if ``sampled``, checksums follow, in pull.
 
-        ``pushed``: they are written into a decode engine's cache, if this engine pushes; else that reads them.
+        ``pushed``: they are written into a decode engine's cache, if this engine pushes; else that
+            reads them.
         """
         self.lease_manager.grant(request, now=now, sampled=sampled)
         if self._push_coordinator is not None and pushed:
@@ -145,8 +161,9 @@ class ControlPlane:
     def fall_asleep(self, *, until: float) -> None:
         """Begin nothing, and end what is under way: the engine's memory is about to go away.
 
-        :class:`~pdrelay_connector.core.results.FellAsleep` follows. If it may go, this control plane refuses everybody
-        from then on; another one belongs to the engine that wakes. ``until``: when it stays.
+        :class:`~pdrelay_connector.core.results.FellAsleep` follows. If it may go, this control
+        plane refuses everybody from then on; another one belongs to the engine that wakes.
+        ``until``: when it stays.
         """
         self._sleep.on(SleepEvent.SLEEP_ORDERED)
         self._sleep_by = until
@@ -154,7 +171,9 @@ class ControlPlane:
         self.lease_renewer.give_up()
 
     def _doze(self, now: float) -> float | None:
-        """Close all connections as soon as nothing uses this engine's memory; return when to look again."""
+        """Close all connections as soon as nothing uses this engine's memory; return when to look
+        again.
+        """
         if self._sleep.state is not SleepState.FALLING_ASLEEP:
             return None
         why = "this engine goes to sleep"
@@ -174,7 +193,9 @@ class ControlPlane:
         return None
 
     def _user_of_memory(self, now: float) -> str:
-        """Say who may still read this engine's memory, or write into it, or into another's with it; "" if nobody."""
+        """Say who may still read this engine's memory, or write into it, or into another's with it;
+        "" if nobody.
+        """
         if self._push_receiver is not None and len(self._push_receiver):
             return f"{len(self._push_receiver)} pushes of other engines may still be written into its cache"
         if self._push_coordinator is not None and self._push_coordinator.may_write:
@@ -183,8 +204,12 @@ class ControlPlane:
         return "another engine still reads its cache" if is_read else ""
 
     def _is_busy(self, request: RequestId) -> bool:
-        is_written = self._push_coordinator is not None and self._push_coordinator.is_writing(request)
-        return is_written or (self._staging_coordinator is not None and self._staging_coordinator.is_reading(request))
+        is_written = self._push_coordinator is not None and self._push_coordinator.is_writing(
+            request
+        )
+        return is_written or (
+            self._staging_coordinator is not None and self._staging_coordinator.is_reading(request)
+        )
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event."""
@@ -195,7 +220,9 @@ class ControlPlane:
             self._connection_lost(event.conn)
         if isinstance(event, MessageReceived) and isinstance(event.message, Objection):
             self.lease_manager.objected(event.conn, event.message.reason)
-        elif isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
+        elif isinstance(event, MessageReceived) and isinstance(
+            event.message, Reachable | FindPrefix
+        ):
             self._on_prefix_message(event.conn, event.message)
         elif self._push_coordinator is not None and self._takes_reads and _is_about_read(event):
             self.lease_manager.on(event, now=now)
@@ -210,7 +237,11 @@ class ControlPlane:
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""
-        dues = [self.lease_manager.advance(now=now), self.lease_renewer.advance(now=now), self._publish(now)]
+        dues = [
+            self.lease_manager.advance(now=now),
+            self.lease_renewer.advance(now=now),
+            self._publish(now),
+        ]
         if self._push_coordinator is not None:
             self._push_coordinator.advance(now=now)
         if self._staging_coordinator is not None:
@@ -225,7 +256,8 @@ class ControlPlane:
         return min((due for due in dues if due is not None), default=None)
 
     def take_results(self, *, now: float) -> list[ControlResult]:
-        """Return what has ended: leases of this engine and of others, handshakes, searches, and loads in push.
+        """Return what has ended: leases of this engine and of others, handshakes, searches, and
+        loads in push.
 
         And that numbers are due, which an engine without work would keep until its next request.
         """
@@ -242,11 +274,23 @@ class ControlPlane:
         self._are_numbers_due = False
         asleep = self._fell_asleep
         self._fell_asleep = []
-        met = [*renewer.take_handshakes(), *renewer.take_lost_peers()]  # who is met and lost in one turn is lost
-        return [*released, *met, *renewer.take_lost(), *results, *searches, *wanted, *numbers, *asleep]
+        # who is met and lost in one turn is lost
+        met = [*renewer.take_handshakes(), *renewer.take_lost_peers()]
+        return [
+            *released,
+            *met,
+            *renewer.take_lost(),
+            *results,
+            *searches,
+            *wanted,
+            *numbers,
+            *asleep,
+        ]
 
     def _publish(self, now: float) -> float | None:
-        """Have the engine step for numbers that have waited long enough; return when to look again."""
+        """Have the engine step for numbers that have waited long enough; return when to look
+        again.
+        """
         if not self._has_numbers():
             self._publish_at = None
         elif self._publish_at is None:

@@ -1,4 +1,6 @@
-"""The connector's counters, gauges and transfer samples, which reach vLLM's stats and Prometheus."""
+"""The connector's counters, gauges and transfer samples, which reach vLLM's stats and
+Prometheus.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,19 +23,26 @@ class TransferSample(msgspec.Struct, frozen=True):
 
 
 class StatsReport(msgspec.Struct):
-    """What has happened since the last report, the current gauges, and engines that were found to differ."""
+    """What has happened since the last report, the current gauges, and engines that were found to
+    differ.
+    """
 
     counters: dict[str, int] = {}
     gauges: dict[str, float] = {}
     transfers: list[TransferSample] = []
     incompatible: list[str] = []  # ids
-    compatible: list[str] = []  # ids of engines that were found to differ before, and do not any more
+    # ids of engines that were found to differ before, and do not any more
+    compatible: list[str] = []
     events: list[TimelineEvent] = []
-    peer_loads: dict[str, dict[str, int]] = {}  # by prefill engine, and by how they ended: LOAD_OUTCOMES
-    failures: dict[str, str] = {}  # by prefill engine: how its latest failed load ended, one of FAILURES
+    # by prefill engine, and by how they ended: LOAD_OUTCOMES
+    peer_loads: dict[str, dict[str, int]] = {}
+    # by prefill engine: how its latest failed load ended, one of FAILURES
+    failures: dict[str, str] = {}
 
     def __bool__(self) -> bool:
-        kept = self.counters or self.gauges or self.transfers or self.incompatible or self.compatible
+        kept = (
+            self.counters or self.gauges or self.transfers or self.incompatible or self.compatible
+        )
         return bool(kept or self.events or self.peer_loads)  # failures come with their loads
 
 
@@ -57,7 +66,8 @@ class Counters:
             self._counts[name] += by
 
     def count_load(self, name: str, engine: str, *, cause: str = "") -> None:
-        """Count how a load has ended, also by its prefill engine: a router keeps two apart that cannot meet.
+        """Count how a load has ended, also by its prefill engine: a router keeps two apart that
+        cannot meet.
 
         ``cause``: why the two engines have not met, one of :data:`CAUSES`.
         """
@@ -78,7 +88,9 @@ class Counters:
         """Record one finished transfer."""
         self._transfers.append(sample)
 
-    def note(self, request: str, step: TimelineStep, at: float, count: int = 0, *, note: str = "") -> None:
+    def note(
+        self, request: str, step: TimelineStep, at: float, count: int = 0, *, note: str = ""
+    ) -> None:
         """Note an event of a request's timeline, if those are kept; ``at``: s, monotonic."""
         if self.keeps_events:
             self._events.append(TimelineEvent(request, step, at, count, note))
@@ -108,8 +120,8 @@ class Counters:
 class ForwardingCounters(Counters):
     """Forwards each count at once, on the thread that counts.
 
-    vLLM collects the workers' numbers with an engine step, and a message of this thread may cause the last step for a
-    while: what is counted after that step would wait for the next request.
+    vLLM collects the workers' numbers with an engine step, and a message of this thread may cause
+    the last step for a while: what is counted after that step would wait for the next request.
     """
 
     def __init__(self, tell: Callable[[StatsReport], None], *, keeps_events: bool = False) -> None:
@@ -126,7 +138,9 @@ class ForwardingCounters(Counters):
         super().observe(sample)
         self._tell(self.take())
 
-    def note(self, request: str, step: TimelineStep, at: float, count: int = 0, *, note: str = "") -> None:
+    def note(
+        self, request: str, step: TimelineStep, at: float, count: int = 0, *, note: str = ""
+    ) -> None:
         """Note an event."""
         if self.keeps_events:
             super().note(request, step, at, count, note=note)
@@ -137,10 +151,11 @@ LOADED: Final = "loaded"
 UNREACHABLE: Final = "handshake"
 SECRET: Final = "secret"
 CLOCK: Final = "clock"
-# Why two engines have not met, where it is known; of a load, in the place of "handshake" or "refused".
+# Why two engines have not met, where it is known; of a load, in the place of "handshake" or
+# "refused".
 CAUSES: Final = (UNREACHABLE, "refused", SECRET, "certificate", "version", "model", CLOCK)
-# How a load has ended, by the counter of it. An aborted load says nothing of its engines. In pull each rank counts its
-# failures, and the scheduler counts a request that all ranks have loaded.
+# How a load has ended, by the counter of it. An aborted load says nothing of its engines. In pull
+# each rank counts its failures, and the scheduler counts a request that all ranks have loaded.
 LOAD_OUTCOMES: Final = {
     "loads": LOADED,
     "loads_failed_handshake": "handshake",
@@ -152,7 +167,8 @@ LOAD_OUTCOMES: Final = {
     "loads_failed_staging": "staging",
     "loads_failed_wrong_kv": "wrong_kv",
 }
-# What each means, for a label: the words are few and fixed, so that no peer and no client adds series. A log has more.
+# What each means, for a label: the words are few and fixed, so that no peer and no client adds
+# series. A log has more.
 FAILURES: Final = {
     UNREACHABLE: "the side channel of the prefill engine could not be connected to",
     "refused": "one engine refuses the other",
@@ -178,83 +194,156 @@ COUNTERS = {
     "leases_expired": "Leases that were not renewed in time.",
     "leases_revoked": "Leases that ended unread because a prefill lacked blocks.",
     "leases_refused": "Prefills not handed over because max_leases or max_held_share was reached.",
-    "objections": "Decode engines that have met this one and load no KV of it, because a fingerprint or shape differs.",
-    "foreign_messages": "Messages about leases, reads and pushes of another engine; they changed nothing.",
-    "connections_refused": "Side channel connections refused: no proof of the secret, or another engine expected.",
+    "objections": (
+        "Decode engines that have met this one and load no KV of it, because a fingerprint or "
+        "shape differs."
+    ),
+    "foreign_messages": (
+        "Messages about leases, reads and pushes of another engine; they changed nothing."
+    ),
+    "connections_refused": (
+        "Side channel connections refused: no proof of the secret, or another engine expected."
+    ),
     "connections_without_tls": "Side channel connections that did not complete TLS.",
     "connections_timed_out": "Side channel connections that did not prove themselves in time.",
-    "connections_evicted": "Side channel connections closed because too many had not proven themselves.",
-    "connections_over_record_limit": "Side channel connections closed: many TLS records and no proof.",
-    "accepts_without_descriptor": "Times that a connection was not accepted for lack of file descriptors.",
-    "unknown_transfer_messages": "Messages about leases, reads and pushes that are over, or unknown.",
-    "early_transfer_messages": "Push: messages of decode engines about transfers whose prefill is not done.",
+    "connections_evicted": (
+        "Side channel connections closed because too many had not proven themselves."
+    ),
+    "connections_over_record_limit": (
+        "Side channel connections closed: many TLS records and no proof."
+    ),
+    "accepts_without_descriptor": (
+        "Times that a connection was not accepted for lack of file descriptors."
+    ),
+    "unknown_transfer_messages": (
+        "Messages about leases, reads and pushes that are over, or unknown."
+    ),
+    "early_transfer_messages": (
+        "Push: messages of decode engines about transfers whose prefill is not done."
+    ),
     "registrations": "Push: requests for which decode engines lent blocks to write into.",
     "pushes": "Push: requests whose KV was written completely, counted on each rank.",
     "pushes_aborted": "Push: requests whose KV was not written completely, counted on each rank.",
     "pushes_refused": "Push: registrations refused because too many were open.",
-    "transfers_abandoned": "Prefills whose client left before the router had their answer: their blocks are freed.",
-    "transfer_ids_duplicate": "Push: prefills not handed over because another has the same transfer id.",
-    "transfer_ids_invalid": "Push: prefills not handed over because their transfer id could not be used.",
+    "transfers_abandoned": (
+        "Prefills whose client left before the router had their answer: their blocks are freed."
+    ),
+    "transfer_ids_duplicate": (
+        "Push: prefills not handed over because another has the same transfer id."
+    ),
+    "transfer_ids_invalid": (
+        "Push: prefills not handed over because their transfer id could not be used."
+    ),
     "reads_discarded": "Reads and pushes that ended after their lease: their bytes were discarded.",
     "renewals_sent": "Leases renewed at prefill engines, one per request and heartbeat.",
     "registrations_sent": "Push: requests for which blocks were lent to prefill engines.",
-    "registrations_resent": "Push: registrations sent over a new connection because the one before had ended.",
-    "renewals_withheld": "Leases not renewed because this engine's loop had not turned for engine_loop_timeout.",
+    "registrations_resent": (
+        "Push: registrations sent over a new connection because the one before had ended."
+    ),
+    "renewals_withheld": (
+        "Leases not renewed because this engine's loop had not turned for engine_loop_timeout."
+    ),
     "drops_sent": "Requests whose blocks were given back unread.",
     "leases_lost": "Leases that a prefill engine does not hold, or not for this engine.",
-    "loads_skipped_lease_lost": "Requests that computed their own prompt because their lease was lost before the read.",
+    "loads_skipped_lease_lost": (
+        "Requests that computed their own prompt because their lease was lost before the read."
+    ),
     "handshakes": "Prefill engines connected to.",
     "handshakes_failed": "Prefill engines that could not be connected to.",
     "peers_lost": "Prefill engines whose connection closed.",
     "loads": "Requests whose KV was loaded and confirmed.",
-    "loads_failed_handshake": "Loads that failed because the prefill engine could not be connected to.",
+    "loads_failed_handshake": (
+        "Loads that failed because the prefill engine could not be connected to."
+    ),
     "loads_failed_transfer": "Loads that failed in NIXL or the network.",
     "loads_failed_timeout": "Loads that took longer than transfer_timeout.",
     "loads_failed_lease": "Loads that failed because the lease was lost before the read ended.",
     "loads_failed_peer": "Loads that failed because the prefill engine's connection closed.",
-    "loads_failed_staging": "Loads that failed because host memory was too small, or copying to or from it failed.",
-    "loads_failed_wrong_kv": "Loads that failed because a sampled block was not what the prefill engine computed.",
-    "prefills_sampled": "Prefills of which checksums of sampled blocks were ordered (verify_share).",
-    "sums_late": "Sampled prefills whose readers were answered without checksums: a step of the workers took too long.",
-    "blocks_checked": "Loaded blocks whose checksum was compared with the prefill engine's, counted on each rank.",
-    "blocks_wrong": "Loaded blocks whose checksum differed from the prefill engine's, counted on each rank.",
-    "loads_unchecked": "Loads with checksums of which no block could be compared: other shapes, or not loaded.",
+    "loads_failed_staging": (
+        "Loads that failed because host memory was too small, or copying to or from it failed."
+    ),
+    "loads_failed_wrong_kv": (
+        "Loads that failed because a sampled block was not what the prefill engine computed."
+    ),
+    "prefills_sampled": (
+        "Prefills of which checksums of sampled blocks were ordered (verify_share)."
+    ),
+    "sums_late": (
+        "Sampled prefills whose readers were answered without checksums: a step of the workers "
+        "took too long."
+    ),
+    "blocks_checked": (
+        "Loaded blocks whose checksum was compared with the prefill engine's, counted on each rank."
+    ),
+    "blocks_wrong": (
+        "Loaded blocks whose checksum differed from the prefill engine's, counted on each rank."
+    ),
+    "loads_unchecked": (
+        "Loads with checksums of which no block could be compared: other shapes, or not loaded."
+    ),
     "bytes_staged_out": "Bytes of KV copied from the device into host memory.",
     "bytes_staged_in": "Bytes of KV copied from host memory into the device.",
     "loads_aborted": "Push: requests aborted before their KV was there.",
-    "loads_skipped_incompatible": "Requests that computed their own prompt because their prefill engine differs.",
+    "loads_skipped_incompatible": (
+        "Requests that computed their own prompt because their prefill engine differs."
+    ),
     "loads_shared": "Requests that wait for the load of another answer to the same prompt (n > 1).",
-    "loads_skipped_local": "Transfers not needed: the prompt was in the local prefix cache, or is one token.",
-    "requests_without_kv_params": "Requests without kv_transfer_params on an engine that may load KV.",
+    "loads_skipped_local": (
+        "Transfers not needed: the prompt was in the local prefix cache, or is one token."
+    ),
+    "requests_without_kv_params": (
+        "Requests without kv_transfer_params on an engine that may load KV."
+    ),
     "kv_params_invalid": "Requests whose kv_transfer_params could not be used.",
     "kv_params_other_prompt": "Requests whose kv_transfer_params belong to another prompt.",
-    "kv_params_other_adapter": "Requests whose kv_transfer_params belong to another LoRA adapter, or to other weights.",
-    "kv_params_unsigned": "Requests whose kv_transfer_params have no signature, on an engine with a secret.",
+    "kv_params_other_adapter": (
+        "Requests whose kv_transfer_params belong to another LoRA adapter, or to other weights."
+    ),
+    "kv_params_unsigned": (
+        "Requests whose kv_transfer_params have no signature, on an engine with a secret."
+    ),
     "kv_params_forged": "Requests whose kv_transfer_params have a wrong signature.",
-    "kv_params_host_replaced": "Requests whose signed kv_transfer_params name another host than was signed.",
+    "kv_params_host_replaced": (
+        "Requests whose signed kv_transfer_params name another host than was signed."
+    ),
     "kv_params_expired": "Requests whose kv_transfer_params are too old.",
     EVENTS_DROPPED: "Events of requests' timelines that were dropped: the engine made no step meanwhile.",
     "prefixes_asked": "Prefills that asked a decode engine for the KV of an earlier answer.",
     "prefixes_found": "Prefills for which a decode engine had KV that this engine lacked.",
-    "prefixes_unanswered": "Prefills whose decode engine did not answer within return_timeout, or was not reached.",
-    "prefixes_of_unknown_engines": "Prefills that named a decode engine which has not connected to this one.",
-    "prefixes_unsupported": "Prefills with images, an adapter or prompt logprobs, which ask no decode engine for KV.",
+    "prefixes_unanswered": (
+        "Prefills whose decode engine did not answer within return_timeout, or was not reached."
+    ),
+    "prefixes_of_unknown_engines": (
+        "Prefills that named a decode engine which has not connected to this one."
+    ),
+    "prefixes_unsupported": (
+        "Prefills with images, an adapter or prompt logprobs, which ask no decode engine for KV."
+    ),
     "prefixes_leased": "Prompts whose cached blocks were leased to a prefill engine.",
-    "prefixes_missed": "Prompts that a prefill engine asked for and this engine's prefix cache did not have.",
-    "prefixes_refused": "Prompts that a prefill engine asked for while too many questions or leases were open.",
+    "prefixes_missed": (
+        "Prompts that a prefill engine asked for and this engine's prefix cache did not have."
+    ),
+    "prefixes_refused": (
+        "Prompts that a prefill engine asked for while too many questions or leases were open."
+    ),
 }
 GAUGES = {
     "leases_held": "Requests whose blocks are kept for decode engines now.",
     "blocks_held": "KV blocks kept for decode engines now.",
-    "requests_waiting_for_remote_kv": "Requests here that wait for, or read, another engine's blocks now.",
-    "blocks_quarantined": "KV blocks of failed loads that a hung prefill engine may still write into now.",
+    "requests_waiting_for_remote_kv": (
+        "Requests here that wait for, or read, another engine's blocks now."
+    ),
+    "blocks_quarantined": (
+        "KV blocks of failed loads that a hung prefill engine may still write into now."
+    ),
 }
 
 
 def merge(reports: Sequence[StatsReport]) -> StatsReport:
     """Add up the counters and transfers of several reports; of a gauge, the latest wins.
 
-    Of more than :data:`~pdrelay_connector.core.timeline.MAX_EVENTS` events the oldest are dropped, and counted.
+    Of more than :data:`~pdrelay_connector.core.timeline.MAX_EVENTS` events the oldest are dropped,
+    and counted.
     """
     counters: Counter[str] = Counter()
     merged = StatsReport(gauges={}, peer_loads={}, failures={})
@@ -267,7 +356,9 @@ def merge(reports: Sequence[StatsReport]) -> StatsReport:
         merged.events = [*merged.events, *report.events]
         merged.failures.update(report.failures)
         for engine, loads in report.peer_loads.items():
-            merged.peer_loads[engine] = dict(Counter(merged.peer_loads.get(engine, {})) + Counter(loads))
+            merged.peer_loads[engine] = dict(
+                Counter(merged.peer_loads.get(engine, {})) + Counter(loads)
+            )
     if (dropped := len(merged.events) - MAX_EVENTS) > 0:
         counters[EVENTS_DROPPED] += dropped
         del merged.events[:dropped]

@@ -3,12 +3,15 @@
 from typing import NamedTuple, NewType
 
 EngineId = NewType("EngineId", str)
-RequestId = NewType("RequestId", str)  # vLLM's internal id, different on P and on D for the same client request
+# vLLM's internal id, different on P and on D for the same client request
+RequestId = NewType("RequestId", str)
 ConnId = NewType("ConnId", int)  # one control connection, as this process numbers them
 XferId = NewType("XferId", int)
 BlockId = NewType("BlockId", int)
-CopyId = NewType("CopyId", int)  # one copy between a device and host memory, as its worker numbers them
-PartId = NewType("PartId", int)  # one staged part of a request's KV, as the scheduler that staged it numbers them
+# one copy between a device and host memory, as its worker numbers them
+CopyId = NewType("CopyId", int)
+# one staged part of a request's KV, as the scheduler that staged it numbers them
+PartId = NewType("PartId", int)
 
 
 class Address(NamedTuple):

@@ -6,9 +6,8 @@ A connection is TLS 1.3. The decode engine (D) opens it, the prefill engine (P) 
 
 Both modes then use::
 
-    D: RenewLeases           P: LeasesLost for those that P does not hold; also sent unasked when P revokes a lease
-    D: DropLeases
-    D: Objection, once, if P's fingerprint or shapes differ
+    D: RenewLeases           P: LeasesLost for those that P does not hold; also sent unasked when P
+    revokes a lease D: DropLeases D: Objection, once, if P's fingerprint or shapes differ
 
 Pull::
 
@@ -22,20 +21,23 @@ Push::
     D: RegisterPush          P: PushDone, or PushStopped; PushStalled may come first
     D: CancelPushes          P: PushStopped
 
-A request is named by P's id of it in pull. In push D speaks first, so there the name is the transfer id that both
-engines have from the router. P's workers write, and open a connection to their own scheduler for that::
+A request is named by P's id of it in pull. In push D speaks first, so there the name is the
+transfer id that both engines have from the router. P's workers write, and open a connection to
+their own scheduler for that::
 
     worker: WorkerHello      scheduler: PeerMemory, StartPush, StopPush, PeerGone
     worker: PushWritten, PushAborted, WriteStalled
 
-A decode engine whose prefix cache P may read (``return_kv``) says where it listens. P then is the client, and reads the
-blocks as D does in pull, whatever the mode. An engine that has not said so is not asked::
+A decode engine whose prefix cache P may read (``return_kv``) says where it listens. P then is the
+client, and reads the blocks as D does in pull, whatever the mode. An engine that has not said so is
+not asked::
 
-    D: Reachable, over the connection that D opened
-    P: FindPrefix            D: PrefixFound
-    P: RenewLeases, ReadsStarted, ReadDone, DropLeases     D: LeasesLost, FenceResult; in push HeartbeatReply
+    D: Reachable, over the connection that D opened P: FindPrefix            D: PrefixFound P:
+    RenewLeases, ReadsStarted, ReadDone, DropLeases     D: LeasesLost, FenceResult; in push
+    HeartbeatReply
 
-Where KV goes through host memory (staging), D reads in parts, and workers connect to their own scheduler in pull, too::
+Where KV goes through host memory (staging), D reads in parts, and workers connect to their own
+scheduler in pull, too::
 
     D: StagePart, from every rank     P: PartStaged, or PartRefused
     scheduler: CopyOut, CopyIn        worker: CopyEnded
@@ -55,16 +57,20 @@ from pdrelay_connector.errors import ProtocolViolation
 
 PROTOCOL = 10  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
-MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
-MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
+# bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
+MAX_GREETING = 64 << 20
+# bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
+MAX_UNAUTHENTICATED_FRAME = 32768
 MAX_IDS = 1024  # requests that one message names
 HASH_BYTES = 16  # of a worker's badge, as its scheduler names it
-MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
+# characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
+MAX_ID = 255
 MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
 MAX_RANKS = 1024  # workers of one engine: tensor-parallel ranks of all pipeline stages
 MAX_LAYER = 255  # characters of a layer's name
 MAX_GROUPS = 64  # KV cache groups of one engine
-MAX_PART = 1024  # blocks of each KV cache group in one staged part: the largest CopyOut fits into MAX_FRAME
+# blocks of each KV cache group in one staged part: the largest CopyOut fits into MAX_FRAME
+MAX_PART = 1024
 MAX_HEADS = 1 << 16  # KV heads of one layer
 MAX_PARTS = 1 << 16  # pieces of one entry
 MAX_TOKENS = 1 << 20  # tokens of one block
@@ -91,8 +97,8 @@ MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]  # NIXL's names
 class Fingerprint(msgspec.Struct, frozen=True):
     """What must be equal on both engines for their KV to mean the same.
 
-    What may differ (tensor and pipeline parallelism, block sizes, layouts) stands in each rank's :class:`RankInfo`.
-    Nothing here depends on where a model lies.
+    What may differ (tensor and pipeline parallelism, block sizes, layouts) stands in each rank's
+    :class:`RankInfo`. Nothing here depends on where a model lies.
     """
 
     vllm: str
@@ -106,8 +112,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
     mode: str = "pull"
     code_revision: str = "none"  # of the model's code, where that comes with the weights
     quantization: str = "none"
-    # What the model is: digests; of a draft model, whose layers' KV travels, too, in words. A worker leaves them empty,
-    # and compares the rest: schedulers meet first.
+    # What the model is: digests; of a draft model, whose layers' KV travels, too, in words. A
+    # worker leaves them empty, and compares the rest: schedulers meet first.
     draft_model: str = ""
     config: str = ""
     tokenizer: str = ""
@@ -115,13 +121,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """One layer's cache on one rank: ``count`` rows of ``heads`` x ``tokens`` entries of ``parts`` x ``width`` bytes.
+    """One layer's cache on one rank: ``count`` rows of ``heads`` x ``tokens`` entries of ``parts``
+    x ``width`` bytes.
 
-    An entry is what is kept of one token, or of ``covers`` tokens, and one head: K and V side by side, or one of them,
-    as a kernel likes it. A row is what the kernel calls a block: vLLM's block ``b`` is the rows from ``b * rows`` on.
-    Layouts differ in the strides, which are bytes. Of a row that is ``opaque``, the kernel alone knows which byte
-    belongs to whom. A ``state`` is one entry of a block, however many tokens it covers; its strides say how it is
-    ordered.
+    An entry is what is kept of one token, or of ``covers`` tokens, and one head: K and V side by
+    side, or one of them, as a kernel likes it. A row is what the kernel calls a block: vLLM's block
+    ``b`` is the rows from ``b * rows`` on. Layouts differ in the strides, which are bytes. Of a row
+    that is ``opaque``, the kernel alone knows which byte belongs to whom. A ``state`` is one entry
+    of a block, however many tokens it covers; its strides say how it is ordered.
     """
 
     base: Annotated[int, Meta(ge=0)]  # address of row 0, head 0, token 0
@@ -133,14 +140,18 @@ class Region(msgspec.Struct, frozen=True):
     head_stride: Annotated[int, Meta(ge=0)]
     token_stride: Annotated[int, Meta(ge=0)]
     rows: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # of one of vLLM's blocks
-    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0  # KV cache group: each has block tables of its own
-    all_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)] = 1  # of the layer; ranks share one if they are more
+    # KV cache group: each has block tables of its own
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0
+    # of the layer; ranks share one if they are more
+    all_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)] = 1
     parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
     part_stride: Annotated[int, Meta(ge=0)] = 0
     opaque: bool = False
     state: bool = False
-    layer: Annotated[str, Meta(max_length=MAX_LAYER)] = ""  # vLLM's name; K and V may be two regions of one layer
-    covers: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # tokens of an entry: a compressed cache has one for several
+    # vLLM's name; K and V may be two regions of one layer
+    layer: Annotated[str, Meta(max_length=MAX_LAYER)] = ""
+    # tokens of an entry: a compressed cache has one for several
+    covers: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1
 
     @property
     def block_size(self) -> int:
@@ -154,7 +165,9 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a peer must know to reach one rank's memory: its cache, or the host memory it is staged through."""
+    """What a peer must know to reach one rank's memory: its cache, or the host memory it is staged
+    through.
+    """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]  # of its engine: tensor parallel size
@@ -163,7 +176,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     device: Annotated[int, Meta(ge=0, lt=1 << 16)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1)]
     staged: bool = False  # the regions are slots of a staging buffer, not the blocks of the cache
-    stage: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0  # of the pipeline; the regions are those of its layers
+    # of the pipeline; the regions are those of its layers
+    stage: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
     stages: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # pipeline parallel size
 
     @property
@@ -187,7 +201,8 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The client's identity, the engine it expects, and its proof that it knows the shared secret.
 
-    The proof covers all other fields, and what only the two ends of this connection know (``session/handshake.py``).
+    The proof covers all other fields, and what only the two ends of this connection know
+    (``session/handshake.py``).
     """
 
     protocol: int
@@ -198,9 +213,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     port: Annotated[int, Meta(gt=0, lt=65536)]
     reached: Annotated[str, Meta(max_length=64)]  # IP address behind it
     nonce: Annotated[bytes, Meta(max_length=64)]
-    proofs: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=2)]  # one for each secret
+    # one for each secret
+    proofs: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=2)]
     badge: Annotated[bytes, Meta(max_length=64)] = b""  # of a worker: known to its scheduler, too
-    workers: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=MAX_RANKS)] = ()  # hashes of
+    # hashes of
+    workers: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=MAX_RANKS)
+    ] = ()
     # the badges of a scheduler's workers
 
 
@@ -235,9 +254,12 @@ class Objection(msgspec.Struct, frozen=True, tag="objection"):
 
 
 class RenewLeases(msgspec.Struct, frozen=True, tag="renew_leases"):
-    """D extends the leases of these requests (P's ids). A lease ends with the connection that renewed it.
+    """D extends the leases of these requests (P's ids).
 
-    ``pulled``: in mode auto, they were offered to be read, so a prefill that has yet to end is none of them.
+    A lease ends with the connection that renewed it.
+
+    ``pulled``: in mode auto, they were offered to be read, so a prefill that has yet to end is none
+    of them.
     """
 
     requests: RequestNames
@@ -251,13 +273,17 @@ class LeasesLost(msgspec.Struct, frozen=True, tag="leases_lost"):
 
 
 class ReadsStarted(msgspec.Struct, frozen=True, tag="reads_started"):
-    """D's workers read the blocks of these requests from now on; P revokes other leases first for a while."""
+    """D's workers read the blocks of these requests from now on; P revokes other leases first for a
+    while.
+    """
 
     requests: RequestNames
 
 
 class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
-    """Worker ``rank`` of D's ``ranks`` workers has read what it needs of a request; ``reader`` is D's own id of it."""
+    """Worker ``rank`` of D's ``ranks`` workers has read what it needs of a request; ``reader`` is
+    D's own id of it.
+    """
 
     request: RequestName
     reader: RequestName
@@ -266,7 +292,9 @@ class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
 
 
 class BlockSum(msgspec.Struct, frozen=True, array_like=True):
-    """The CRC-32 of a block's bytes of the prompt's tokens from ``start`` to ``stop``, in one KV cache group."""
+    """The CRC-32 of a block's bytes of the prompt's tokens from ``start`` to ``stop``, in one KV
+    cache group.
+    """
 
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
@@ -275,7 +303,10 @@ class BlockSum(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSums(msgspec.Struct, frozen=True):
-    """Checksums of sampled blocks as one worker of P has computed them. ``shape`` says of which bytes they are."""
+    """Checksums of sampled blocks as one worker of P has computed them.
+
+    ``shape`` says of which bytes they are.
+    """
 
     worker: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     shape: Annotated[str, Meta(max_length=MAX_SHAPE)]
@@ -283,7 +314,8 @@ class RankSums(msgspec.Struct, frozen=True):
 
 
 class FenceResult(msgspec.Struct, frozen=True, tag="fence_result"):
-    """Whether P still held the lease when the ReadDone of ``reader`` arrived: only then the bytes are valid.
+    """Whether P still held the lease when the ReadDone of ``reader`` arrived: only then the bytes
+    are valid.
 
     ``sums`` are those of the worker with the reader's number, if P has sampled the request.
     """
@@ -308,10 +340,11 @@ class Reachable(msgspec.Struct, frozen=True, tag="reachable"):
 
 
 class FindPrefix(msgspec.Struct, frozen=True, tag="find_prefix"):
-    """Lease the blocks of your prefix cache that begin this prompt; ``request`` is the sender's own id of it.
+    """Lease the blocks of your prefix cache that begin this prompt; ``request`` is the sender's own
+    id of it.
 
-    ``tokens`` are ids of 4 bytes each, little-endian. The prompt has nothing beside its tokens and its cache ``salt``
-    that decides its KV: no images, no adapter.
+    ``tokens`` are ids of 4 bytes each, little-endian. The prompt has nothing beside its tokens and
+    its cache ``salt`` that decides its KV: no images, no adapter.
     """
 
     request: RequestName
@@ -320,12 +353,16 @@ class FindPrefix(msgspec.Struct, frozen=True, tag="find_prefix"):
 
 
 class PrefixFound(msgspec.Struct, frozen=True, tag="prefix_found"):
-    """The first ``blocks`` of the prompt are leased to the sender of FindPrefix by the name ``lease``; or none are."""
+    """The first ``blocks`` of the prompt are leased to the sender of FindPrefix by the name
+    ``lease``; or none are.
+    """
 
     request: RequestName
     lease: RequestName = RequestId("")
     block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0  # tokens
-    blocks: Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_FOUND)] = ()
+    blocks: Annotated[
+        tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_FOUND)
+    ] = ()
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
@@ -339,7 +376,9 @@ class RankMemory(msgspec.Struct, frozen=True, tag="rank_memory"):
 
 
 class LentBlocks(msgspec.Struct, frozen=True):
-    """Blocks for the prompt's tokens from ``start`` to ``stop``; ``start`` lies in the first block."""
+    """Blocks for the prompt's tokens from ``start`` to ``stop``; ``start`` lies in the first
+    block.
+    """
 
     start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
     stop: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
@@ -347,10 +386,11 @@ class LentBlocks(msgspec.Struct, frozen=True):
 
 
 class RegisterPush(msgspec.Struct, frozen=True, tag="register_push"):
-    """D lends blocks of each KV cache group for the KV of a transfer, until P sends PushDone or PushStopped.
+    """D lends blocks of each KV cache group for the KV of a transfer, until P sends PushDone or
+    PushStopped.
 
-    ``reader`` is D's own id of the request. ``prompt`` is the prompt's digest and must equal P's; None only where the
-    prompt has no token ids.
+    ``reader`` is D's own id of the request. ``prompt`` is the prompt's digest and must equal P's;
+    None only where the prompt has no token ids.
     """
 
     reader: RequestName
@@ -360,15 +400,21 @@ class RegisterPush(msgspec.Struct, frozen=True, tag="register_push"):
 
 
 class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
-    """Every rank of P has written all blocks of ``reader``. They are valid only if P ``held`` its lease until then."""
+    """Every rank of P has written all blocks of ``reader``.
+
+    They are valid only if P ``held`` its lease until then.
+    """
 
     reader: RequestName
     held: bool
-    sums: Annotated[tuple[RankSums, ...], Meta(max_length=MAX_SUMMED)] = ()  # of its workers, if P has sampled it
+    # of its workers, if P has sampled it
+    sums: Annotated[tuple[RankSums, ...], Meta(max_length=MAX_SUMMED)] = ()
 
 
 class CancelPushes(msgspec.Struct, frozen=True, tag="cancel_pushes"):
-    """D aborts the pushes for these readers, or asks for those of a connection that ended: each gets PushStopped."""
+    """D aborts the pushes for these readers, or asks for those of a connection that ended: each
+    gets PushStopped.
+    """
 
     readers: RequestNames
 
@@ -382,14 +428,18 @@ class PushStopped(msgspec.Struct, frozen=True, tag="push_stopped"):
 
 
 class PushStalled(msgspec.Struct, frozen=True, tag="push_stalled"):
-    """A write does not end: the push has failed, but may still reach D's memory. PushStopped follows at its end."""
+    """A write does not end: the push has failed, but may still reach D's memory.
+
+    PushStopped follows at its end.
+    """
 
     reader: RequestName
     reason: Reason
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello"):
-    """A worker of this engine can write or stage; with ``receives_pushes``, it copies pushed KV into its cache.
+    """A worker of this engine can write or stage; with ``receives_pushes``, it copies pushed KV
+    into its cache.
 
     ``token`` proves that it is this engine's worker.
     """
@@ -415,7 +465,9 @@ class StartPush(msgspec.Struct, frozen=True, tag="start_push"):
 
 
 class StopPush(msgspec.Struct, frozen=True, tag="stop_push"):
-    """Write no more for this reader; the worker answers with PushAborted when nothing of it is in flight."""
+    """Write no more for this reader; the worker answers with PushAborted when nothing of it is in
+    flight.
+    """
 
     peer: ConnId
     reader: RequestName
@@ -452,17 +504,23 @@ class WriteStalled(msgspec.Struct, frozen=True, tag="write_stalled"):
 
 
 PartBlocks: TypeAlias = Annotated[
-    tuple[Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_PART)], ...],
+    tuple[
+        Annotated[
+            tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_PART)
+        ],
+        ...,
+    ],
     Meta(min_length=1, max_length=MAX_GROUPS),
 ]  # of each KV cache group
 PartNumber: TypeAlias = Annotated[PartId, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class StagePart(msgspec.Struct, frozen=True, tag="stage_part"):
-    """One of D's ``ranks`` ranks is ready to read the next ``part`` of a request: ``groups`` are P's blocks of it.
+    """One of D's ``ranks`` ranks is ready to read the next ``part`` of a request: ``groups`` are
+    P's blocks of it.
 
-    The rank has read all earlier parts. ``reader`` is D's own id; all ranks ask for the same blocks and read the same
-    slots.
+    The rank has read all earlier parts. ``reader`` is D's own id; all ranks ask for the same blocks
+    and read the same slots.
     """
 
     request: RequestName
@@ -474,7 +532,9 @@ class StagePart(msgspec.Struct, frozen=True, tag="stage_part"):
 
 
 class PartStaged(msgspec.Struct, frozen=True, tag="part_staged"):
-    """The part is in these slots on every rank of P, until every rank of the reader goes on or the lease ends."""
+    """The part is in these slots on every rank of P, until every rank of the reader goes on or the
+    lease ends.
+    """
 
     reader: RequestName
     part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
@@ -490,7 +550,9 @@ class PartRefused(msgspec.Struct, frozen=True, tag="part_refused"):
 
 
 class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
-    """Copy these blocks of each KV cache group into these slots of host memory; answered by CopyEnded."""
+    """Copy these blocks of each KV cache group into these slots of host memory; answered by
+    CopyEnded.
+    """
 
     number: PartNumber
     blocks: PartBlocks
@@ -498,7 +560,9 @@ class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
 
 
 class CopyIn(msgspec.Struct, frozen=True, tag="copy_in"):
-    """Copy these slots of host memory into these blocks of each KV cache group; answered by CopyEnded."""
+    """Copy these slots of host memory into these blocks of each KV cache group; answered by
+    CopyEnded.
+    """
 
     number: PartNumber
     slots: PartBlocks
@@ -513,7 +577,9 @@ class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
 
 
 class Examination(msgspec.Struct, frozen=True, tag="examination"):
-    """What the two ends of ``pdrelay doctor`` tell each other (``doctor/examination.py``); engines ignore it."""
+    """What the two ends of ``pdrelay doctor`` tell each other (``doctor/examination.py``); engines
+    ignore it.
+    """
 
     content: Annotated[bytes, Meta(max_length=MAX_EXAMINATION)]
 
@@ -546,5 +612,6 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     """Parse a message, or raise :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
     try:
         return _decoder.decode(data)
-    except (ValueError, RecursionError) as exc:  # of which msgspec's own errors, and text that is not UTF-8
+    except (ValueError, RecursionError) as exc:
+        # of which msgspec's own errors, and text that is not UTF-8
         raise ProtocolViolation(f"not a message of protocol {PROTOCOL}: {exc}") from exc

@@ -1,7 +1,7 @@
 """What the core needs from I/O: a link to other engines, NIXL, and copies between device and host.
 
-``io`` implements these protocols; tests use the in-memory ones. No call blocks, and no call fails because of the
-network: the outcome comes back from ``poll`` as an event, once and in order.
+``io`` implements these protocols; tests use the in-memory ones. No call blocks, and no call fails
+because of the network: the outcome comes back from ``poll`` as an event, once and in order.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,11 @@ class ConnectFailed(NamedTuple):
     conn: ConnId
     reason: str
     is_incompatible: bool = False  # the peer was reached, and one of us refused the other
-    # The engine we expect, if we have met it before, has ended: its port is closed, or another engine listens there.
+    # The engine we expect, if we have met it before, has ended: its port is closed, or another
+    # engine listens there.
     has_ended: bool = False
-    cause: str = ""  # why we were refused, if that is known, as vllm:pdrelay_peer_loads names it (core/counters.py)
+    # why we were refused, if that is known, as vllm:pdrelay_peer_loads names it (core/counters.py)
+    cause: str = ""
 
 
 class MessageReceived(NamedTuple):
@@ -59,19 +61,23 @@ class Link(Protocol):
     """Control connections to other engines."""
 
     def connect(self, peer: Address, engine: EngineId) -> ConnId:
-        """Start to connect to an engine; :class:`PeerConnected` or :class:`ConnectFailed` follows."""
+        """Start to connect to an engine; :class:`PeerConnected` or :class:`ConnectFailed`
+        follows.
+        """
         ...
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, which we accepted.
 
-        A closed connection counts until its :class:`ConnectionLost` has been handled: ``poll`` may return its last
-        messages together with its end.
+        A closed connection counts until its :class:`ConnectionLost` has been handled: ``poll`` may
+        return its last messages together with its end.
         """
         ...
 
     def engine_of(self, conn: ConnId) -> EngineId | None:
-        """Return the engine that opened a connection, as its Hello proves; None if we opened it, or it is forgotten."""
+        """Return the engine that opened a connection, as its Hello proves; None if we opened it, or
+        it is forgotten.
+        """
         ...
 
     def send(self, conn: ConnId, message: Message) -> None:
@@ -83,7 +89,9 @@ class Link(Protocol):
         ...
 
     def close_all(self, why: str) -> None:
-        """Close every connection, also those that are being opened, and refuse others; no event follows."""
+        """Close every connection, also those that are being opened, and refuse others; no event
+        follows.
+        """
         ...
 
 
@@ -97,7 +105,8 @@ class XferOutcome(Enum):
 class XferEnded(NamedTuple):
     """A NIXL transfer is over, and NIXL no longer uses its memory.
 
-    ``seconds`` is from its start to its end, ``posting`` the part of it that starting the transfer took.
+    ``seconds`` is from its start to its end, ``posting`` the part of it that starting the transfer
+    took.
     """
 
     xfer: XferId
@@ -113,7 +122,9 @@ class TransferAgent(Protocol):
     """Moves bytes between the memory of two engines, as NIXL's agent does. One thread owns it."""
 
     def attach(self, peer: RankInfo) -> str:
-        """Make a remote rank's memory reachable and return a handle for it; raises ``TransferError``."""
+        """Make a remote rank's memory reachable and return a handle for it; raises
+        ``TransferError``.
+        """
         ...
 
     def detach(self, handle: str) -> None:
@@ -121,11 +132,16 @@ class TransferAgent(Protocol):
         ...
 
     def read(self, handle: str, spans: Spans) -> XferId:
-        """Start to copy from remote to local memory; :class:`XferEnded` follows. Raises ``TransferError``."""
+        """Start to copy from remote to local memory; :class:`XferEnded` follows.
+
+        Raises ``TransferError``.
+        """
         ...
 
     def write(self, handle: str, spans: Spans) -> XferId:
-        """Start to copy from local to remote memory; :class:`XferEnded` follows. Raises ``TransferError``.
+        """Start to copy from local to remote memory; :class:`XferEnded` follows.
+
+        Raises ``TransferError``.
 
         When a write ends as ``DONE``, the bytes are in the peer's memory.
         """
@@ -134,8 +150,8 @@ class TransferAgent(Protocol):
     def cancel(self, xfer: XferId) -> None:
         """Cancel a transfer.
 
-        :class:`XferEnded` follows when the transfer can no longer change local or remote memory; a hung peer may delay
-        that for long.
+        :class:`XferEnded` follows when the transfer can no longer change local or remote memory; a
+        hung peer may delay that for long.
         """
         ...
 
@@ -157,19 +173,27 @@ class CopyResult(NamedTuple):
 
 
 class CacheReader(Protocol):
-    """Reads what this rank's cache holds, wherever it is. Its calls take as long as a copy of a block to the host."""
+    """Reads what this rank's cache holds, wherever it is.
+
+    Its calls take as long as a copy of a block to the host.
+    """
 
     @property
     def shape(self) -> str:
-        """A digest of which bytes a block consists of, and of which rank: blocks of one shape are compared."""
+        """A digest of which bytes a block consists of, and of which rank: blocks of one shape are
+        compared.
+        """
         ...
 
     def block_size(self, group: int) -> int:
-        """Return the tokens of a block of a KV cache group, 1 for a state; 0 if this rank has no layer of it."""
+        """Return the tokens of a block of a KV cache group, 1 for a state; 0 if this rank has no
+        layer of it.
+        """
         ...
 
     def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int | None:
-        """Return the CRC-32 of the block's tokens from ``start`` to ``stop``, rounded outwards to the kernel's rows.
+        """Return the CRC-32 of the block's tokens from ``start`` to ``stop``, rounded outwards to
+        the kernel's rows.
 
         None if the block cannot be read now: the device may lack memory for a copy.
         """
@@ -182,14 +206,21 @@ class Copier(Protocol):
     Arguments hold one sequence for each KV cache group, with as many blocks as slots.
     """
 
-    def out(self, blocks: Sequence[Sequence[BlockId]], slots: Sequence[Sequence[BlockId]]) -> CopyId:
+    def out(
+        self, blocks: Sequence[Sequence[BlockId]], slots: Sequence[Sequence[BlockId]]
+    ) -> CopyId:
         """Start to copy complete blocks from the device; :class:`CopyResult` follows."""
         ...
 
-    def into(self, slots: Sequence[Sequence[BlockId]], blocks: Sequence[Sequence[BlockId]]) -> CopyId:
+    def into(
+        self, slots: Sequence[Sequence[BlockId]], blocks: Sequence[Sequence[BlockId]]
+    ) -> CopyId:
         """Start to copy to the device; :class:`CopyResult` follows."""
         ...
 
     def poll(self) -> Sequence[CopyResult]:
-        """Return the copies that have ended since the last call. The owning thread is woken for each."""
+        """Return the copies that have ended since the last call.
+
+        The owning thread is woken for each.
+        """
         ...

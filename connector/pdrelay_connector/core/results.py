@@ -9,7 +9,9 @@ from pdrelay_connector.core.messages import RankSums
 
 
 class LoadChecks(NamedTuple):
-    """What each worker must compare before the blocks of a push are used; ``token_ranges`` name ours as local."""
+    """What each worker must compare before the blocks of a push are used; ``token_ranges`` name
+    ours as local.
+    """
 
     engine: EngineId  # the prefill engine
     sums: Sequence[RankSums]
@@ -19,7 +21,8 @@ class LoadChecks(NamedTuple):
 class LoadResult(NamedTuple):
     """A load has ended; ``failure`` is empty if the blocks hold valid KV.
 
-    If ``quarantined``, the blocks must not be used before :class:`BlocksReleased` of the same request.
+    If ``quarantined``, the blocks must not be used before :class:`BlocksReleased` of the same
+    request.
     """
 
     request: RequestId
@@ -35,7 +38,9 @@ class BlocksReleased(NamedTuple):
 
 
 class HandshakeEnded(NamedTuple):
-    """P has been met, or answers and has an ``objection`` (or we have), or does not answer (``failure``)."""
+    """P has been met, or answers and has an ``objection`` (or we have), or does not answer
+    (``failure``).
+    """
 
     engine: EngineId
     objection: str = ""
@@ -46,7 +51,9 @@ class HandshakeEnded(NamedTuple):
 
 
 class PeerLost(NamedTuple):
-    """The connection to P has ended: under the same id another process may answer next, or the same one later."""
+    """The connection to P has ended: under the same id another process may answer next, or the same
+    one later.
+    """
 
     engine: EngineId
 
@@ -63,7 +70,8 @@ class NumbersDue(NamedTuple):
 
 
 class FellAsleep(NamedTuple):
-    """Nothing reads this engine's memory or writes into it: it may go away, and no peer is connected.
+    """Nothing reads this engine's memory or writes into it: it may go away, and no peer is
+    connected.
 
     Or something still does, says the ``failure``, and the engine stays awake.
     """

@@ -1,7 +1,8 @@
-"""The worker of an engine that pushes its own KV and reads KV of earlier answers (kv-back.md in docs).
+"""The worker of an engine that pushes its own KV and reads KV of earlier answers (kv-back.md in
+docs).
 
-Both use NIXL, so both run on the one transfer thread, and over its one link: connections to decode engines are the
-reader's, the one to our own scheduler is the writer's.
+Both use NIXL, so both run on the one transfer thread, and over its one link: connections to decode
+engines are the reader's, the one to our own scheduler is the writer's.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,11 @@ class ReturningWriter:
         return len(self._writer) + len(self._reader)
 
     def add_computed(
-        self, event: ComputedBlocks | TransferOver, *, now: float, ready: Callable[[], bool] | None = None
+        self,
+        event: ComputedBlocks | TransferOver,
+        *,
+        now: float,
+        ready: Callable[[], bool] | None = None,
     ) -> None:
         """Write what the engine has computed."""
         self._writer.add_computed(event, now=now, ready=ready)

@@ -1,7 +1,9 @@
-"""The life of an engine that sleeps: vLLM puts its memory away, also the KV cache's, and brings it back elsewhere.
+"""The life of an engine that sleeps: vLLM puts its memory away, also the KV cache's, and brings it
+back elsewhere.
 
-Between two sleeps an engine has one *generation*. Each has an engine id of its own, so what peers hold of an earlier
-one (offers, leases, NIXL's keys) is that of an engine that has ended, as after a restart.
+Between two sleeps an engine has one *generation*. Each has an engine id of its own, so what peers
+hold of an earlier one (offers, leases, NIXL's keys) is that of an engine that has ended, as after a
+restart.
 """
 
 import re
@@ -34,7 +36,10 @@ class SleepEvent(Enum):
 
 TRANSITIONS: Final[Mapping[SleepState, Mapping[SleepEvent, SleepState]]] = {
     SleepState.AWAKE: {SleepEvent.SLEEP_ORDERED: SleepState.FALLING_ASLEEP},
-    SleepState.FALLING_ASLEEP: {SleepEvent.DRAINED: SleepState.ASLEEP, SleepEvent.OVERDUE: SleepState.AWAKE},
+    SleepState.FALLING_ASLEEP: {
+        SleepEvent.DRAINED: SleepState.ASLEEP,
+        SleepEvent.OVERDUE: SleepState.AWAKE,
+    },
     SleepState.ASLEEP: {SleepEvent.WOKEN: SleepState.AWAKE},
 }
 
@@ -52,7 +57,9 @@ class Sleep:
 
 
 def in_generation(engine: EngineId, generation: int) -> EngineId:
-    """Return the id of an engine in one of its generations; in the first it is the configured one."""
+    """Return the id of an engine in one of its generations; in the first it is the configured
+    one.
+    """
     return EngineId(f"{engine}_gen{generation}") if generation else engine
 
 

@@ -10,8 +10,12 @@ StateT = TypeVar("StateT", bound=Enum)
 EventT = TypeVar("EventT", bound=Enum)
 
 
-def transition(table: Mapping[StateT, Mapping[EventT, StateT]], state: StateT, event: EventT, who: str) -> StateT:
-    """Return the state after an event; raises :exc:`~pdrelay_connector.errors.IllegalTransition` naming ``who``."""
+def transition(
+    table: Mapping[StateT, Mapping[EventT, StateT]], state: StateT, event: EventT, who: str
+) -> StateT:
+    """Return the state after an event; raises :exc:`~pdrelay_connector.errors.IllegalTransition`
+    naming ``who``.
+    """
     try:
         return table[state][event]
     except KeyError:

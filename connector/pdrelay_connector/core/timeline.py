@@ -1,4 +1,6 @@
-"""What happened to one request in this engine, and when: for ``GET /v1/pdrelay/requests/NAME`` (docs/why.md)."""
+"""What happened to one request in this engine, and when: for ``GET /v1/pdrelay/requests/NAME``
+(docs/why.md).
+"""
 
 import re
 from collections import OrderedDict
@@ -51,11 +53,17 @@ class TimelineEvent(msgspec.Struct, frozen=True, array_like=True):
 
 def shifted(events: Iterable[TimelineEvent], by: float) -> list[TimelineEvent]:
     """Return the events on another clock, which shows ``by`` seconds more."""
-    return [TimelineEvent(each.request, each.step, each.at + by, each.count, each.note) for each in events]
+    return [
+        TimelineEvent(each.request, each.step, each.at + by, each.count, each.note)
+        for each in events
+    ]
 
 
 class TimelineStore:
-    """The events of the latest requests, in an API server process. It is bounded in requests and in events of one."""
+    """The events of the latest requests, in an API server process.
+
+    It is bounded in requests and in events of one.
+    """
 
     def __init__(self, *, requests: int = 4096, events: int = 256) -> None:
         self._most = requests
@@ -66,7 +74,9 @@ class TimelineStore:
         return len(self._kept)
 
     def add(self, engine: int, events: Iterable[TimelineEvent]) -> None:
-        """Keep events of an engine, of which an API server may have several (``engine``: the data parallel rank)."""
+        """Keep events of an engine, of which an API server may have several (``engine``: the data
+        parallel rank).
+        """
         for event in events:
             kept = self._kept.get(event.request)
             if kept is None:
@@ -78,10 +88,12 @@ class TimelineStore:
             kept.append((engine, event))
 
     def find(self, name: str) -> dict[str, list[tuple[int, TimelineEvent]]]:
-        """Return the events of requests with this name, in order, by the id that the engine gave them.
+        """Return the events of requests with this name, in order, by the id that the engine gave
+        them.
 
-        vLLM puts a word before the ``X-Request-Id`` of a request, a number behind that of each prompt, and eight random
-        digits (``entrypoints/openai``, ``v1/engine/input_processor.py``). In push the name may be a transfer's.
+        vLLM puts a word before the ``X-Request-Id`` of a request, a number behind that of each
+        prompt, and eight random digits (``entrypoints/openai``, ``v1/engine/input_processor.py``).
+        In push the name may be a transfer's.
         """
         ends = re.compile(rf"(?:^|-){re.escape(name)}(?:-\d+)?(?:-[0-9a-f]{{8}})?$")
         found = {key: kept for key, kept in self._kept.items() if name in key and ends.search(key)}

@@ -1,4 +1,6 @@
-"""The command line of ``pdrelay doctor``: 0 all is well, 1 there are findings, 2 it could not run."""
+"""The command line of ``pdrelay doctor``: 0 all is well, 1 there are findings, 2 it could not
+run.
+"""
 
 import argparse
 import json
@@ -21,7 +23,12 @@ from pdrelay_connector.core.doctor.router_times import diagnose_router
 from pdrelay_connector.core.ids import Address
 from pdrelay_connector.core.messages import Fingerprint
 from pdrelay_connector.errors import ConnectorError, SettingsError, UnreadableCheckpoint
-from pdrelay_connector.io.checkpoint_files import WEIGHT_PATTERNS, digest_weights, read_json, weight_files
+from pdrelay_connector.io.checkpoint_files import (
+    WEIGHT_PATTERNS,
+    digest_weights,
+    read_json,
+    weight_files,
+)
 from pdrelay_connector.settings import (
     HOST_VARIABLE,
     SECRET_FILE_VARIABLE,
@@ -51,9 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="listen: wait for the other host; HOST[:PORT]: examine a listening one",
     )
     parser.add_argument(
-        "--engine", action="append", default=[], metavar="[ID@]HOST:PORT", help="side channel of a running engine"
+        "--engine",
+        action="append",
+        default=[],
+        metavar="[ID@]HOST:PORT",
+        help="side channel of a running engine",
     )
-    parser.add_argument("--router", metavar="URL", help="running router, whose measured handoffs are compared")
+    parser.add_argument(
+        "--router", metavar="URL", help="running router, whose measured handoffs are compared"
+    )
     parser.add_argument(
         "--lease-seconds",
         type=float,
@@ -71,11 +84,16 @@ def _add_end_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default="",
-        help=f"address of this host (default: ${HOST_VARIABLE}, or the one that reaches the other host)",
+        help=(
+            f"address of this host (default: ${HOST_VARIABLE}, or the one that reaches the other "
+            f"host)"
+        ),
     )
     port = f"port to listen on (default: {DEFAULT_PORT} with listen, else the system chooses)"
     parser.add_argument("--port", type=int, default=None, help=port)
-    parser.add_argument("--once", action="store_true", help="with listen: stop after one examination")
+    parser.add_argument(
+        "--once", action="store_true", help="with listen: stop after one examination"
+    )
     parser.add_argument(
         "--secret-file",
         default="",
@@ -84,26 +102,50 @@ def _add_end_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name in ("tls-cert", "tls-key", "tls-ca", "tls-server-name"):
         parser.add_argument(f"--{name}", default="", help="as in kv_connector_extra_config")
-    parser.add_argument("--device", default="cpu", help="memory to transfer: cpu or cuda:N (default: %(default)s)")
     parser.add_argument(
-        "--memory-mib", type=int, default=64, metavar="N", help="MiB of that memory (default: %(default)s)"
+        "--device", default="cpu", help="memory to transfer: cpu or cuda:N (default: %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=1.0, metavar="S", help="seconds for each throughput (default: %(default)s)"
+        "--memory-mib",
+        type=int,
+        default=64,
+        metavar="N",
+        help="MiB of that memory (default: %(default)s)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="S", help="seconds for each step (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds for each throughput (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds for each step (default: %(default)s)",
     )
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--block-bytes", type=int, metavar="N", help=f"bytes of a descriptor (default: {DEFAULT_BLOCK_BYTES})"
+        "--block-bytes",
+        type=int,
+        metavar="N",
+        help=f"bytes of a descriptor (default: {DEFAULT_BLOCK_BYTES})",
     )
     parser.add_argument(
-        "--model", default="", metavar="DIR", help="folder with a config.json; descriptors get the size of its blocks"
+        "--model",
+        default="",
+        metavar="DIR",
+        help="folder with a config.json; descriptors get the size of its blocks",
     )
-    parser.add_argument("--cache-dtype", default="auto", help="--kv-cache-dtype of the engines (default: %(default)s)")
+    parser.add_argument(
+        "--cache-dtype",
+        default="auto",
+        help="--kv-cache-dtype of the engines (default: %(default)s)",
+    )
     parser.add_argument(
         "--block-size",
         type=int,
@@ -124,7 +166,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None, *, wall: Callable[[], float] = WALL_CLOCK) -> int:
     """Run ``python -m pdrelay_connector.doctor``; return the exit code."""
-    parser = _Parser(prog="pdrelay doctor", description="Examines the network between engines.", allow_abbrev=False)
+    parser = _Parser(
+        prog="pdrelay doctor",
+        description="Examines the network between engines.",
+        allow_abbrev=False,
+    )
     add_arguments(parser)
     return run(parser.parse_args(argv), wall=wall)
 
@@ -137,7 +183,9 @@ def run(args: argparse.Namespace, *, wall: Callable[[], float] = WALL_CLOCK) -> 
     except KeyboardInterrupt:
         return 0 if args.target == LISTEN else 2
     except ModuleNotFoundError as exc:
-        sys.stderr.write(f"pdrelay doctor: {exc.name} is not installed; install pdrelay[connector]\n")
+        sys.stderr.write(
+            f"pdrelay doctor: {exc.name} is not installed; install pdrelay[connector]\n"
+        )
     except (ConnectorError, OSError) as exc:
         sys.stderr.write(f"pdrelay doctor: {shortened(str(exc))}\n")
     return 2
@@ -145,16 +193,22 @@ def run(args: argparse.Namespace, *, wall: Callable[[], float] = WALL_CLOCK) -> 
 
 def _check(args: argparse.Namespace) -> None:
     if not (args.target or args.engine or args.router):
-        raise SettingsError("say what to examine: listen, HOST[:PORT], --engine HOST:PORT or --router URL")
+        raise SettingsError(
+            "say what to examine: listen, HOST[:PORT], --engine HOST:PORT or --router URL"
+        )
     for name, least, most in (
         ("memory_mib", 1, 1 << 16), ("seconds", 0.01, 15), ("timeout", 0.1, 15), ("block_size", 1, 1 << 20),
         ("tensor_parallel", 1, 1024), ("port", 0, 65535), ("lease_seconds", 0.5, 1e9),
     ):  # fmt: skip
         value: float | None = getattr(args, name)
         if value is not None and not least <= value <= most:
-            raise SettingsError(f"--{name.replace('_', '-')} must be between {least:g} and {most:g}")
+            raise SettingsError(
+                f"--{name.replace('_', '-')} must be between {least:g} and {most:g}"
+            )
     if args.block_bytes is not None and not 1 <= args.block_bytes <= args.memory_mib << 20:
-        raise SettingsError(f"--block-bytes must be between 1 and the memory ({args.memory_mib} MiB, --memory-mib)")
+        raise SettingsError(
+            f"--block-bytes must be between 1 and the memory ({args.memory_mib} MiB, --memory-mib)"
+        )
 
 
 def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
@@ -163,7 +217,12 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
     settings = _settings(args, os.environ)
     shape = _shape(args)
     request = pair.Request(
-        settings, _address(args), args.memory_mib << 20, args.device, _fingerprint(args, shape), wall
+        settings,
+        _address(args),
+        args.memory_mib << 20,
+        args.device,
+        _fingerprint(args, shape),
+        wall,
     )
     if args.target == LISTEN:
         pair.listen(request, once=args.once, say=_say)
@@ -172,7 +231,9 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
     shown: list[str] = []
     findings: list[Finding] = []
     if args.target:
-        order = pair.Examine(_block_bytes(args, shape), args.seconds, args.timeout, args.host, args.port or 0)
+        order = pair.Examine(
+            _block_bytes(args, shape), args.seconds, args.timeout, args.host, args.port or 0
+        )
         facts = pair.examine(request, order)
         report["pair"] = facts
         shown.append(text.pair_text(facts))
@@ -185,7 +246,9 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
     if args.router:
         times = router.read_router(args.router, lease=args.lease_seconds)
         report["router"] = times
-        shown.append(f"router {args.router}: {times.handoffs} hand-overs, {times.slow_handoffs} of them slow")
+        shown.append(
+            f"router {args.router}: {times.handoffs} hand-overs, {times.slow_handoffs} of them slow"
+        )
         findings += diagnose_router(times)
     report["findings"] = findings
     if args.json:
@@ -203,7 +266,9 @@ def _block_bytes(args: argparse.Namespace, shape: ModelShape | None) -> int:
 
 
 def _settings(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    chosen = {name: getattr(args, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name")}
+    chosen = {
+        name: getattr(args, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
+    }
     environment = dict(environment)
     if args.secret_file:
         environment.pop(SECRET_VARIABLE, None)
@@ -227,7 +292,8 @@ def _engine(text: str) -> tuple[str, Address]:
 def _parsed(text: str, port: int) -> Address:
     """Parse HOST, HOST:PORT or [IPv6]:PORT."""
     host, colon, number = text.rpartition(":")
-    if not colon or (":" in host and not host.endswith("]")):  # a name, or an IPv6 address without brackets
+    # a name, or an IPv6 address without brackets
+    if not colon or (":" in host and not host.endswith("]")):
         host = text
         number = str(port)
     if not re.fullmatch("[0-9]{1,5}", number) or not 0 < int(number) < 65536 or not host:
@@ -242,7 +308,9 @@ def _shape(args: argparse.Namespace) -> ModelShape | None:
 
 
 def _fingerprint(args: argparse.Namespace, shape: ModelShape | None) -> Fingerprint | None:
-    """Return what an engine with these flags would state, as far as a config.json says it; None without a model."""
+    """Return what an engine with these flags would state, as far as a config.json says it; None
+    without a model.
+    """
     from pdrelay_connector.doctor.machine import package_version  # noqa: PLC0415 (as above)
 
     if shape is None:
@@ -271,7 +339,9 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _weights(path: Path) -> str:
-    """Return the digest that an engine with these weights states; nothing, if the folder has none."""
+    """Return the digest that an engine with these weights states; nothing, if the folder has
+    none.
+    """
     files = weight_files(path, WEIGHT_PATTERNS) if path.is_dir() else []
     try:
         return digest_weights(files) if files else ""

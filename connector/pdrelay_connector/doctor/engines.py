@@ -1,4 +1,6 @@
-"""Running engines: how far a peer that knows the secret comes at their side channels, without touching KV."""
+"""Running engines: how far a peer that knows the secret comes at their side channels, without
+touching KV.
+"""
 
 import uuid
 from collections.abc import Sequence
@@ -21,7 +23,8 @@ from pdrelay_connector.io.tls import Tls
 from pdrelay_connector.settings import Settings
 
 UNNAMED: Final = EngineId("pdrelay-doctor")  # no engine is called so
-OTHER_NAME: Final = "does not answer here (any more)"  # core/session/handshake.py; it comes after the secret was right
+# core/session/handshake.py; it comes after the secret was right
+OTHER_NAME: Final = "does not answer here (any more)"
 
 
 class EngineFacts(msgspec.Struct, kw_only=True):
@@ -40,7 +43,9 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     blocks: int = 0
 
 
-def look_at(engine: str, address: Address, settings: Settings) -> tuple[EngineFacts, Welcome | None]:
+def look_at(
+    engine: str, address: Address, settings: Settings
+) -> tuple[EngineFacts, Welcome | None]:
     """Connect as a decode engine does, read the Welcome if it comes, and hang up."""
     facts = EngineFacts(address=str(address), engine=engine)
     client = HandshakeClient(EngineId(f"pdrelay-doctor-{uuid.uuid4()}"), secrets_in_force(settings))
@@ -56,7 +61,9 @@ def look_at(engine: str, address: Address, settings: Settings) -> tuple[EngineFa
     encrypted.close()
     facts.is_secret_right = True
     if welcome.protocol != PROTOCOL or not welcome.ranks:
-        facts.failure = f"it speaks protocol {welcome.protocol} and shows {len(welcome.ranks)} ranks"
+        facts.failure = (
+            f"it speaks protocol {welcome.protocol} and shows {len(welcome.ranks)} ranks"
+        )
         return facts, None
     rank = welcome.ranks[0]
     region = welcome.ranks[0].regions[0]
@@ -75,11 +82,14 @@ def diagnose_engines(looks: Sequence[tuple[EngineFacts, Welcome | None]]) -> lis
     found = [refusal(facts.failure) for facts, _ in looks if facts.failure]
     met = [(facts, welcome) for facts, welcome in looks if welcome is not None]
     for (one, ours), (other, theirs) in pairwise(met):
-        if reason := mismatch(ours.fingerprint, theirs.fingerprint) or _difference(ours.ranks, theirs.ranks):
+        if reason := mismatch(ours.fingerprint, theirs.fingerprint) or _difference(
+            ours.ranks, theirs.ranks
+        ):
             found.append(
                 Finding(
                     "fingerprint",
-                    f"the engines at {other.address} and {one.address} refuse each other: of {other.address}, {reason}",
+                    f"the engines at {other.address} and {one.address} refuse each other: of "
+                    f"{other.address}, {reason}",
                     "start both with the same vLLM, model, revision, types and connector mode",
                 )
             )

@@ -23,8 +23,12 @@ MOST_VARIABLES: Final = 64
 
 
 def read_machine(address: str, environment: Mapping[str, str]) -> EndFacts:
-    """Return what can be known before NIXL is loaded; ``address``: ours on the way to the other end."""
-    interface = next((name for name, found in interfaces().items() if plain_ip(address) in found), "")
+    """Return what can be known before NIXL is loaded; ``address``: ours on the way to the other
+    end.
+    """
+    interface = next(
+        (name for name, found in interfaces().items() if plain_ip(address) in found), ""
+    )
     stats = psutil.net_if_stats().get(interface)
     return EndFacts(
         host=socket.gethostname()[:255],
@@ -44,7 +48,9 @@ def read_machine(address: str, environment: Mapping[str, str]) -> EndFacts:
 
 
 def ucx_version() -> str:
-    """Return the version of the UCX library that NIXL has loaded into this process; "" if none is."""
+    """Return the version of the UCX library that NIXL has loaded into this process; "" if none
+    is.
+    """
     path = next((line.split()[-1] for line in _text(MAPS).splitlines() if "/libucp" in line), None)
     if path is None:
         return ""

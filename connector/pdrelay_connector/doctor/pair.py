@@ -28,7 +28,8 @@ from pdrelay_connector.io.secrets import secrets_in_force
 from pdrelay_connector.io.tls import Tls
 from pdrelay_connector.settings import Settings
 
-LONGEST_WAIT: Final = 0.2  # s between two looks at NIXL, so that what an earlier partner left is cleared
+# s between two looks at NIXL, so that what an earlier partner left is cleared
+LONGEST_WAIT: Final = 0.2
 NO_MODEL: Final = Fingerprint("", "", "", 0, 0, 0, "", "")
 
 
@@ -63,7 +64,10 @@ def listen(request: Request, *, once: bool, say: Callable[[str], None]) -> None:
     settings = request.settings
     host = request.address.host
     if is_wildcard(host):
-        raise SettingsError(f"--host is {host!r}; name one address of this machine, so that UCX listens nowhere else")
+        raise SettingsError(
+            f"--host is {host!r}; name one address of this machine, so that UCX listens nowhere "
+            f"else"
+        )
     secrets = secrets_in_force(settings)
     check_open(host, secrets(), settings)
     own = own_address(host, request.address.port)
@@ -72,12 +76,19 @@ def listen(request: Request, *, once: bool, say: Callable[[str], None]) -> None:
         from pdrelay_connector.doctor.scratch import open_scratch  # noqa: PLC0415 (NIXL reads its environment at import)
 
         facts = read_machine(own, os.environ)
-        scratch, facts = open_scratch(str(uuid.uuid4()), request.memory_bytes, request.device, settings, facts)
+        scratch, facts = open_scratch(
+            str(uuid.uuid4()), request.memory_bytes, request.device, settings, facts
+        )
         welcome = Welcome(PROTOCOL, RESPONDENT, request.model or NO_MODEL, (scratch.info,))
         bound = link.listen(request.address, HandshakeServer(welcome, secrets, host))
-        respondent = Respondent(link, scratch.agent, scratch.info, facts, transports=log.transports, say=say)
+        respondent = Respondent(
+            link, scratch.agent, scratch.info, facts, transports=log.transports, say=say
+        )
         reach = own if is_loopback(own) else host
-        say(f"listening on {bound}; on the other machine run: pdrelay doctor {Address(reach, bound.port)}")
+        say(
+            f"listening on {bound}; on the other machine run: pdrelay doctor "
+            f"{Address(reach, bound.port)}"
+        )
         due: float | None = 0.0
         while not (once and respondent.visits):
             for event in link.poll(_wait(due)):
@@ -95,7 +106,9 @@ def examine(request: Request, order: Examine) -> PairFacts:
     secrets = secrets_in_force(settings)
     engine = EngineId(f"{RESPONDENT}-{uuid.uuid4()}")
     own = order.own_host or _way_to(address)
-    facts = PairFacts(address=str(address), here=read_machine(own, os.environ), model_here=request.model)
+    facts = PairFacts(
+        address=str(address), here=read_machine(own, os.environ), model_here=request.model
+    )
     facts.connect_failure = _first_look(address, engine, secrets, settings)
     if facts.connect_failure:
         return facts
@@ -112,8 +125,12 @@ def examine(request: Request, order: Examine) -> PairFacts:
             HandshakeServer(Welcome(PROTOCOL, engine, NO_MODEL, (scratch.info,)), secrets, own),
         )
         facts.back_address = str(back)
-        plan = Plan(order.block_bytes, order.seconds, order.timeout, DialBack(own, back.port, engine))
-        examiner = Examiner(link, scratch.agent, scratch.info, facts, plan, transports=log.transports)
+        plan = Plan(
+            order.block_bytes, order.seconds, order.timeout, DialBack(own, back.port, engine)
+        )
+        examiner = Examiner(
+            link, scratch.agent, scratch.info, facts, plan, transports=log.transports
+        )
         examiner.start(address, now=time.monotonic())
         due: float | None = 0.0
         while not examiner.is_done:
@@ -124,11 +141,14 @@ def examine(request: Request, order: Examine) -> PairFacts:
 
 
 def check_open(host: str, secrets: tuple[bytes, ...], settings: Settings) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.SettingsError` if other machines may reach this end without a secret."""
+    """Raise :exc:`~pdrelay_connector.errors.SettingsError` if other machines may reach this end
+    without a secret.
+    """
     if secrets or settings.tls_ca or is_loopback(own_address(host, 1)):
         return
     raise SettingsError(
-        f"--host is {host!r}, which other machines may reach, and there is no secret; name the engines' with "
+        f"--host is {host!r}, which other machines may reach, and there is no secret; name the "
+        f"engines' with "
         "--secret-file or PDRELAY_CONNECTOR_SECRET_FILE"
     )
 
@@ -157,7 +177,9 @@ def _first_look(address: Address, engine: EngineId, secrets: Secrets, settings: 
     """Connect and hang up, before anything costs time; return why it failed."""
     client = HandshakeClient(engine, secrets)
     try:
-        encrypted, _ = open_connection(address, RESPONDENT, client, Tls(settings), timeout=settings.handshake_timeout)
+        encrypted, _ = open_connection(
+            address, RESPONDENT, client, Tls(settings), timeout=settings.handshake_timeout
+        )
     except PeerError as exc:
         return str(exc)
     encrypted.close()
@@ -167,7 +189,9 @@ def _first_look(address: Address, engine: EngineId, secrets: Secrets, settings: 
 @contextlib.contextmanager
 def _link(settings: Settings, engine: EngineId, secrets: Secrets) -> Generator[SocketLink]:
     client = HandshakeClient(engine, secrets)
-    link = SocketLink(client, Tls(settings), Counters(), timeout=settings.handshake_timeout, threads=2)
+    link = SocketLink(
+        client, Tls(settings), Counters(), timeout=settings.handshake_timeout, threads=2
+    )
     try:
         yield link
     finally:

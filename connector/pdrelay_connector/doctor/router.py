@@ -1,4 +1,6 @@
-"""What a running router has measured of its hand-overs: ``pdrelay_handoff_gap_seconds`` at ``/metrics``."""
+"""What a running router has measured of its hand-overs: ``pdrelay_handoff_gap_seconds`` at
+``/metrics``.
+"""
 
 import re
 import threading
@@ -19,7 +21,10 @@ _BOUND: Final = re.compile(r'[{,]le="([^"]*)"')
 
 
 def read_router(url: str, *, lease: float, timeout: float = TIMEOUT) -> RouterTimes:
-    """Ask a router; raises :exc:`~pdrelay_connector.errors.Unreachable`. No endpoint of it shows its settings."""
+    """Ask a router; raises :exc:`~pdrelay_connector.errors.Unreachable`.
+
+    No endpoint of it shows its settings.
+    """
     if not url.startswith(("http://", "https://")):
         raise Unreachable(f"--router is {url!r}; it must be a URL such as http://router:8000")
     text = _fetch(f"{url.rstrip('/')}/metrics", url, timeout)
@@ -29,7 +34,9 @@ def read_router(url: str, *, lease: float, timeout: float = TIMEOUT) -> RouterTi
 
 
 def _fetch(address: str, url: str, timeout: float) -> str:
-    """Read a whole answer in a thread, which dies with this process: urllib's time limit is one for each read."""
+    """Read a whole answer in a thread, which dies with this process: urllib's time limit is one for
+    each read.
+    """
     found = list[bytes]()
     failed = list[Exception]()
 
@@ -46,7 +53,9 @@ def _fetch(address: str, url: str, timeout: float) -> str:
     thread.start()
     thread.join(timeout)
     if failed:
-        raise Unreachable(f"the router at {url} does not show its metrics: {failed[0]}") from failed[0]
+        raise Unreachable(
+            f"the router at {url} does not show its metrics: {failed[0]}"
+        ) from failed[0]
     if not found:
         raise Unreachable(f"the router at {url} gave no whole answer within {timeout:g} s")
     if len(found[0]) > MOST_BYTES:
@@ -55,13 +64,16 @@ def _fetch(address: str, url: str, timeout: float) -> str:
 
 
 def times_in(text: str, *, lease: float) -> RouterTimes:
-    """Count the hand-overs that left a decode engine less than a step of the lease (Prometheus text format)."""
+    """Count the hand-overs that left a decode engine less than a step of the lease (Prometheus text
+    format).
+    """
     buckets = sorted(_buckets(text))
     if not buckets:
         return RouterTimes(lease)
     total = buckets[-1][1]
     bound, within = max(
-        ((bound, count) for bound, count in buckets if bound <= max(lease - DECODE_STEP, 0)), default=(0.0, total)
+        ((bound, count) for bound, count in buckets if bound <= max(lease - DECODE_STEP, 0)),
+        default=(0.0, total),
     )
     return RouterTimes(lease, int(total), int(total - within), bound)
 

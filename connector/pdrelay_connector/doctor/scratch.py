@@ -26,10 +26,13 @@ class Scratch:
     info: RankInfo
 
 
-def open_scratch(name: str, size: int, device: str, settings: Settings, facts: EndFacts) -> tuple[Scratch, EndFacts]:
+def open_scratch(
+    name: str, size: int, device: str, settings: Settings, facts: EndFacts
+) -> tuple[Scratch, EndFacts]:
     """Allocate and register ``size`` bytes; return them, and the facts with what NIXL has shown.
 
-    ``device``: ``cpu`` or ``cuda:N``. Raises :exc:`~pdrelay_connector.errors.SettingsError` or ``TransferError``.
+    ``device``: ``cpu`` or ``cuda:N``. Raises :exc:`~pdrelay_connector.errors.SettingsError` or
+    ``TransferError``.
     """
     memory, address, kind, number = _allocate(size, device)
     backends = {backend.name: backend.parameters for backend in settings.backends}
@@ -48,7 +51,8 @@ def open_scratch(name: str, size: int, device: str, settings: Settings, facts: E
 def _allocate(size: int, device: str) -> tuple[Any, int, Any, int]:
     if device == "cpu":
         memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
-        memory[:: mmap.PAGESIZE] = 1  # the pages are there before they are registered, as those of a cache are
+        # the pages are there before they are registered, as those of a cache are
+        memory[:: mmap.PAGESIZE] = 1
         return memory, memory.ctypes.data, "DRAM", 0
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():
@@ -59,5 +63,7 @@ def _allocate(size: int, device: str) -> tuple[Any, int, Any, int]:
         tensor = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{number or 0}")
         torch.cuda.synchronize()
     except (ImportError, RuntimeError, AssertionError) as exc:  # AssertionError: torch without CUDA
-        raise SettingsError(f"--device is {device!r}, and torch has no such device here: {exc}") from exc
+        raise SettingsError(
+            f"--device is {device!r}, and torch has no such device here: {exc}"
+        ) from exc
     return tensor, int(tensor.data_ptr()), "VRAM", int(number or 0)

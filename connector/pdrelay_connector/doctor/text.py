@@ -15,7 +15,9 @@ def pair_text(facts: PairFacts) -> str:
     ends = [("here", facts.here), *([("there", facts.there)] if facts.there is not None else [])]
     lines = [line for name, end in ends for line in _end(name, end)]
     if facts.clock is not None:
-        lines.append(f"clock  there is {facts.clock.seconds:+.4f} s (error {facts.clock.error:.4f} s)")
+        lines.append(
+            f"clock  there is {facts.clock.seconds:+.4f} s (error {facts.clock.error:.4f} s)"
+        )
     if facts.back_failure is not None:
         lines.append(f"back   {facts.back_address}: {shortened(facts.back_failure) or 'reached'}")
     if facts.measurements:
@@ -32,10 +34,16 @@ def engine_text(facts: EngineFacts) -> str:
     if facts.failure:
         return head + facts.failure
     if facts.fingerprint is None:
-        return head + "reachable, TLS 1.3, secret accepted; give ENGINE_ID@HOST:PORT to see its fingerprint"
-    values = ", ".join(f"{name} {getattr(facts.fingerprint, name)}" for name in facts.fingerprint.__struct_fields__)
+        return (
+            head
+            + "reachable, TLS 1.3, secret accepted; give ENGINE_ID@HOST:PORT to see its fingerprint"
+        )
+    values = ", ".join(
+        f"{name} {getattr(facts.fingerprint, name)}" for name in facts.fingerprint.__struct_fields__
+    )
     shape = (
-        f"{facts.stages} stages of {facts.ranks} ranks, {facts.layers} regions of {facts.blocks} blocks of "
+        f"{facts.stages} stages of {facts.ranks} ranks, {facts.layers} regions of {facts.blocks} "
+        f"blocks of "
         f"{facts.block_size} tokens in {facts.memory}"
     )
     return f"{head}reachable, TLS 1.3, secret proven by both\n  {shortened(values)}\n  {shape}"
@@ -45,22 +53,35 @@ def findings_text(findings: Sequence[Finding]) -> str:
     """Write the findings, or that there are none."""
     if not findings:
         return "no findings"
-    return "\n".join(f"FINDING {finding.name}: {shortened(finding.sentence, 2048)}" for finding in findings)
+    return "\n".join(
+        f"FINDING {finding.name}: {shortened(finding.sentence, 2048)}" for finding in findings
+    )
 
 
 def _end(name: str, end: EndFacts) -> Iterable[str]:
     versions = ", ".join(
         f"{what} {shortened(value)}"
-        for what, value in (("pdrelay", end.pdrelay), ("NIXL", end.nixl), ("UCX", end.ucx), ("vLLM", end.vllm))
+        for what, value in (
+            ("pdrelay", end.pdrelay),
+            ("NIXL", end.nixl),
+            ("UCX", end.ucx),
+            ("vLLM", end.vllm),
+        )
         if value
     )
     yield f"{name:<6} {shortened(end.host)}: {versions}"
     mtu = f"MTU {end.mtu}" if end.mtu else f"MTU {UNKNOWN}"
     rdma = f"RDMA {shortened(', '.join(end.rdma))}" if end.rdma else "no active RDMA port"
-    yield f"       {shortened(end.interface) or 'interface ' + UNKNOWN} {shortened(end.address)}, {mtu}, {rdma}"
+    yield (
+        f"       {shortened(end.interface) or 'interface ' + UNKNOWN} {shortened(end.address)}, "
+        f"{mtu}, {rdma}"
+    )
     if end.memory_bytes:
         megabytes = end.memory_bytes / 1e6
-        yield f"       {megabytes:.0f} MB of {end.memory} registered in {end.registration_seconds * 1e3:.1f} ms"
+        yield (
+            f"       {megabytes:.0f} MB of {end.memory} registered in "
+            f"{end.registration_seconds * 1e3:.1f} ms"
+        )
     if end.environment:
         yield f"       {shortened(' '.join(end.environment))}"
 
@@ -72,7 +93,9 @@ def _table(facts: PairFacts) -> Iterable[str]:
     for each in facts.measurements:
         moves_out = (each.end == "here") == (each.measurement.operation == "WRITE")
         way = "here -> there" if moves_out else "there -> here"
-        yield f"{each.measurement.operation:<5} by {each.end:<6}  {way}  {_numbers(each.measurement)}"
+        yield (
+            f"{each.measurement.operation:<5} by {each.end:<6}  {way}  {_numbers(each.measurement)}"
+        )
 
 
 def _numbers(measured: Measurement) -> str:

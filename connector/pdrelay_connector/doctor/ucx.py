@@ -17,7 +17,10 @@ MOST_READ: Final = 4 << 20  # bytes of the log that are looked at
 
 
 class UcxLog:
-    """The log of this process. ``path`` is absent where the operator has set UCX_LOG_FILE: it is theirs."""
+    """The log of this process.
+
+    ``path`` is absent where the operator has set UCX_LOG_FILE: it is theirs.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -36,8 +39,12 @@ class UcxLog:
 
 @contextlib.contextmanager
 def ucx_log() -> Generator[UcxLog]:
-    """Have UCX log its protocols to a file of ours, which is removed at the end. NIXL loads UCX later."""
-    os.environ.setdefault(NIXL_LEVEL, "WARN")  # it would write lines of its own between those of the report
+    """Have UCX log its protocols to a file of ours, which is removed at the end.
+
+    NIXL loads UCX later.
+    """
+    # it would write lines of its own between those of the report
+    os.environ.setdefault(NIXL_LEVEL, "WARN")
     if LOG_FILE in os.environ:
         yield UcxLog(None)
         return

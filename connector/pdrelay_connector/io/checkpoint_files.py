@@ -1,4 +1,6 @@
-"""Reads from the files of a checkpoint what tells it from another one; at most some MiB, however large it is."""
+"""Reads from the files of a checkpoint what tells it from another one; at most some MiB, however
+large it is.
+"""
 
 import json
 import os
@@ -31,7 +33,9 @@ Result = TypeVar("Result")
 
 
 def digest_weights(files: Sequence[Path]) -> str:
-    """Return a digest of a checkpoint's tensors; raises :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`."""
+    """Return a digest of a checkpoint's tensors; raises
+    :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`.
+    """
     ordered = sorted(files, key=lambda file: file.name)
     with _reading(ordered) as descriptors:
         if all(file.suffix == SAFETENSORS for file in ordered):
@@ -41,19 +45,27 @@ def digest_weights(files: Sequence[Path]) -> str:
 
 
 def digest_whole(files: Sequence[Path]) -> str:
-    """Return a digest of small files, by their names and whole contents; raises as :func:`digest_weights`."""
+    """Return a digest of small files, by their names and whole contents; raises as
+    :func:`digest_weights`.
+    """
     with _reading(files) as descriptors:
-        pieces = [(file.name, _read(one, 0, MOST_TOKENIZER)) for file, one in zip(files, descriptors, strict=True)]
+        pieces = [
+            (file.name, _read(one, 0, MOST_TOKENIZER))
+            for file, one in zip(files, descriptors, strict=True)
+        ]
     return digest_of([name for name, _ in pieces], pieces)
 
 
 def weight_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """Return the files that the first pattern finds which finds any, without those that the index leaves out.
+    """Return the files that the first pattern finds which finds any, without those that the index
+    leaves out.
 
     As vLLM's loader chooses (``model_executor/model_loader/default_loader.py``).
     """
     for pattern in patterns:
-        found = sorted(file for file in folder.glob(pattern) if file.is_file() and not _is_of_training(file))
+        found = sorted(
+            file for file in folder.glob(pattern) if file.is_file() and not _is_of_training(file)
+        )
         if found:
             prefix = "consolidated" if pattern.startswith("consolidated") else "model"
             listed = set[str]()
@@ -76,7 +88,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def stamp_of(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
-    """Return what changes when a file is replaced or written: size, inode and time. An absent file is left out."""
+    """Return what changes when a file is replaced or written: size, inode and time.
+
+    An absent file is left out.
+    """
     stamps: list[tuple[str, int, int, int]] = []
     for file in files:
         try:
@@ -92,13 +107,17 @@ def _digest_tensors(descriptors: Sequence[int]) -> str:
         length = header_length(_read(descriptors[number], 0, LENGTH_BYTES))
         return read_header(_read(descriptors[number], LENGTH_BYTES, length), number)
 
-    tensors = [tensor for found in _in_parallel(tensors_of, range(len(descriptors))) for tensor in found]
+    tensors = [
+        tensor for found in _in_parallel(tensors_of, range(len(descriptors))) for tensor in found
+    ]
     description = sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return digest_of(description, _read_slices(descriptors, choose_slices(tensors)))
 
 
 def _read_slices(descriptors: Sequence[int], slices: Sequence[Slice]) -> list[tuple[str, bytes]]:
-    contents = _in_parallel(lambda each: _read(descriptors[each.file], each.start, each.length), slices)
+    contents = _in_parallel(
+        lambda each: _read(descriptors[each.file], each.start, each.length), slices
+    )
     return [(each.key, content) for each, content in zip(slices, contents, strict=True)]
 
 
@@ -110,7 +129,9 @@ def _in_parallel(read: Callable[[Item], Result], items: Sequence[Item]) -> list[
 def _read(descriptor: int, start: int, length: int) -> bytes:
     content = b""
     try:
-        while len(content) < length and (more := os.pread(descriptor, length - len(content), start + len(content))):
+        while len(content) < length and (
+            more := os.pread(descriptor, length - len(content), start + len(content))
+        ):
             content += more
     except OSError as exc:
         raise UnreadableCheckpoint(f"it cannot be read: {exc}") from exc
@@ -133,7 +154,14 @@ def _reading(files: Sequence[Path]) -> Generator[list[int]]:
 
 def _is_of_training(file: Path) -> bool:
     """Whether vLLM does not load a file that has the name of one of weights."""
-    return file.stem in ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
+    return file.stem in (
+        "training_args",
+        "optimizer",
+        "scheduler",
+        "scaler",
+        "rng_state",
+        "trainer_state",
+    )
 
 
 def _listed(index: Path) -> set[str]:

@@ -1,4 +1,6 @@
-"""The connections that a listener has accepted, before and after authentication, and the limits for both."""
+"""The connections that a listener has accepted, before and after authentication, and the limits for
+both.
+"""
 
 import itertools
 import time
@@ -14,9 +16,11 @@ from pdrelay_connector.io.connection import Connection
 MAX_UNAUTHENTICATED = 512  # connections without a valid Hello; the next one evicts the oldest
 MAX_UNAUTHENTICATED_PER_ADDRESS = 128  # the same for one IP address
 MAX_CLIENTS = 8192  # authenticated connections
-MAX_CLIENTS_PER_ENGINE = 1100  # the same for one engine: its scheduler and 1,024 ranks; reconnects overlap for a moment
-# s without a message before an engine's connections are closed. The engine then counts us as gone, so this exceeds the
-# 18 minutes in which our writes may still reach its memory (core/push/decode_scheduler.py).
+# the same for one engine: its scheduler and 1,024 ranks; reconnects overlap for a moment
+MAX_CLIENTS_PER_ENGINE = 1100
+# s without a message before an engine's connections are closed. The engine then counts us as gone,
+# so this exceeds the 18 minutes in which our writes may still reach its memory
+# (core/push/decode_scheduler.py).
 IDLE_TIMEOUT = 3600.0
 
 
@@ -36,10 +40,12 @@ class UnauthenticatedConnections:
         return list(itertools.takewhile(lambda conn: now >= conn.hello_by, self._conns.values()))
 
     def to_evict(self, ip: str) -> Connection | None:
-        """Return the connection that must go before one from ``ip`` is accepted; None while there is room.
+        """Return the connection that must go before one from ``ip`` is accepted; None while there
+        is room.
 
-        It is the oldest of ``ip`` if that address is at its limit, else the oldest of the address with the most
-        connections: a flood from one address then cannot keep out an engine at another.
+        It is the oldest of ``ip`` if that address is at its limit, else the oldest of the address
+        with the most connections: a flood from one address then cannot keep out an engine at
+        another.
         """
         counts = Counter(conn.address for conn in self._conns.values())
         if counts[ip] >= MAX_UNAUTHENTICATED_PER_ADDRESS:
@@ -72,7 +78,8 @@ class ClientConnections:
 
     def __init__(self) -> None:
         self._open: set[ConnId] = set()
-        self._engines: dict[EngineId, _EngineConnections] = {}  # other engines only, the least recently heard first
+        # other engines only, the least recently heard first
+        self._engines: dict[EngineId, _EngineConnections] = {}
         self._hellos: dict[ConnId, Hello] = {}  # until ConnectionLost has been handled
 
     @property
@@ -82,7 +89,9 @@ class ClientConnections:
 
     def idle(self, now: float) -> Sequence[Connection]:
         """Return the connections of engines that have been idle for too long."""
-        idle = itertools.takewhile(lambda engine: now >= engine.heard_at + IDLE_TIMEOUT, self._engines.values())
+        idle = itertools.takewhile(
+            lambda engine: now >= engine.heard_at + IDLE_TIMEOUT, self._engines.values()
+        )
         return [conn for engine in idle for conn in engine.conns.values()]
 
     def refusal(self, engine: EngineId) -> Refusal | None:
@@ -93,7 +102,10 @@ class ClientConnections:
         return Refusal(f"{len(self._open)} connections are open here, {of_engine} of them yours")
 
     def add(self, conn: Connection, hello: Hello, *, is_own_engine: bool) -> None:
-        """Count an authenticated connection. Our own workers may be idle for ever, so their engine is not tracked."""
+        """Count an authenticated connection.
+
+        Our own workers may be idle for ever, so their engine is not tracked.
+        """
         conn.hello = self._hellos[conn.id] = hello
         self._open.add(conn.id)
         if not is_own_engine:
@@ -102,7 +114,10 @@ class ClientConnections:
 
     def heard(self, conn: Connection) -> None:
         """Note that a message has arrived."""
-        if conn.hello is not None and (engine := self._engines.pop(conn.hello.engine, None)) is not None:
+        if (
+            conn.hello is not None
+            and (engine := self._engines.pop(conn.hello.engine, None)) is not None
+        ):
             self._engines[conn.hello.engine] = engine
             engine.heard_at = time.monotonic()
 

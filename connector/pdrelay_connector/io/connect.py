@@ -24,20 +24,32 @@ from pdrelay_connector.core.messages import (
     printable,
 )
 from pdrelay_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient
-from pdrelay_connector.errors import AnotherEngine, IncompatiblePeer, PortClosed, ProtocolViolation, Unreachable
+from pdrelay_connector.errors import (
+    AnotherEngine,
+    IncompatiblePeer,
+    PortClosed,
+    ProtocolViolation,
+    Unreachable,
+)
 from pdrelay_connector.io.framing import Deframer, frame
 from pdrelay_connector.io.tls import Tls, digest_of
 from pdrelay_connector.io.tls_records import MAX_UNAUTHENTICATED_RECORDS, TlsRecords
 
 
 def open_connection(
-    peer: Address, engine: EngineId, client: HandshakeClient, tls: Tls, *, timeout: float, local_only: bool = False
+    peer: Address,
+    engine: EngineId,
+    client: HandshakeClient,
+    tls: Tls,
+    *,
+    timeout: float,
+    local_only: bool = False,
 ) -> tuple[TlsRecords, Welcome]:
     """Return an encrypted and authenticated connection to ``engine``, and its Welcome.
 
-    ``timeout`` (s) bounds the TCP connection, and again TLS with the handshake. ``local_only``: NIXL here uses loopback
-    only, so it cannot reach another machine. Raises :exc:`~pdrelay_connector.errors.PeerError` with the peer in its
-    text.
+    ``timeout`` (s) bounds the TCP connection, and again TLS with the handshake. ``local_only``:
+    NIXL here uses loopback only, so it cannot reach another machine. Raises
+    :exc:`~pdrelay_connector.errors.PeerError` with the peer in its text.
     """
     try:
         sock = socket.create_connection(peer, timeout, all_errors=True)
@@ -53,12 +65,16 @@ def open_connection(
         reached, own = _ends(sock, peer)
         if local_only and is_elsewhere(reached, own):
             raise IncompatiblePeer(
-                f"{peer} is on another machine, and this engine's NIXL listens on loopback only; set "
-                "VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this machine at"
+                f"{peer} is on another machine, and this engine's NIXL listens on loopback only; "
+                f"set "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this machine "
+                "at"
             )
         encrypted = _encrypt(sock, peer, tls, deadline)
         certificate = digest_of(encrypted.peer_certificate())
-        client_connection = ClientConnection(engine, peer, reached, certificate, os.urandom(NONCE_BYTES))
+        client_connection = ClientConnection(
+            engine, peer, reached, certificate, os.urandom(NONCE_BYTES)
+        )
         welcome = _authenticate(encrypted, peer, client, client_connection, deadline)
         on_failure.pop_all()
     return encrypted, welcome
@@ -74,7 +90,9 @@ def _ends(sock: socket.socket, peer: Address) -> tuple[str, str]:
 
 def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> TlsRecords:
     try:
-        encrypted = TlsRecords(sock, tls.contexts().client, server_hostname=tls.server_name or peer.host or "localhost")
+        encrypted = TlsRecords(
+            sock, tls.contexts().client, server_hostname=tls.server_name or peer.host or "localhost"
+        )
     except (OSError, ValueError) as exc:
         raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
     try:
@@ -89,7 +107,8 @@ def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> T
             ) from exc
         if isinstance(exc, ssl.SSLError):
             raise IncompatiblePeer(
-                f"{peer} does not accept our TLS 1.3 ({exc.reason}): an older engine, another service, or one that "
+                f"{peer} does not accept our TLS 1.3 ({exc.reason}): an older engine, another "
+                f"service, or one that "
                 "requires a client certificate (tls_cert)",
                 "certificate",
             ) from exc
@@ -98,7 +117,11 @@ def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> T
 
 
 def _authenticate(
-    encrypted: TlsRecords, peer: Address, client: HandshakeClient, client_connection: ClientConnection, deadline: float
+    encrypted: TlsRecords,
+    peer: Address,
+    client: HandshakeClient,
+    client_connection: ClientConnection,
+    deadline: float,
 ) -> Welcome:
     deframer = Deframer(MAX_UNAUTHENTICATED_FRAME)
 
@@ -106,7 +129,9 @@ def _authenticate(
         for message in deframer.feed(b""):  # received together with the message before
             return decode(message)
         while True:
-            for message in deframer.feed(_receive_record(encrypted, peer, deadline, is_proven=is_proven)):
+            for message in deframer.feed(
+                _receive_record(encrypted, peer, deadline, is_proven=is_proven)
+            ):
                 return decode(message)
 
     try:
@@ -151,13 +176,18 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _receive_record(encrypted: TlsRecords, peer: Address, deadline: float, *, is_proven: bool = False) -> bytes:
+def _receive_record(
+    encrypted: TlsRecords, peer: Address, deadline: float, *, is_proven: bool = False
+) -> bytes:
     """Return the content of the next TLS record; empty for TLS's own records."""
-    # Before every record: a peer that sends a byte or a key update now and then must not occupy the thread for ever.
+    # Before every record: a peer that sends a byte or a key update now and then must not occupy the
+    # thread for ever.
     encrypted.sock.settimeout(_left(deadline))
     data = encrypted.recv()
     if encrypted.records > MAX_UNAUTHENTICATED_RECORDS and not is_proven:
-        raise ProtocolViolation(f"{peer} has sent more than {MAX_UNAUTHENTICATED_RECORDS} TLS records and no proof")
+        raise ProtocolViolation(
+            f"{peer} has sent more than {MAX_UNAUTHENTICATED_RECORDS} TLS records and no proof"
+        )
     return data
 
 

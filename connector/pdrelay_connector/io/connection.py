@@ -10,7 +10,8 @@ from pdrelay_connector.io.framing import Deframer
 from pdrelay_connector.io.tls_records import TlsRecords
 
 USER_TIMEOUT_MS = 20_000  # the kernel drops a peer that acknowledges no data for so long (RFC 5482)
-KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # s, s, probes: the same for an idle connection
+# s, s, probes: the same for an idle connection
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 @dataclass(slots=True)
@@ -20,7 +21,8 @@ class Connection:
     id: ConnId
     tls: TlsRecords
     inbox: Deframer
-    server_connection: ServerConnection | None = None  # the client's Hello must prove it; absent once authenticated
+    # the client's Hello must prove it; absent once authenticated
+    server_connection: ServerConnection | None = None
     address: str = ""  # IP address of the client of an accepted connection
     hello_by: float = float("inf")  # deadline for the Hello
     hello: Hello | None = None  # of an authenticated client

@@ -23,13 +23,16 @@ class Deframer:
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the messages that are complete now.
 
-        Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` before anything too long is buffered.
+        Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` before anything too long is
+        buffered.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > self.limit:
-                raise ProtocolViolation(f"a message of {length} bytes; at most {self.limit} are allowed")
+                raise ProtocolViolation(
+                    f"a message of {length} bytes; at most {self.limit} are allowed"
+                )
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return

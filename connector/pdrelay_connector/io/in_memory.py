@@ -1,8 +1,9 @@
 """Several engines in one process: what tests use instead of sockets and NIXL.
 
-A :class:`InMemoryNetwork` carries everything in turns, so that a test decides what arrives, late, twice or
-never. Faults are plain methods: :meth:`Network.cut`, :meth:`Network.kill`, :meth:`Network.lose`, and for single
-messages :meth:`Network.drop`, :meth:`Network.repeat`, :meth:`Network.delay`. Connections inside one engine have none.
+A :class:`InMemoryNetwork` carries everything in turns, so that a test decides what arrives, late,
+twice or never. Faults are plain methods: :meth:`Network.cut`, :meth:`Network.kill`,
+:meth:`Network.lose`, and for single messages :meth:`Network.drop`, :meth:`Network.repeat`,
+:meth:`Network.delay`. Connections inside one engine have none.
 """
 
 import itertools
@@ -32,8 +33,10 @@ class _Wire:
 
     links: frozenset[int]
     is_local: bool  # inside one engine: no network that could fail
-    ends: dict[int, ConnId]  # link number -> its id of this connection; those that have not closed it
-    queue: list[tuple[int, bytes | None]] = field(default_factory=list[tuple[int, bytes | None]])  # None: closed
+    # link number -> its id of this connection; those that have not closed it
+    ends: dict[int, ConnId]
+    # None: closed
+    queue: list[tuple[int, bytes | None]] = field(default_factory=list[tuple[int, bytes | None]])
 
 
 class InMemoryNetwork:
@@ -59,7 +62,9 @@ class InMemoryNetwork:
     def refuse(self, link: "InMemoryLink", why: str) -> None:
         """Close all connections of a link, and refuse others until it listens again."""
         self._hang_up_all(link)
-        self._refusals.update({address: why for address, entry in self._listeners.items() if entry[0] is link})
+        self._refusals.update(
+            {address: why for address, entry in self._listeners.items() if entry[0] is link}
+        )
 
     def call(self, link: "InMemoryLink", address: Address) -> ConnId:
         """Note that a link wants to meet an address."""
@@ -74,7 +79,9 @@ class InMemoryNetwork:
             wire.queue.append((other, encode(message)))
 
     def caller(self, link: "InMemoryLink", conn: ConnId) -> str | None:
-        """Return the memory of the engine that opened a connection to a link: what it would prove in a handshake."""
+        """Return the memory of the engine that opened a connection to a link: what it would prove
+        in a handshake.
+        """
         memory = self._callers.get((link.number, conn), "")
         return self.aliases.get(memory, memory) or None
 
@@ -112,7 +119,9 @@ class InMemoryNetwork:
         self._break(own, ConnectionLost(ConnId(0), "connection reset"))
 
     def time_out(self) -> None:
-        """Have everybody who is cut off notice it, as TCP does after a while; neither end knows if the other lives."""
+        """Have everybody who is cut off notice it, as TCP does after a while; neither end knows if
+        the other lives.
+        """
         cut = [wire for wire in self._wires if self._cut & wire.links and not wire.is_local]
         self._break(cut, ConnectionLost(ConnId(0), "connection timed out", silent=True))
 
@@ -172,10 +181,14 @@ class InMemoryNetwork:
             self._calls.append((link, conn, address))
             return
         if host is None or welcome is None or (host.number in self._cut and not is_local):
-            link.inbox.append(ConnectFailed(conn, f"cannot connect to {address}", has_ended=host is None))
+            link.inbox.append(
+                ConnectFailed(conn, f"cannot connect to {address}", has_ended=host is None)
+            )
             return
         if (why := self._refusals.get(address)) is not None:
-            link.inbox.append(ConnectFailed(conn, f"{address} refused: {why}", is_incompatible=True))
+            link.inbox.append(
+                ConnectFailed(conn, f"{address} refused: {why}", is_incompatible=True)
+            )
             return
         ends = {link.number: conn, host.number: next(self._conns)}
         self._wires.append(_Wire(frozenset(ends), is_local, ends))
@@ -189,13 +202,22 @@ class InMemoryNetwork:
             if receiver not in wire.ends:
                 continue  # it has closed the connection meanwhile
             if data is not None:
-                self.links[receiver].inbox.append(MessageReceived(wire.ends[receiver], decode(data)))
+                self.links[receiver].inbox.append(
+                    MessageReceived(wire.ends[receiver], decode(data))
+                )
             else:
-                self.links[receiver].inbox.append(ConnectionLost(wire.ends.pop(receiver), "it closed the connection"))
+                self.links[receiver].inbox.append(
+                    ConnectionLost(wire.ends.pop(receiver), "it closed the connection")
+                )
 
     def _messages(self) -> list[tuple[_Wire, int]]:
         wires = [wire for wire in self._wires if not wire.is_local]
-        return [(wire, i) for wire in wires for i, (_, data) in enumerate(wire.queue) if data is not None]
+        return [
+            (wire, i)
+            for wire in wires
+            for i, (_, data) in enumerate(wire.queue)
+            if data is not None
+        ]
 
     def _wires_of(self, link: "InMemoryLink", conn: ConnId) -> list[_Wire]:
         return [wire for wire in self._wires if wire.ends.get(link.number) == conn]
@@ -207,7 +229,8 @@ class InMemoryLink:
     def __init__(self, network: InMemoryNetwork, memory: str, *, engine: str = "") -> None:
         self.network = network
         self.memory = memory  # whose death closes this link
-        self.engine = engine or f"{memory} {len(network.links)}"  # between links of the same one no network can fail
+        # between links of the same one no network can fail
+        self.engine = engine or f"{memory} {len(network.links)}"
         self.number = len(network.links)
         self.inbox: list[LinkEvent] = []
         network.links.append(self)
@@ -256,7 +279,9 @@ class _InMemoryXfer:
 
 
 class InMemoryTransferAgent:
-    """Implements :class:`~pdrelay_connector.core.ports.TransferAgent`: copies when ``poll`` reaches the peer."""
+    """Implements :class:`~pdrelay_connector.core.ports.TransferAgent`: copies when ``poll`` reaches
+    the peer.
+    """
 
     def __init__(self, network: InMemoryNetwork, memory: str) -> None:
         self._network = network
@@ -265,7 +290,8 @@ class InMemoryTransferAgent:
         self._numbers = map(XferId, itertools.count(1))
         self._xfers: dict[XferId, _InMemoryXfer] = {}
         self.stuck = False  # transfers neither end nor move, like a peer that is stopped
-        self.clinging = False  # NIXL cannot let go of cancelled transfers: they end later, and their bytes still land
+        # NIXL cannot let go of cancelled transfers: they end later, and their bytes still land
+        self.clinging = False
 
     def attach(self, peer: RankInfo) -> str:
         """Make a peer's memory reachable."""
@@ -307,12 +333,21 @@ class InMemoryTransferAgent:
                 if flight.landing and flight.memory in self._network.memories:
                     self._copy(flight)
                 ended.append(
-                    XferEnded(number, XferOutcome.FAILED, 0, 0, 0.0, "cancelled" if flight.cancelled else "peer gone")
+                    XferEnded(
+                        number,
+                        XferOutcome.FAILED,
+                        0,
+                        0,
+                        0.0,
+                        "cancelled" if flight.cancelled else "peer gone",
+                    )
                 )
             elif self._network.reachable(flight.memory) and not self.stuck:
                 self._copy(flight)
                 size = int(flight.spans[:, 2].sum())
-                ended.append(XferEnded(number, XferOutcome.DONE, size, len(flight.spans), 0.001, ""))
+                ended.append(
+                    XferEnded(number, XferOutcome.DONE, size, len(flight.spans), 0.001, "")
+                )
         for end in ended:
             del self._xfers[end.xfer]
         return ended
@@ -331,6 +366,9 @@ def pieces_of(spans: Spans) -> Iterator[tuple[int, int]]:
     """Return the numbers of the pieces that a transfer copies: there, and here."""
     for there, here, size in spans.tolist():
         if there % BLOCK_BYTES or here % BLOCK_BYTES or size % BLOCK_BYTES:
-            raise TransferError(f"{size} bytes from {there} to {here}: this memory has pieces of {BLOCK_BYTES} bytes")
+            raise TransferError(
+                f"{size} bytes from {there} to {here}: this memory has pieces of {BLOCK_BYTES} "
+                f"bytes"
+            )
         for offset in range(0, size, BLOCK_BYTES):
             yield (there + offset) // BLOCK_BYTES, (here + offset) // BLOCK_BYTES

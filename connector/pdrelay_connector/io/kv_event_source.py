@@ -1,8 +1,9 @@
-"""The batches of KV events that one rank of the engine publishes over ZMQ, in order, with replay of what was missed.
+"""The batches of KV events that one rank of the engine publishes over ZMQ, in order, with replay of
+what was missed.
 
-The only importer of ZMQ. vLLM's side is ``ZmqEventPublisher`` (``vllm/distributed/kv_events.py``): a PUB socket, whose
-messages are topic, number (8 bytes, big endian) and batch, and a ROUTER socket, which answers a number with the batches
-it still has from there on, and ends with number -1.
+The only importer of ZMQ. vLLM's side is ``ZmqEventPublisher`` (``vllm/distributed/kv_events.py``):
+a PUB socket, whose messages are topic, number (8 bytes, big endian) and batch, and a ROUTER socket,
+which answers a number with the batches it still has from there on, and ends with number -1.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ _WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::")
 
 @dataclass(frozen=True, slots=True)
 class KVEventSource:
-    """Where a rank publishes, as ``EngineClient.get_kv_event_sources`` has it: the rank's number is in it already."""
+    """Where a rank publishes, as ``EngineClient.get_kv_event_sources`` has it: the rank's number is
+    in it already.
+    """
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -37,13 +40,23 @@ class KVEventSource:
 
     @property
     def exposures(self) -> tuple[str, ...]:
-        """Return the endpoints that the network may reach, for neither ZMQ nor vLLM asks for a key."""
-        return tuple(each for each in self._endpoints if not each.startswith(("ipc://", "inproc://")))
+        """Return the endpoints that the network may reach, for neither ZMQ nor vLLM asks for a
+        key.
+        """
+        return tuple(
+            each for each in self._endpoints if not each.startswith(("ipc://", "inproc://"))
+        )
 
     @property
     def open_directories(self) -> tuple[str, ...]:
-        """Return the ipc:// endpoints that others on this machine may reach, or replace by their own."""
-        return tuple(each for each in self._endpoints if each.startswith("ipc://") and not _is_private(each[6:]))
+        """Return the ipc:// endpoints that others on this machine may reach, or replace by their
+        own.
+        """
+        return tuple(
+            each
+            for each in self._endpoints
+            if each.startswith("ipc://") and not _is_private(each[6:])
+        )
 
     @property
     def _endpoints(self) -> tuple[str, ...]:
@@ -52,7 +65,8 @@ class KVEventSource:
 
 def _is_private(address: str) -> bool:
     """Tell whether only this user, and root, may enter a directory on the way to a socket."""
-    # An abstract name ("@...") has no directory. Links are followed: what they name may have another way in.
+    # An abstract name ("@...") has no directory. Links are followed: what they name may have
+    # another way in.
     return not address.startswith("@") and any(map(_is_own, Path(address).resolve().parents))
 
 
@@ -65,15 +79,20 @@ def _is_own(folder: Path) -> bool:
 
 
 def reachable(endpoint: str) -> str:
-    """Return where to connect to what was bound: a wildcard is every address, loopback among them."""
+    """Return where to connect to what was bound: a wildcard is every address, loopback among
+    them.
+    """
     for wildcard in _WILDCARDS:
         if endpoint.startswith(wildcard):
             return f"tcp://127.0.0.1:{endpoint.removeprefix(wildcard)}"
     return endpoint
 
 
-async def follow(source: KVEventSource, publish: Callable[[bytes], None], forget: Callable[[], None]) -> None:
-    """Call ``publish`` with every batch in order, and ``forget`` where batches are lost, until it is cancelled.
+async def follow(
+    source: KVEventSource, publish: Callable[[bytes], None], forget: Callable[[], None]
+) -> None:
+    """Call ``publish`` with every batch in order, and ``forget`` where batches are lost, until it
+    is cancelled.
 
     Raises :exc:`~pdrelay_connector.errors.Unreachable` if ZMQ refuses an endpoint.
     """
@@ -124,9 +143,12 @@ class _Follower:
                 await self._replay(start)
 
     async def _replay(self, start: int) -> None:
-        """Ask for all batches from this one on; the answer may be empty, cut short, or never come."""
+        """Ask for all batches from this one on; the answer may be empty, cut short, or never
+        come.
+        """
         if self._source.replay_endpoint is not None:
-            # A socket for each request: what is left of an earlier answer is no part of a later one.
+            # A socket for each request: what is left of an earlier answer is no part of a later
+            # one.
             with self._context.socket(zmq.DEALER) as dealer:
                 dealer.set(zmq.LINGER, 0)
                 dealer.set(zmq.RCVHWM, 0)  # ROUTER drops what does not fit

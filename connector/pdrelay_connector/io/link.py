@@ -25,7 +25,13 @@ from pdrelay_connector.core.messages import (
     decode,
     encode,
 )
-from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, LinkEvent, MessageReceived, PeerConnected
+from pdrelay_connector.core.ports import (
+    ConnectFailed,
+    ConnectionLost,
+    LinkEvent,
+    MessageReceived,
+    PeerConnected,
+)
 from pdrelay_connector.core.session.handshake import (
     NONCE_BYTES,
     Accepted,
@@ -33,8 +39,18 @@ from pdrelay_connector.core.session.handshake import (
     HandshakeServer,
     ServerConnection,
 )
-from pdrelay_connector.errors import AnotherEngine, IncompatiblePeer, PeerError, PortClosed, SettingsError
-from pdrelay_connector.io.client_connections import IDLE_TIMEOUT, ClientConnections, UnauthenticatedConnections
+from pdrelay_connector.errors import (
+    AnotherEngine,
+    IncompatiblePeer,
+    PeerError,
+    PortClosed,
+    SettingsError,
+)
+from pdrelay_connector.io.client_connections import (
+    IDLE_TIMEOUT,
+    ClientConnections,
+    UnauthenticatedConnections,
+)
 from pdrelay_connector.io.connection import Connection, set_socket_options
 from pdrelay_connector.io.framing import Deframer, frame
 from pdrelay_connector.io.opener import ConnectionOpener
@@ -42,17 +58,29 @@ from pdrelay_connector.io.tls import Tls
 from pdrelay_connector.io.tls_records import MAX_UNAUTHENTICATED_RECORDS, TlsRecords
 
 MAX_UNSENT = 16 << 20  # bytes a peer may leave unread before we close its connection
-MAX_READS = 64  # TLS records of one connection before the next one's turn: 1 MiB, or 2 ms of key updates
-ACCEPT_PAUSE = 1.0  # s without accept() when the system has no descriptors: it would fail again at once, in a busy loop
-# Errors of the network between us and a peer: the peer itself may still run. A reset is one, too: a kernel that has
-# given up a cut connection (TCP_USER_TIMEOUT, keepalive) answers so when the cut is mended, and so may a firewall.
+# TLS records of one connection before the next one's turn: 1 MiB, or 2 ms of key updates
+MAX_READS = 64
+# s without accept() when the system has no descriptors: it would fail again at once, in a busy loop
+ACCEPT_PAUSE = 1.0
+# Errors of the network between us and a peer: the peer itself may still run. A reset is one, too: a
+# kernel that has given up a cut connection (TCP_USER_TIMEOUT, keepalive) answers so when the cut is
+# mended, and so may a firewall.
 RESET = frozenset({errno.ECONNRESET, errno.ECONNABORTED})
-SILENT = RESET | {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+SILENT = RESET | {
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETDOWN,
+}
 NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class SocketLink:
-    """Implements :class:`~pdrelay_connector.core.ports.Link`. All but :meth:`wake` belong to the owning thread."""
+    """Implements :class:`~pdrelay_connector.core.ports.Link`.
+
+    All but :meth:`wake` belong to the owning thread.
+    """
 
     def __init__(
         self,
@@ -67,7 +95,9 @@ class SocketLink:
         self._tls = tls
         self._counters = counters
         self._timeout = timeout
-        self._opener = ConnectionOpener(client, tls, self.wake, timeout=timeout, threads=threads, local_only=local_only)
+        self._opener = ConnectionOpener(
+            client, tls, self.wake, timeout=timeout, threads=threads, local_only=local_only
+        )
         self._server: HandshakeServer | None = None  # absent on an engine that does not listen
         self._listener: socket.socket | None = None  # likewise
         self._accept_at: float | None = None  # when to accept again; absent while we do
@@ -75,7 +105,8 @@ class SocketLink:
         self._conns: dict[ConnId, Connection] = {}
         self._unauthenticated = UnauthenticatedConnections()
         self._clients = ClientConnections()
-        self._unread: dict[ConnId, Connection] = {}  # their TLS may hold bytes that the selector cannot see
+        # their TLS may hold bytes that the selector cannot see
+        self._unread: dict[ConnId, Connection] = {}
         self._events: deque[LinkEvent] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -84,17 +115,22 @@ class SocketLink:
         self._selector.register(self._wake_in, selectors.EVENT_READ)
 
     def listen(self, address: Address, server: HandshakeServer) -> Address:
-        """Accept connections, and return the bound address. Raises ``SettingsError`` if the port cannot be bound."""
+        """Accept connections, and return the bound address.
+
+        Raises ``SettingsError`` if the port cannot be bound.
+        """
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(512)
-        except (OSError, OverflowError) as exc:  # OverflowError: port plus data-parallel rank exceeds 65535
+        except (OSError, OverflowError) as exc:
+            # OverflowError: port plus data-parallel rank exceeds 65535
             listener.close()
             raise SettingsError(
-                f"the side channel cannot listen on {address}: {exc}; set VLLM_NIXL_SIDE_CHANNEL_HOST to an "
+                f"the side channel cannot listen on {address}: {exc}; set "
+                f"VLLM_NIXL_SIDE_CHANNEL_HOST to an "
                 "address of this machine and VLLM_NIXL_SIDE_CHANNEL_PORT to a port that is free"
             ) from exc
         listener.settimeout(0)
@@ -113,7 +149,8 @@ class SocketLink:
         """Queue a message, and send as much as the socket takes now."""
         if (found := self._conns.get(conn)) is None:
             return  # its ConnectionLost is queued or handled
-        if found.tls.unsent > MAX_UNSENT:  # checked before this message: a Welcome alone may be larger
+        # checked before this message: a Welcome alone may be larger
+        if found.tls.unsent > MAX_UNSENT:
             self._lose(found, f"it left {found.tls.unsent} bytes unread", silent=True)
             return
         found.tls.write(frame(encode(message)))
@@ -141,7 +178,8 @@ class SocketLink:
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, as their Hellos prove.
 
-        A closed connection counts until its :class:`ConnectionLost` has been handled, for its last messages.
+        A closed connection counts until its :class:`ConnectionLost` has been handled, for its last
+        messages.
         """
         return self._clients.are_of_one_engine(one, other)
 
@@ -151,7 +189,8 @@ class SocketLink:
 
     def wake(self) -> None:
         """Make the current or the next :meth:`poll` return at once. Any thread may call it."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: poll() returns anyway; closed: poll() has ended
+        # full: poll() returns anyway; closed: poll() has ended
+        with contextlib.suppress(BlockingIOError, OSError):
             self._wake_out.send(b"\0")
 
     def poll(self, timeout: float | None) -> Iterator[LinkEvent]:
@@ -159,7 +198,9 @@ class SocketLink:
 
         A connection that the caller closes between two events has no event after that.
         """
-        for key, ready in self._selector.select(0 if self._events or self._unread else self._bounded(timeout)):
+        for key, ready in self._selector.select(
+            0 if self._events or self._unread else self._bounded(timeout)
+        ):
             self._handle(key, ready)
         unread = self._unread
         self._unread = {}
@@ -171,7 +212,10 @@ class SocketLink:
         return self._take_events()
 
     def stop(self) -> None:
-        """Close every socket and the pool. An attempt to connect ends by itself, within its timeout."""
+        """Close every socket and the pool.
+
+        An attempt to connect ends by itself, within its timeout.
+        """
         self._opener.stop()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
@@ -249,14 +293,21 @@ class SocketLink:
                 return  # the client has closed the connection
             on_failure.pop_all()
         conn.address = ip
-        conn.server_connection = ServerConnection(Address(*reached[:2]), contexts.certificate, os.urandom(NONCE_BYTES))
+        conn.server_connection = ServerConnection(
+            Address(*reached[:2]), contexts.certificate, os.urandom(NONCE_BYTES)
+        )
         conn.hello_by = time.monotonic() + self._timeout
         self._unauthenticated.add(conn)
-        self.send(conn.id, Challenge(PROTOCOL, conn.server_connection.nonce))  # held until TLS is complete
+        # held until TLS is complete
+        self.send(conn.id, Challenge(PROTOCOL, conn.server_connection.nonce))
         self._read(conn)
 
     def _authenticate(
-        self, conn: Connection, server: HandshakeServer, server_connection: ServerConnection, message: Message
+        self,
+        conn: Connection,
+        server: HandshakeServer,
+        server_connection: ServerConnection,
+        message: Message,
     ) -> None:
         """Check a client's first message."""
         answer = server.answer(message, server_connection)
@@ -271,7 +322,9 @@ class SocketLink:
         conn.hello_by = float("inf")
         conn.inbox.limit = MAX_FRAME
         self._unauthenticated.discard(conn)
-        self._clients.add(conn, answer.hello, is_own_engine=answer.hello.engine == server.welcome.engine)
+        self._clients.add(
+            conn, answer.hello, is_own_engine=answer.hello.engine == server.welcome.engine
+        )
         self.send(conn.id, answer.proof)
         self.send(conn.id, answer.welcome)
 
@@ -292,7 +345,9 @@ class SocketLink:
                 has_ended = isinstance(exc, AnotherEngine | PortClosed)
                 is_incompatible = isinstance(exc, IncompatiblePeer)
                 cause = exc.cause if isinstance(exc, IncompatiblePeer) else ""
-                self._events.append(ConnectFailed(conn, str(exc), is_incompatible, has_ended, cause))
+                self._events.append(
+                    ConnectFailed(conn, str(exc), is_incompatible, has_ended, cause)
+                )
                 continue
             try:
                 self._unread[conn] = self._add(conn, tls, MAX_FRAME)
@@ -322,12 +377,16 @@ class SocketLink:
     def _read_records(self, conn: Connection) -> None:
         for _ in range(MAX_READS):
             data = conn.tls.recv()
-            if conn.server_connection is not None and conn.tls.records > MAX_UNAUTHENTICATED_RECORDS:
+            if (
+                conn.server_connection is not None
+                and conn.tls.records > MAX_UNAUTHENTICATED_RECORDS
+            ):
                 self._counters.count("connections_over_record_limit")
                 self._drop(conn)
                 return
             for message in conn.inbox.feed(data):
-                if conn.id in self._conns:  # our answer to the message before may have failed and closed it
+                # our answer to the message before may have failed and closed it
+                if conn.id in self._conns:
                     self._received(conn, decode(message))
             if conn.id not in self._conns:
                 return
@@ -345,7 +404,8 @@ class SocketLink:
         if conn.server_connection is None:
             self._clients.heard(conn)
             self._events.append(MessageReceived(conn.id, message))
-        elif self._server is not None and not conn.closing:  # a refused client stays unauthenticated
+        elif self._server is not None and not conn.closing:
+            # a refused client stays unauthenticated
             self._authenticate(conn, self._server, conn.server_connection, message)
 
     def _flush(self, conn: Connection) -> None:
@@ -364,7 +424,9 @@ class SocketLink:
         if self._selector.get_key(conn.tls.sock).events != wanted:
             self._selector.modify(conn.tls.sock, wanted, conn)
 
-    def _lose(self, conn: Connection, reason: str, *, silent: bool = False, reset: bool = False) -> None:
+    def _lose(
+        self, conn: Connection, reason: str, *, silent: bool = False, reset: bool = False
+    ) -> None:
         if conn.server_connection is None:
             self._events.append(ConnectionLost(conn.id, reason, silent, reset))
         self._drop(conn)

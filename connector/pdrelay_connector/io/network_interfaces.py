@@ -14,7 +14,9 @@ RDMA = Path("/sys/class/infiniband")
 
 
 def read_network_interfaces(host: str, port: int) -> NetworkInterfaces:
-    """Return what this machine uses towards ``host``, or raise :exc:`~pdrelay_connector.errors.SettingsError`."""
+    """Return what this machine uses towards ``host``, or raise
+    :exc:`~pdrelay_connector.errors.SettingsError`.
+    """
     return NetworkInterfaces(own_address(host, port), interfaces(), rdma_ports(RDMA))
 
 
@@ -28,7 +30,9 @@ def interfaces() -> Mapping[str, frozenset[str]]:
 
 
 def rdma_ports(folder: Path) -> Sequence[str]:
-    """Return the active ports of RDMA devices, as UCX names them; ``folder`` is Linux's list of the devices."""
+    """Return the active ports of RDMA devices, as UCX names them; ``folder`` is Linux's list of the
+    devices.
+    """
     ports = sorted(folder.glob("*/ports/*/state"))
     return [f"{path.parts[-4]}:{path.parts[-2]}" for path in ports if "ACTIVE" in _text(path)]
 
@@ -41,7 +45,8 @@ def _text(path: Path) -> str:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return our IP address on the way to a host: that host itself, if it is an address of this machine.
+    """Return our IP address on the way to a host: that host itself, if it is an address of this
+    machine.
 
     Raises :exc:`~pdrelay_connector.errors.SettingsError` if there is no way.
     """
@@ -53,5 +58,6 @@ def own_address(host: str, port: int) -> str:
             return plain_ip(str(sock.getsockname()[0]))
     except (OSError, ValueError) as exc:
         raise SettingsError(
-            f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, which leads nowhere: {exc}; set it to an address of this machine"
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, which leads nowhere: {exc}; set it to an "
+            f"address of this machine"
         ) from exc

@@ -1,13 +1,16 @@
 """NIXL, and the only file that imports it. Its exceptions stop here.
 
-What nixl 1.5.1 with UCX does with a read that is given up (seen over TCP, 192 MiB, the peer stopped in the middle):
-``release`` succeeds at once, and so does removing the remote agent, but neither stops the read. When the peer goes on,
-all of the rest lands in our memory, seconds or minutes later. Closing is a flush there, and the endpoint lives as long
-as the agent (later versions know ``ucx_ep_close_force``). Once the remote agent is removed, NIXL does not even tell any
-more when the read is over. And ending our agent in the middle of a read, which does stop it, aborts the *peer's*
-process now and then (an assertion in UCX, the same as when a decode engine is killed in the middle of a read).
+What nixl 1.5.1 with UCX does with a read that is given up (seen over TCP, 192 MiB, the peer stopped
+in the middle): ``release`` succeeds at once, and so does removing the remote agent, but neither
+stops the read. When the peer goes on, all of the rest lands in our memory, seconds or minutes
+later. Closing is a flush there, and the endpoint lives as long as the agent (later versions know
+``ucx_ep_close_force``). Once the remote agent is removed, NIXL does not even tell any more when the
+read is over. And ending our agent in the middle of a read, which does stop it, aborts the *peer's*
+process now and then (an assertion in UCX, the same as when a decode engine is killed in the middle
+of a read).
 
-So nothing is released or removed before NIXL says that it is over: done, or failed because the peer is gone.
+So nothing is released or removed before NIXL says that it is over: done, or failed because the peer
+is gone.
 """
 
 import contextlib
@@ -34,7 +37,9 @@ from pdrelay_connector.errors import TransferError
 _raises = logging.raiseExceptions
 try:
     from nixl import _api as nixl_api
-finally:  # nixl/logging.py (1.5.1) sets it to False, once: log lines of the whole process that fail would say nothing
+finally:
+    # nixl/logging.py (1.5.1) sets it to False, once: log lines of the whole process that fail would
+    # say nothing
     logging.raiseExceptions = _raises
 
 _bindings = nixl_api.nixlBind
@@ -42,12 +47,14 @@ _bindings = nixl_api.nixlBind
 UCX_DEFAULTS: Mapping[str, str] = MappingProxyType({
     # A leak in its registration cache; vllm/distributed/nixl_utils.py sets the same.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
-    # Where UCX 1.23 sees no NVLink (PCIe alone, most virtual machines) it READs over TCP in place of CUDA IPC: 0.4 GB/s
-    # instead of 152 (docs/benchmarks/connector.md#on-a-gpu). It WRITEs over CUDA IPC anywhere.
+    # Where UCX 1.23 sees no NVLink (PCIe alone, most virtual machines) it READs over TCP in place
+    # of CUDA IPC: 0.4 GB/s instead of 152 (docs/benchmarks/connector.md#on-a-gpu). It WRITEs over
+    # CUDA IPC anywhere.
     CUDA_IPC_READS: "on",
 })  # fmt: skip
-# Parameters of a backend whose memory goes away: UCX's registration cache would keep the pages, and so would a peer
-# that has mapped them by CUDA IPC. vLLM's NixlConnector (0.33) starts UCX with the same; UCX_* variables prevail.
+# Parameters of a backend whose memory goes away: UCX's registration cache would keep the pages, and
+# so would a peer that has mapped them by CUDA IPC. vLLM's NixlConnector (0.33) starts UCX with the
+# same; UCX_* variables prevail.
 UNPINNED: Mapping[str, str] = MappingProxyType({"engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"})
 # NIXL's exceptions have no common base but Exception: list what the library can raise.
 NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
@@ -58,15 +65,19 @@ NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
 
 
 def make_agent(
-    name: str, *, progress_delay_us: int, backends: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": {}})
+    name: str,
+    *,
+    progress_delay_us: int,
+    backends: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": {}}),
 ) -> Any:
     """Return a NIXL agent whose progress thread polls every ``progress_delay_us`` microseconds.
 
-    ``backends``: names, in the order of preference, and what their plugins are given. NIXL loads their libraries, and
-    these read their environment, here and not before.
+    ``backends``: names, in the order of preference, and what their plugins are given. NIXL loads
+    their libraries, and these read their environment, here and not before.
 
-    nixl 1.5.1's Python agent fixes that delay at 0, which costs a whole core per agent, idle or not. The inner agent
-    is replaced before any backend, and with it any thread, exists. STRICT: our thread and NIXL's both enter it.
+    nixl 1.5.1's Python agent fixes that delay at 0, which costs a whole core per agent, idle or
+    not. The inner agent is replaced before any backend, and with it any thread, exists. STRICT: our
+    thread and NIXL's both enter it.
     """
     strict = nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     agent = nixl_api.nixl_agent(name, nixl_api.nixl_agent_config(backends=[], sync_mode=strict))
@@ -83,7 +94,8 @@ def make_agent(
         except NIXL_ERRORS as exc:
             known = ", ".join(sorted(agent.get_plugin_list()))
             raise TransferError(
-                f"NIXL cannot start its backend {backend} with {dict(parameters)}: {exc}; its plugins are {known}, and "
+                f"NIXL cannot start its backend {backend} with {dict(parameters)}: {exc}; its "
+                f"plugins are {known}, and "
                 f"UCX_NET_DEVICES is {os.environ.get('UCX_NET_DEVICES', 'not set')}"
             ) from exc
     return agent
@@ -109,7 +121,8 @@ class _Remote:
 class RemoteAgents:
     """The remote agents that a NIXL agent knows.
 
-    NIXL knows each once. A worker that writes into a rank and reads from it has it removed when it does neither.
+    NIXL knows each once. A worker that writes into a rank and reads from it has it removed when it
+    does neither.
     """
 
     def __init__(self, agent: Any) -> None:
@@ -118,8 +131,13 @@ class RemoteAgents:
         self._users: Counter[str] = Counter()
 
     def add(self, peer: RankInfo) -> str:
-        """Load a rank's metadata, unless it is loaded; return the name of its agent. Raises ``TransferError``."""
-        name = next((name for name, info in self._infos.items() if info == peer), None) or self._load(peer)
+        """Load a rank's metadata, unless it is loaded; return the name of its agent.
+
+        Raises ``TransferError``.
+        """
+        name = next(
+            (name for name, info in self._infos.items() if info == peer), None
+        ) or self._load(peer)
         self._infos[name] = peer
         self._users[name] += 1
         return name
@@ -141,21 +159,28 @@ class RemoteAgents:
         if self._users[name]:
             return
         del self._users[name], self._infos[name]
-        with contextlib.suppress(*NIXL_ERRORS):  # the peer may be gone already: then there is nothing to close
+        # the peer may be gone already: then there is nothing to close
+        with contextlib.suppress(*NIXL_ERRORS):
             self._agent.remove_remote_agent(name)
 
 
 def _attached(name: str) -> TransferError:
-    return TransferError(f"NIXL agent {name} is attached already, to another engine or with other memory")
+    return TransferError(
+        f"NIXL agent {name} is attached already, to another engine or with other memory"
+    )
 
 
 class NixlTransferAgent:
-    """Implements :class:`~pdrelay_connector.core.ports.TransferAgent`. One thread owns it after construction.
+    """Implements :class:`~pdrelay_connector.core.ports.TransferAgent`.
+
+    One thread owns it after construction.
 
     Two of them on that thread may use one NIXL agent: they share ``remote_agents``.
     """
 
-    def __init__(self, agent: Any, memory: str, device: int, remote_agents: RemoteAgents | None = None) -> None:
+    def __init__(
+        self, agent: Any, memory: str, device: int, remote_agents: RemoteAgents | None = None
+    ) -> None:
         self._agent = agent
         self._remote_agents = remote_agents or RemoteAgents(agent)
         self._memory = memory
@@ -185,7 +210,9 @@ class NixlTransferAgent:
             self._remove_if_over(handle)
 
     def _remove_if_over(self, name: str) -> None:
-        if not self._remotes[name].leaving or any(flight.remote == name for flight in self._xfers.values()):
+        if not self._remotes[name].leaving or any(
+            flight.remote == name for flight in self._xfers.values()
+        ):
             return
         del self._remotes[name]
         self._remote_agents.remove(name)
@@ -195,7 +222,10 @@ class NixlTransferAgent:
         return self._post("READ", handle, spans)
 
     def write(self, handle: str, spans: Spans) -> XferId:
-        """Post a WRITE. UCX flushes the connection before NIXL calls it done: the bytes are in the peer by then."""
+        """Post a WRITE.
+
+        UCX flushes the connection before NIXL calls it done: the bytes are in the peer by then.
+        """
         return self._post("WRITE", handle, spans)
 
     def _post(self, operation: str, handle: str, spans: Spans) -> XferId:
@@ -213,7 +243,9 @@ class NixlTransferAgent:
             raise TransferError(f"NIXL cannot start a {operation}: {exc}") from exc
         number = next(self._numbers)
         posting = time.monotonic() - start
-        self._xfers[number] = _NixlXfer(xfer, handle, start, int(spans[:, 2].sum()), len(spans), posting)
+        self._xfers[number] = _NixlXfer(
+            xfer, handle, start, int(spans[:, 2].sum()), len(spans), posting
+        )
         if state == "ERR":
             self._end(number, XferOutcome.FAILED, f"the {operation} failed when it was posted")
         return number
@@ -239,7 +271,11 @@ class NixlTransferAgent:
                 self._end(number, XferOutcome.FAILED, f"{type(exc).__name__}: {exc}")
                 continue
             if state == "DONE":
-                self._end(number, XferOutcome.FAILED if flight.cancelled else XferOutcome.DONE, "cancelled")
+                self._end(
+                    number,
+                    XferOutcome.FAILED if flight.cancelled else XferOutcome.DONE,
+                    "cancelled",
+                )
             elif state == "ERR":
                 self._end(number, XferOutcome.FAILED, "the transfer failed")
         ended = self._ended
@@ -249,27 +285,40 @@ class NixlTransferAgent:
     def _end(self, number: XferId, outcome: XferOutcome, reason: str) -> None:
         flight = self._xfers.pop(number)
         moved, count = (flight.bytes, flight.descriptors) if outcome is XferOutcome.DONE else (0, 0)
-        with contextlib.suppress(*NIXL_ERRORS):  # NIXL keeps what it cannot release and tries again at its end
+        # NIXL keeps what it cannot release and tries again at its end
+        with contextlib.suppress(*NIXL_ERRORS):
             flight.handle.release()
         seconds = time.monotonic() - flight.posted_at
-        self._ended.append(XferEnded(number, outcome, moved, count, seconds, reason, flight.posting))
+        self._ended.append(
+            XferEnded(number, outcome, moved, count, seconds, reason, flight.posting)
+        )
         self._remove_if_over(flight.remote)
 
 
 def register(agent: Any, memory: str, device: int, spans: Sequence[tuple[int, int]]) -> bytes:
-    """Register ``(address, bytes)`` spans of memory with NIXL and return the metadata peers need."""
+    """Register ``(address, bytes)`` spans of memory with NIXL and return the metadata peers
+    need.
+    """
     try:
-        descriptors = agent.get_reg_descs([(base, size, device, "") for base, size in spans], memory)
+        descriptors = agent.get_reg_descs(
+            [(base, size, device, "") for base, size in spans], memory
+        )
         agent.register_memory(descriptors)
         metadata: bytes = agent.get_agent_metadata()
     except NIXL_ERRORS as exc:
-        raise TransferError(f"NIXL cannot register the KV cache ({memory} of device {device}): {exc}") from exc
+        raise TransferError(
+            f"NIXL cannot register the KV cache ({memory} of device {device}): {exc}"
+        ) from exc
     return metadata
 
 
 def unregister(agent: Any, memory: str, device: int, spans: Sequence[tuple[int, int]]) -> None:
     """Undo :func:`register`, with the same spans: the memory is about to go away."""
     try:
-        agent.deregister_memory(agent.get_reg_descs([(base, size, device, "") for base, size in spans], memory))
+        agent.deregister_memory(
+            agent.get_reg_descs([(base, size, device, "") for base, size in spans], memory)
+        )
     except NIXL_ERRORS as exc:
-        raise TransferError(f"NIXL cannot let go of the KV cache ({memory} of device {device}): {exc}") from exc
+        raise TransferError(
+            f"NIXL cannot let go of the KV cache ({memory} of device {device}): {exc}"
+        ) from exc

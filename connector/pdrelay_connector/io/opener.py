@@ -1,4 +1,6 @@
-"""Connections that are being opened: each on a thread of a pool, because every step of it may block for seconds."""
+"""Connections that are being opened: each on a thread of a pool, because every step of it may block
+for seconds.
+"""
 
 import queue
 from collections.abc import Callable, Sequence
@@ -16,7 +18,10 @@ Opened: TypeAlias = tuple[TlsRecords, Welcome]
 
 
 class ConnectionOpener:
-    """All methods belong to the owning thread. A pool thread calls ``wake`` when an attempt has ended."""
+    """All methods belong to the owning thread.
+
+    A pool thread calls ``wake`` when an attempt has ended.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,13 @@ class ConnectionOpener:
         """Start to connect on a pool thread; :meth:`take_done` returns the outcome."""
         self._pending.add(conn)
         future = self._pool.submit(
-            open_connection, peer, engine, self._client, self._tls, timeout=self._timeout, local_only=self._local_only
+            open_connection,
+            peer,
+            engine,
+            self._client,
+            self._tls,
+            timeout=self._timeout,
+            local_only=self._local_only,
         )
         future.add_done_callback(lambda done: self._report(conn, done))
 
@@ -67,8 +78,12 @@ class ConnectionOpener:
         return done
 
     def stop(self) -> None:
-        """Cancel all attempts. One that a pool thread has begun ends by itself, within its timeout."""
-        self._pending.clear()  # before the flag: from then on a pool thread closes the connections it has opened
+        """Cancel all attempts.
+
+        One that a pool thread has begun ends by itself, within its timeout.
+        """
+        # before the flag: from then on a pool thread closes the connections it has opened
+        self._pending.clear()
         self._is_stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.take_done()

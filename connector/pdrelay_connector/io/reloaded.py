@@ -10,15 +10,16 @@ from pdrelay_connector.errors import SettingsError
 
 logger = logging.getLogger("vllm.pdrelay")
 
-LOOK_AGAIN = 1.0  # s between two looks at the dates of files: not every connection costs system calls
+# s between two looks at the dates of files: not every connection costs system calls
+LOOK_AGAIN = 1.0
 ValueT = TypeVar("ValueT")
 
 
 class ReloadedFiles(Generic[ValueT]):
     """What ``load`` has made of some files; made again when one of them has changed.
 
-    Files that have become unusable change nothing. Kubernetes replaces mounted files by renaming a link to their
-    folder.
+    Files that have become unusable change nothing. Kubernetes replaces mounted files by renaming a
+    link to their folder.
     """
 
     def __init__(self, what: str, paths: Sequence[str], load: Callable[[], ValueT]) -> None:
@@ -26,7 +27,8 @@ class ReloadedFiles(Generic[ValueT]):
         self._what = what
         self._paths = paths
         self._load = load
-        self._seen: Sequence[object] = self._look()  # before they are read: what changes meanwhile is read again
+        # before they are read: what changes meanwhile is read again
+        self._seen: Sequence[object] = self._look()
         self._look_at = time.monotonic() + LOOK_AGAIN
         self._value = load()
 

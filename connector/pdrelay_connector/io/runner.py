@@ -32,10 +32,17 @@ Command: TypeAlias = Callable[[CoreT, float], None]
 
 
 class Runner(Generic[CoreT]):
-    """Started once, by the shell. Everything but :meth:`post` and :meth:`stop` happens on its own thread."""
+    """Started once, by the shell.
+
+    Everything but :meth:`post` and :meth:`stop` happens on its own thread.
+    """
 
     def __init__(
-        self, name: str, core: CoreT, link: SocketLink, after_turn: Callable[[CoreT], None] = lambda _: None
+        self,
+        name: str,
+        core: CoreT,
+        link: SocketLink,
+        after_turn: Callable[[CoreT], None] = lambda _: None,
     ) -> None:
         self._core = core
         self._link = link
@@ -50,17 +57,20 @@ class Runner(Generic[CoreT]):
         self._thread.start()
 
     def post(self, command: Command[CoreT]) -> None:
-        """Have the thread call ``command(core, now)`` soon, before it looks at any message that arrives later.
+        """Have the thread call ``command(core, now)`` soon, before it looks at any message that
+        arrives later.
 
-        Raises :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died of a bug: the engine
-        must not go on as if KV were still moving.
+        Raises :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died of a bug: the
+        engine must not go on as if KV were still moving.
         """
         self.check()
         self._commands.put(command)
         self._link.wake()
 
     def ask(self, question: Callable[[CoreT], AnswerT], *, timeout: float) -> AnswerT:
-        """Return what the thread answers; raises ``ConnectorError`` if it does not within so many seconds."""
+        """Return what the thread answers; raises ``ConnectorError`` if it does not within so many
+        seconds.
+        """
         answers: queue.SimpleQueue[AnswerT] = queue.SimpleQueue()
         self.post(lambda core, _: answers.put(question(core)))
         try:
@@ -70,7 +80,9 @@ class Runner(Generic[CoreT]):
             raise ConnectorError(f"thread {self._thread.name} does not answer") from None
 
     def check(self) -> None:
-        """Raise :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died: nothing more will come."""
+        """Raise :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died: nothing
+        more will come.
+        """
         if self._died is not None:
             raise ConnectorError(f"thread {self._thread.name} died: {self._died!r}") from self._died
 
@@ -82,7 +94,8 @@ class Runner(Generic[CoreT]):
 
     def _run(self) -> None:
         try:
-            due: float | None = 0.0  # the first turn does not wait: a core may have something to begin
+            # the first turn does not wait: a core may have something to begin
+            due: float | None = 0.0
             while not self._stopping:
                 due = self._turn(due)
         except BaseException as exc:
@@ -93,7 +106,8 @@ class Runner(Generic[CoreT]):
 
     def _turn(self, due: float | None) -> float | None:
         events = self._link.poll(self._wait(due))
-        # Commands first: what the engine did before its reply left must be known before the peer's answer to it.
+        # Commands first: what the engine did before its reply left must be known before the peer's
+        # answer to it.
         while not self._commands.empty():
             self._commands.get()(self._core, time.monotonic())
         for event in events:

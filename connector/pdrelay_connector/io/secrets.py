@@ -22,15 +22,21 @@ def secrets_in_force(settings: Settings) -> Secrets:
 
 
 def read_secret_file(path: str) -> tuple[bytes, ...]:
-    """Return the secrets in a file, one a line; raises :exc:`~pdrelay_connector.errors.SettingsError`."""
+    """Return the secrets in a file, one a line; raises
+    :exc:`~pdrelay_connector.errors.SettingsError`.
+    """
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE + 1)
         text = data.decode()
     except (OSError, ValueError) as exc:
-        raise SettingsError(f"{SECRET_FILE_VARIABLE} names {path!r}, which cannot be read: {exc}") from exc
+        raise SettingsError(
+            f"{SECRET_FILE_VARIABLE} names {path!r}, which cannot be read: {exc}"
+        ) from exc
     if len(data) > MAX_FILE:
-        raise SettingsError(f"{path} is larger than {MAX_FILE} bytes; it must have one or two lines, a secret each")
+        raise SettingsError(
+            f"{path} is larger than {MAX_FILE} bytes; it must have one or two lines, a secret each"
+        )
     secrets = parse_secrets(text, path)
     if not secrets:
         raise SettingsError(f"{path} has no secret; it must have one or two lines, a secret each")

@@ -32,11 +32,14 @@ class Tls:
         """Raises :exc:`~pdrelay_connector.errors.SettingsError` if a file cannot be used."""
         self.server_name = settings.tls_server_name
         files = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_ca) if path]
-        self.contexts = ReloadedFiles("certificates", files, lambda: _make(settings))  # call it for those in force
+        # call it for those in force
+        self.contexts = ReloadedFiles("certificates", files, lambda: _make(settings))
 
 
 def digest_of(certificate: bytes | None) -> bytes:
-    """Return what stands for a certificate (DER) in proofs; it is the one of RFC 5929's "tls-server-end-point"."""
+    """Return what stands for a certificate (DER) in proofs; it is the one of RFC 5929's
+    "tls-server-end-point".
+    """
     return hashlib.sha256(certificate or b"").digest()
 
 
@@ -55,12 +58,14 @@ def _make(settings: Settings) -> Contexts:
         return Contexts(server, client, digest_of(certificate))
     try:
         for context in (server, client):
-            context.load_cert_chain(settings.tls_cert, settings.tls_key or None, password="")  # or it asks stdin
+            # or it asks stdin
+            context.load_cert_chain(settings.tls_cert, settings.tls_key or None, password="")
         with open(settings.tls_cert, "rb") as file:  # noqa: PTH123 (a path as the operator wrote it)
             certificate = ssl.PEM_cert_to_DER_cert(_first(file.read().decode()))
     except (OSError, ValueError) as exc:
         raise SettingsError(
-            f"tls_cert {settings.tls_cert!r} and tls_key {settings.tls_key!r} cannot be used: {exc}; they must be PEM "
+            f"tls_cert {settings.tls_cert!r} and tls_key {settings.tls_key!r} cannot be used: "
+            f"{exc}; they must be PEM "
             "files that belong together, the key without a passphrase"
         ) from exc
     return Contexts(server, client, digest_of(certificate))
@@ -72,14 +77,18 @@ def _trust(server: ssl.SSLContext, client: ssl.SSLContext, settings: Settings) -
         for context in (server, client):
             context.load_verify_locations(settings.tls_ca)
     except (OSError, ValueError) as exc:
-        raise SettingsError(f"tls_ca {settings.tls_ca!r} cannot be used: {exc}; it must be a PEM file") from exc
+        raise SettingsError(
+            f"tls_ca {settings.tls_ca!r} cannot be used: {exc}; it must be a PEM file"
+        ) from exc
     server.verify_mode = ssl.CERT_REQUIRED
     client.verify_mode = ssl.CERT_REQUIRED
     client.check_hostname = True
 
 
 def _first(text: str) -> str:
-    """Return the first certificate of a PEM file: the server's own, those that vouch for it follow."""
+    """Return the first certificate of a PEM file: the server's own, those that vouch for it
+    follow.
+    """
     end = "-----END CERTIFICATE-----"
     start = text.find("-----BEGIN CERTIFICATE-----")
     found = text.find(end)
@@ -89,7 +98,9 @@ def _first(text: str) -> str:
 
 
 def _load_new(context: ssl.SSLContext) -> bytes:
-    """Make a key and a certificate for it, load both into the context and return the certificate (DER)."""
+    """Make a key and a certificate for it, load both into the context and return the certificate
+    (DER).
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pdrelay side channel")])
     now = datetime.datetime.now(datetime.UTC)

@@ -1,7 +1,8 @@
 """TLS over a socket, one record at a time.
 
-:class:`ssl.SSLSocket` reads from the socket until it has something to return. Records of key updates (RFC 8446, 4.6.3)
-never have: a peer that sends nothing else keeps such a call busy for ever. Here every call ends after one record.
+:class:`ssl.SSLSocket` reads from the socket until it has something to return. Records of key
+updates (RFC 8446, 4.6.3) never have: a peer that sends nothing else keeps such a call busy for
+ever. Here every call ends after one record.
 """
 
 import contextlib
@@ -10,7 +11,8 @@ import ssl
 import struct
 
 # TLS records before the proof. A handshake takes 14 with the 100 KiB of certificates that OpenSSL
-# allows, a message of MAX_UNAUTHENTICATED_FRAME bytes 3. A key update is one, of 27 bytes and 25 to 50 us.
+# allows, a message of MAX_UNAUTHENTICATED_FRAME bytes 3. A key update is one, of 27 bytes and 25 to
+# 50 us.
 MAX_UNAUTHENTICATED_RECORDS = 32
 MAX_RECORD = 1 << 14  # bytes that one holds (RFC 8446, 5.1)
 PIECE = 1 << 16  # bytes taken from the socket, or encrypted for it, at a time
@@ -19,7 +21,10 @@ _CLOSED = "it closed the connection"
 
 
 class TlsRecords:
-    """One side of a TLS connection. The socket may block, with a timeout, or not: its errors are passed on."""
+    """One side of a TLS connection.
+
+    The socket may block, with a timeout, or not: its errors are passed on.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,8 @@ class TlsRecords:
         self._rest = 0  # bytes of the record that TLS has got the beginning of
         self._plain = bytearray()  # to be encrypted
         self._sealed = bytearray()  # to be sent
-        self._is_stalled = False  # TLS encrypts nothing before it has read more: it has got half a key update
+        # TLS encrypts nothing before it has read more: it has got half a key update
+        self._is_stalled = False
         if not server_side:
             self._step()  # says hello
 
@@ -59,17 +65,20 @@ class TlsRecords:
     @property
     def wants_write(self) -> bool:
         """Whether :meth:`send` has something to do."""
-        return bool(self._sealed) or (bool(self._plain) and not self.is_shaking and not self._is_stalled)
+        return bool(self._sealed) or (
+            bool(self._plain) and not self.is_shaking and not self._is_stalled
+        )
 
     def peer_certificate(self) -> bytes | None:
         """Return what the peer has shown (DER)."""
         return self._tls.getpeercert(binary_form=True)
 
     def recv(self) -> bytes:
-        """Take in one record at most and return what it says: nothing, if it is part of the handshake or the like.
+        """Take in one record at most and return what it says: nothing, if it is part of the
+        handshake or the like.
 
-        Raises ``ConnectionResetError`` if the peer has closed the connection, and what the socket raises if it has
-        nothing: ``BlockingIOError`` or ``TimeoutError``.
+        Raises ``ConnectionResetError`` if the peer has closed the connection, and what the socket
+        raises if it has nothing: ``BlockingIOError`` or ``TimeoutError``.
         """
         if len(self._received) < (1 if self._rest else _HEAD.size):
             received = self.sock.recv(PIECE)
@@ -99,7 +108,8 @@ class TlsRecords:
         if not self._rest:
             if len(self._received) < _HEAD.size:
                 return
-            self._rest = _HEAD.size + int(_HEAD.unpack_from(self._received)[2])  # if it is none, TLS says so
+            # if it is none, TLS says so
+            self._rest = _HEAD.size + int(_HEAD.unpack_from(self._received)[2])
             self.records += 1
         fed = self._received[: self._rest]
         del self._received[: len(fed)]
@@ -120,7 +130,8 @@ class TlsRecords:
             return b""
         except ssl.SSLError:
             self._sealed += self._outgoing.read()
-            with contextlib.suppress(OSError):  # the alert that tells the peer why; the connection ends anyway
+            # the alert that tells the peer why; the connection ends anyway
+            with contextlib.suppress(OSError):
                 self.sock.send(self._sealed)
             raise
         finally:

@@ -1,4 +1,6 @@
-"""What a LoRA adapter is: its KV differs from the base model's, and from that of other weights under the same name."""
+"""What a LoRA adapter is: its KV differs from the base model's, and from that of other weights
+under the same name.
+"""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ MOST_KNOWN: Final = 4096  # adapters; those beyond are read again
 _CONFIG: Final = "adapter_config.json"
 # The first of these that is there, as vLLM chooses (vllm/lora/lora_model.py).
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-_OF_THE_PLACE: Final = frozenset({"base_model_name_or_path", "revision", "inference_mode", "peft_version"})
+_OF_THE_PLACE: Final = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "peft_version"}
+)
 
 
 class Adapter(Protocol):
@@ -35,12 +39,15 @@ class _Known:
 
 
 class AdapterIdentities:
-    """The adapters that requests have named, by name and path. Everything runs on the engine thread.
+    """The adapters that requests have named, by name and path.
 
-    An adapter is read when a request names it first: vLLM tells a connector nothing of ``/v1/load_lora_adapter``. An
-    engine that has seen two identities of one name and path shares no KV of it any more, however it was loaded: vLLM
-    names the blocks of its prefix cache by name and path (``vllm/v1/core/kv_cache_utils.py``), so those of the first
-    are found for the second; and it loads an adapter again for which it had no room.
+    Everything runs on the engine thread.
+
+    An adapter is read when a request names it first: vLLM tells a connector nothing of
+    ``/v1/load_lora_adapter``. An engine that has seen two identities of one name and path shares no
+    KV of it any more, however it was loaded: vLLM names the blocks of its prefix cache by name and
+    path (``vllm/v1/core/kv_cache_utils.py``), so those of the first are found for the second; and
+    it loads an adapter again for which it had no room.
     """
 
     def __init__(self) -> None:
@@ -49,7 +56,9 @@ class AdapterIdentities:
         self._own_mark = os.urandom(8).hex()  # equal to no other engine's
 
     def of(self, adapter: Adapter) -> str:
-        """Return the name and what the adapter is; engines exchange KV of requests for which these are equal."""
+        """Return the name and what the adapter is; engines exchange KV of requests for which these
+        are equal.
+        """
         return f"{adapter.lora_name}:{self._identity(adapter)}"
 
     def has_changed(self, adapter: Adapter) -> bool:
@@ -61,7 +70,9 @@ class AdapterIdentities:
         key = adapter.lora_name, adapter.lora_path
         if key not in self._changed:
             folder = local_folder(adapter.lora_path, None, None)
-            stamp = () if folder is None else stamp_of(folder / name for name in (_CONFIG, *_WEIGHTS))
+            stamp = (
+                () if folder is None else stamp_of(folder / name for name in (_CONFIG, *_WEIGHTS))
+            )
             known = self._known.get(key)
             if known is not None and known.stamp == stamp:
                 return known.identity
@@ -71,8 +82,10 @@ class AdapterIdentities:
                 return identity
             self._changed.add(key)
             logger.warning(
-                "pdrelay: the adapter %s at %s was %s and is %s now: no KV of it is handed over or loaded any more, "
-                "because this engine may have blocks of both; load changed weights from another path",
+                "pdrelay: the adapter %s at %s was %s and is %s now: no KV of it is handed over or "
+                "loaded any more, "
+                "because this engine may have blocks of both; load changed weights from another "
+                "path",
                 adapter.lora_name,
                 adapter.lora_path,
                 known.identity,
@@ -82,7 +95,9 @@ class AdapterIdentities:
 
     def _keep(self, key: tuple[str, str], known: _Known) -> None:
         if key not in self._known:
-            logger.info("pdrelay: the adapter %s is %s, whatever it is called", key[0], known.identity)
+            logger.info(
+                "pdrelay: the adapter %s is %s, whatever it is called", key[0], known.identity
+            )
             if len(self._known) >= MOST_KNOWN:
                 del self._known[next(iter(self._known))]
         self._known[key] = known
@@ -94,8 +109,14 @@ ADAPTERS: Final = AdapterIdentities()  # of this process, where it is a schedule
 def _read(folder: Path) -> str:
     files = [file for name in _WEIGHTS if (file := folder / name).is_file()][:1]
     try:
-        config = {name: value for name, value in read_json(folder / _CONFIG).items() if name not in _OF_THE_PLACE}
-        return digest_of(sorted((name, repr(value)) for name, value in config.items()), [("", _bytes_of(files))])
+        config = {
+            name: value
+            for name, value in read_json(folder / _CONFIG).items()
+            if name not in _OF_THE_PLACE
+        }
+        return digest_of(
+            sorted((name, repr(value)) for name, value in config.items()), [("", _bytes_of(files))]
+        )
     except UnreadableCheckpoint as exc:
         return f"of {folder}, not read: {exc}"
 

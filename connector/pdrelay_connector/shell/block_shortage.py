@@ -1,7 +1,8 @@
 """Detects a request that waits for blocks which leases hold.
 
-vLLM (``v1/core/sched/scheduler.py``, 0.32) calls ``get_num_new_matched_tokens`` for a waiting request, allocates its
-blocks, and calls ``update_state_after_alloc``. If it lacks blocks, it stops after the first call, and the step ends.
+vLLM (``v1/core/sched/scheduler.py``, 0.32) calls ``get_num_new_matched_tokens`` for a waiting
+request, allocates its blocks, and calls ``update_state_after_alloc``. If it lacks blocks, it stops
+after the first call, and the step ends.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from vllm.v1.request import Request
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
-RETRY_INTERVAL = 1.0  # s between two attempts: revoked blocks are free a step later, and reads end meanwhile
+# s between two attempts: revoked blocks are free a step later, and reads end meanwhile
+RETRY_INTERVAL = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,10 @@ class ShortRequest:
 
 
 class BlockShortage:
-    """Runs on the engine thread. A request must lack blocks for ``threshold`` seconds to be reported."""
+    """Runs on the engine thread.
+
+    A request must lack blocks for ``threshold`` seconds to be reported.
+    """
 
     def __init__(self, groups: Sequence[CacheGroup], *, threshold: float) -> None:
         self._groups = groups
@@ -42,7 +47,10 @@ class BlockShortage:
             self._considered = None
 
     def step(self, pool: BlockPool, *, now: float) -> ShortRequest | None:
-        """Return the request that has lacked blocks for too long, at most once a second. Called once per step."""
+        """Return the request that has lacked blocks for too long, at most once a second.
+
+        Called once per step.
+        """
         considered = self._considered
         self._considered = None
         blocks = 0
@@ -65,11 +73,13 @@ def blocks_needed(groups: Sequence[CacheGroup], request: Request, computed: int)
     return sum(group.new_blocks(request.num_tokens, computed) for group in groups)
 
 
-def cached_free_blocks(pool: BlockPool, groups: Sequence[CacheGroup], request: Request, computed: int) -> int:
+def cached_free_blocks(
+    pool: BlockPool, groups: Sequence[CacheGroup], request: Request, computed: int
+) -> int:
     """Return how many free blocks are cached for a request, over all KV cache groups.
 
-    The request would use them, so they are no room for its other tokens: vLLM counts them as blocks to allocate
-    (``get_num_blocks_to_allocate`` in ``v1/core/single_type_kv_cache_manager.py``).
+    The request would use them, so they are no room for its other tokens: vLLM counts them as blocks
+    to allocate (``get_num_blocks_to_allocate`` in ``v1/core/single_type_kv_cache_manager.py``).
     """
     cached = 0
     for number, group in enumerate(groups if computed else ()):
@@ -84,15 +94,21 @@ def cached_free_blocks(pool: BlockPool, groups: Sequence[CacheGroup], request: R
 def takes_the_last_blocks(
     pool: BlockPool, groups: Sequence[CacheGroup], request: Request, computed: int, tokens: int
 ) -> bool:
-    """Tell whether a load of a request's first ``tokens`` would fit, and leave less than a block for each group.
+    """Tell whether a load of a request's first ``tokens`` would fit, and leave less than a block
+    for each group.
 
-    Then no request may be able to compute its next token: loaded ones keep their blocks (vLLM preempts only what runs),
-    and vLLM looks at none behind the first that lacks one. Not told of an engine that has nothing else in its blocks.
+    Then no request may be able to compute its next token: loaded ones keep their blocks (vLLM
+    preempts only what runs), and vLLM looks at none behind the first that lacks one. Not told of an
+    engine that has nothing else in its blocks.
     """
     free: int = pool.get_num_free_blocks()
     if free == pool.num_gpu_blocks - 1:
         return False
     left = free - sum(group.loaded_blocks(tokens, computed) for group in groups)
-    if not 0 <= left < len(groups) * (1 + -(-computed // min(group.block_size for group in groups))):
+    if (
+        not 0
+        <= left
+        < len(groups) * (1 + -(-computed // min(group.block_size for group in groups)))
+    ):
         return False  # without a look at each cached block
     return 0 <= left - cached_free_blocks(pool, groups, request, computed) < len(groups)

@@ -1,4 +1,6 @@
-"""The engine of vLLM that builds a connector: vLLM does not name it to its scheduler's connector."""
+"""The engine of vLLM that builds a connector: vLLM does not name it to its scheduler's
+connector.
+"""
 
 import inspect
 

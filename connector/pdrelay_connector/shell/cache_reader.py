@@ -36,7 +36,9 @@ class _ReadableRegion:
     runs: Sequence[tuple[int, int]]  # of a row: offset, bytes
 
     def pieces(self, block: int, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """Yield the bytes of the rows of a block that the tokens from ``start`` to ``stop`` of it are in."""
+        """Yield the bytes of the rows of a block that the tokens from ``start`` to ``stop`` of it
+        are in.
+        """
         region = self.region
         first = block * self.region.rows
         tokens = region.tokens * region.covers  # of a row
@@ -51,8 +53,13 @@ class TensorReader:
     """Implements :class:`~pdrelay_connector.core.ports.CacheReader` for torch's tensors."""
 
     def __init__(self, caches: Tensors, regions: Sequence[Region], key: tuple[int, ...]) -> None:
-        """``regions`` describe the tensors, in the order in which all engines of this shape have them."""
-        by_storage = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in caches.values()}
+        """``regions`` describe the tensors, in the order in which all engines of this shape have
+        them.
+        """
+        by_storage = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+            for tensor in caches.values()
+        }
         flat = {
             address: torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for address, storage in by_storage.items()
@@ -61,14 +68,18 @@ class TensorReader:
         self._groups: dict[int, list[_ReadableRegion]] = {}
         for region in regions:
             address = next(each for each in storages if each <= region.base)
-            readable = _ReadableRegion(region, flat[address], region.base - address, row_runs(region))
+            readable = _ReadableRegion(
+                region, flat[address], region.base - address, row_runs(region)
+            )
             self._groups.setdefault(region.group, []).append(readable)
         self._shape = _digest(regions, key)
         self._has_failed = False
 
     @property
     def shape(self) -> str:
-        """A digest of all that decides which bytes a block has: not of addresses, nor of how many blocks there are."""
+        """A digest of all that decides which bytes a block has: not of addresses, nor of how many
+        blocks there are.
+        """
         return self._shape
 
     def block_size(self, group: int) -> int:
@@ -77,21 +88,27 @@ class TensorReader:
         return regions[0].region.block_size if regions else 0
 
     def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int | None:
-        """Return the CRC-32 of the block's rows of these tokens, in all layers of the group; None if torch fails.
+        """Return the CRC-32 of the block's rows of these tokens, in all layers of the group; None
+        if torch fails.
 
-        Of memory on a device, they are copied to the host in one piece, on the stream of the calling thread: it may be
-        out of memory, which must not end the engine. The first failure is logged.
+        Of memory on a device, they are copied to the host in one piece, on the stream of the
+        calling thread: it may be out of memory, which must not end the engine. The first failure is
+        logged.
         """
         try:
             return self._checksum(group, block, start, stop)
         except (RuntimeError, MemoryError) as exc:
             if not self._has_failed:
-                logger.warning("pdrelay: a block's checksum cannot be taken, and it is not compared: %s", exc)
+                logger.warning(
+                    "pdrelay: a block's checksum cannot be taken, and it is not compared: %s", exc
+                )
             self._has_failed = True
             return None
 
     def _checksum(self, group: int, block: BlockId, start: int, stop: int) -> int:
-        pieces = [piece for region in self._groups[group] for piece in region.pieces(block, start, stop)]
+        pieces = [
+            piece for region in self._groups[group] for piece in region.pieces(block, start, stop)
+        ]
         if pieces[0].device.type != HOST:
             return crc32(memoryview(torch.cat(pieces).cpu().numpy()))
         crc = 0
@@ -100,12 +117,18 @@ class TensorReader:
         return crc
 
 
-def reader_of(caches: Tensors, describe: Callable[[], Sequence[Region]], key: tuple[int, ...]) -> TensorReader | None:
-    """Return the reader of a cache; None, and say so, if checksums of it cannot be taken: no load is compared then."""
+def reader_of(
+    caches: Tensors, describe: Callable[[], Sequence[Region]], key: tuple[int, ...]
+) -> TensorReader | None:
+    """Return the reader of a cache; None, and say so, if checksums of it cannot be taken: no load
+    is compared then.
+    """
     try:
         return TensorReader(caches, describe(), key)
     except (UnsupportedCache, RuntimeError) as exc:
-        logger.warning("pdrelay: no load is compared, for checksums of this cache cannot be taken: %s", exc)
+        logger.warning(
+            "pdrelay: no load is compared, for checksums of this cache cannot be taken: %s", exc
+        )
         return None
 
 

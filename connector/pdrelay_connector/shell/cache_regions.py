@@ -25,28 +25,39 @@ class KernelLayout(Enum):
     OPAQUE = auto()  # unknown: only equal engines can exchange such blocks
 
 
-def own_caches(caches: Mapping[str, torch.Tensor], layers: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Return the caches of ``layers``, those of the KV cache groups that vLLM made the connector with.
+def own_caches(
+    caches: Mapping[str, torch.Tensor], layers: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Return the caches of ``layers``, those of the KV cache groups that vLLM made the connector
+    with.
 
-    vLLM passes more: layers that use the cache of another one, as Gemma 3n's last ones do, join the groups later
-    (``maybe_add_kv_sharing_layers_to_kv_cache_groups`` in ``vllm/v1/worker/gpu_model_runner.py``). Raises
-    :exc:`~pdrelay_connector.errors.UnsupportedCache` for any other layer: its KV would not be moved.
+    vLLM passes more: layers that use the cache of another one, as Gemma 3n's last ones do, join the
+    groups later (``maybe_add_kv_sharing_layers_to_kv_cache_groups`` in
+    ``vllm/v1/worker/gpu_model_runner.py``). Raises
+    :exc:`~pdrelay_connector.errors.UnsupportedCache` for any other layer: its KV would not be
+    moved.
     """
     own = {name: cache for name, cache in caches.items() if name in layers}
     moved = {cache.data_ptr() for cache in own.values()}
     for name, cache in caches.items():
         if cache.data_ptr() not in moved:
-            raise UnsupportedCache(f"layer {name} is in no KV cache group, and its cache is of no layer that is")
+            raise UnsupportedCache(
+                f"layer {name} is in no KV cache group, and its cache is of no layer that is"
+            )
     return own
 
 
 def describe_caches(
-    caches: Mapping[str, torch.Tensor], engine_config: EngineConfig, blocks: int, kernel_layout: KernelLayout
+    caches: Mapping[str, torch.Tensor],
+    engine_config: EngineConfig,
+    blocks: int,
+    kernel_layout: KernelLayout,
 ) -> tuple[Region, ...]:
-    """Return the regions of each layer, in the order of the layers, for a cache of ``blocks`` blocks.
+    """Return the regions of each layer, in the order of the layers, for a cache of ``blocks``
+    blocks.
 
-    vLLM 0.32 passes every layer as ``(rows, heads, tokens, content)``; its strides express the layout
-    (``create_kv_cache_views`` in ``vllm/v1/kv_cache_interface.py``). Raises
+    vLLM 0.32 passes every layer as ``(rows, heads, tokens, content)``; its strides express the
+    layout (``create_kv_cache_views`` in ``vllm/v1/kv_cache_interface.py``). Raises
     :exc:`~pdrelay_connector.errors.UnsupportedCache` for a layer of another shape.
     """
     names = sorted(caches, key=_natural)
@@ -62,7 +73,11 @@ def describe_caches(
 
 
 def _described(
-    name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int, kernel_layout: KernelLayout
+    name: str,
+    cache: torch.Tensor,
+    engine_config: EngineConfig,
+    blocks: int,
+    kernel_layout: KernelLayout,
 ) -> Region:
     group = engine_config.groups[engine_config.layers[name]]
     if group.is_ring:
@@ -73,22 +88,32 @@ def _described(
 
 
 def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
-    """Return the region of a layer that keeps a state: all of its tensors side by side, one row per block."""
+    """Return the region of a layer that keeps a state: all of its tensors side by side, one row per
+    block.
+    """
     if cache.shape[:3] != (blocks, 1, 1) or cache.stride(3) != 1:
         raise UnsupportedCache(
-            f"layer {name} keeps its states with shape {tuple(cache.shape)} and strides {cache.stride()}; expected is "
+            f"layer {name} keeps its states with shape {tuple(cache.shape)} and strides "
+            f"{cache.stride()}; expected is "
             f"one row in one piece for each of the {blocks} blocks"
         )
     return _state_region(name, cache, engine_config, cache.shape[3], (0, 0))
 
 
 def _ring(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
-    """Return the region of a layer that keeps a ring of the last tokens: each block is one entry, in one piece."""
-    extent = 1 + sum((number - 1) * stride for number, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
+    """Return the region of a layer that keeps a ring of the last tokens: each block is one entry,
+    in one piece.
+    """
+    extent = 1 + sum(
+        (number - 1) * stride
+        for number, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True)
+    )
     if cache.dim() != 4 or cache.shape[0] != blocks or extent != cache[0].numel():
         raise UnsupportedCache(
-            f"layer {name} keeps a ring with shape {tuple(cache.shape)} and strides {cache.stride()}; expected are the "
-            f"4 dimensions blocks ({blocks}), heads, tokens and content, each block in one piece: with several heads "
+            f"layer {name} keeps a ring with shape {tuple(cache.shape)} and strides "
+            f"{cache.stride()}; expected are the "
+            f"4 dimensions blocks ({blocks}), heads, tokens and content, each block in one piece: "
+            f"with several heads "
             "use a KV cache layout that ends with HNC or NHC"
         )
     strides = cache.stride(1) if cache.shape[1] > 1 else 0, cache.stride(2)
@@ -96,9 +121,14 @@ def _ring(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: i
 
 
 def _state_region(
-    name: str, cache: torch.Tensor, engine_config: EngineConfig, width: int, strides: tuple[int, int]
+    name: str,
+    cache: torch.Tensor,
+    engine_config: EngineConfig,
+    width: int,
+    strides: tuple[int, int],
 ) -> Region:
-    """Return the region of a layer whose blocks are one entry each; ``width`` and ``strides`` are in elements.
+    """Return the region of a layer whose blocks are one entry each; ``width`` and ``strides`` are
+    in elements.
 
     ``strides``: of heads and of tokens within the entry, which two engines must have alike.
     """
@@ -120,15 +150,24 @@ def _state_region(
 
 
 def _halves(region: Region, item: int) -> tuple[Region, Region]:
-    """Return K and V of a layer on a CPU. In K, each dimension keeps all tokens of a row in one piece."""
+    """Return K and V of a layer on a CPU.
+
+    In K, each dimension keeps all tokens of a row in one piece.
+    """
     half = region.width // 2
-    k = replace(region, width=item, token_stride=item, parts=half // item, part_stride=region.tokens * item)
+    k = replace(
+        region, width=item, token_stride=item, parts=half // item, part_stride=region.tokens * item
+    )
     v = replace(region, base=region.base + region.tokens * half, width=half, token_stride=half)
     return k, v
 
 
-def _mark_opaque(region: Region, engine_config: EngineConfig, kernel_layout: KernelLayout) -> Region:
-    """Mark a region opaque if its kernel layout is unknown, or if its heads are not KV heads (but K and V)."""
+def _mark_opaque(
+    region: Region, engine_config: EngineConfig, kernel_layout: KernelLayout
+) -> Region:
+    """Mark a region opaque if its kernel layout is unknown, or if its heads are not KV heads (but K
+    and V).
+    """
     heads = max(1, engine_config.all_heads // engine_config.ranks)
     is_cut = kernel_layout is KernelLayout.ENTRIES or (
         kernel_layout is KernelLayout.TRANSPOSED and region.token_stride == region.width
@@ -138,27 +177,37 @@ def _mark_opaque(region: Region, engine_config: EngineConfig, kernel_layout: Ker
 
 
 def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[MemoryKind, int]:
-    """Return NIXL's name of the memory, and the device number; raises ``UnsupportedCache`` for other devices."""
+    """Return NIXL's name of the memory, and the device number; raises ``UnsupportedCache`` for
+    other devices.
+    """
     devices = {tensor.device for tensor in caches.values()}
     device = next(iter(devices))
     if len(devices) != 1 or device.type not in MEMORY:
         raise UnsupportedCache(
-            f"the KV cache is on {', '.join(map(str, devices))}; one device of {', '.join(MEMORY)} is supported"
+            f"the KV cache is on {', '.join(map(str, devices))}; one device of {', '.join(MEMORY)} "
+            f"is supported"
         )
     return MEMORY[device.type], device.index or 0
 
 
 def spans_of(caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
-    """Return ``(address, bytes)`` of every allocation of the tensors. Layers may share one; it occurs once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in caches.values()}
+    """Return ``(address, bytes)`` of every allocation of the tensors.
+
+    Layers may share one; it occurs once.
+    """
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in caches.values()
+    }
     return sorted(storages.items())
 
 
 def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
     if cache.dim() != 4 or cache.shape[0] % blocks or (cache.shape[3] > 1 and cache.stride(3) != 1):
         raise UnsupportedCache(
-            f"layer {name} has shape {tuple(cache.shape)} and strides {cache.stride()}; expected are the 4 dimensions "
-            f"rows (a multiple of the {blocks} blocks), heads, tokens and content, the last in one piece"
+            f"layer {name} has shape {tuple(cache.shape)} and strides {cache.stride()}; expected "
+            f"are the 4 dimensions "
+            f"rows (a multiple of the {blocks} blocks), heads, tokens and content, the last in one "
+            f"piece"
         )
     count, heads, tokens, content = cache.shape
     item = cache.element_size()
@@ -168,7 +217,8 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
     covers = engine_config.tokens_per_entry.get(name, 1)
     if rows * tokens * covers != block_size:
         raise UnsupportedCache(
-            f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; expected is one for each "
+            f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; expected "
+            f"is one for each "
             f"{covers} of them"
         )
     return Region(
@@ -184,7 +234,9 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
         rows=rows,
         covers=covers,
         group=group,
-        all_heads=heads * engine_config.ranks if heads > 1 else min(engine_config.all_heads, engine_config.ranks),
+        all_heads=heads * engine_config.ranks
+        if heads > 1
+        else min(engine_config.all_heads, engine_config.ranks),
     )
 
 

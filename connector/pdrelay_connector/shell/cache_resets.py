@@ -1,8 +1,9 @@
-"""Resets of vLLM's prefix cache: what was computed before must not be used any more, by another engine neither.
+"""Resets of vLLM's prefix cache: what was computed before must not be used any more, by another
+engine neither.
 
-An operator resets it when weights have changed in place (``/reset_prefix_cache``, ``/pause``); vLLM does before it
-sleeps. Its block pool refuses that while blocks are in use (``reset_prefix_cache`` in ``v1/core/block_pool.py``), also
-leased ones, and no hook of a connector comes before.
+An operator resets it when weights have changed in place (``/reset_prefix_cache``, ``/pause``); vLLM
+does before it sleeps. Its block pool refuses that while blocks are in use (``reset_prefix_cache``
+in ``v1/core/block_pool.py``), also leased ones, and no hook of a connector comes before.
 """
 
 from collections.abc import Callable

@@ -36,8 +36,8 @@ class _PinnedPrefix(NamedTuple):
 class CachedPrefixes:
     """Looks prompts up and pins their blocks.
 
-    vLLM enters a block into its prefix cache when it schedules it, before it is computed. So the answer leaves when the
-    workers have ended every step that was scheduled before the look-up.
+    vLLM enters a block into its prefix cache when it schedules it, before it is computed. So the
+    answer leaves when the workers have ended every step that was scheduled before the look-up.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class CachedPrefixes:
     def scheduled(self, output: SchedulerOutput, *, now: float) -> int:
         """Return the number of a step that vLLM has scheduled; 0 if its end need not be known.
 
-        Also revoke leases of cached blocks that a waiting request lacks: what they spare another engine is not worth a
-        request that waits here.
+        Also revoke leases of cached blocks that a waiting request lacks: what they spare another
+        engine is not worth a request that waits here.
         """
         if not self._is_on:
             return 0
@@ -95,7 +95,10 @@ class CachedPrefixes:
         self._answer()
 
     def look_up(self) -> None:
-        """Pin what there is of the prompts. Call it after :meth:`scheduled` only, never while vLLM schedules."""
+        """Pin what there is of the prompts.
+
+        Call it after :meth:`scheduled` only, never while vLLM schedules.
+        """
         wanted = self._wanted
         self._wanted = []
         for each in wanted:
@@ -135,4 +138,8 @@ class CachedPrefixes:
 
     def _send(self, pinned: _PinnedPrefix) -> None:
         question, lease, blocks, _ = pinned
-        self._post(lambda control, _: control.prefix_lender.answer(question, lease, self._block_size, blocks))
+        self._post(
+            lambda control, _: control.prefix_lender.answer(
+                question, lease, self._block_size, blocks
+            )
+        )

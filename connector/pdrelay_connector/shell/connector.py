@@ -1,4 +1,7 @@
-"""The class that vLLM instantiates, once per scheduler and once per worker. It only translates vLLM's hooks."""
+"""The class that vLLM instantiates, once per scheduler and once per worker.
+
+It only translates vLLM's hooks.
+"""
 
 import os
 from typing import Any
@@ -44,29 +47,43 @@ logger = init_logger("vllm.pdrelay")
 
 
 class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
-    """Pull: the decode engine reads a finished prefill's blocks over NIXL. Push: the prefill engine writes them."""
+    """Pull: the decode engine reads a finished prefill's blocks over NIXL.
+
+    Push: the prefill engine writes them.
+    """
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Request the order layers, blocks, heads, tokens, content, as vLLM's NixlConnector does; MLA has no heads."""
+        """Request the order layers, blocks, heads, tokens, content, as vLLM's NixlConnector does;
+        MLA has no heads.
+        """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         engine_config, settings = read_engine_config(vllm_config, kv_cache_config)
         check_side_channel(settings)
         self._settings = settings
         self._engine_config = engine_config
-        self._fingerprint: Fingerprint | None = None  # absent until the workers have described themselves
+        # absent until the workers have described themselves
+        self._fingerprint: Fingerprint | None = None
         self._sides: list[PDRelayConnectorScheduler | PDRelayConnectorWorker] = []
         if role == KVConnectorRole.SCHEDULER:
-            for remark in remarks(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ):
+            for remark in remarks(
+                vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ
+            ):
                 logger.warning("pdrelay: %s", remark)
-            self._scheduler = PDRelayConnectorScheduler(engine_config, settings, find_engine_waker())
+            self._scheduler = PDRelayConnectorScheduler(
+                engine_config, settings, find_engine_waker()
+            )
             self._sides.append(self._scheduler)
             if engine_config.sleeps:
-                before_sleeps(find_executor(), self._scheduler.fall_asleep, self._scheduler.stay_awake)
+                before_sleeps(
+                    find_executor(), self._scheduler.fall_asleep, self._scheduler.stay_awake
+                )
         else:
             rank = WorkerRank(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group)
             self._worker = PDRelayConnectorWorker(engine_config, settings, rank)
@@ -83,7 +100,8 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDRelayStats:
-        """Rebuild stats from the data of another process, for vLLM's log line: without the events of timelines.
+        """Rebuild stats from the data of another process, for vLLM's log line: without the events
+        of timelines.
 
         The log line adds up all reports of its interval, and would copy all events with each step.
         """
@@ -91,15 +109,28 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: Any,
+        per_engine_labelvalues: Any,
     ) -> PDRelayPromMetrics:
         """Register our Prometheus metrics."""
-        # By this id peers know the engine; data-parallel ranks add "_dp" and their number (``vllm/v1/engine/core.py``).
+        # By this id peers know the engine; data-parallel ranks add "_dp" and their number
+        # (``vllm/v1/engine/core.py``).
         transfer = vllm_config.kv_transfer_config
-        info = info_labels(vllm_config) | {"engine_id": str(transfer.engine_id), "kv_role": str(transfer.kv_role)}
+        info = info_labels(vllm_config) | {
+            "engine_id": str(transfer.engine_id),
+            "kv_role": str(transfer.kv_role),
+        }
         settings = read_settings(transfer.kv_connector_extra_config, {}, transfer.kv_connector)
         return PDRelayPromMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, info, shows_nixl=settings.nixl_metrics
+            vllm_config,
+            metric_types,
+            labelnames,
+            per_engine_labelvalues,
+            info,
+            shows_nixl=settings.nixl_metrics,
         )
 
     # ---- scheduler
@@ -111,12 +142,16 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Start the control thread: the workers have registered their memory, at start or after a sleep."""
+        """Start the control thread: the workers have registered their memory, at start or after a
+        sleep.
+        """
         ours = {md.rank.worker: md for md in metadata.values() if isinstance(md, RankHandshake)}
         if not ours:
             raise UnsupportedCache(
-                "another connector describes this engine's memory to peers; MultiConnector passes on what its first "
-                "connector with such a description says, so only one of NixlConnector, PDRelayConnector and the like "
+                "another connector describes this engine's memory to peers; MultiConnector passes "
+                "on what its first "
+                "connector with such a description says, so only one of NixlConnector, "
+                "PDRelayConnector and the like "
                 "can be in it"
             )
         if self._fingerprint is None:  # after a sleep the files may be those of another model
@@ -131,15 +166,20 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """Whether D's own cache may have KV of more tokens than it has a state after.
 
-        A load brings the state whatever is cached. It brings nothing before the cached tokens, which a window may need.
+        A load brings the state whatever is cached. It brings nothing before the cached tokens,
+        which a window may need.
         """
         return not any(group.frees_early for group in self._engine_config.groups)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Return how many tokens will be loaded, and whether asynchronously."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Order the load."""
         self._scheduler.after_alloc(request, blocks, num_external_tokens)
 
@@ -151,8 +191,13 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         """Handle the loads that the workers have finished."""
         self._scheduler.after_step(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Lease a prefill's blocks, or end a load. False: vLLM may free its references to the blocks now."""
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Lease a prefill's blocks, or end a load.
+
+        False: vLLM may free its references to the blocks now.
+        """
         return False, self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -185,7 +230,8 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Push the blocks of earlier steps while this step runs; take checksums before it writes into freed blocks.
+        """Push the blocks of earlier steps while this step runs; take checksums before it writes
+        into freed blocks.
 
         vLLM calls this before the forward (``v1/worker/kv_connector_model_runner_mixin.py``, 0.32).
         """
@@ -195,7 +241,9 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
             self._worker.add_computed(connector_metadata.pieces)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; vLLM 0.32 calls this after the forward, because our loads are asynchronous."""
+        """Start this step's loads; vLLM 0.32 calls this after the forward, because our loads are
+        asynchronous.
+        """
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
             self._worker.load(metadata)
@@ -203,7 +251,9 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM schedules a request only when all its layers are loaded."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: transfers read the paged cache itself."""
 
     def wait_for_save(self) -> None:
@@ -214,7 +264,9 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> QuarantineMetadata | None:
-        """Report quarantined blocks to the scheduler; vLLM calls this after :meth:`get_transfer_results`."""
+        """Report quarantined blocks to the scheduler; vLLM calls this after
+        :meth:`get_transfer_results`.
+        """
         return self._worker.take_quarantined()
 
 

@@ -1,4 +1,6 @@
-"""The control thread of a scheduler process: built from the settings, started once, and reached through commands."""
+"""The control thread of a scheduler process: built from the settings, started once, and reached
+through commands.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -17,7 +19,13 @@ from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
 from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, Reachable, Welcome
 from pdrelay_connector.core.push.decode_scheduler import PushReceiver
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
-from pdrelay_connector.core.session.handshake import HandshakeServer, ProcessRole, Secrets, badge_of, hash_of
+from pdrelay_connector.core.session.handshake import (
+    HandshakeServer,
+    ProcessRole,
+    Secrets,
+    badge_of,
+    hash_of,
+)
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.session.worker_links import WorkerLinks
 from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
@@ -43,9 +51,12 @@ Handshakes: TypeAlias = Mapping[int, RankHandshake]  # by worker
 
 
 class ControlThread:
-    """Runs a :class:`~pdrelay_connector.core.control.ControlPlane`. Its methods belong to the engine thread.
+    """Runs a :class:`~pdrelay_connector.core.control.ControlPlane`.
 
-    ``on_news`` is called on the control thread when there are results. ``has_loop``: that wakes an engine which sleeps.
+    Its methods belong to the engine thread.
+
+    ``on_news`` is called on the control thread when there are results. ``has_loop``: that wakes an
+    engine which sleeps.
     """
 
     def __init__(
@@ -66,11 +77,13 @@ class ControlThread:
         self._last_turn = clock()  # of vLLM's engine loop; the control thread reads it
         self._has_warned = False  # that leases are not renewed
         self._runner: Runner[ControlPlane] | None = None  # absent before start()
-        self._kept: list[Command[ControlPlane]] | None = None  # while the engine sleeps: what it orders meanwhile
+        # while the engine sleeps: what it orders meanwhile
+        self._kept: list[Command[ControlPlane]] | None = None
         self._outbox: Outbox[ControlResult] = Outbox(on_news=on_news)
 
     def start(self, handshakes: Handshakes, fingerprint: Fingerprint, engine: EngineId) -> None:
-        """Start the thread as ``engine``, and listen if other engines or our own workers connect to this one.
+        """Start the thread as ``engine``, and listen if other engines or our own workers connect to
+        this one.
 
         After a sleep it takes the place of the one before.
         """
@@ -81,12 +94,22 @@ class ControlThread:
         welcome = Welcome(PROTOCOL, engine, fingerprint, ranks, settings.kv_lease_duration)
         counters = Counters(are_wanted())
         workers = tuple(hash_of(badge_of(handshake.token)) for handshake in handshakes.values())
-        link = open_link(settings, engine, counters, role=ProcessRole.SCHEDULER, workers=workers, secrets=self._secrets)
+        link = open_link(
+            settings,
+            engine,
+            counters,
+            role=ProcessRole.SCHEDULER,
+            workers=workers,
+            secrets=self._secrets,
+        )
         receives_staged_pushes = (
             engine_config.is_consumer and engine_config.staging_blocks and settings.mode.pushes
         )  # then its own workers connect
         if engine_config.is_producer or receives_staged_pushes:
-            link.listen(engine_config.address, HandshakeServer(welcome, self._secrets, engine_config.address.host))
+            link.listen(
+                engine_config.address,
+                HandshakeServer(welcome, self._secrets, engine_config.address.host),
+            )
             logger.info("pdrelay: engine %s listens on %s", engine, engine_config.address)
         for remark in reach_remarks(settings) if engine_config.is_consumer else ():
             logger.info("pdrelay: %s", remark)
@@ -120,9 +143,13 @@ class ControlThread:
             self._runner.stop()
 
     def post(self, command: Command[ControlPlane]) -> None:
-        """Run a command on the thread; raises :exc:`~pdrelay_connector.errors.ConnectorError` if it has died."""
+        """Run a command on the thread; raises :exc:`~pdrelay_connector.errors.ConnectorError` if it
+        has died.
+        """
         if self._runner is None:
-            raise RuntimeError("vLLM scheduled a request before it passed the workers' handshake metadata")
+            raise RuntimeError(
+                "vLLM scheduled a request before it passed the workers' handshake metadata"
+            )
         if self._kept is not None:
             self._kept.append(command)
         else:
@@ -134,7 +161,10 @@ class ControlThread:
             self._runner.check()
 
     def note_turn(self) -> None:
-        """VLLM's engine loop turns. Leases of a loop that does not turn for engine_loop_timeout are not renewed."""
+        """VLLM's engine loop turns.
+
+        Leases of a loop that does not turn for engine_loop_timeout are not renewed.
+        """
         self._last_turn = self._clock()
 
     @property
@@ -180,7 +210,9 @@ def common_fingerprint(handshakes: Handshakes) -> Fingerprint:
     found = {handshake.fingerprint for handshake in handshakes.values()}
     if len(found) > 1:
         attention = " and ".join(sorted(each.attention for each in found))
-        raise UnsupportedCache(f"pipeline stages with different attention backends ({attention}) are not supported")
+        raise UnsupportedCache(
+            f"pipeline stages with different attention backends ({attention}) are not supported"
+        )
     return found.pop()
 
 
@@ -223,7 +255,11 @@ def _build_control_plane(
         finder = PrefixFinder(link, peers, counters, timeout=settings.return_timeout)
         lender = _prefix_lender(engine_config, link, lease_manager, counters)
     tokens = {rank: handshake.token for rank, handshake in handshakes.items()}
-    slots = [engine_config.staging_blocks] * len(engine_config.groups) if engine_config.staging_blocks else None
+    slots = (
+        [engine_config.staging_blocks] * len(engine_config.groups)
+        if engine_config.staging_blocks
+        else None
+    )
     if settings.mode is Mode.PULL:
         staging_coordinator = None
         if slots is not None and engine_config.is_producer:
@@ -249,9 +285,15 @@ def _build_control_plane(
         )
     staging_receiver = None
     if slots is not None and engine_config.is_consumer:
-        staging_receiver = StagingReceiver(link, counters, WorkerLinks(link, tokens), Slots[RequestId](slots))
+        staging_receiver = StagingReceiver(
+            link, counters, WorkerLinks(link, tokens), Slots[RequestId](slots)
+        )
     push_coordinator = PushCoordinator(
-        link, lease_manager, counters, tokens=tokens, registration_timeout=settings.registration_timeout
+        link,
+        lease_manager,
+        counters,
+        tokens=tokens,
+        registration_timeout=settings.registration_timeout,
     )
     push_receiver = PushReceiver(
         link,
@@ -284,4 +326,6 @@ def _prefix_lender(
     engine_config: EngineConfig, link: SocketLink, lease_manager: LeaseManager, counters: Counters
 ) -> PrefixLender:
     hash_blocks = prefix_hasher(engine_config.prefix_hash, engine_config.groups[0].block_size)
-    return PrefixLender(link, lease_manager, counters, Reachable(*engine_config.address), hash_blocks)
+    return PrefixLender(
+        link, lease_manager, counters, Reachable(*engine_config.address), hash_blocks
+    )

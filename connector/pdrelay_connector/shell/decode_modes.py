@@ -1,4 +1,7 @@
-"""How the scheduler of a decode engine loads KV: by pull or by push. Chosen once, when the connector is built."""
+"""How the scheduler of a decode engine loads KV: by pull or by push.
+
+Chosen once, when the connector is built.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -30,13 +33,15 @@ from pdrelay_connector.shell.metadata import StepMetadata
 ControlCommand: TypeAlias = Callable[[ControlPlane, float], None]
 Post: TypeAlias = Callable[[ControlCommand], None]
 Clock: TypeAlias = Callable[[], float]  # s since the epoch
-BlockTables: TypeAlias = Sequence[Sequence[int]]  # the block ids of a request, for each KV cache group
+# the block ids of a request, for each KV cache group
+BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 
 class DecodeMode(Protocol):
     """One way to load KV. Everything runs on the engine thread."""
 
-    arrived: list[LoadResult]  # loads that ended since the last step, for the workers to report to vLLM
+    # loads that ended since the last step, for the workers to report to vLLM
+    arrived: list[LoadResult]
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams | PushParams:
         """Parse the kv_transfer_params; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
@@ -45,7 +50,9 @@ class DecodeMode(Protocol):
     def start(
         self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
     ) -> Sequence[int]:
-        """Order the load of ``external`` tokens, which end before the last prompt token; return their blocks."""
+        """Order the load of ``external`` tokens, which end before the last prompt token; return
+        their blocks.
+        """
         ...
 
     def abort(self, own: RequestId) -> None:
@@ -64,7 +71,9 @@ class DecodeMode(Protocol):
 class PullDecode:
     """The workers read KV, and report ended loads with their step's output."""
 
-    def __init__(self, engine_config: EngineConfig, post: Post, signatures: Signatures, clock: Clock) -> None:
+    def __init__(
+        self, engine_config: EngineConfig, post: Post, signatures: Signatures, clock: Clock
+    ) -> None:
         self._engine_config = engine_config
         self._post = post
         self._signatures = signatures
@@ -77,56 +86,76 @@ class PullDecode:
         source = parse_pull_params(params)
         is_proven = self._signatures.check(source, now=self._clock())
         if request.abort_immediately:
-            return source  # vLLM rejected the request: this stand-in only releases P's blocks (v1/engine/async_llm.py)
+            # vLLM rejected the request: this stand-in only releases P's blocks, as
+            # v1/engine/async_llm.py says
+            return source
         _check(self._engine_config, request)
         _check_adapter(source, request)
         self._check_blocks(source, request.num_prompt_tokens)
-        # Our prompt may be longer: by its last token, behind a state, and by the token that P has made of it
-        # (shell/first_token.py). What P has not computed is computed here.
+        # Our prompt may be longer: by its last token, behind a state, and by the token that P has
+        # made of it (shell/first_token.py). What P has not computed is computed here.
         self._check_prompt(source, digest(request, source.remote_num_tokens), is_proven=is_proven)
         return source
 
     def _check_prompt(self, source: PullParams, own: str | None, *, is_proven: bool) -> None:
-        """Compare the digests of both prompts. vLLM's NixlConnector sends none; signed params must have one.
+        """Compare the digests of both prompts. vLLM's NixlConnector sends none; signed params must
+        have one.
 
-        A mismatch does not drop the lease: the blocks may belong to another request, which still needs them.
+        A mismatch does not drop the lease: the blocks may belong to another request, which still
+        needs them.
         """
         if source.pdrelay_prompt is None and own is not None and is_proven:
             raise PromptMismatch(
-                f"the offered KV ({source.remote_request_id}) is of a prompt without token ids, ours has some"
+                f"the offered KV ({source.remote_request_id}) is of a prompt without token ids, "
+                f"ours has some"
             )
         if source.pdrelay_prompt is not None and source.pdrelay_prompt != own:
-            raise PromptMismatch(f"the offered KV ({source.remote_request_id}) belongs to another prompt")
+            raise PromptMismatch(
+                f"the offered KV ({source.remote_request_id}) belongs to another prompt"
+            )
 
     def _check_blocks(self, source: PullParams, prompt: int) -> None:
         groups = self._engine_config.groups
         sizes = self._sizes(source)
         if len(source.remote_block_ids) != len(groups) or len(sizes) != len(groups):
             raise InvalidKvParams(
-                f"{len(source.remote_block_ids)} KV cache groups are offered, this engine has {len(groups)}"
+                f"{len(source.remote_block_ids)} KV cache groups are offered, this engine has "
+                f"{len(groups)}"
             )
         tokens = self._engine_config.loaded_tokens(prompt)
         if source.remote_num_tokens < tokens:
-            raise InvalidKvParams(f"{source.remote_num_tokens} tokens are offered, {tokens} are needed")
+            raise InvalidKvParams(
+                f"{source.remote_num_tokens} tokens are offered, {tokens} are needed"
+            )
         for number, group in enumerate(groups):
             start, stop = group.missing_tokens(tokens + 1, tokens)
             held = self._offered(source, number, start, stop)
             if group.state:
                 _check_state(held, source.remote_num_tokens, stop)
-            elif 0 in held or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]:
+            elif (
+                0 in held
+                or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]
+            ):
                 raise InvalidKvParams(
-                    f"tokens {start} to {stop} are needed of KV cache group {number}, and not all are offered"
+                    f"tokens {start} to {stop} are needed of KV cache group {number}, and not all "
+                    f"are offered"
                 )
 
     def _offered(self, source: PullParams, number: int, start: int, stop: int) -> Sequence[BlockId]:
         """Return P's blocks of these tokens. Of a state there is one, whatever P's block size."""
         blocks = source.remote_block_ids[number]
         size = self._sizes(source)[number]
-        return blocks if self._engine_config.groups[number].state else blocks[start // size : -(-stop // size)]
+        return (
+            blocks
+            if self._engine_config.groups[number].state
+            else blocks[start // size : -(-stop // size)]
+        )
 
     def _sizes(self, source: PullParams) -> Sequence[int]:
         """Return P's block size for each group; by default ours."""
-        return source.pdrelay_block_sizes or [group.block_size for group in self._engine_config.groups]
+        return source.pdrelay_block_sizes or [
+            group.block_size for group in self._engine_config.groups
+        ]
 
     def start(
         self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
@@ -145,7 +174,13 @@ class PullDecode:
                 token_ranges.append(TokenRange(number, start, stop, remote, into))
         own = RequestId(request.request_id)
         self._orders.append(
-            LoadOrder(own, source.remote_request_id, source.remote_engine_id, source.address, tuple(token_ranges))
+            LoadOrder(
+                own,
+                source.remote_request_id,
+                source.remote_engine_id,
+                source.address,
+                tuple(token_ranges),
+            )
         )
         return [block for token_range in token_ranges for block in token_range.local]
 
@@ -158,7 +193,9 @@ class PullDecode:
         self._post(lambda control, _: control.lease_renewer.stop_renewing(own, engine))
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return the orders since the last step, and the loads that have failed before they began."""
+        """Return the orders since the last step, and the loads that have failed before they
+        began.
+        """
         orders = self._orders
         self._orders = []
         arrived = self.arrived
@@ -167,7 +204,10 @@ class PullDecode:
 
 
 class PushDecode:
-    """The prefill engine writes KV. The control thread reports ended pushes, and the workers pass them on to vLLM."""
+    """The prefill engine writes KV.
+
+    The control thread reports ended pushes, and the workers pass them on to vLLM.
+    """
 
     def __init__(self, engine_config: EngineConfig, post: Post) -> None:
         self._engine_config = engine_config
@@ -193,13 +233,19 @@ class PushDecode:
             groups.append(LentBlocks(start, stop, tuple(BlockId(block) for block in into)))
         own = RequestId(request.request_id)
         engine = source.remote_engine_id
-        prompt = digest(request, moved_tokens(request.num_prompt_tokens, self._engine_config.left_out_tokens))
-        order = PushOrder(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
+        prompt = digest(
+            request, moved_tokens(request.num_prompt_tokens, self._engine_config.left_out_tokens)
+        )
+        order = PushOrder(
+            own, source.remote_request_id, engine, source.address, prompt, tuple(groups)
+        )
         self._post(lambda control, now: control.push_receiver.expect(order, now=now))
         return [block for lent in groups for block in lent.blocks]
 
     def abort(self, own: RequestId) -> None:
-        """Stop the prefill engine; vLLM keeps the blocks until the workers report the end of the load."""
+        """Stop the prefill engine; vLLM keeps the blocks until the workers report the end of the
+        load.
+        """
         self._post(lambda control, _: control.push_receiver.stop(own))
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
@@ -213,19 +259,25 @@ class PushDecode:
 
 
 def _check_state(blocks: Sequence[BlockId], covered: int, computed: int) -> None:
-    """Raise unless one block with the state after exactly ``computed`` tokens is offered; after none, none is needed.
+    """Raise unless one block with the state after exactly ``computed`` tokens is offered; after
+    none, none is needed.
 
-    vLLM computes the next token from it, so a state that covers that token already would take it in twice.
+    vLLM computes the next token from it, so a state that covers that token already would take it in
+    twice.
     """
     if computed and covered != computed:
-        raise InvalidKvParams(f"a state after {covered} tokens is offered, one after {computed} is needed")
+        raise InvalidKvParams(
+            f"a state after {covered} tokens is offered, one after {computed} is needed"
+        )
     if computed and (len(blocks) != 1 or 0 in blocks):
         raise InvalidKvParams(f"{len(blocks)} blocks are offered of a state, which is in one")
 
 
 def _check(engine_config: EngineConfig, request: Request) -> None:
     if len(request.request_id) > MAX_ID:
-        raise InvalidKvParams(f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed")
+        raise InvalidKvParams(
+            f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed"
+        )
     if not engine_config.is_consumer:
         raise InvalidKvParams("this engine's kv_role is kv_producer, it cannot load KV")
 
@@ -241,26 +293,31 @@ def has_changed_adapter(request: Request) -> bool:
 
 
 def _check_adapter(source: PullParams, request: Request) -> None:
-    """Raise if the KV was computed with another adapter; the prompt's digest would differ, too, and not say why.
+    """Raise if the KV was computed with another adapter; the prompt's digest would differ, too, and
+    not say why.
 
-    vLLM's NixlConnector names none. It digests no prompt, either: an engine of ours that digests one and names no
-    adapter has computed without one, or is older and knows its name alone.
+    vLLM's NixlConnector names none. It digests no prompt, either: an engine of ours that digests
+    one and names no adapter has computed without one, or is older and knows its name alone.
     """
     own = adapter_of(request)
     if own is not None and source.pdrelay_adapter is None and source.pdrelay_prompt is not None:
         raise AdapterMismatch(
-            f"the offered KV ({source.remote_request_id}) names no adapter, the request here has {own!r}; engine "
+            f"the offered KV ({source.remote_request_id}) names no adapter, the request here has "
+            f"{own!r}; engine "
             f"{source.remote_engine_id} computed it without one, or is of an older version"
         )
     if source.pdrelay_adapter is not None and source.pdrelay_adapter != own:
         raise AdapterMismatch(
-            f"the offered KV ({source.remote_request_id}) was computed with the adapter {source.pdrelay_adapter!r}, "
+            f"the offered KV ({source.remote_request_id}) was computed with the adapter "
+            f"{source.pdrelay_adapter!r}, "
             f"the request here has {own!r}; its name and its weights must be equal on both engines"
         )
 
 
 def digest(request: Request, prompt_tokens: int) -> str | None:
-    """Return a digest of all inputs of the KV of so many tokens; None if they have no ids (embeddings)."""
+    """Return a digest of all inputs of the KV of so many tokens; None if they have no ids
+    (embeddings).
+    """
     features = [feature.identifier for feature in request.mm_features]
     if (adapter := adapter_of(request)) is not None:
         features.append(f"lora:{adapter}")

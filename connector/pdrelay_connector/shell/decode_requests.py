@@ -1,4 +1,5 @@
-"""The requests here whose prompt another engine prefills: their loads, and the quarantine of failed loads' blocks.
+"""The requests here whose prompt another engine prefills: their loads, and the quarantine of failed
+loads' blocks.
 
 Everything here runs on the engine thread, which owns vLLM's block pool.
 """
@@ -21,16 +22,30 @@ from pdrelay_connector.core.lease.kv_params import REFUSALS, PullParams, PushPar
 from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import MAX_ID
 from pdrelay_connector.core.results import HandshakeEnded, LoadResult, PeerLost
-from pdrelay_connector.errors import AdapterMismatch, ExpiredKvParams, ForgedKvParams, InvalidKvParams, UnsignedKvParams
+from pdrelay_connector.errors import (
+    AdapterMismatch,
+    ExpiredKvParams,
+    ForgedKvParams,
+    InvalidKvParams,
+    UnsignedKvParams,
+)
 from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.block_shortage import takes_the_last_blocks
-from pdrelay_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode, digest
+from pdrelay_connector.shell.decode_modes import (
+    Clock,
+    DecodeMode,
+    Post,
+    PullDecode,
+    PushDecode,
+    digest,
+)
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
 
 logger = init_logger("vllm.pdrelay")
 
-MAX_KNOWN = 4096  # engines, each of which restarts under another id; after that they are met as new ones
+# engines, each of which restarts under another id; after that they are met as new ones
+MAX_KNOWN = 4096
 MAX_SHARED = 4096  # prompts whose later answers are known to need no load of their own
 
 _CAUSES: Final[Mapping[type[InvalidKvParams], str]] = {
@@ -50,17 +65,21 @@ class _RemotePrefill:
     source: PullParams | PushParams
     is_met: bool  # False: a handshake may show that its engine's KV cannot be loaded
     failure: str = ""  # of that handshake
-    loading: bool = False  # its blocks are allocated and its load has begun; a request is never loaded twice
+    # its blocks are allocated and its load has begun; a request is never loaded twice
+    loading: bool = False
     into: Sequence[int] = ()  # the blocks it is loaded into
     is_compared: bool = False  # by the workers, after a push: only then it counts as loaded
 
 
 @dataclass(slots=True)
 class _Quarantined:
-    """Blocks of a failed load, pinned until the last rank reports that NIXL no longer writes into them."""
+    """Blocks of a failed load, pinned until the last rank reports that NIXL no longer writes into
+    them.
+    """
 
     blocks: list[KVCacheBlock]
-    is_read: bool  # by the workers, which report its end with a step; of a push the control thread does
+    # by the workers, which report its end with a step; of a push the control thread does
+    is_read: bool
     ranks: int = 0
 
 
@@ -79,19 +98,24 @@ class DecodeRequests:
         wall_clock: Clock,
         on_skipped: Callable[[str, str], None] = lambda _request, _cause: None,
     ) -> None:
-        """``on_skipped`` hears of each request whose load does not begin, and why, as metrics name it."""
+        """``on_skipped`` hears of each request whose load does not begin, and why, as metrics name
+        it.
+        """
         self._on_skipped = on_skipped
         self._engine_config = engine_config
         self._post = post
         self._pool = pool
         self._counters = counters
         self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
-        self._loaders: dict[Prompt, Request | None] = {}  # who loads a prompt, or has loaded it (None)
+        # who loads a prompt, or has loaded it (None)
+        self._loaders: dict[Prompt, Request | None] = {}
         self._prompts: dict[RequestId, Prompt] = {}  # of the requests that are here
         self._new_objections: list[EngineId] = []  # those since they were last taken
-        self._differing: dict[EngineId, None] = {}  # engines that were found to differ, oldest first
+        # engines that were found to differ, oldest first
+        self._differing: dict[EngineId, None] = {}
         self._mended: list[EngineId] = []  # those of them that do not any more
-        self._met: dict[EngineId, HandshakeEnded] = {}  # of each engine that was reached, whether its KV can be loaded
+        # of each engine that was reached, whether its KV can be loaded
+        self._met: dict[EngineId, HandshakeEnded] = {}
         self._quarantined: dict[RequestId, _Quarantined] = {}
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
         self._mode: DecodeMode = self._pull_decode
@@ -106,21 +130,29 @@ class DecodeRequests:
         self._has_named_own_host = False  # of an engine that was not met there, in the log
 
     def begin_alone(self, request: Request) -> None:
-        """Count a request without params. A router that loses them is only noticed here: the texts are right."""
+        """Count a request without params.
+
+        A router that loses them is only noticed here: the texts are right.
+        """
         if not self._is_consumer:
             return
         self._counters.count("requests_without_kv_params")
         if self._has_had_params and not self._has_named_alone:
             self._has_named_alone = True
             logger.info(
-                "pdrelay: %s came without kv_transfer_params, and others came with them: this engine computes its "
-                "prompt. Its router serves it by one engine, or loses the params. This is said once; "
+                "pdrelay: %s came without kv_transfer_params, and others came with them: this "
+                "engine computes its "
+                "prompt. Its router serves it by one engine, or loses the params. This is said "
+                "once; "
                 "vllm:pdrelay_requests_without_kv_params counts them",
                 request.request_id,
             )
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Start to renew the lease of a new request. Invalid params cost a local prefill, never a wrong text."""
+        """Start to renew the lease of a new request.
+
+        Invalid params cost a local prefill, never a wrong text.
+        """
         own = RequestId(request.request_id)
         self._has_had_params = True
         try:
@@ -141,7 +173,10 @@ class DecodeRequests:
             self._post(lambda control, now: control.lease_renewer.report_handshake(engine, now=now))
 
     def _refuse(self, own: RequestId, params: Mapping[str, Any], why: InvalidKvParams) -> None:
-        """A request loads nothing. Another secret, or clock, than its engine's concerns every request of both."""
+        """A request loads nothing.
+
+        Another secret, or clock, than its engine's concerns every request of both.
+        """
         self._counters.count(REFUSALS[type(why)])
         logger.warning("pdrelay: %s computes its own prompt: %s", own, why)
         cause = _CAUSES.get(type(why), "params")
@@ -154,21 +189,26 @@ class DecodeRequests:
         return self._pull_decode if self._chooses and not says_push(params) else self._mode
 
     def begin_found(self, own: RequestId, found: PullParams) -> None:
-        """Load the beginning of a prompt from the prefix cache of a decode engine, which has leased it to us."""
+        """Load the beginning of a prompt from the prefix cache of a decode engine, which has leased
+        it to us.
+        """
         self._remote_prefills[own] = _RemotePrefill(found, is_met=True)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, found, now=now))
 
     def _shares(self, request: Request, source: PullParams | PushParams) -> bool:
-        """Tell whether another request here loads the same prompt: of n answers, one reads P's blocks.
+        """Tell whether another request here loads the same prompt: of n answers, one reads P's
+        blocks.
 
-        vLLM makes n requests of one (``vllm/v1/engine/parallel_sampling.py``), each with the same params. P's lease
-        ends with the first read, and the others find what it has loaded in the prefix cache.
+        vLLM makes n requests of one (``vllm/v1/engine/parallel_sampling.py``), each with the same
+        params. P's lease ends with the first read, and the others find what it has loaded in the
+        prefix cache.
         """
         own = RequestId(request.request_id)
         prompt = (source.remote_engine_id, source.remote_request_id)
         self._prompts[own] = prompt
         loader = self._loaders.get(prompt)
-        # In push P alone compares prompts: one that came with params of another loads nothing for the rightful one.
+        # In push P alone compares prompts: one that came with params of another loads nothing for
+        # the rightful one.
         if prompt in self._loaders and (loader is None or _is_same_prompt(request, loader)):
             self._counters.count("loads_shared")
             return True
@@ -190,10 +230,12 @@ class DecodeRequests:
         )
 
     def handshake_ended(self, ended: HandshakeEnded) -> None:
-        """Let the requests of an engine begin their loads, or compute their own prompts if it is incompatible.
+        """Let the requests of an engine begin their loads, or compute their own prompts if it is
+        incompatible.
 
-        With ``kv_load_failure_policy: fail`` each load of such an engine would end its request with an error. The loads
-        of an engine that does not answer end so: the workers do not wait for it again.
+        With ``kv_load_failure_policy: fail`` each load of such an engine would end its request with
+        an error. The loads of an engine that does not answer end so: the workers do not wait for it
+        again.
         """
         if ended.is_final:
             if len(self._met) >= MAX_KNOWN:
@@ -218,20 +260,26 @@ class DecodeRequests:
                 self._skip_incompatible(own, ended)
 
     def _name_own_host(self, source: PullParams | PushParams) -> None:
-        """Say once what an engine on another machine lacks that calls itself ``localhost``, vLLM's default."""
+        """Say once what an engine on another machine lacks that calls itself ``localhost``, vLLM's
+        default.
+        """
         if self._has_named_own_host or not is_own_host(source.remote_host):
             return
         self._has_named_own_host = True
         logger.warning(
-            "pdrelay: engine %s says that it is at %s, which is this machine, and it is not there. If it is on another "
-            "machine, set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address at which this one reaches it. This is said "
+            "pdrelay: engine %s says that it is at %s, which is this machine, and it is not there. "
+            "If it is on another "
+            "machine, set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address at which this one "
+            "reaches it. This is said "
             "once",
             source.remote_engine_id,
             source.address,
         )
 
     def peer_changed(self, news: HandshakeEnded | PeerLost) -> None:
-        """An engine was met, or could not be; or its connection has ended: the next request meets it anew."""
+        """An engine was met, or could not be; or its connection has ended: the next request meets
+        it anew.
+        """
         if isinstance(news, PeerLost):
             self._met.pop(news.engine, None)
         else:
@@ -248,7 +296,9 @@ class DecodeRequests:
         return [str(engine) for engine in found]
 
     def take_compatible(self) -> list[str]:
-        """Return the engines that differed, and do not since the last call: started again under the same id."""
+        """Return the engines that differed, and do not since the last call: started again under the
+        same id.
+        """
         found = self._mended
         self._mended = []
         return [str(engine) for engine in found]
@@ -256,14 +306,23 @@ class DecodeRequests:
     def _skip_incompatible(self, own: RequestId, met: HandshakeEnded) -> None:
         source = self._remote_prefills[own].source
         self._release_lease(own)
-        self._counters.count_load("loads_skipped_incompatible", source.remote_engine_id, cause=met.cause)
+        self._counters.count_load(
+            "loads_skipped_incompatible", source.remote_engine_id, cause=met.cause
+        )
         self._on_skipped(own, met.cause or "refused")
-        logger.warning("pdrelay: %s computes its own prompt: %s was not met: %s", own, source.address, met.objection)
+        logger.warning(
+            "pdrelay: %s computes its own prompt: %s was not met: %s",
+            own,
+            source.address,
+            met.objection,
+        )
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
+        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load
+        is asynchronous.
 
-        None while the first handshake with that engine lasts, or another answer to the same prompt loads it.
+        None while the first handshake with that engine lasts, or another answer to the same prompt
+        loads it.
         """
         own = RequestId(request.request_id)
         remote_prefill = self._remote_prefills.get(own)
@@ -277,7 +336,9 @@ class DecodeRequests:
         missing = end - computed
         if missing <= 0:
             return 0, False
-        waits = takes_the_last_blocks(self._pool(), self._engine_config.groups, request, computed, end)
+        waits = takes_the_last_blocks(
+            self._pool(), self._engine_config.groups, request, computed, end
+        )
         return (missing, True) if remote_prefill.is_met and not waits else (None, False)
 
     def is_meeting(self, request: Request) -> bool:
@@ -298,17 +359,24 @@ class DecodeRequests:
         remote_prefill.loading = True  # it ends in loads_ended()
         if remote_prefill.failure:
             failure = f"{remote_prefill.source.address} was not met: {remote_prefill.failure}"
-            self._counters.count_load("loads_failed_handshake", remote_prefill.source.remote_engine_id)
+            self._counters.count_load(
+                "loads_failed_handshake", remote_prefill.source.remote_engine_id
+            )
             self._on_skipped(own, UNREACHABLE)
             logger.warning("pdrelay: the load of %s failed: %s", own, failure)
             self._mode.arrived.append(LoadResult(own, failure))
             engine = remote_prefill.source.remote_engine_id
-            self._post(lambda control, _: control.lease_renewer.release(own, engine))  # no load of ours ends it
+            # no load of ours ends it
+            self._post(lambda control, _: control.lease_renewer.release(own, engine))
             return
         source = remote_prefill.source
-        remote_prefill.into = self._mode_of(source).start(request, source, external, blocks.get_block_ids())
+        remote_prefill.into = self._mode_of(source).start(
+            request, source, external, blocks.get_block_ids()
+        )
         if isinstance(source, PullParams):  # in push, our registration tells P the same
-            self._post(lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id))
+            self._post(
+                lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id)
+            )
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
@@ -321,7 +389,8 @@ class DecodeRequests:
         return self._pull_decode if isinstance(source, PullParams) else self._mode
 
     def loads_ended(self, requests: Iterable[str], failed: Container[str] = ()) -> None:
-        """VLLM has received the end of these requests' loads from the workers (``finished_recving``).
+        """VLLM has received the end of these requests' loads from the workers
+        (``finished_recving``).
 
         ``failed``: those that a rank has not loaded (``failed_recving``).
         """
@@ -332,7 +401,8 @@ class DecodeRequests:
                 self._mode_of(source).ended(own, source)
                 if request in failed:
                     self._loads_nothing(own)
-                    if remote_prefill.is_compared:  # everything was written, so a rank has found it wrong
+                    # everything was written, so a rank has found it wrong
+                    if remote_prefill.is_compared:
                         self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id)
                 elif isinstance(source, PullParams):
                     self._counters.count_peer_load(LOADED, source.remote_engine_id)
@@ -340,7 +410,9 @@ class DecodeRequests:
                     self._counters.count_load("loads", source.remote_engine_id)
 
     def finished(self, request: Request) -> None:
-        """Abort the load of a finished request, or give its lease back if its load has not begun."""
+        """Abort the load of a finished request, or give its lease back if its load has not
+        begun.
+        """
         own = RequestId(request.request_id)
         remote_prefill = self._remote_prefills.get(own)
         if remote_prefill is not None and remote_prefill.loading:
@@ -352,7 +424,8 @@ class DecodeRequests:
             self._loaders[prompt] = None
 
     def lease_lost(self, own: RequestId) -> None:
-        """P no longer holds the KV of a request: it computes its own prompt, unless its load has begun.
+        """P no longer holds the KV of a request: it computes its own prompt, unless its load has
+        begun.
 
         The fence decides about a load that has begun; in push, P's answer to our registration does.
         """
@@ -363,7 +436,9 @@ class DecodeRequests:
         self._loads_nothing(own)
         self._counters.count("loads_skipped_lease_lost")
         logger.warning(
-            "pdrelay: %s computes its own prompt: %s has ended its lease", own, remote_prefill.source.address
+            "pdrelay: %s computes its own prompt: %s has ended its lease",
+            own,
+            remote_prefill.source.address,
         )
 
     def push_ended(self, result: LoadResult, *, is_live: bool) -> None:
@@ -371,23 +446,31 @@ class DecodeRequests:
         if self._push_decode is None:
             raise TypeError("the control thread reports a load, and this engine pulls")
         if result.failure:
-            level = logger.warning if is_live else logger.debug  # an aborted request no longer needs its KV
+            # an aborted request no longer needs its KV
+            level = logger.warning if is_live else logger.debug
             level("pdrelay: the push of %s failed: %s", result.request, result.failure)
         if result.quarantined:
             self.update_quarantine(QuarantineMetadata(quarantined=[result.request]))
-        if result.checks is not None and (remote_prefill := self._remote_prefills.get(result.request)) is not None:
+        if (
+            result.checks is not None
+            and (remote_prefill := self._remote_prefills.get(result.request)) is not None
+        ):
             remote_prefill.is_compared = True
         self._push_decode.arrived.append(result)
 
     def update_quarantine(self, news: QuarantineMetadata) -> None:
-        """Pin blocks that NIXL may still write into, before vLLM frees them; unpin those it no longer writes into."""
+        """Pin blocks that NIXL may still write into, before vLLM frees them; unpin those it no
+        longer writes into.
+        """
         pool = self._pool()
         for own in news.quarantined:
             if own not in self._quarantined:
                 remote_prefill = self._remote_prefills[own]
                 blocks = [pool.blocks[block] for block in remote_prefill.into]
                 pool.touch(blocks)
-                self._quarantined[own] = _Quarantined(blocks, isinstance(remote_prefill.source, PullParams))
+                self._quarantined[own] = _Quarantined(
+                    blocks, isinstance(remote_prefill.source, PullParams)
+                )
             self._quarantined[own].ranks += 1
         for own in news.released:
             quarantined = self._quarantined[own]
@@ -402,24 +485,34 @@ class DecodeRequests:
 
     @property
     def awaits_quarantine(self) -> bool:
-        """Whether only a step can end a quarantine: of a read, workers report it with their step's output."""
+        """Whether only a step can end a quarantine: of a read, workers report it with their step's
+        output.
+        """
         return any(each.is_read for each in self._quarantined.values())
 
     @property
     def loading(self) -> set[str]:
         """The requests whose load has begun and not ended."""
-        return {str(own) for own, remote_prefill in self._remote_prefills.items() if remote_prefill.loading}
+        return {
+            str(own)
+            for own, remote_prefill in self._remote_prefills.items()
+            if remote_prefill.loading
+        }
 
     def may_wait(self, *, is_searching: bool = False) -> bool:
-        """Whether an idle step may wait for the control thread; ``is_searching``: a request waits for its answer.
+        """Whether an idle step may wait for the control thread; ``is_searching``: a request waits
+        for its answer.
 
-        The control thread reports ended pushes. The workers report ended reads, with a step, so an engine that reads
-        must step; it may wait for a handshake, and between two polls of quarantined blocks.
+        The control thread reports ended pushes. The workers report ended reads, with a step, so an
+        engine that reads must step; it may wait for a handshake, and between two polls of
+        quarantined blocks.
         """
         loading = [each.source for each in self._remote_prefills.values() if each.loading]
         if any(isinstance(source, PullParams) for source in loading):
             return False
-        is_meeting = is_searching or any(not remote_prefill.is_met for remote_prefill in self._remote_prefills.values())
+        is_meeting = is_searching or any(
+            not remote_prefill.is_met for remote_prefill in self._remote_prefills.values()
+        )
         return bool(loading) or is_meeting or self.awaits_quarantine
 
     @property
@@ -427,7 +520,9 @@ class DecodeRequests:
         """Current requests and quarantined blocks."""
         return {
             "requests_waiting_for_remote_kv": float(len(self._remote_prefills)),
-            "blocks_quarantined": float(sum(len(each.blocks) for each in self._quarantined.values())),
+            "blocks_quarantined": float(
+                sum(len(each.blocks) for each in self._quarantined.values())
+            ),
         }
 
     def _loads_nothing(self, own: RequestId) -> None:

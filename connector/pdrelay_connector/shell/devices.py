@@ -16,7 +16,8 @@ _COPIES = (
 
 
 def check_copies(device: str, platform: Any) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless vLLM copies KV between that device and the host.
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless vLLM copies KV between that
+    device and the host.
 
     ``platform`` is vLLM's. KV on the CPU needs no support: we copy it ourselves.
     """
@@ -29,21 +30,26 @@ def check_copies(device: str, platform: Any) -> None:
         lacking.append("streams")
     if lacking:
         raise UnsupportedCache(
-            f"KV on {device!r} cannot go through host memory: there is no {' and no '.join(lacking)} for that device"
+            f"KV on {device!r} cannot go through host memory: there is no "
+            f"{' and no '.join(lacking)} for that device"
         )
 
 
 def check_events(device: str) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless torch has events for that device."""
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless torch has events for that
+    device.
+    """
     if device != HOST and not hasattr(_module(device), "Event"):
         raise UnsupportedCache(
-            f"the mode pushes, and torch has no events for {device!r} that tell when a part of a prompt is computed; "
+            f"the mode pushes, and torch has no events for {device!r} that tell when a part of a "
+            f"prompt is computed; "
             'mode must be "pull" there'
         )
 
 
 def computed(device: torch.device) -> Ready | None:
-    """Return a check whether the device has run all kernels launched so far; None if there is no need to wait.
+    """Return a check whether the device has run all kernels launched so far; None if there is no
+    need to wait.
 
     On a device without events the caller must know that the kernels have run: :func:`check_events`.
     """

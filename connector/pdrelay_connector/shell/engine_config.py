@@ -49,16 +49,23 @@ SUPPORTED = (
 )
 # Kinds that no transfer moves, in vLLM's NixlConnector of 0.33 neither, by their classes: why not.
 _IMMOVABLE: Final[Mapping[str, str]] = {
-    "CrossAttentionSpec": "its KV is of the encoder, and vLLM allocates no block for it that a load could fill",
+    "CrossAttentionSpec": (
+        "its KV is of the encoder, and vLLM allocates no block for it that a load could fill"
+    ),
     "EncoderOnlyAttentionSpec": "an encoder keeps no KV",
-    "HiddenStateCacheSpec": "it keeps hidden states for extract_hidden_states, which no decode engine reads",
+    "HiddenStateCacheSpec": (
+        "it keeps hidden states for extract_hidden_states, which no decode engine reads"
+    ),
     "HiSparseHotSpec": "HiSparse keeps copies on the device that belong to one engine",
     "HiSparseResidentSpec": "HiSparse keeps copies on the device that belong to one engine",
-    "SinkFullAttentionSpec": "its kernel keeps static sinks in the first blocks, which no block table names",
+    "SinkFullAttentionSpec": (
+        "its kernel keeps static sinks in the first blocks, which no block table names"
+    ),
 }
 IN_TREE: Final = "vLLM's NixlConnector of 0.32 and later moves it"
 MAMBA_CACHE_MODES = ("none", "align")
-MAX_STATE_TENSORS = 2  # further ones mean something only with what the worker knows beside the cache
+# further ones mean something only with what the worker knows beside the cache
+MAX_STATE_TENSORS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +86,15 @@ class EngineConfig:
     stages: int = 1  # pipeline-parallel size
     prefix_hash: str = ""  # vLLM's hash of cached blocks; "": return_kv is off, or cannot be on
     recomputes: bool = True  # a load that fails costs a prefill, not the request
-    first_token: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what routers are told of it, in pull
+    # what routers are told of it, in pull
+    first_token: Mapping[str, Any] = field(default_factory=dict[str, Any])
     looks_back: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the same, in both modes
     lookahead: int = 0  # tokens that drafts read beyond those computed
-    tokens_per_entry: Mapping[str, int] = field(default_factory=dict[str, int])  # by layer, where not 1
+    # by layer, where not 1
+    tokens_per_entry: Mapping[str, int] = field(default_factory=dict[str, int])
     sleeps: bool = False  # its memory may go away, and come back
-    packed_layers: frozenset[str] = frozenset()  # the order within their blocks is unknown, whatever the kernel
+    # the order within their blocks is unknown, whatever the kernel
+    packed_layers: frozenset[str] = frozenset()
 
     @property
     def left_out_tokens(self) -> int:
@@ -92,7 +102,9 @@ class EngineConfig:
         return left_out_tokens(self.groups, self.lookahead)
 
     def loaded_tokens(self, prompt_tokens: int) -> int:
-        """Return up to which token a prompt's KV may come from another engine: logits need at least the last one."""
+        """Return up to which token a prompt's KV may come from another engine: logits need at least
+        the last one.
+        """
         return max(0, prompt_tokens - max(1, self.left_out_tokens))
 
 
@@ -106,20 +118,23 @@ class WorkerRank(NamedTuple):
 def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[EngineConfig, Settings]:
     """Return the properties of this engine, and its settings.
 
-    Raises :exc:`~pdrelay_connector.errors.SettingsError` or :exc:`~pdrelay_connector.errors.UnsupportedCache`
-    with a sentence that vLLM logs as it refuses to start.
+    Raises :exc:`~pdrelay_connector.errors.SettingsError` or
+    :exc:`~pdrelay_connector.errors.UnsupportedCache` with a sentence that vLLM logs as it refuses
+    to start.
     """
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ, transfer.kv_connector)
     _check_supported(config, cache)
     if settings.mode is Mode.AUTO and _is_staged_here(config, settings):
         raise SettingsError(
-            'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all engines'
+            'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all '
+            "engines"
         )
     others = [backend.name for backend in settings.backends if backend.name != "UCX"]
     if config.model_config.enable_sleep_mode and others:
         raise SettingsError(
-            f"enable_sleep_mode is on, and NIXL's backend {others[0]} may keep the memory that goes away; use UCX alone"
+            f"enable_sleep_mode is on, and NIXL's backend {others[0]} may keep the memory that "
+            f"goes away; use UCX alone"
         )
     if transfer.is_kv_producer and settings.mode.pushes:
         check_events(current_platform.device_type)
@@ -131,23 +146,32 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         engine=EngineId(transfer.engine_id),
         address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
         groups=groups,
-        layers={name: number for number, group in enumerate(cache.kv_cache_groups) for name in group.layer_names},
+        layers={
+            name: number
+            for number, group in enumerate(cache.kv_cache_groups)
+            for name in group.layer_names
+        },
         blocks=cache.num_blocks,
         all_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         ranks=config.parallel_config.tensor_parallel_size,
         is_producer=transfer.is_kv_producer,
         is_consumer=transfer.is_kv_consumer,
         staging_blocks=_staging_blocks(config, cache, settings),
-        # Data-parallel ranks of a mixture of experts step together: a rank that waits for KV would delay all others.
+        # Data-parallel ranks of a mixture of experts step together: a rank that waits for KV would
+        # delay all others.
         steps_independently=config.parallel_config.data_parallel_size == 1,
         stages=config.parallel_config.pipeline_parallel_size,
         prefix_hash=_prefix_hash(config, settings, groups),
         recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
-        first_token=first_token(config, left_out_tokens(groups, lookahead)) if settings.mode.pulls else {},
+        first_token=first_token(config, left_out_tokens(groups, lookahead))
+        if settings.mode.pulls
+        else {},
         looks_back=looks_back(config),
         lookahead=lookahead,
         tokens_per_entry={
-            name: tokens for name, spec in specs.items() if (tokens := vllm_versions.tokens_per_entry(spec)) != 1
+            name: tokens
+            for name, spec in specs.items()
+            if (tokens := vllm_versions.tokens_per_entry(spec)) != 1
         },
         sleeps=model.enable_sleep_mode,
         packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
@@ -161,32 +185,43 @@ def _check_stages(engine_config: EngineConfig) -> None:
         return
     if engine_config.staging_blocks or any(group.state for group in engine_config.groups):
         kind = "host staging" if engine_config.staging_blocks else "a model that keeps a state"
-        raise UnsupportedCache(f"pipeline_parallel_size is {engine_config.stages}; with {kind} only 1 is supported")
+        raise UnsupportedCache(
+            f"pipeline_parallel_size is {engine_config.stages}; with {kind} only 1 is supported"
+        )
 
 
 def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGroup, ...]) -> str:
-    """Return the hash of cached blocks if this engine can lend them (``return_kv``); raises ``SettingsError``.
+    """Return the hash of cached blocks if this engine can lend them (``return_kv``); raises
+    ``SettingsError``.
 
-    With ``auto`` an engine that cannot starts without. Refused is what was not tried, groups that do not keep all
-    tokens and drafts among it. In push, workers stage what they write, and nothing that is read.
+    With ``auto`` an engine that cannot starts without. Refused is what was not tried, groups that
+    do not keep all tokens and drafts among it. In push, workers stage what they write, and nothing
+    that is read.
     """
     if not settings.return_kv:
         return ""
     transfer = config.kv_transfer_config
     reasons = {
-        f"kv_role is {transfer.kv_role}, not kv_both": not (transfer.is_kv_producer and transfer.is_kv_consumer),
+        f"kv_role is {transfer.kv_role}, not kv_both": not (
+            transfer.is_kv_producer and transfer.is_kv_consumer
+        ),
         "the model has several KV cache groups": len(groups) != 1,
         "its layers do not keep all tokens": any(
             group.state or group.frees_early or group.forgets_answers for group in groups
         ),
         "speculative decoding is on": config.speculative_config is not None,
         "prefix caching is off": not config.cache_config.enable_prefix_caching,
-        "VLLM_NIXL_SIDE_CHANNEL_HOST is no address that others can dial": is_wildcard(settings.host),
-        "KV is pushed through host memory": settings.mode is Mode.PUSH and _is_staged_here(config, settings),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is no address that others can dial": is_wildcard(
+            settings.host
+        ),
+        "KV is pushed through host memory": settings.mode is Mode.PUSH
+        and _is_staged_here(config, settings),
     }
     for reason, holds in reasons.items():
         if holds and settings.return_kv == AUTO:
-            logger.info("pdrelay: KV of answers does not go back here (return_kv is auto): %s", reason)
+            logger.info(
+                "pdrelay: KV of answers does not go back here (return_kv is auto): %s", reason
+            )
             return ""
         if holds:
             raise SettingsError(f"return_kv is on and {reason}; switch return_kv off")
@@ -198,59 +233,80 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     for group in cache.kv_cache_groups:
         _check_group(group)
     has_state = any(
-        isinstance(spec, MambaSpec) for group in cache.kv_cache_groups for spec in _specs(group.kv_cache_spec)
+        isinstance(spec, MambaSpec)
+        for group in cache.kv_cache_groups
+        for spec in _specs(group.kv_cache_spec)
     )
     if has_state and getattr(config.cache_config, "use_kda_recoverssm", False):
         raise UnsupportedCache(
-            "use_replayssm is on with drafts for KDA layers (RecoverSSM), whose records beside the cache do not move: "
+            "use_replayssm is on with drafts for KDA layers (RecoverSSM), whose records beside the "
+            "cache do not move: "
             "start without --use-replayssm"
         )
     if config.model_config.enable_sleep_mode and not vllm_versions.FOLLOWS_SLEEP:
         raise UnsupportedCache(
-            f"enable_sleep_mode is on, and vLLM {vllm_versions.VLLM_VERSION} does not tell a connector when the memory "
+            f"enable_sleep_mode is on, and vLLM {vllm_versions.VLLM_VERSION} does not tell a "
+            f"connector when the memory "
             "goes that other engines reach: engines that sleep need vLLM 0.33 or later"
         )
     if vllm_versions.returns_routed_experts(config):
         raise UnsupportedCache(
-            "enable_return_routed_experts is on; which experts computed a prompt is known where it was computed and "
+            "enable_return_routed_experts is on; which experts computed a prompt is known where it "
+            "was computed and "
             "does not move with its KV, so engines with a KV connector cannot return it"
         )
-    contexts = {"decode": parallel.decode_context_parallel_size, "prefill": parallel.prefill_context_parallel_size}
+    contexts = {
+        "decode": parallel.decode_context_parallel_size,
+        "prefill": parallel.prefill_context_parallel_size,
+    }
     for name, size in contexts.items():
         if size != 1:
-            raise UnsupportedCache(f"{name}_context_parallel_size is {size}; only 1 is supported ({IN_TREE})")
+            raise UnsupportedCache(
+                f"{name}_context_parallel_size is {size}; only 1 is supported ({IN_TREE})"
+            )
 
 
 def _check_group(group: KVCacheGroupSpec) -> None:
     """Raise if the cache of some layers cannot be moved."""
-    layer = f"layer {group.layer_names[0]}" if group.layer_names else "a layer of another pipeline stage"
+    layer = (
+        f"layer {group.layer_names[0]}"
+        if group.layer_names
+        else "a layer of another pipeline stage"
+    )
     for spec in _specs(group.kv_cache_spec):
         kind = type(spec)
         if kind not in SUPPORTED:
             kinds = ", ".join(supported.__name__ for supported in SUPPORTED)
             why = f" ({_IMMOVABLE[kind.__name__]})" if kind.__name__ in _IMMOVABLE else ""
-            raise UnsupportedCache(f"{layer} has a KV cache of kind {kind.__name__}{why}; supported are {kinds}")
+            raise UnsupportedCache(
+                f"{layer} has a KV cache of kind {kind.__name__}{why}; supported are {kinds}"
+            )
         if isinstance(spec, MambaSpec):
             _check_state(layer, spec)
         if isinstance(spec, CircularBufferSpec) or vllm_versions.replays_window(spec):
             _check_told_what_is_loaded(layer, "a ring of tokens or a replayed window")
         if isinstance(spec, AttentionSpec) and vllm_versions.tokens_per_entry(spec) < 1:
             raise UnsupportedCache(
-                f"{layer} keeps several entries for a token (tokens_per_state is {spec.tokens_per_state}); one entry "
+                f"{layer} keeps several entries for a token (tokens_per_state is "
+                f"{spec.tokens_per_state}); one entry "
                 "for one or more tokens is supported"
             )
     if group.host_resident:
         raise UnsupportedCache(
-            f"{layer} has a KV cache in host memory (host_resident), which does not move ({IN_TREE})"
+            f"{layer} has a KV cache in host memory (host_resident), which does not move "
+            f"({IN_TREE})"
         )
     if not group.enable_kv_transfer:
-        raise UnsupportedCache(f"{layer} has a KV cache that vLLM keeps out of transfers (enable_kv_transfer is off)")
+        raise UnsupportedCache(
+            f"{layer} has a KV cache that vLLM keeps out of transfers (enable_kv_transfer is off)"
+        )
 
 
 def _check_told_what_is_loaded(layer: str, what: str) -> None:
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         raise UnsupportedCache(
-            f"{layer} keeps {what}, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a load fills, or "
+            f"{layer} keeps {what}, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a "
+            f"load fills, or "
             "computes them anew: models with it need vLLM 0.32 or later"
         )
 
@@ -260,12 +316,14 @@ def _check_state(layer: str, spec: MambaSpec) -> None:
     _check_told_what_is_loaded(layer, "a state")
     if spec.mamba_cache_mode not in MAMBA_CACHE_MODES:
         raise UnsupportedCache(
-            f"{layer} keeps a state and mamba_cache_mode is {spec.mamba_cache_mode}, which vLLM 0.32 does not have any "
+            f"{layer} keeps a state and mamba_cache_mode is {spec.mamba_cache_mode}, which vLLM "
+            f"0.32 does not have any "
             "more: start with --mamba-cache-mode align"
         )
     if len(spec.shapes) > MAX_STATE_TENSORS:
         raise UnsupportedCache(
-            f"{layer} keeps a state of {len(spec.shapes)} tensors; a convolution's and a recurrent one are supported, "
+            f"{layer} keeps a state of {len(spec.shapes)} tensors; a convolution's and a recurrent "
+            f"one are supported, "
             "without the inputs that ReplaySSM or RecoverSSM keep beside them"
         )
 
@@ -275,7 +333,9 @@ def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings
         return 0
     check_copies(current_platform.device_type, current_platform)
     sizes = (
-        group.kv_cache_spec.block_size for group in cache.kv_cache_groups if not _group(group.kv_cache_spec).is_ring
+        group.kv_cache_spec.block_size
+        for group in cache.kv_cache_groups
+        if not _group(group.kv_cache_spec).is_ring
     )
     smallest = min(sizes)
     return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
@@ -291,7 +351,9 @@ def _is_staged_here(config: VllmConfig, settings: Settings) -> bool:
 
 def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     """Return the specs of a group's layers: several if they differ in size only."""
-    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return (
+        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    )
 
 
 def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
@@ -302,17 +364,22 @@ def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
 
 
 def _is_packed(spec: KVCacheSpec) -> bool:
-    """Tell whether a kernel may keep the entries of a block in several pieces, values and then scales, for example.
+    """Tell whether a kernel may keep the entries of a block in several pieces, values and then
+    scales, for example.
 
-    So do indexers (``v1/attention/ops/...indexer_k_quant_and_cache``), DeepSeek-V4's caches and NVFP4's: bytes, or
-    quantized in another way than with one scale for a tensor.
+    So do indexers (``v1/attention/ops/...indexer_k_quant_and_cache``), DeepSeek-V4's caches and
+    NVFP4's: bytes, or quantized in another way than with one scale for a tensor.
     """
     if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
         return False
     is_plain = spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR or (
         spec.kv_quant_mode is KVQuantMode.NONE and spec.dtype is not torch.uint8
     )
-    return not is_plain or vllm_versions.tokens_per_entry(spec) != 1 or getattr(spec, "model_version", None) is not None
+    return (
+        not is_plain
+        or vllm_versions.tokens_per_entry(spec) != 1
+        or getattr(spec, "model_version", None) is not None
+    )
 
 
 def _group(spec: KVCacheSpec) -> CacheGroup:
@@ -321,7 +388,9 @@ def _group(spec: KVCacheSpec) -> CacheGroup:
     if isinstance(one, MambaSpec):
         return CacheGroup(spec.block_size, state=", ".join(dict.fromkeys(map(_state, specs))))
     if isinstance(one, CircularBufferSpec):
-        return CacheGroup(spec.block_size, state=", ".join(dict.fromkeys(map(_ring, specs))), is_ring=True)
+        return CacheGroup(
+            spec.block_size, state=", ".join(dict.fromkeys(map(_ring, specs))), is_ring=True
+        )
     retained = getattr(one, "extra_retained_tokens", 0)
     window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
     chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
@@ -335,7 +404,9 @@ def _group(spec: KVCacheSpec) -> CacheGroup:
 
 
 def _ring(spec: KVCacheSpec) -> str:
-    """Return what a ring of tokens consists of: each token is at its number modulo the ring's size."""
+    """Return what a ring of tokens consists of: each token is at its number modulo the ring's
+    size.
+    """
     if not isinstance(spec, CircularBufferSpec):
         raise TypeError(f"{type(spec).__name__} among rings")
     return f"ring of {spec.block_size} tokens of {spec.num_heads} x {spec.state_content_size_bytes} bytes {spec.dtype}"
@@ -345,5 +416,7 @@ def _state(spec: KVCacheSpec) -> str:
     """Return the kind of a state, and the shape and dtype of each of its tensors on one rank."""
     if not isinstance(spec, MambaSpec):
         raise TypeError(f"{type(spec).__name__} among states")
-    tensors = (f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    tensors = (
+        f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
     return f"{spec.mamba_type.name} state of {' and '.join(tensors)}"

@@ -1,11 +1,13 @@
 """Wakes vLLM's engine loop from another thread.
 
-Only the engine thread can free blocks, and it may sleep when their lease ends. vLLM has no hook for a connector to wake
-it, but its signal handlers put a WAKEUP into the engine's input queue (``vllm/v1/engine/core.py``, 0.32). We find that
-queue on the stack that builds the connector, and do the same.
+Only the engine thread can free blocks, and it may sleep when their lease ends. vLLM has no hook for
+a connector to wake it, but its signal handlers put a WAKEUP into the engine's input queue
+(``vllm/v1/engine/core.py``, 0.32). We find that queue on the stack that builds the connector, and
+do the same.
 
-A decode engine that only waits for a push computes no tokens, but vLLM steps it a thousand times a second. Such a step
-waits on the same :class:`queue.Queue`, which receives new requests and our WAKEUPs.
+A decode engine that only waits for a push computes no tokens, but vLLM steps it a thousand times a
+second. Such a step waits on the same :class:`queue.Queue`, which receives new requests and our
+WAKEUPs.
 """
 
 from typing import Any
@@ -47,8 +49,8 @@ class EngineWaker:
 def find_engine_waker() -> EngineWaker:
     """Return the waker of the engine that builds the caller's connector.
 
-    Offline inference in one process has no engine loop. Then waking does nothing, and blocks are freed by the engine's
-    next call, which precedes every allocation.
+    Offline inference in one process has no engine loop. Then waking does nothing, and blocks are
+    freed by the engine's next call, which precedes every allocation.
     """
     engine = building_engine()
     if isinstance(engine, EngineCoreProc):

@@ -1,10 +1,11 @@
 """Requests whose load has failed, and that let loads pass which have ended.
 
-vLLM keeps requests that wait with blocks in a queue of their own, which comes first (``kv_holding_waiting`` in
-``v1/core/sched/scheduler.py``, 0.32 and 0.33). A request whose load has failed loses its blocks there and keeps its
-place. If there are too few blocks for it, vLLM looks at no request behind it: not at those whose load has ended, which
-hold the blocks. If nothing else runs, that is for ever. vLLM passes over a request of which it is not known yet how
-many tokens can be loaded, so this is said of it for as long.
+vLLM keeps requests that wait with blocks in a queue of their own, which comes first
+(``kv_holding_waiting`` in ``v1/core/sched/scheduler.py``, 0.32 and 0.33). A request whose load has
+failed loses its blocks there and keeps its place. If there are too few blocks for it, vLLM looks at
+no request behind it: not at those whose load has ended, which hold the blocks. If nothing else
+runs, that is for ever. vLLM passes over a request of which it is not known yet how many tokens can
+be loaded, so this is said of it for as long.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -25,8 +26,12 @@ class FailedLoads:
         self._failed: set[str] = set()  # vLLM's ids of requests that have no blocks since
         self._ended: dict[str, Request] = {}  # loads, until vLLM has taken their requests up
 
-    def ended(self, requests: Iterable[str], failed: Container[str], live: Mapping[str, Request]) -> None:
-        """VLLM has received the end of these requests' loads; ``failed``: of those that did not succeed."""
+    def ended(
+        self, requests: Iterable[str], failed: Container[str], live: Mapping[str, Request]
+    ) -> None:
+        """VLLM has received the end of these requests' loads; ``failed``: of those that did not
+        succeed.
+        """
         for name in requests:
             if name in live:
                 self._ended[name] = live[name]
@@ -34,7 +39,9 @@ class FailedLoads:
                     self._failed.add(name)
 
     def gives_way(self, request: Request, computed: int) -> bool:
-        """Tell whether a request lacks blocks that are held by requests behind it whose loads have ended."""
+        """Tell whether a request lacks blocks that are held by requests behind it whose loads have
+        ended.
+        """
         if request.request_id not in self._failed:
             return False
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS

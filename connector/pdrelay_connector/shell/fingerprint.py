@@ -1,4 +1,6 @@
-"""The properties that two engines must share for interchangeable KV: for the handshake, and as a hash for routers."""
+"""The properties that two engines must share for interchangeable KV: for the handshake, and as a
+hash for routers.
+"""
 
 import hashlib
 
@@ -19,11 +21,16 @@ logger = init_logger("vllm.pdrelay")
 
 
 def fingerprint(config: VllmConfig, settings: Settings, engine_config: EngineConfig) -> Fingerprint:
-    """Return a worker's fingerprint. Call it when the layers exist: they know the attention backend."""
+    """Return a worker's fingerprint.
+
+    Call it when the layers exist: they know the attention backend.
+    """
     return msgspec.structs.replace(
         _from_config(config, settings.mode),
         groups=", ".join(_kind(group) for group in engine_config.groups),
-        attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
+        attention=",".join(
+            sorted({backend.get_name() for backend in get_current_attn_backends(config)})
+        ),
     )
 
 
@@ -34,22 +41,34 @@ def with_model(workers: Fingerprint, config: VllmConfig) -> Fingerprint:
     """
     identity = identify(config.model_config, config.load_config)
     if is_read(identity.weights):
-        logger.info("pdrelay: the model has the weights %s, whatever it is called", identity.weights)
+        logger.info(
+            "pdrelay: the model has the weights %s, whatever it is called", identity.weights
+        )
     else:
-        logger.warning("pdrelay: the model is known by its name and place alone: its weights are %s", identity.weights)
+        logger.warning(
+            "pdrelay: the model is known by its name and place alone: its weights are %s",
+            identity.weights,
+        )
     return msgspec.structs.replace(workers, draft_model=_draft_model(config), **identity._asdict())
 
 
 def info_labels(config: VllmConfig) -> dict[str, str]:
-    """Return the labels that a router compares before it pairs two engines: unequal labels mean incompatible KV.
+    """Return the labels that a router compares before it pairs two engines: unequal labels mean
+    incompatible KV.
 
-    They cover the part of the fingerprint that an API server knows without a worker, and nothing that may differ
-    between P and D (tensor parallelism, block size, cache size). The handshake compares more.
+    They cover the part of the fingerprint that an API server knows without a worker, and nothing
+    that may differ between P and D (tensor parallelism, block size, cache size). The handshake
+    compares more.
     """
     transfer = config.kv_transfer_config
     mode = read_settings(transfer.kv_connector_extra_config, {}, transfer.kv_connector).mode
     identity = identify(config.model_config, config.load_config)
-    known = PROTOCOL, *msgspec.structs.astuple(_from_config(config, mode)), _draft_model(config), *identity
+    known = (
+        PROTOCOL,
+        *msgspec.structs.astuple(_from_config(config, mode)),
+        _draft_model(config),
+        *identity,
+    )
     digest = hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()
     return {"protocol": str(PROTOCOL), "fingerprint": digest[:16], "mode": mode.value}
 
@@ -72,13 +91,18 @@ def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
 
 
 def _draft_model(config: VllmConfig) -> str:
-    """Return the properties of a draft model's KV, which is transferred with the target model's; n-grams have none.
+    """Return the properties of a draft model's KV, which is transferred with the target model's;
+    n-grams have none.
 
-    The same properties as in vLLM 0.32 (``kv_connector/v1/nixl/metadata.py``). The number of draft tokens does not
-    change the KV; its effect on the groups' windows is part of the groups.
+    The same properties as in vLLM 0.32 (``kv_connector/v1/nixl/metadata.py``). The number of draft
+    tokens does not change the KV; its effect on the groups' windows is part of the groups.
     """
     speculative = config.speculative_config
-    if speculative is None or not speculative.uses_draft_kv_cache() or speculative.draft_model_config is None:
+    if (
+        speculative is None
+        or not speculative.uses_draft_kv_cache()
+        or speculative.draft_model_config is None
+    ):
         return NONE
     draft = speculative.draft_model_config
     layers = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None) or ()
@@ -93,7 +117,9 @@ def _draft_model(config: VllmConfig) -> str:
     }
     if (lookahead := drafts_lookahead(config)) > 1:  # P leaves out as many tokens less one
         details["lookahead"] = str(lookahead)
-    return f"{speculative.method} ({', '.join(f'{name} {value}' for name, value in details.items())})"
+    return (
+        f"{speculative.method} ({', '.join(f'{name} {value}' for name, value in details.items())})"
+    )
 
 
 def _kind(group: CacheGroup) -> str:

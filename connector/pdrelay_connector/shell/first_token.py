@@ -1,8 +1,9 @@
 """What a prefill engine tells routers about streams that another engine goes on with.
 
-A router that shows the token which this engine makes has a decode engine go on behind it, with a prompt that is longer
-by this token. That is right where the token and the limits are those that one engine would have had, which only this
-engine knows. So it is with streams that are resumed or that move, whose prompt is longer by all that was made.
+A router that shows the token which this engine makes has a decode engine go on behind it, with a
+prompt that is longer by this token. That is right where the token and the limits are those that one
+engine would have had, which only this engine knows. So it is with streams that are resumed or that
+move, whose prompt is longer by all that was made.
 """
 
 from collections.abc import Mapping
@@ -10,33 +11,40 @@ from typing import Any, Final
 
 from vllm.config import ModelConfig, VllmConfig
 
-PARAM: Final = "pdrelay_first_token"  # of the kv_transfer_params; routers read it, decode engines do not
+# of the kv_transfer_params; routers read it, decode engines do not
+PARAM: Final = "pdrelay_first_token"
 LOOKS_BACK: Final = "pdrelay_looks_back"  # as PARAM
 _COMPLETIONS: Final = "completions"
 _CHAT: Final = "chat"
-_HARMONY: Final = "gpt_oss"  # vLLM parses its answers without being told to (entrypoints/openai/chat_completion)
-# Defaults of an engine that look back at the tokens made so far: behind the token they would begin anew.
+# vLLM parses its answers without being told to (entrypoints/openai/chat_completion)
+_HARMONY: Final = "gpt_oss"
+# Defaults of an engine that look back at the tokens made so far: behind the token they would begin
+# anew.
 _LOOK_BACK: Final = frozenset({"max_tokens", "presence_penalty", "frequency_penalty"})
 
 
 def first_token(config: VllmConfig, left_out: int) -> Mapping[str, Any]:
     """Return the params that say for which APIs the token may be shown; empty if for none.
 
-    An engine that leaves out the last tokens of a prompt makes its token of a shorter one. A reasoning parser may call
-    the token of a chat something else in a stream than in a whole answer.
+    An engine that leaves out the last tokens of a prompt makes its token of a shorter one. A
+    reasoning parser may call the token of a chat something else in a stream than in a whole answer.
     """
     model = config.model_config
     if _looks_back(model) or left_out:
         return {}
-    parses = config.structured_outputs_config.reasoning_parser or model.hf_config.model_type == _HARMONY
+    parses = (
+        config.structured_outputs_config.reasoning_parser or model.hf_config.model_type == _HARMONY
+    )
     apis = [_COMPLETIONS] if parses else [_COMPLETIONS, _CHAT]
     return {PARAM: {"apis": apis, "max_model_len": model.max_model_len}}
 
 
 def looks_back(config: VllmConfig) -> Mapping[str, Any]:
-    """Return the params that say that no stream of this engine may be gone on with elsewhere; empty if it may.
+    """Return the params that say that no stream of this engine may be gone on with elsewhere; empty
+    if it may.
 
-    Its defaults, or its logits processors, look back at the tokens made so far: they would begin anew.
+    Its defaults, or its logits processors, look back at the tokens made so far: they would begin
+    anew.
     """
     return {LOOKS_BACK: True} if _looks_back(config.model_config) else {}
 

@@ -13,19 +13,25 @@ from pdrelay_connector.core.ids import RequestId
 from pdrelay_connector.core.lease.prefill_scheduler import RevocableLease
 
 MAX_CANDIDATES = 1024  # leases
-CANDIDATE_FACTOR = 4  # candidates cover so many times the lacking blocks: leases that are being read do not end
+# candidates cover so many times the lacking blocks: leases that are being read do not end
+CANDIDATE_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldLease:
-    """One lease's blocks, and its request's priority in vLLM (a higher number is less important)."""
+    """One lease's blocks, and its request's priority in vLLM (a higher number is less
+    important).
+    """
 
     blocks: list[KVCacheBlock]
     priority: int
 
 
 class HeldBlocks:
-    """Blocks by lease. Leases of prompts with a common prefix share blocks; each block counts once."""
+    """Blocks by lease.
+
+    Leases of prompts with a common prefix share blocks; each block counts once.
+    """
 
     def __init__(self) -> None:
         self._held: dict[RequestId, _HeldLease] = {}
@@ -67,10 +73,11 @@ class HeldBlocks:
         return held.blocks
 
     def candidates(self, blocks: int, priority: int) -> list[RevocableLease]:
-        """Return leases whose end frees at least ``blocks`` blocks, to be revoked for a request of a ``priority``.
+        """Return leases whose end frees at least ``blocks`` blocks, to be revoked for a request of
+        a ``priority``.
 
-        Least important first, then oldest first; no lease is more important than the request. A block counts as freed
-        only if no running request and no other lease uses it.
+        Least important first, then oldest first; no lease is more important than the request. A
+        block counts as freed only if no running request and no other lease uses it.
         """
         found: list[RevocableLease] = []
         gone: Counter[int] = Counter()

@@ -24,7 +24,8 @@ logger = init_logger("vllm.pdrelay")
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # by layer
 GroupBlocks: TypeAlias = Sequence[Sequence[BlockId]]  # blocks, or slots, for each KV cache group
 Direction: TypeAlias = Literal["h2d", "d2h"]
-CopyRows: TypeAlias = Callable[[Tensors, Tensors, list[int], list[int], Direction], None]  # vLLM's CopyBlocksOp
+# vLLM's CopyBlocksOp
+CopyRows: TypeAlias = Callable[[Tensors, Tensors, list[int], list[int], Direction], None]
 Around: TypeAlias = Callable[[Direction], AbstractContextManager[None]]
 
 
@@ -38,13 +39,17 @@ class _Layers(NamedTuple):
 
 
 class StagingBuffer:
-    """Host memory for ``slots`` blocks of each KV cache group, and for slot 0, which is never granted.
+    """Host memory for ``slots`` blocks of each KV cache group, and for slot 0, which is never
+    granted.
 
-    ``groups`` is the group of each layer. Every layer has its own contiguous tensor, with rows of the cache's shape.
-    Tensors are pinned if the platform supports it, and zeroed, because peers can read all of them.
+    ``groups`` is the group of each layer. Every layer has its own contiguous tensor, with rows of
+    the cache's shape. Tensors are pinned if the platform supports it, and zeroed, because peers can
+    read all of them.
     """
 
-    def __init__(self, caches: Tensors, groups: Mapping[str, int], *, blocks: int, slots: int) -> None:
+    def __init__(
+        self, caches: Tensors, groups: Mapping[str, int], *, blocks: int, slots: int
+    ) -> None:
         self._blocks = blocks
         self.slots = (slots,) * (1 + max(groups.values()))
         self.tensors: dict[str, torch.Tensor] = {}
@@ -56,13 +61,16 @@ class StagingBuffer:
         rows = cache.shape[0] // blocks
         if rows * blocks != cache.shape[0] or not rows:
             raise UnsupportedCache(
-                f"layer {name} has {cache.shape[0]} rows; they must be a multiple of the {blocks} blocks"
+                f"layer {name} has {cache.shape[0]} rows; they must be a multiple of the {blocks} "
+                f"blocks"
             )
         shape = ((self.slots[group] + 1) * rows, *cache.shape[1:])
         pinned = cache.device.type != HOST and is_pin_memory_available()
         host = torch.zeros(shape, dtype=cache.dtype, device=HOST, pin_memory=pinned)
         self.tensors[name] = host
-        layers = next((each for each in self._layers if (each.group, each.rows) == (group, rows)), None)
+        layers = next(
+            (each for each in self._layers if (each.group, each.rows) == (group, rows)), None
+        )
         if layers is None:
             self._layers.append(layers := _Layers(group, rows, {}, {}))
         layers.cache[name] = cache
@@ -74,14 +82,19 @@ class StagingBuffer:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def regions(self, describe: Callable[[Tensors, int], tuple[Region, ...]]) -> tuple[Region, ...]:
-        """Return the regions for peers; ``describe`` gets the tensors and the number of blocks in each."""
+        """Return the regions for peers; ``describe`` gets the tensors and the number of blocks in
+        each.
+        """
         return describe(self.tensors, max(self.slots) + 1)
 
-    def copy(self, copy_rows: CopyRows, blocks: GroupBlocks, slots: GroupBlocks, direction: Direction) -> int:
-        """Copy between blocks and slots, as many blocks as slots in each group, and return the number of bytes.
+    def copy(
+        self, copy_rows: CopyRows, blocks: GroupBlocks, slots: GroupBlocks, direction: Direction
+    ) -> int:
+        """Copy between blocks and slots, as many blocks as slots in each group, and return the
+        number of bytes.
 
-        Raises :exc:`IndexError` before the first copy: an invalid block id is an illegal access on a GPU, after which
-        its context is lost.
+        Raises :exc:`IndexError` before the first copy: an invalid block id is an illegal access on
+        a GPU, after which its context is lost.
         """
         for group, slots_here in enumerate(self.slots):
             _check("block", blocks[group], self._blocks)
@@ -108,13 +121,16 @@ class _Job(NamedTuple):
 
 
 class ThreadCopier:
-    """Implements :class:`~pdrelay_connector.core.ports.Copier` on its own thread, one copy after the other.
+    """Implements :class:`~pdrelay_connector.core.ports.Copier` on its own thread, one copy after
+    the other.
 
-    ``copy_rows`` is vLLM's operation for the device, or :func:`copy_on_host`. Each copy runs in the context ``around``.
-    ``wake`` is called after each copy, to wake the polling thread.
+    ``copy_rows`` is vLLM's operation for the device, or :func:`copy_on_host`. Each copy runs in the
+    context ``around``. ``wake`` is called after each copy, to wake the polling thread.
     """
 
-    def __init__(self, buffer: StagingBuffer, copy_rows: CopyRows, around: Around, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, buffer: StagingBuffer, copy_rows: CopyRows, around: Around, wake: Callable[[], None]
+    ) -> None:
         self._buffer = buffer
         self._copy_rows = copy_rows
         self._around = around
@@ -166,17 +182,20 @@ class ThreadCopier:
         try:
             with self._around(job.direction):
                 moved = self._buffer.copy(self._copy_rows, job.blocks, job.slots, job.direction)
-        except Exception as exc:  # a failed copy must not end the thread, which the other copies need
+        except Exception as exc:
+            # a failed copy must not end the thread, which the other copies need
             logger.exception("pdrelay: copy %d (%s) failed", job.number, job.direction)
             reason = f"{type(exc).__name__}: {exc}"
         return CopyResult(job.number, reason, 0 if reason else moved, time.monotonic() - start)
 
 
-def copy_on_host(source: Tensors, target: Tensors, rows: list[int], into: list[int], _: Direction) -> None:
+def copy_on_host(
+    source: Tensors, target: Tensors, rows: list[int], into: list[int], _: Direction
+) -> None:
     """Copy rows of a cache in host memory; vLLM has no operation for it.
 
-    Torch releases the GIL within each call, one layer at a time. Consecutive slots, the usual case, need no
-    intermediate tensor.
+    Torch releases the GIL within each call, one layer at a time. Consecutive slots, the usual case,
+    need no intermediate tensor.
     """
     there = torch.tensor(rows)
     here = torch.tensor(into)
@@ -194,9 +213,9 @@ def copy_on_host(source: Tensors, target: Tensors, rows: list[int], into: list[i
 def stream_beside(device: torch.device) -> Around:
     """Return a context that runs a copy on its own stream and synchronizes with it at the end.
 
-    Call this on the thread that launches the model. A copy to the device waits for the kernels launched so far: one of
-    them may still write into the blocks for a request that has ended. A copy from the device starts at once, because
-    its blocks are complete.
+    Call this on the thread that launches the model. A copy to the device waits for the kernels
+    launched so far: one of them may still write into the blocks for a request that has ended. A
+    copy from the device starts at once, because its blocks are complete.
     """
     if device.type == HOST:
         return lambda _: nullcontext()
@@ -230,4 +249,6 @@ def _rows(blocks: Sequence[BlockId], rows: int) -> list[int]:
 def _run(rows: list[int]) -> slice | None:
     """Return consecutive rows as one slice; None for other rows."""
     first = rows[0]
-    return slice(first, first + len(rows)) if rows == list(range(first, first + len(rows))) else None
+    return (
+        slice(first, first + len(rows)) if rows == list(range(first, first + len(rows))) else None
+    )

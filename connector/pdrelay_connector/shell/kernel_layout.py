@@ -9,14 +9,18 @@ from vllm.v1.attention.backends import cpu_attn
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.shell.cache_regions import KernelLayout
 
-# Backends that keep K and V of a token adjacent (vllm/v1/attention/backends, 0.32). Others are unknown: ROCm's, for
-# example, packs K by 16 bytes.
-ENTRIES = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"})
+# Backends that keep K and V of a token adjacent (vllm/v1/attention/backends, 0.32). Others are
+# unknown: ROCm's, for example, packs K by 16 bytes.
+ENTRIES = frozenset(
+    {"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
+)
 
 
 def kernel_layout_of(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
     """Return the layout of this worker's attention kernels. Call it when the layers exist."""
-    backends = {backend.get_name() for backend in get_current_attn_backends(config) if not backend.is_ssm()}
+    backends = {
+        backend.get_name() for backend in get_current_attn_backends(config) if not backend.is_ssm()
+    }
     if config.model_config.use_mla or (backends and backends <= ENTRIES):
         return KernelLayout.ENTRIES  # MLA keeps one latent vector per token
     return _of_cpu(config, groups) if backends == {"CPU_ATTN"} else KernelLayout.OPAQUE
@@ -30,8 +34,14 @@ def _of_cpu(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
     cache = config.cache_config
     model = config.model_config
     sets = {
-        cpu_attn._get_attn_isa(model.dtype, group.block_size, model.get_head_size(), str(cache.cache_dtype))  # noqa: SLF001
+        cpu_attn._get_attn_isa(  # noqa: SLF001
+            model.dtype, group.block_size, model.get_head_size(), str(cache.cache_dtype)
+        )
         for group in groups
         if not group.state
     }
-    return KernelLayout.TRANSPOSED if sets == {"vec"} and str(cache.cache_dtype) == "auto" else KernelLayout.OPAQUE
+    return (
+        KernelLayout.TRANSPOSED
+        if sets == {"vec"} and str(cache.cache_dtype) == "auto"
+        else KernelLayout.OPAQUE
+    )

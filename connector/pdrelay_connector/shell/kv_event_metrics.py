@@ -1,7 +1,9 @@
-"""What the plugin of KV events counts, on the engine's own ``/metrics`` (``vllm:pdrelay_kv_events_...``).
+"""What the plugin of KV events counts, on the engine's own ``/metrics``
+(``vllm:pdrelay_kv_events_...``).
 
-Each API server process follows the events itself. With several (``--api-server-count``) prometheus_client keeps their
-numbers in files, and ``/metrics`` of any of them adds the counters up.
+Each API server process follows the events itself. With several (``--api-server-count``)
+prometheus_client keeps their numbers in files, and ``/metrics`` of any of them adds the counters
+up.
 """
 
 from collections.abc import Iterable
@@ -14,7 +16,10 @@ PREFIX = "vllm:pdrelay_kv_events_"
 COUNTERS = {
     "batches": "Batches of KV events read, once by each API server process.",
     "unknown": "KV events of types that this version does not know; they are passed on.",
-    "forgotten": "Times that what was known of a rank was given up, for a reason below or because batches were lost.",
+    "forgotten": (
+        "Times that what was known of a rank was given up, for a reason below or because batches "
+        "were lost."
+    ),
     "overflows": "Of these, because the rank had too many blocks.",
     "refused_batches": "Of these, because a batch was not vLLM's, or too long.",
     "slow_readers": "Readers cut off because they were too far behind.",
@@ -24,20 +29,32 @@ _FIELDS = {"unknown": "unknown_events"}  # of HubCounts, where the name is anoth
 
 
 class KVEventMetrics:
-    """The numbers of one hub. As a collector it is no metric of vLLM's, which unregisters these when it scales."""
+    """The numbers of one hub.
+
+    As a collector it is no metric of vLLM's, which unregisters these when it scales.
+    """
 
     def __init__(self, hub: KVEventHub, registry: CollectorRegistry = REGISTRY) -> None:
         self._hub = hub
         self._registry = registry
         self._exported = HubCounts()
         # registry=None: this object collects them; with several processes their files do.
-        self._counters = {name: Counter(PREFIX + name, text, registry=None) for name, text in COUNTERS.items()}
+        self._counters = {
+            name: Counter(PREFIX + name, text, registry=None) for name, text in COUNTERS.items()
+        }
         self._readers = Gauge(
-            PREFIX + "readers", "Connections that read KV events now.", registry=None, multiprocess_mode="livesum"
+            PREFIX + "readers",
+            "Connections that read KV events now.",
+            registry=None,
+            multiprocess_mode="livesum",
         )
         # Several API servers know the same blocks, so that one of them counts.
         self._blocks = Gauge(
-            PREFIX + "blocks", "Blocks known of a rank.", ["engine"], registry=None, multiprocess_mode="livemax"
+            PREFIX + "blocks",
+            "Blocks known of a rank.",
+            ["engine"],
+            registry=None,
+            multiprocess_mode="livemax",
         )
         self._ranks: set[int] = set()
 
@@ -64,7 +81,8 @@ class KVEventMetrics:
             setattr(self._exported, field, value)
         self._readers.set(self._hub.readers)
         blocks = self._hub.blocks
-        for rank in self._ranks - blocks.keys():  # files of several processes keep a rank: 0 is true of it, too
+        # files of several processes keep a rank: 0 is true of it, too
+        for rank in self._ranks - blocks.keys():
             self._blocks.labels(str(rank)).set(0)
         for rank, known in blocks.items():
             self._blocks.labels(str(rank)).set(known)

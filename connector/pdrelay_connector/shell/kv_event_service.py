@@ -1,4 +1,6 @@
-"""Follows the KV events of an engine's ranks into a hub, for as long as its API server process runs."""
+"""Follows the KV events of an engine's ranks into a hub, for as long as its API server process
+runs.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,7 +34,9 @@ class KVEventService:
         is_closed: bool,
         groups: Sequence[BlockStored] = (),
     ) -> None:
-        """``sources`` returns vLLM's KVEventsConfig of each rank, ``groups`` are those of every rank."""
+        """``sources`` returns vLLM's KVEventsConfig of each rank, ``groups`` are those of every
+        rank.
+        """
         self.hub = KVEventHub()
         self.is_closed = is_closed  # only those who may read prompts reach the route
         self._metrics = KVEventMetrics(self.hub)
@@ -47,9 +51,11 @@ class KVEventService:
         return bool(self._followed)
 
     def start(self) -> None:
-        """Follow the ranks that there are, and look for others from now on, until the event loop ends.
+        """Follow the ranks that there are, and look for others from now on, until the event loop
+        ends.
 
-        Raises :exc:`~pdrelay_connector.errors.SettingsError` for an endpoint in a directory that others may enter.
+        Raises :exc:`~pdrelay_connector.errors.SettingsError` for an endpoint in a directory that
+        others may enter.
         """
         for source in self._found().values():
             if open_to_others := source.open_directories:
@@ -97,18 +103,25 @@ class KVEventService:
             return
         for endpoint in source.exposures:
             self._warn(
-                f"KV events contain prompts, and {endpoint} is open to others without a key: use an ipc:// endpoint in "
+                f"KV events contain prompts, and {endpoint} is open to others without a key: use "
+                f"an ipc:// endpoint in "
                 "a directory of mode 0700 (--kv-events-config)"
             )
         self.hub.add_rank(rank, self._groups)
         following = follow(source, partial(self._publish, rank), partial(self._forget, rank))
-        self._followed[rank] = source, asyncio.create_task(following, name=f"pdrelay-kv-events-{rank}")
+        self._followed[rank] = (
+            source,
+            asyncio.create_task(following, name=f"pdrelay-kv-events-{rank}"),
+        )
 
     def _publish(self, rank: int, payload: bytes) -> None:
         before = self.hub.counts.overflows, self.hub.counts.refused_batches
         self.hub.publish(rank, payload)
         if (self.hub.counts.overflows, self.hub.counts.refused_batches) != before:
-            self._warn(f"KV events of rank {rank}: too many blocks, or a batch of another form; all are forgotten")
+            self._warn(
+                f"KV events of rank {rank}: too many blocks, or a batch of another form; all are "
+                f"forgotten"
+            )
 
     def _forget(self, rank: int) -> None:
         self.hub.forget(rank)
@@ -116,7 +129,10 @@ class KVEventService:
 
     def _log_end(self, rank: int, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        self._warn(f"KV events of rank {rank} are no more followed; another try every {LOOK_EVERY_S:.0f} s: {error}")
+        self._warn(
+            f"KV events of rank {rank} are no more followed; another try every {LOOK_EVERY_S:.0f} "
+            f"s: {error}"
+        )
 
     def _warn(self, text: str) -> None:
         if text not in self._warned and len(self._warned) < 1000:
@@ -126,23 +142,29 @@ class KVEventService:
 
 def _open_directory(endpoint: str) -> str:
     return (
-        f"KV events contain prompts, and others than this user may reach {endpoint}: put it into a directory of this "
+        f"KV events contain prompts, and others than this user may reach {endpoint}: put it into a "
+        f"directory of this "
         "user's with mode 0700 (--kv-events-config)"
     )
 
 
 async def ask_for_groups(ask: GroupQuestion | None) -> tuple[BlockStored, ...]:
-    """Return the announcements of the KV cache groups that the engine says it has; none if it cannot say.
+    """Return the announcements of the KV cache groups that the engine says it has; none if it
+    cannot say.
 
-    ``ask`` calls a method of EngineCore, of every rank, and returns the answer of the first: their groups are those
-    of one model. Without an answer each group is known from its first block on.
+    ``ask`` calls a method of EngineCore, of every rank, and returns the answer of the first: their
+    groups are those of one model. Without an answer each group is known from its first block on.
     """
     if ask is None:
         return ()
     try:
         async with asyncio.timeout(GROUPS_WITHIN_S):
             return read_group_metadata(await ask(GROUPS))
-    # Whatever failed in the engine comes as Exception (core_client.py), and the events can be followed without.
+    # Whatever failed in the engine comes as Exception (core_client.py), and the events can be
+    # followed without.
     except Exception as exc:  # noqa: BLE001
-        logger.warning("KV events: the engine does not tell its KV cache groups, so their first blocks do: %r", exc)
+        logger.warning(
+            "KV events: the engine does not tell its KV cache groups, so their first blocks do: %r",
+            exc,
+        )
         return ()

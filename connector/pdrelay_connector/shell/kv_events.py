@@ -1,7 +1,9 @@
-"""The entry point ``vllm.endpoint_plugins``: ``GET /v1/pdrelay/kv_events``, the engine's KV events (docs/kv-events.md).
+"""The entry point ``vllm.endpoint_plugins``: ``GET /v1/pdrelay/kv_events``, the engine's KV events
+(docs/kv-events.md).
 
-It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it (``vllm/plugins/__init__.py``). vLLM's
-own middleware asks for the API key, because the path begins with /v1 (``serve/middleware/authenticate.py``).
+It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it
+(``vllm/plugins/__init__.py``). vLLM's own middleware asks for the API key, because the path begins
+with /v1 (``serve/middleware/authenticate.py``).
 """
 
 import asyncio
@@ -29,11 +31,13 @@ STALL_S = 30.0  # a reader that takes nothing for so long is cut off
 MAX_CHUNK = 256 << 10  # bytes that are sent together, but for a longer frame
 _NO_EVENTS = (
     "This engine publishes no KV events: start it with --kv-events-config "
-    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "ipc:///run/pdrelay/inproc.ipc", '
+    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": '
+    '"ipc:///run/pdrelay/inproc.ipc", '
     '"replay_endpoint": "ipc:///run/pdrelay/inproc-replay.ipc"}\', in a directory of mode 0700'
 )
 _NO_KEY = (
-    "KV events contain prompts: this engine serves them with an API key (--api-key or VLLM_API_KEY), or where it "
+    "KV events contain prompts: this engine serves them with an API key (--api-key or "
+    "VLLM_API_KEY), or where it "
     "listens on loopback only (--host 127.0.0.1)"
 )
 _TOO_MANY = f"{MAX_READERS} connections read this engine's KV events, and there may not be more"
@@ -52,12 +56,15 @@ class KVEventsPlugin:
         app.add_api_route(PATH, serve_kv_events, methods=["GET"], response_model=None)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Begin to follow the events, whether or not there is a reader: later some of them may be gone.
+        """Begin to follow the events, whether or not there is a reader: later some of them may be
+        gone.
 
-        Raises :exc:`~pdrelay_connector.errors.SettingsError`, and the engine does not start, if others may reach an ipc://
-        endpoint.
+        Raises :exc:`~pdrelay_connector.errors.SettingsError`, and the engine does not start, if
+        others may reach an ipc:// endpoint.
         """
-        sources: Callable[[], Mapping[int, Any]] | None = getattr(engine_client, "get_kv_event_sources", None)
+        sources: Callable[[], Mapping[int, Any]] | None = getattr(
+            engine_client, "get_kv_event_sources", None
+        )
         ask = getattr(getattr(engine_client, "engine_core", None), "call_utility_async", None)
         groups = await ask_for_groups(ask if sources is not None and sources() else None)
         service = KVEventService(sources or dict, is_closed=_is_closed(args), groups=groups)
@@ -66,7 +73,9 @@ class KVEventsPlugin:
 
 
 async def serve_kv_events(request: Request) -> Response:
-    """Stream the engine's KV events; 404 where there are none, 403 without an API key, 503 for too many readers."""
+    """Stream the engine's KV events; 404 where there are none, 403 without an API key, 503 for too
+    many readers.
+    """
     service: KVEventService = request.app.state.pdrelay_kv_events
     if not service.has_events:
         return _error(404, "NotFoundError", _NO_EVENTS)
@@ -78,11 +87,15 @@ async def serve_kv_events(request: Request) -> Response:
         return _error(503, "ServiceUnavailableError", _TOO_MANY)
     logger.info("KV events: a reader came; readers=%d", service.hub.readers)
     server = getattr(request.app.state, "server", None)  # uvicorn's; launchers/launcher.py sets it
-    return KVEventStream(service.hub, queue, woken, lambda: bool(getattr(server, "should_exit", False)))
+    return KVEventStream(
+        service.hub, queue, woken, lambda: bool(getattr(server, "should_exit", False))
+    )
 
 
 def _error(status: int, kind: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status
+    )
 
 
 class KVEventStream(Response):
@@ -90,7 +103,9 @@ class KVEventStream(Response):
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, hub: KVEventHub, queue: ReaderQueue, woken: asyncio.Event, ending: Callable[[], bool]) -> None:
+    def __init__(
+        self, hub: KVEventHub, queue: ReaderQueue, woken: asyncio.Event, ending: Callable[[], bool]
+    ) -> None:
         super().__init__(headers={"cache-control": "no-store"})
         del self.headers["content-length"]
         self._hub = hub
@@ -102,7 +117,9 @@ class KVEventStream(Response):
         """Send until one side ends."""
         hang_up = asyncio.create_task(self._close_after(receive))
         try:
-            await _in_time(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _in_time(
+                send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            )
             while not self._queue.closed and not self._ending():
                 await _in_time(send, self._body(await self._chunk()))
             await _in_time(send, self._body(b"") | {"more_body": False})
@@ -143,14 +160,17 @@ class KVEventStream(Response):
 async def _in_time(send: Send, message: dict[str, Any]) -> None:
     """Send; raises ``TimeoutError`` for a reader that takes nothing.
 
-    Python 3.11's ``wait_for`` forgets that its task is cancelled if what it waits for has just ended.
+    Python 3.11's ``wait_for`` forgets that its task is cancelled if what it waits for has just
+    ended.
     """
     async with asyncio.timeout(STALL_S):
         await send(message)
 
 
 def _is_closed(args: Namespace) -> bool:
-    """Tell whether vLLM asks for an API key (``serve/middleware/register.py``), or only this machine reaches it."""
+    """Tell whether vLLM asks for an API key (``serve/middleware/register.py``), or only this
+    machine reaches it.
+    """
     if any(args.api_key or [os.environ.get("VLLM_API_KEY")]) or getattr(args, "uds", None):
         return True
     try:

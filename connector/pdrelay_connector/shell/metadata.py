@@ -1,4 +1,6 @@
-"""Messages between the scheduler and the workers of one engine, in the types that vLLM transports."""
+"""Messages between the scheduler and the workers of one engine, in the types that vLLM
+transports.
+"""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +20,9 @@ from pdrelay_connector.core.verify.sampling import SampledBlock
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, at start and after each sleep: the description of this rank for peers."""
+    """Worker to scheduler, at start and after each sleep: the description of this rank for
+    peers.
+    """
 
     rank: RankInfo  # memory that is read from, in pull, or pushed from
     landing: RankInfo  # memory that is pushed into
@@ -32,7 +36,8 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, every step."""
 
     orders: list[LoadOrder] = field(default_factory=list[LoadOrder])
-    number: int = 0  # of a step that computes tokens, where its end must be known; 0: report nothing
+    # of a step that computes tokens, where its end must be known; 0: report nothing
+    number: int = 0
     idle: bool = False  # the step computes no tokens, so it may wait a moment for a transfer
     pieces: list[ComputedBlocks | TransferOver] = field(
         default_factory=list[ComputedBlocks | TransferOver]
@@ -46,10 +51,11 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class QuarantineMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one entry per rank.
+    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one
+    entry per rank.
 
-    ``step`` is the number of the step that it comes with, the same on all ranks. ``sums`` are the checksums that the
-    step ordered, of each rank.
+    ``step`` is the number of the step that it comes with, the same on all ranks. ``sums`` are the
+    checksums that the step ordered, of each rank.
     """
 
     quarantined: list[RequestId] = field(default_factory=list[RequestId])
@@ -65,5 +71,8 @@ class QuarantineMetadata(KVConnectorWorkerMetadata):
             self.quarantined + other.quarantined,
             self.released + other.released,
             min(self.step, other.step),
-            {name: self.sums.get(name, []) + other.sums.get(name, []) for name in {**self.sums, **other.sums}},
+            {
+                name: self.sums.get(name, []) + other.sums.get(name, [])
+                for name in {**self.sums, **other.sums}
+            },
         )

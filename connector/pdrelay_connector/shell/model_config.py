@@ -1,7 +1,8 @@
 """A digest of a model's configuration, as its files and the engine's flags have it.
 
-vLLM's own object (``ModelConfig.hf_config``) is no measure: models change it while they are loaded, and only in the
-processes that load them. The scheduler of an engine with one rank is such a process, that of an engine with two is not.
+vLLM's own object (``ModelConfig.hf_config``) is no measure: models change it while they are loaded,
+and only in the processes that load them. The scheduler of an engine with one rank is such a
+process, that of an engine with two is not.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,8 @@ def digest_model_config(model: ModelConfig, load: LoadConfig) -> str:
         config: Any = _parse(model, folder)
     except Exception as exc:  # noqa: BLE001 -- the code of a model may run here, which may raise anything
         logger.warning(
-            "pdrelay: the configuration of %s is compared as it is after the model was loaded (not read again: %s); an "
+            "pdrelay: the configuration of %s is compared as it is after the model was loaded (not "
+            "read again: %s); an "
             "engine with another number of ranks may differ in it and compute its prompts itself",
             model.model,
             exc,
@@ -49,7 +51,9 @@ def _folder(model: ModelConfig, load: LoadConfig) -> Path | None:
 
 
 def _parse(model: ModelConfig, folder: Path | None) -> Any:
-    """Return the configuration as vLLM's ModelConfig makes it (``vllm/config/model.py``), from local files alone."""
+    """Return the configuration as vLLM's ModelConfig makes it (``vllm/config/model.py``), from
+    local files alone.
+    """
     if folder is None:
         raise UnreadableCheckpoint("no files on this machine")
     if model.trust_remote_code and _has_code_elsewhere(folder):
@@ -77,7 +81,9 @@ def _parse(model: ModelConfig, folder: Path | None) -> Any:
 
 
 def _has_code_elsewhere(folder: Path) -> bool:
-    """Whether a configuration names another repository's code, for which transformers asks the hub."""
+    """Whether a configuration names another repository's code, for which transformers asks the
+    hub.
+    """
     file = folder / "config.json"
     classes = read_json(file).get("auto_map") if file.is_file() else None
     return isinstance(classes, dict) and "--" in str(classes.get("AutoConfig"))

@@ -12,10 +12,13 @@ NONE: Final = "none"
 def revision_of(model: ModelConfig) -> str:
     """Return the commit of a model's weights; for a local path, the configured revision.
 
-    vLLM 0.32 keeps the configured revision, with the commit in ``resolved`` if the hub was reachable
-    (``transformers_utils/repo_utils.py``); transformers knows the commit of files from its cache.
+    vLLM 0.32 keeps the configured revision, with the commit in ``resolved`` if the hub was
+    reachable (``transformers_utils/repo_utils.py``); transformers knows the commit of files from
+    its cache.
     """
-    commit = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
+    commit = getattr(model.revision, "resolved", None) or getattr(
+        model.hf_config, "_commit_hash", None
+    )
     return str(commit or model.revision or NONE)
 
 
@@ -26,14 +29,19 @@ def commit_of(model: ModelConfig) -> str:
 
 
 def local_folder(name: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return where a model's or an adapter's files lie on this machine: a path, or a snapshot of the hub's cache."""
+    """Return where a model's or an adapter's files lie on this machine: a path, or a snapshot of
+    the hub's cache.
+    """
     path = Path(name).expanduser()
     if path.exists():
         return path.absolute()
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+        return Path(
+            snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+        )
     except (OSError, ValueError) as exc:
-        # Not in the cache, or no name of the hub: huggingface_hub's errors are of both kinds. A snapshot that lacks
-        # files of the repository is an error, too (IncompleteSnapshotError), though vLLM has fetched all that it reads.
+        # Not in the cache, or no name of the hub: huggingface_hub's errors are of both kinds. A
+        # snapshot that lacks files of the repository is an error, too (IncompleteSnapshotError),
+        # though vLLM has fetched all that it reads.
         folder: object = getattr(exc, "snapshot_path", None)
         return None if folder is None else Path(str(folder))

@@ -1,6 +1,8 @@
-"""What an engine's model is, wherever it lies: digests of its configuration, its tokenizer and its weights.
+"""What an engine's model is, wherever it lies: digests of its configuration, its tokenizer and its
+weights.
 
-Two engines may load one model from different places, and two models from one place at different times.
+Two engines may load one model from different places, and two models from one place at different
+times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,16 +11,23 @@ from typing import Final, NamedTuple
 from vllm.config import LoadConfig, ModelConfig
 
 from pdrelay_connector.errors import UnreadableCheckpoint
-from pdrelay_connector.io.checkpoint_files import WEIGHT_PATTERNS, digest_weights, digest_whole, weight_files
+from pdrelay_connector.io.checkpoint_files import (
+    WEIGHT_PATTERNS,
+    digest_weights,
+    digest_whole,
+    weight_files,
+)
 from pdrelay_connector.shell.model_config import digest_model_config
 from pdrelay_connector.shell.model_files import NONE, commit_of, local_folder, revision_of
 
 _CONSOLIDATED: Final = "consolidated*.safetensors"
 _TENSORS: Final = "*.safetensors"
-# As vLLM's loaders choose files (model_executor/model_loader/default_loader.py); others, of plug-ins among them, are
-# taken to load what "auto" loads.
+# As vLLM's loaders choose files (model_executor/model_loader/default_loader.py); others, of
+# plug-ins among them, are taken to load what "auto" loads.
 _PATTERNS: Final[Mapping[str, Sequence[str]]] = {
-    **dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor", "runai_streamer"), (_TENSORS,)),
+    **dict.fromkeys(
+        ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer"), (_TENSORS,)
+    ),
     "hf": (_TENSORS, "*.bin", "*.pt"),
     "mistral": (_CONSOLIDATED,),
     "pt": ("*.pt",),
@@ -29,7 +38,12 @@ _UNREAD: Final = frozenset(
     {"dummy", "sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache", "modelexpress"}
 )
 # The first of these that is there; others beside it, of which a copy may lack some, say the same.
-_TOKENIZERS: Final = (("tokenizer.json",), ("tekken.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_TOKENIZERS: Final = (
+    ("tokenizer.json",),
+    ("tekken.json",),
+    ("tokenizer.model",),
+    ("vocab.json", "merges.txt"),
+)
 
 
 class ModelIdentity(NamedTuple):
@@ -42,11 +56,15 @@ class ModelIdentity(NamedTuple):
 
 def identify(model: ModelConfig, load: LoadConfig) -> ModelIdentity:
     """Return the identity of a model; reads some MiB of its files."""
-    return ModelIdentity(digest_model_config(model, load), _tokenizer(model, load), _weights(model, load))
+    return ModelIdentity(
+        digest_model_config(model, load), _tokenizer(model, load), _weights(model, load)
+    )
 
 
 def _weights(model: ModelConfig, load: LoadConfig) -> str:
-    """Return a digest of the weights; if they are not read, where they are from, and that this is all that is known."""
+    """Return a digest of the weights; if they are not read, where they are from, and that this is
+    all that is known.
+    """
     load_format = str(load.load_format)
     if load_format in _UNREAD:
         return _unread(model, f"load format {load_format}")

@@ -24,7 +24,8 @@ LOOPBACK = "lo"  # Linux's name of the loopback interface
 def bind_data_plane(settings: Settings, side_channel: Address) -> None:
     """Set which devices UCX uses; call it before NIXL starts a backend.
 
-    Raises :exc:`~pdrelay_connector.errors.SettingsError` if NIXL would listen beyond the side channel's interface.
+    Raises :exc:`~pdrelay_connector.errors.SettingsError` if NIXL would listen beyond the side
+    channel's interface.
     """
     devices = choose_devices(
         side_channel.host,
@@ -35,30 +36,42 @@ def bind_data_plane(settings: Settings, side_channel: Address) -> None:
     )
     if devices is not None:
         os.environ[DEVICES_VARIABLE] = devices
-    logger.info("pdrelay: NIXL uses the network devices %s", os.environ.get(DEVICES_VARIABLE, "that UCX chooses"))
+    logger.info(
+        "pdrelay: NIXL uses the network devices %s",
+        os.environ.get(DEVICES_VARIABLE, "that UCX chooses"),
+    )
 
 
 def check_side_channel(settings: Settings) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.SettingsError` if other machines reach an open side channel."""
+    """Raise :exc:`~pdrelay_connector.errors.SettingsError` if other machines reach an open side
+    channel.
+    """
     has_proof = settings.secrets or settings.secret_file or settings.tls_ca
     if has_proof or settings.allow_open_side_channel or _is_local(settings.host, settings.port):
         return
     raise SettingsError(
-        f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}, which other machines may reach, and there is no secret; "
-        "set PDRELAY_CONNECTOR_SECRET, the same on all engines ('openssl rand -hex 32' prints one), or "
+        f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}, which other machines may reach, and "
+        f"there is no secret; "
+        "set PDRELAY_CONNECTOR_SECRET, the same on all engines ('openssl rand -hex 32' prints "
+        "one), or "
         "allow_open_side_channel to true"
     )
 
 
 def reach_remarks(settings: Settings) -> list[str]:
-    """Return a sentence if this engine can never load KV from another machine. Other limits show at the handshake."""
+    """Return a sentence if this engine can never load KV from another machine.
+
+    Other limits show at the handshake.
+    """
     if not _moves_kv_here_only(settings):
         return []
     why = f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}"
-    if not _is_local(settings.host, settings.port):  # otherwise we may have chosen the devices ourselves, for that host
+    # otherwise we may have chosen the devices ourselves, for that host
+    if not _is_local(settings.host, settings.port):
         why = f"{DEVICES_VARIABLE} is {LOOPBACK!r}"
     return [
-        f"KV is loaded from engines of this machine only, because {why} and NIXL listens on loopback; prefill "
+        f"KV is loaded from engines of this machine only, because {why} and NIXL listens on "
+        f"loopback; prefill "
         "engines elsewhere will be refused"
     ]
 

@@ -1,4 +1,5 @@
-"""The metrics of vLLM's NixlConnector, for dashboards and alerts that know those (``nixl_metrics: true``).
+"""The metrics of vLLM's NixlConnector, for dashboards and alerts that know those (``nixl_metrics:
+true``).
 
 Names, kinds and buckets are those of vLLM 0.32 (``kv_connector/v1/nixl/stats.py``).
 """
@@ -22,10 +23,16 @@ class _Counter(NamedTuple):
 
 _SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 HISTOGRAMS: Final[Mapping[str, _Histogram]] = {
-    "xfer_time_seconds": _Histogram("Seconds of a transfer.", _SECONDS[1:], lambda sample: sample.seconds),
-    "post_time_seconds": _Histogram("Seconds of posting a transfer.", _SECONDS, lambda sample: sample.posting),
+    "xfer_time_seconds": _Histogram(
+        "Seconds of a transfer.", _SECONDS[1:], lambda sample: sample.seconds
+    ),
+    "post_time_seconds": _Histogram(
+        "Seconds of posting a transfer.", _SECONDS, lambda sample: sample.posting
+    ),
     "bytes_transferred": _Histogram(
-        "Bytes of a transfer.", [2.0 ** (10 + power) for power in range(1, 25, 2)], lambda sample: sample.bytes
+        "Bytes of a transfer.",
+        [2.0 ** (10 + power) for power in range(1, 25, 2)],
+        lambda sample: sample.bytes,
     ),
     "num_descriptors": _Histogram(
         "Pieces of memory of a transfer.",
@@ -36,10 +43,19 @@ HISTOGRAMS: Final[Mapping[str, _Histogram]] = {
 COUNTERS: Final[Mapping[str, _Counter]] = {
     "num_failed_transfers": _Counter(
         "Loads that failed in the network, handshakes included.",
-        ("loads_failed_handshake", "loads_failed_transfer", "loads_failed_timeout", "loads_failed_peer"),
+        (
+            "loads_failed_handshake",
+            "loads_failed_transfer",
+            "loads_failed_timeout",
+            "loads_failed_peer",
+        ),
     ),
-    "num_failed_notifications": _Counter("Always 0: this connector confirms reads over its side channel.", ()),
-    "num_kv_expired_reqs": _Counter("Leases of the prefill engine that were not renewed in time.", ("leases_expired",)),
+    "num_failed_notifications": _Counter(
+        "Always 0: this connector confirms reads over its side channel.", ()
+    ),
+    "num_kv_expired_reqs": _Counter(
+        "Leases of the prefill engine that were not renewed in time.", ("leases_expired",)
+    ),
     "num_notifications_after_expiry": _Counter(
         "Transfers that ended after their lease; their bytes were discarded.", ("reads_discarded",)
     ),
@@ -55,7 +71,9 @@ class NixlMetrics:
             name: make_histogram(f"vllm:nixl_{name}", each.text, buckets=each.buckets)
             for name, each in HISTOGRAMS.items()
         }
-        self._counters = {name: make_counter(f"vllm:nixl_{name}", each.text) for name, each in COUNTERS.items()}
+        self._counters = {
+            name: make_counter(f"vllm:nixl_{name}", each.text) for name, each in COUNTERS.items()
+        }
 
     def observe(self, report: StatsReport, engine: int) -> None:
         """Add one report of an engine."""

@@ -1,11 +1,12 @@
 """Requests that wait for another connector, inside vLLM's MultiConnector.
 
-A step without tokens waits for news of ours. Another connector looks KV up and loads it step by step
-(``offloading/scheduler.py``, vLLM 0.32), and each step would take as long: a prompt in files would begin after 1.0 s in
-place of 0.1. So no step of ours waits while a request waits for another connector. VLLM does not tell us of such
-requests; they are those that are left:
+A step without tokens waits for news of ours. Another connector looks KV up and loads it step by
+step (``offloading/scheduler.py``, vLLM 0.32), and each step would take as long: a prompt in files
+would begin after 1.0 s in place of 0.1. So no step of ours waits while a request waits for another
+connector. VLLM does not tell us of such requests; they are those that are left:
 
-- vLLM has asked us how many tokens are loaded, we knew, and it has allocated nothing although blocks are free;
+- vLLM has asked us how many tokens are loaded, we knew, and it has allocated nothing although
+  blocks are free;
 - a request waits for a load, and it is none of ours.
 """
 
@@ -24,7 +25,8 @@ class OtherConnectors:
     def __init__(self, groups: Sequence[CacheGroup], pool: Callable[[], BlockPool]) -> None:
         self._groups = groups
         self._pool = pool
-        self._answered: dict[str, tuple[Request, int]] = {}  # in this step and not allocated, with the cached tokens
+        # in this step and not allocated, with the cached tokens
+        self._answered: dict[str, tuple[Request, int]] = {}
 
     def answered(self, request: Request, computed: int) -> None:
         """VLLM was told how many tokens beyond the ``computed`` ones we load."""
@@ -35,7 +37,9 @@ class OtherConnectors:
         self._answered.pop(request.request_id, None)
 
     def have_work(self, live: Iterable[Request], ours: Container[str]) -> bool:
-        """Tell whether a request waits for another connector; ``ours``: those whose load is ours."""
+        """Tell whether a request waits for another connector; ``ours``: those whose load is
+        ours.
+        """
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         if any(request.status == waiting and request.request_id not in ours for request in live):
             return True

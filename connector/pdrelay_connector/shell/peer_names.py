@@ -1,4 +1,6 @@
-"""Which engines a metric may name: a label that an engine got once is never forgotten in some places."""
+"""Which engines a metric may name: a label that an engine got once is never forgotten in some
+places.
+"""
 
 import os
 from typing import Any, Final
@@ -11,12 +13,14 @@ MOST_NAMED: Final = 1024  # engines, each of which restarts under another id
 class PeerNames:
     """Admits every engine where series can be forgotten, and else the first ones.
 
-    Files that several API servers share (``PROMETHEUS_MULTIPROC_DIR``) keep each series, and so does Ray. Who reaches
-    the port of a decode engine can name prefill engines without end.
+    Files that several API servers share (``PROMETHEUS_MULTIPROC_DIR``) keep each series, and so
+    does Ray. Who reaches the port of a decode engine can name prefill engines without end.
     """
 
     def __init__(self, metric: Any) -> None:
-        is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ
+        is_shared = (
+            "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ
+        )
         self._can_forget = isinstance(metric, (Counter, Gauge)) and not is_shared
         self._named = set[str]()
 

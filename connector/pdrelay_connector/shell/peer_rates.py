@@ -1,6 +1,8 @@
-"""How fast the KV of each other engine moves: GB/s is the rate of its bytes by the rate of its seconds.
+"""How fast the KV of each other engine moves: GB/s is the rate of its bytes by the rate of its
+seconds.
 
-UCX chooses the transport and does not tell it to NIXL; ``pdrelay doctor`` shows it (docs/doctor.md).
+UCX chooses the transport and does not tell it to NIXL; ``pdrelay doctor`` shows it
+(docs/doctor.md).
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ from pdrelay_connector.shell.peer_names import PeerNames
 
 PEERS_SHOWN: Final = 64  # engines whose bytes are shown: each restarts under another id
 BYTES = "Bytes of KV read from this engine (pull) or written to it (push)."
-SECONDS = "Seconds that these transfers took, added up; several at the same time count several times."
+SECONDS = (
+    "Seconds that these transfers took, added up; several at the same time count several times."
+)
 
 
 class PeerRates:
@@ -28,7 +32,10 @@ class PeerRates:
         self._shown: dict[tuple[str, ...], None] = {}  # the least recently moved first
 
     def add(self, labels: Sequence[str], sample: TransferSample) -> None:
-        """Add a transfer. Beyond :data:`PEERS_SHOWN` engines the one that moved nothing for longest is forgotten."""
+        """Add a transfer.
+
+        Beyond :data:`PEERS_SHOWN` engines the one that moved nothing for longest is forgotten.
+        """
         peer = known_as(sample.peer)
         if not peer or not self._names.admit(peer):
             return
@@ -37,7 +44,8 @@ class PeerRates:
         self._shown[key] = None
         self._bytes.labels(*key).inc(sample.bytes)
         self._seconds.labels(*key).inc(sample.seconds)
-        if len(self._shown) > PEERS_SHOWN and isinstance(self._bytes, Counter):  # Ray's counters cannot forget one
+        # Ray's counters cannot forget one
+        if len(self._shown) > PEERS_SHOWN and isinstance(self._bytes, Counter):
             first = next(iter(self._shown))
             del self._shown[first]
             self._bytes.remove(*first)

@@ -1,4 +1,5 @@
-"""The requests that this engine prefills for decode engines: their progress, leases and held blocks.
+"""The requests that this engine prefills for decode engines: their progress, leases and held
+blocks.
 
 Everything here runs on the engine thread, which owns vLLM's block pool.
 """
@@ -18,7 +19,11 @@ from pdrelay_connector.core.ids import BlockId, RequestId
 from pdrelay_connector.core.lease.kv_params import PullParams, parse_transfer_id, says_push
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
 from pdrelay_connector.core.lease.signatures import Signatures
-from pdrelay_connector.core.lease.transfer_names import TransferNames, abandoned_transfer, transfer_of
+from pdrelay_connector.core.lease.transfer_names import (
+    TransferNames,
+    abandoned_transfer,
+    transfer_of,
+)
 from pdrelay_connector.core.messages import RankSums
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
 from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
@@ -43,7 +48,8 @@ from pdrelay_connector.shell.truncated_prompts import can_move, truncate
 if TYPE_CHECKING:
     from pdrelay_connector.settings import Settings
 
-LEASE: Final = "pdrelay_lease"  # s, of the kv_transfer_params; routers read it, decode engines hear it when they meet
+# s, of the kv_transfer_params; routers read it, decode engines hear it when they meet
+LEASE: Final = "pdrelay_lease"
 
 logger = init_logger("vllm.pdrelay")
 
@@ -74,7 +80,8 @@ class PrefillRequests:
         self._transfers = TransferNames()
         self._window_pins = SlidingWindowPins(engine_config.groups, pool)
         self._sampling = Sampling(settings.verify_share, settings.verify_blocks)
-        self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}  # in pull: for the workers' next step
+        # in pull: for the workers' next step
+        self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}
         self._has_named_role = False  # of an engine that lends nothing, in the log
         self._shortage: BlockShortage | None = None  # only where leases may be revoked
         if engine_config.is_producer and settings.revoke_after:
@@ -92,7 +99,8 @@ class PrefillRequests:
         if not self._engine_config.is_producer or not can_move(request, left_out):
             return  # _hand_over() says why
         truncate(request, left_out)
-        adapter_of(request)  # read before anything is computed with it: a change until the end is noticed
+        # read before anything is computed with it: a change until the end is noticed
+        adapter_of(request)
         if self._push_progress is None or not self._is_pushed(params):
             return
         try:
@@ -103,7 +111,11 @@ class PrefillRequests:
             return
         if name in self._push_progress or name in self._held:
             self._counters.count("transfer_ids_duplicate")
-            logger.warning("pdrelay: %s is not handed over: there is a transfer %s already", request.request_id, name)
+            logger.warning(
+                "pdrelay: %s is not handed over: there is a transfer %s already",
+                request.request_id,
+                name,
+            )
             return
         self._push_progress.begin(request, name, digest(request, request.num_prompt_tokens))
 
@@ -132,16 +144,22 @@ class PrefillRequests:
             self._shortage.allocated(request)
 
     def step(self, output: SchedulerOutput, live: Mapping[str, Request], *, now: float) -> None:
-        """Revoke leases if a request lacks blocks, and pin sliding windows that vLLM would free too early."""
+        """Revoke leases if a request lacks blocks, and pin sliding windows that vLLM would free too
+        early.
+        """
         self._revoke(now)
         self._window_pins.step(output, live)
 
     def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
-        """Return the blocks that the workers can push, and the transfers that have ended; nothing in pull."""
+        """Return the blocks that the workers can push, and the transfers that have ended; nothing
+        in pull.
+        """
         return [] if self._push_progress is None else self._push_progress.take_computed(output)
 
     def take_sampled(self) -> dict[RequestId, tuple[SampledBlock, ...]]:
-        """Return the blocks of which the workers must take checksums before their next step; none in push."""
+        """Return the blocks of which the workers must take checksums before their next step; none
+        in push.
+        """
         sampled = self._sampled
         self._sampled = {}
         return sampled
@@ -152,7 +170,9 @@ class PrefillRequests:
             self._post(_adding(name, its))
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
-        """Lease the blocks of a finished prefill, and return its kv_transfer_params; None for any other request."""
+        """Lease the blocks of a finished prefill, and return its kv_transfer_params; None for any
+        other request.
+        """
         try:
             return self._hand_over(request, self._window_pins.restore(request.request_id, blocks))
         finally:
@@ -170,8 +190,12 @@ class PrefillRequests:
 
     @property
     def has_pending(self) -> bool:
-        """Whether the next step's metadata must reach the workers, even if the model computes nothing."""
-        return bool(self._sampled) or (self._push_progress is not None and self._push_progress.has_pending())
+        """Whether the next step's metadata must reach the workers, even if the model computes
+        nothing.
+        """
+        return bool(self._sampled) or (
+            self._push_progress is not None and self._push_progress.has_pending()
+        )
 
     @property
     def leases(self) -> int:
@@ -208,7 +232,9 @@ class PrefillRequests:
             self._name_role(request)
             return None
         if not can_move(request, self._engine_config.left_out_tokens):
-            logger.warning("pdrelay: %s is not handed over: it has computed its last token", request.request_id)
+            logger.warning(
+                "pdrelay: %s is not handed over: it has computed its last token", request.request_id
+            )
             return None
         is_pushed = self._is_pushed(params)
         name = RequestId(request.request_id)
@@ -217,7 +243,10 @@ class PrefillRequests:
             if transfer is None:
                 return None  # begin() has logged the reason
             name = transfer
-        has_ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        has_ended = request.status in (
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_STOPPED,
+        )
         has_kv = has_ended and not has_changed_adapter(request)
         offer = self._lease(request, name, blocks, is_pushed=is_pushed) if has_kv else None
         if offer is None and self._push_progress is not None and is_pushed:
@@ -226,12 +255,15 @@ class PrefillRequests:
         return offer
 
     def _name_role(self, request: Request) -> None:
-        """Say once what keeps an engine from lending: vLLM's NixlConnector lends whatever its role is."""
+        """Say once what keeps an engine from lending: vLLM's NixlConnector lends whatever its role
+        is.
+        """
         if self._has_named_role:
             return
         self._has_named_role = True
         logger.warning(
-            "pdrelay: %s is not handed over: this engine's kv_role is kv_consumer; prefill engines need kv_producer or "
+            "pdrelay: %s is not handed over: this engine's kv_role is kv_consumer; prefill engines "
+            "need kv_producer or "
             "kv_both. This is said once",
             request.request_id,
         )
@@ -246,8 +278,8 @@ class PrefillRequests:
     ) -> dict[str, Any] | None:
         """Hold the prompt's blocks, and return the kv_transfer_params of a decode engine.
 
-        The blocks are pinned in the pool. The alternative, to delay vLLM's release of the request, would keep the
-        engine stepping as long as a lease lasts.
+        The blocks are pinned in the pool. The alternative, to delay vLLM's release of the request,
+        would keep the engine stepping as long as a lease lasts.
         """
         transfer = transfer_of(request.kv_transfer_params or {})
         if transfer is not None and self._transfers.take_abandoned(transfer):
@@ -265,7 +297,9 @@ class PrefillRequests:
         if transfer is not None:
             self._transfers.lend(transfer, name)
         is_sampled = not is_pushed and self._sample(name, prompt, tokens)
-        self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled, pushed=is_pushed))
+        self._post(
+            lambda control, now: control.grant(name, now=now, sampled=is_sampled, pushed=is_pushed)
+        )
         if self._push_progress is not None and is_pushed:
             self._push_progress.finish(request, prompt)
         engine = self._engine_config
@@ -301,22 +335,29 @@ class PrefillRequests:
         return True
 
     def revoke(self, blocks: int, priority: int) -> None:
-        """Revoke unread leases that are no more important than ``priority`` until so many blocks are free."""
+        """Revoke unread leases that are no more important than ``priority`` until so many blocks
+        are free.
+        """
         if candidates := self._held.candidates(blocks, priority):
             self._post(lambda control, now: control.revoke(candidates, blocks, now=now))
 
     def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
-        """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there is none."""
+        """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there
+        is none.
+        """
         if len(self._held) >= self._settings.max_leases:
             return f"{len(self._held)} leases are held; max_leases is {self._settings.max_leases}"
         total = self._pool().num_gpu_blocks - 1  # without the null block
         would_be = self._held.blocks + self._held.new_blocks(blocks)
         share = self._settings.max_held_share
-        if len(self._held) and would_be > share * total:  # a single lease may exceed it: a prompt as long as the cache
+        # a single lease may exceed it: a prompt as long as the cache
+        if len(self._held) and would_be > share * total:
             return f"leases would hold {would_be} of {total} blocks; max_held_share is {share:g}"
         return ""
 
-    def _params(self, request: Request, name: RequestId, blocks: BlockTables, *, is_pushed: bool) -> PullParams:
+    def _params(
+        self, request: Request, name: RequestId, blocks: BlockTables, *, is_pushed: bool
+    ) -> PullParams:
         return PullParams(
             remote_engine_id=self.engine,
             remote_request_id=RequestId(request.request_id),
@@ -330,7 +371,9 @@ class PrefillRequests:
             pdrelay_prompt=digest(request, request.num_prompt_tokens),
             pdrelay_adapter=adapter_of(request),
             transfer_id=name if is_pushed else None,
-            pdrelay_block_sizes=tuple(1 if group.state else group.block_size for group in self._engine_config.groups),
+            pdrelay_block_sizes=tuple(
+                1 if group.state else group.block_size for group in self._engine_config.groups
+            ),
             pdrelay_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),
         )
 

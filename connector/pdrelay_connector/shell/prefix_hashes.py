@@ -1,6 +1,8 @@
-"""The hashes by which this engine's prefix cache knows the blocks of a prompt, computed by vLLM itself.
+"""The hashes by which this engine's prefix cache knows the blocks of a prompt, computed by vLLM
+itself.
 
-They are never compared with another engine's: seeds and algorithms differ. Each engine hashes the tokens again.
+They are never compared with another engine's: seeds and algorithms differ. Each engine hashes the
+tokens again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,9 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 class _TokenIds:
-    """The token ids of a FindPrefix, which become numbers as they are needed: of 200,000 that takes milliseconds."""
+    """The token ids of a FindPrefix, which become numbers as they are needed: of 200,000 that takes
+    milliseconds.
+    """
 
     def __init__(self, packed: bytes) -> None:
         self._ids = np.frombuffer(packed, dtype=TOKEN, count=len(packed) // 4)
@@ -38,7 +42,9 @@ class _TokenIds:
 
 
 def prefix_hasher(algorithm: str, block_size: int) -> HashBlocks:
-    """Return what hashes the full blocks of a prompt as vLLM hashes those of a request of this engine."""
+    """Return what hashes the full blocks of a prompt as vLLM hashes those of a request of this
+    engine.
+    """
     hash_blocks: Any = get_request_block_hasher(block_size, get_hash_fn_by_name(algorithm))
 
     def hash_prompt(message: FindPrefix) -> Iterator[Sequence[bytes]]:

@@ -24,7 +24,8 @@ class _PrefillProgress:
     name: RequestId  # of the transfer
     prompt: str | None
     attempt: int = 0
-    announced: list[int] = field(default_factory=list[int])  # blocks of each group that the workers know
+    # blocks of each group that the workers know
+    announced: list[int] = field(default_factory=list[int])
 
 
 class PushProgress:
@@ -34,7 +35,8 @@ class PushProgress:
         self._groups = groups
         self._prefills: dict[str, _PrefillProgress] = {}  # by vLLM's id of the request
         self._names: set[RequestId] = set()  # of their transfers, and of those that are leased
-        self._pending: list[ComputedBlocks | TransferOver] = []  # for the next step, even if the model computes nothing
+        # for the next step, even if the model computes nothing
+        self._pending: list[ComputedBlocks | TransferOver] = []
 
     def __len__(self) -> int:
         return len(self._prefills) + len(self._pending)
@@ -55,7 +57,9 @@ class PushProgress:
     def finish(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
         """End a prefill: ``blocks`` are all blocks of its prompt, for each KV cache group."""
         progress = self._prefills.pop(request.request_id)
-        self._pending.append(self._computed_blocks(progress, blocks, request.num_prompt_tokens, last=True))
+        self._pending.append(
+            self._computed_blocks(progress, blocks, request.num_prompt_tokens, last=True)
+        )
 
     def abandon(self, request: Request) -> None:
         """End a prefill without KV."""
@@ -69,19 +73,21 @@ class PushProgress:
             self._pending.append(TransferOver(name))
 
     def has_pending(self) -> bool:
-        """Whether the next step's metadata must reach the workers, even if the model computes nothing."""
+        """Whether the next step's metadata must reach the workers, even if the model computes
+        nothing.
+        """
         return bool(self._pending)
 
     def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
         """Return the blocks that earlier steps have computed and no earlier call has returned.
 
-        vLLM 0.32 adds a step's tokens to ``num_computed_tokens`` after it has called us (``_update_after_schedule`` in
-        ``v1/core/sched/scheduler.py``), so the number excludes this step. On a GPU earlier steps may still run; the
-        worker waits for them.
+        vLLM 0.32 adds a step's tokens to ``num_computed_tokens`` after it has called us
+        (``_update_after_schedule`` in ``v1/core/sched/scheduler.py``), so the number excludes this
+        step. On a GPU earlier steps may still run; the worker waits for them.
 
-        The computed tokens of a request in its first step are hits of the prefix cache: they are written while the
-        rest of the prompt is computed. vLLM lets a request hit blocks that this very step fills; those are returned
-        with the next step.
+        The computed tokens of a request in its first step are hits of the prefix cache: they are
+        written while the rest of the prompt is computed. vLLM lets a request hit blocks that this
+        very step fills; those are returned with the next step.
         """
         pieces = self._pending
         self._pending = []
@@ -91,7 +97,9 @@ class PushProgress:
         cached = output.scheduled_cached_reqs
         entering = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
         prefills = output.num_scheduled_tokens.keys() & self._prefills.keys()
-        has_hits = any(self._prefills[own].request.num_computed_tokens for own in prefills & entering)
+        has_hits = any(
+            self._prefills[own].request.num_computed_tokens for own in prefills & entering
+        )
         filled: frozenset[int] | None = self._filled(output, state) if has_hits else frozenset()
         for own in prefills:
             progress = self._prefills[own]
@@ -108,8 +116,12 @@ class PushProgress:
                 pieces.append(piece)
         return pieces
 
-    def _filled(self, output: SchedulerOutput, state: "KVConnectorBlockState") -> frozenset[int] | None:
-        """Return the blocks into which this step computes KV; None if it writes into others, too."""
+    def _filled(
+        self, output: SchedulerOutput, state: "KVConnectorBlockState"
+    ) -> frozenset[int] | None:
+        """Return the blocks into which this step computes KV; None if it writes into others,
+        too.
+        """
         if fills_by_other_means(output):
             return None
         cached = output.scheduled_cached_reqs
@@ -125,20 +137,36 @@ class PushProgress:
         return frozenset(filled)
 
     def _before(self, filled: frozenset[int], table: Sequence[Sequence[int]], computed: int) -> int:
-        """Return how many of the ``computed`` tokens lie in blocks before the first one that is filled now."""
+        """Return how many of the ``computed`` tokens lie in blocks before the first one that is
+        filled now.
+        """
         for blocks, group in zip(table, self._groups, strict=True):
             if group.state:
                 continue
             hits = blocks[: -(-computed // group.block_size)]
-            computed = next((place * group.block_size for place, block in enumerate(hits) if block in filled), computed)
+            computed = next(
+                (place * group.block_size for place, block in enumerate(hits) if block in filled),
+                computed,
+            )
         return computed
 
     def _computed_blocks(
-        self, progress: _PrefillProgress, blocks: Sequence[Sequence[int]], tokens: int, *, last: bool
+        self,
+        progress: _PrefillProgress,
+        blocks: Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        last: bool,
     ) -> ComputedBlocks:
         if progress.attempt != progress.request.num_preemptions or not progress.announced:
-            progress.attempt = progress.request.num_preemptions  # preempted: other requests have used its blocks since
+            # preempted: other requests have used its blocks since
+            progress.attempt = progress.request.num_preemptions
             progress.announced = [0] * len(self._groups)
-        new = [[BlockId(b) for b in each[known:]] for each, known in zip(blocks, progress.announced, strict=True)]
-        progress.announced = [known + len(each) for known, each in zip(progress.announced, new, strict=True)]
+        new = [
+            [BlockId(b) for b in each[known:]]
+            for each, known in zip(blocks, progress.announced, strict=True)
+        ]
+        progress.announced = [
+            known + len(each) for known, each in zip(progress.announced, new, strict=True)
+        ]
         return ComputedBlocks(progress.name, progress.prompt, progress.attempt, new, tokens, last)

@@ -28,10 +28,18 @@ class RoleMemory:
 
 
 class RegisteredMemory:
-    """Registers memory with NIXL, once. Each role has its own buffer, because other threads grant its slots."""
+    """Registers memory with NIXL, once.
+
+    Each role has its own buffer, because other threads grant its slots.
+    """
 
     def __init__(
-        self, agent: Any, engine_config: EngineConfig, rank: WorkerRank, caches: Tensors, kernel_layout: KernelLayout
+        self,
+        agent: Any,
+        engine_config: EngineConfig,
+        rank: WorkerRank,
+        caches: Tensors,
+        kernel_layout: KernelLayout,
     ) -> None:
         self._engine_config = engine_config
         self._rank = rank
@@ -45,7 +53,12 @@ class RegisteredMemory:
         if engine_config.staging_blocks:
             kind = "DRAM"
             number = 0
-            spans = [span for buffer in (producer, consumer) if buffer is not None for span in spans_of(buffer.tensors)]
+            spans = [
+                span
+                for buffer in (producer, consumer)
+                if buffer is not None
+                for span in spans_of(buffer.tensors)
+            ]
         else:
             kind, number = place_of(caches)
             spans = spans_of(caches)
@@ -54,7 +67,9 @@ class RegisteredMemory:
         self._agent = agent
         self._spans = spans
         self.cache = reader_of(
-            caches, lambda: self._describe(caches, engine_config.blocks), shape_key(engine_config, rank)
+            caches,
+            lambda: self._describe(caches, engine_config.blocks),
+            shape_key(engine_config, rank),
         )
         self._metadata = register(agent, kind, number, spans)
         self.producer = self._role_memory(caches, producer)
@@ -70,26 +85,40 @@ class RegisteredMemory:
         unregister(self._agent, self.kind, self.number, self._spans)
 
     def copier(self, buffer: StagingBuffer, wake: Callable[[], None]) -> ThreadCopier:
-        """Return a copier between the cache and one of its buffers; the caller starts and stops it."""
+        """Return a copier between the cache and one of its buffers; the caller starts and stops
+        it.
+        """
         return ThreadCopier(buffer, lambda *args: self._copy_rows(*args), self._around, wake)
 
     @property
     def gigabytes(self) -> float:
         """Size of one role's memory."""
-        return sum(r.count * r.heads * r.tokens * r.parts * r.width for r in self.producer.info.regions) / 1e9
+        return (
+            sum(
+                r.count * r.heads * r.tokens * r.parts * r.width for r in self.producer.info.regions
+            )
+            / 1e9
+        )
 
     def _buffer(self, caches: Tensors) -> StagingBuffer | None:
         engine_config = self._engine_config
         if not engine_config.staging_blocks:
             return None
         return StagingBuffer(
-            caches, engine_config.layers, blocks=engine_config.blocks, slots=engine_config.staging_blocks
+            caches,
+            engine_config.layers,
+            blocks=engine_config.blocks,
+            slots=engine_config.staging_blocks,
         )
 
     def _role_memory(self, caches: Tensors, buffer: StagingBuffer | None) -> RoleMemory:
         engine_config = self._engine_config
         staged = buffer is not None
-        regions = self._describe(caches, engine_config.blocks) if buffer is None else buffer.regions(self._describe)
+        regions = (
+            self._describe(caches, engine_config.blocks)
+            if buffer is None
+            else buffer.regions(self._describe)
+        )
         info = RankInfo(
             self._rank.tensor,
             engine_config.ranks,

@@ -1,7 +1,7 @@
 """The prefills that ask a decode engine for KV of earlier answers before they compute anything.
 
-Everything here runs on the engine thread. The router names the engine (``pdrelay_cached_on``) in the params of a
-prefill.
+Everything here runs on the engine thread. The router names the engine (``pdrelay_cached_on``) in
+the params of a prefill.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,10 @@ from pdrelay_connector.shell.decode_requests import DecodeRequests
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.prefix_hashes import pack_tokens
 
-CACHED_ON: Final = "pdrelay_cached_on"  # engine id of a decode engine, in the kv_transfer_params of a prefill
-CACHED_SHARE: Final = "pdrelay_cached_share"  # of the prompt, 0 to 1, that it has according to the router; a hint
+# engine id of a decode engine, in the kv_transfer_params of a prefill
+CACHED_ON: Final = "pdrelay_cached_on"
+# of the prompt, 0 to 1, that it has according to the router; a hint
+CACHED_SHARE: Final = "pdrelay_cached_share"
 
 logger = init_logger("vllm.pdrelay")
 
@@ -35,16 +37,22 @@ class _CachedOn(NamedTuple):
 class ReturnedPrefixes:
     """Asks once for each prefill, when vLLM knows what its own prefix cache has."""
 
-    def __init__(self, engine_config: EngineConfig, decodes: DecodeRequests, post: Post, counters: Counters) -> None:
+    def __init__(
+        self, engine_config: EngineConfig, decodes: DecodeRequests, post: Post, counters: Counters
+    ) -> None:
         self._is_on = bool(engine_config.prefix_hash) and engine_config.recomputes
         self._block_size = min((group.block_size for group in engine_config.groups), default=1)
         self._decodes = decodes
         self._post = post
         self._counters = counters
         self._engines: dict[RequestId, _CachedOn] = {}  # of requests that have not asked yet
-        self._asked: dict[RequestId, int] = {}  # requests that wait for an answer -> tokens cached here
+        # requests that wait for an answer -> tokens cached here
+        self._asked: dict[RequestId, int] = {}
         if engine_config.prefix_hash and not engine_config.recomputes:
-            logger.warning("pdrelay: this engine asks no other for cached KV: kv_load_failure_policy is not recompute")
+            logger.warning(
+                "pdrelay: this engine asks no other for cached KV: kv_load_failure_policy is not "
+                "recompute"
+            )
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
         """Note which engine a new prefill is to ask."""
@@ -61,7 +69,9 @@ class ReturnedPrefixes:
             self._counters.count("prefixes_unsupported")
 
     def searches(self, request: Request, computed: int) -> bool:
-        """Return whether a request waits for an answer; ``computed`` tokens of it are cached here."""
+        """Return whether a request waits for an answer; ``computed`` tokens of it are cached
+        here.
+        """
         own = RequestId(request.request_id)
         if own in self._asked:
             return True
@@ -72,7 +82,9 @@ class ReturnedPrefixes:
         if min(tokens, named.share * request.num_prompt_tokens) - computed < self._block_size:
             return False  # there is not a block to win
         self._asked[own] = computed
-        question = FindPrefix(own, pack_tokens(request.prompt_token_ids[:tokens]), request.cache_salt)
+        question = FindPrefix(
+            own, pack_tokens(request.prompt_token_ids[:tokens]), request.cache_salt
+        )
         self._post(lambda control, now: control.prefix_finder.find(question, named.engine, now=now))
         return True
 
@@ -102,7 +114,9 @@ class ReturnedPrefixes:
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether only its tokens and its salt decide the KV of a request, and it may be loaded at all."""
+    """Whether only its tokens and its salt decide the KV of a request, and it may be loaded at
+    all.
+    """
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None

@@ -80,12 +80,18 @@ class PDRelayConnectorScheduler:
         self._gauges: dict[str, float] = {}  # as last reported
         self._sleep = Sleep()
         self._patience = 2 * settings.transfer_timeout  # s that falling asleep may take
-        self._fell_asleep: FellAsleep | None = None  # as the control thread has said; taken by fall_asleep()
+        # as the control thread has said; taken by fall_asleep()
+        self._fell_asleep: FellAsleep | None = None
         self._start_again: Callable[[], None] | None = None  # absent before start()
         self._live: dict[str, Request] = {}
         self._notes = TimelineNotes(self._counters, monotonic, clock)
         self._control = ControlThread(
-            engine_config, settings, secrets, on_news=waker.wake, has_loop=waker.is_open, clock=monotonic
+            engine_config,
+            settings,
+            secrets,
+            on_news=waker.wake,
+            has_loop=waker.is_open,
+            clock=monotonic,
         )
         self._prefills = PrefillRequests(
             engine_config,
@@ -108,9 +114,15 @@ class PDRelayConnectorScheduler:
         )
         self._failed_loads = FailedLoads(engine_config.groups, self._block_pool)
         self._others = OtherConnectors(engine_config.groups, self._block_pool)
-        self._returned = ReturnedPrefixes(engine_config, self._decodes, self._control.post, self._counters)
+        self._returned = ReturnedPrefixes(
+            engine_config, self._decodes, self._control.post, self._counters
+        )
         self._cached = CachedPrefixes(
-            engine_config, self._prefills, self._control.post, pool=self._block_pool, counters=self._counters
+            engine_config,
+            self._prefills,
+            self._control.post,
+            pool=self._block_pool,
+            counters=self._counters,
         )
 
     # ---- once, at start
@@ -121,7 +133,10 @@ class PDRelayConnectorScheduler:
         before_resets(pool, self._give_up_leases)
 
     def _give_up_leases(self) -> None:
-        """End all leases. Only when the control thread says so are their blocks free: until then it confirms reads."""
+        """End all leases.
+
+        Only when the control thread says so are their blocks free: until then it confirms reads.
+        """
         self._prefills.release_preempted(self._live)
         if leases := self._prefills.leases:
             logger.info("pdrelay: the prefix cache is reset: %d leases are revoked", leases)
@@ -133,14 +148,19 @@ class PDRelayConnectorScheduler:
             self._control.wait_for_results(RESET_WAIT)
 
     def start(self, handshakes: Handshakes, fingerprint: Fingerprint) -> None:
-        """Start the control thread: the workers have registered their memory. Peers compare the ``fingerprint``.
+        """Start the control thread: the workers have registered their memory.
 
-        Again after each sleep, for the next generation; vLLM also calls it with a wake-up of an engine that is awake.
+        Peers compare the ``fingerprint``.
+
+        Again after each sleep, for the next generation; vLLM also calls it with a wake-up of an
+        engine that is awake.
         """
         if self._sleep.state is SleepState.ASLEEP:
             self._sleep.on(SleepEvent.WOKEN)
             self._sleep.generation = max(handshake.generation for handshake in handshakes.values())
-            self._prefills.engine = in_generation(self._engine_config.engine, self._sleep.generation)
+            self._prefills.engine = in_generation(
+                self._engine_config.engine, self._sleep.generation
+            )
             self._decodes.forget_engines()
             logger.info("pdrelay: engine %s is awake", self._prefills.engine)
         elif self._start_again is not None:
@@ -153,9 +173,11 @@ class PDRelayConnectorScheduler:
         self._control.stop()
 
     def fall_asleep(self) -> None:
-        """Let go of the cache's memory, which vLLM puts away next; raises ``ConnectorError`` if that cannot be.
+        """Let go of the cache's memory, which vLLM puts away next; raises ``ConnectorError`` if
+        that cannot be.
 
-        VLLM has paused the engine and reset its prefix cache, and so no lease is left that was not given up.
+        VLLM has paused the engine and reset its prefix cache, and so no lease is left that was not
+        given up.
         """
         if self._sleep.state is not SleepState.AWAKE:
             return
@@ -185,7 +207,9 @@ class PDRelayConnectorScheduler:
     # ---- the life of a request
 
     def on_new_request(self, request: Request) -> None:
-        """Start to renew the lease of a request when it arrives: it may wait in the queue for longer than a lease."""
+        """Start to renew the lease of a request when it arrives: it may wait in the queue for
+        longer than a lease.
+        """
         self.handle_results()
         self._live[request.request_id] = request
         self._notes.began(request)
@@ -201,14 +225,17 @@ class PDRelayConnectorScheduler:
             self._decodes.begin_alone(request)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
+        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load
+        is asynchronous.
 
         None: that is not known yet, and vLLM asks again in its next step.
         """
         self._notes.considered(request, computed)
         self._prefills.considered(request, computed)
         self._cached.considered(request, computed)
-        if self._returned.searches(request, computed) or self._failed_loads.gives_way(request, computed):
+        if self._returned.searches(request, computed) or self._failed_loads.gives_way(
+            request, computed
+        ):
             return None, False
         found = self._decodes.matched_tokens(request, computed)
         self._notes.meeting(request, lasts=self._decodes.is_meeting(request))
@@ -227,7 +254,8 @@ class PDRelayConnectorScheduler:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
-        number = self._cached.scheduled(output, now=self._clock())  # before a look-up finds what this step computes
+        # before a look-up finds what this step computes
+        number = self._cached.scheduled(output, now=self._clock())
         self.handle_results()
         self._cached.look_up()
         if output.total_num_scheduled_tokens == 0 and self._may_wait():
@@ -244,9 +272,11 @@ class PDRelayConnectorScheduler:
         return metadata
 
     def _may_wait(self) -> bool:
-        """Whether a step without tokens may wait until the control thread or a new request wakes the engine.
+        """Whether a step without tokens may wait until the control thread or a new request wakes
+        the engine.
 
-        With asynchronous scheduling a running request may have output in flight, which must not wait.
+        With asynchronous scheduling a running request may have output in flight, which must not
+        wait.
         """
         return (
             self._engine_config.steps_independently
@@ -268,7 +298,9 @@ class PDRelayConnectorScheduler:
         self._failed_loads.ended(output.finished_recving or (), output.failed_recving, self._live)
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
-        """Return the kv_transfer_params of a prefill that a decode engine can load; None for any other request."""
+        """Return the kv_transfer_params of a prefill that a decode engine can load; None for any
+        other request.
+        """
         self.handle_results()
         self._live.pop(request.request_id, None)
         self._notes.finished(request)
@@ -278,7 +310,10 @@ class PDRelayConnectorScheduler:
         return self._prefills.finished(request, blocks)
 
     def handle_results(self) -> None:
-        """Handle the control thread's results. Every hook starts with it, so blocks are free before an allocation."""
+        """Handle the control thread's results.
+
+        Every hook starts with it, so blocks are free before an allocation.
+        """
         self._control.note_turn()
         for result in self._control.take_results():
             self._handle(result)
@@ -289,7 +324,9 @@ class PDRelayConnectorScheduler:
                 self._notes.lease_ended(request, why)
                 self._prefills.lease_ended(request, why)
             case LoadResult(request, failure, checks=checks):
-                self._notes.load_ended(request, has_failed=bool(failure), is_compared=checks is not None)
+                self._notes.load_ended(
+                    request, has_failed=bool(failure), is_compared=checks is not None
+                )
                 self._decodes.push_ended(result, is_live=result.request in self._live)
             case BlocksReleased(request):
                 self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
@@ -307,7 +344,9 @@ class PDRelayConnectorScheduler:
                 pass  # stats() collects them in this step
 
     def has_pending(self) -> bool:
-        """Whether the engine must step: for results, for the workers' metadata, or to poll quarantined blocks."""
+        """Whether the engine must step: for results, for the workers' metadata, or to poll
+        quarantined blocks.
+        """
         self._control.note_turn()  # the first call of an engine that wakes up
         return self._has_pending_results() or self._decodes.awaits_quarantine
 

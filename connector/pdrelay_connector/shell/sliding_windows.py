@@ -1,8 +1,9 @@
 """Pins the sliding-window blocks of a prefill until they are leased.
 
-A decode engine computes the last prompt token itself, so it needs the window before *that* token. vLLM has computed it
-here already, and frees the blocks outside the window of the *next* token before it calls ``request_finished``
-(``v1/core/single_type_kv_cache_manager.py``, 0.32). For one prompt length in ``block_size`` these differ by a block.
+A decode engine computes the last prompt token itself, so it needs the window before *that* token.
+vLLM has computed it here already, and frees the blocks outside the window of the *next* token
+before it calls ``request_finished`` (``v1/core/single_type_kv_cache_manager.py``, 0.32). For one
+prompt length in ``block_size`` these differ by a block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,10 @@ NULL = 0  # id of vLLM's null block, which stands for freed blocks
 
 @dataclass(frozen=True, slots=True)
 class _Pinned:
-    """The pinned blocks of one request, for each KV cache group. A preemption starts a new ``attempt``."""
+    """The pinned blocks of one request, for each KV cache group.
+
+    A preemption starts a new ``attempt``.
+    """
 
     attempt: int
     blocks: list[list[KVCacheBlock]]
@@ -51,7 +55,9 @@ class SlidingWindowPins:
                 self._pin(own, request.num_preemptions, state.resolve_block_ids(own))
 
     def release_preempted(self, live: Mapping[str, Request]) -> None:
-        """Unpin the blocks of requests that were preempted, perhaps because these blocks were lacking."""
+        """Unpin the blocks of requests that were preempted, perhaps because these blocks were
+        lacking.
+        """
         for own, pinned in list(self._pinned.items()):
             if own not in live or live[own].num_preemptions != pinned.attempt:
                 self.release(own)
@@ -70,7 +76,9 @@ class SlidingWindowPins:
         self._pinned[own] = _Pinned(attempt, blocks)
 
     def restore(self, own: str, table: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return a finished request's block table with the pinned blocks filled in; call :meth:`release` after it."""
+        """Return a finished request's block table with the pinned blocks filled in; call
+        :meth:`release` after it.
+        """
         pinned = self._pinned.get(own)
         if pinned is None:
             return [list(ids) for ids in table]
@@ -86,4 +94,7 @@ class SlidingWindowPins:
 def _filled(ids: Sequence[int], known: Sequence[KVCacheBlock]) -> list[int]:
     """Replace null blocks by the blocks that were pinned in their place."""
     before = [block.block_id for block in known]
-    return [was if now == NULL else now for now, was in zip(ids, [*before, *ids[len(before) :]], strict=False)]
+    return [
+        was if now == NULL else now
+        for now, was in zip(ids, [*before, *ids[len(before) :]], strict=False)
+    ]

@@ -1,4 +1,6 @@
-"""Notes on the engine thread what happens to requests, for their timelines; does nothing where nobody can read them."""
+"""Notes on the engine thread what happens to requests, for their timelines; does nothing where
+nobody can read them.
+"""
 
 import time
 from collections.abc import Callable, Container, Iterable
@@ -26,12 +28,18 @@ _LEASE = {
 
 
 def are_wanted() -> bool:
-    """Whether this engine's API server has the route that shows timelines: ``VLLM_PLUGINS`` names its plugin."""
+    """Whether this engine's API server has the route that shows timelines: ``VLLM_PLUGINS`` names
+    its plugin.
+    """
     return PLUGIN in (envs.VLLM_PLUGINS or ())
 
 
-def dated(report: StatsReport, clock: Callable[[], float], wall_clock: Callable[[], float]) -> StatsReport:
-    """Date a report's events in seconds since the epoch; they come in those of ``clock``, the monotonic one."""
+def dated(
+    report: StatsReport, clock: Callable[[], float], wall_clock: Callable[[], float]
+) -> StatsReport:
+    """Date a report's events in seconds since the epoch; they come in those of ``clock``, the
+    monotonic one.
+    """
     if report.events:
         report.events = shifted(report.events, wall_clock() - clock())
     return report
@@ -40,7 +48,9 @@ def dated(report: StatsReport, clock: Callable[[], float], wall_clock: Callable[
 class TimelineNotes:
     """vLLM's scheduler hooks, as far as a request's timeline shows them."""
 
-    def __init__(self, counters: Counters, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, counters: Counters, clock: Callable[[], float], wall_clock: Callable[[], float]
+    ) -> None:
         self._counters = counters
         self._clock = clock
         self._wall_clock = wall_clock
@@ -68,7 +78,9 @@ class TimelineNotes:
             self._counters.note(request.request_id, TimelineStep.CONSIDERED, self._clock(), cached)
 
     def meeting(self, request: Request, *, lasts: bool) -> None:
-        """Whether it waits for the first handshake with its peer, before which vLLM allocates nothing."""
+        """Whether it waits for the first handshake with its peer, before which vLLM allocates
+        nothing.
+        """
         name = request.request_id
         if lasts and name in self._computing:
             self._meeting.add(name)
@@ -79,18 +91,24 @@ class TimelineNotes:
     def load_ordered(self, request: Request, tokens: int) -> None:
         """The KV of so many tokens will be loaded into its blocks."""
         if tokens and request.request_id in self._computing:
-            self._counters.note(request.request_id, TimelineStep.LOAD_ORDERED, self._clock(), tokens)
+            self._counters.note(
+                request.request_id, TimelineStep.LOAD_ORDERED, self._clock(), tokens
+            )
 
     def step(self, output: SchedulerOutput) -> None:
         """A step is about to begin."""
         if not self._computing:
             return
         now = self._clock()
-        for name in [name for name, request in self._computing.items() if request.num_output_tokens]:
+        for name in [
+            name for name, request in self._computing.items() if request.num_output_tokens
+        ]:
             self._counters.note(name, TimelineStep.FIRST_TOKEN, now)
             del self._computing[name]
         for name in self._computing.keys() & output.num_scheduled_tokens.keys():
-            self._counters.note(name, TimelineStep.COMPUTING, now, output.num_scheduled_tokens[name])
+            self._counters.note(
+                name, TimelineStep.COMPUTING, now, output.num_scheduled_tokens[name]
+            )
 
     def load_ended(self, request: str, *, has_failed: bool, is_compared: bool = False) -> None:
         """The load of a request has ended, as the control thread says (push).
@@ -102,7 +120,11 @@ class TimelineNotes:
         if is_compared:
             self._comparing.add(request)
         else:
-            self._counters.note(request, TimelineStep.LOAD_FAILED if has_failed else TimelineStep.LOADED, self._clock())
+            self._counters.note(
+                request,
+                TimelineStep.LOAD_FAILED if has_failed else TimelineStep.LOADED,
+                self._clock(),
+            )
 
     def load_skipped(self, request: str, cause: str) -> None:
         """Nothing is loaded for a request, which computes its own prompt."""

@@ -1,7 +1,9 @@
-"""The entry point ``vllm.endpoint_plugins``: ``GET /v1/pdrelay/requests/NAME``, what happened to a request and when.
+"""The entry point ``vllm.endpoint_plugins``: ``GET /v1/pdrelay/requests/NAME``, what happened to a
+request and when.
 
-It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it. vLLM's own middleware asks for the API
-key, because the path begins with /v1. An answer has names, times and numbers of tokens and blocks, and no prompt.
+It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it. vLLM's own
+middleware asks for the API key, because the path begins with /v1. An answer has names, times and
+numbers of tokens and blocks, and no prompt.
 """
 
 from argparse import Namespace
@@ -32,11 +34,22 @@ class TimelinesPlugin:
         """Do nothing: the events come with the engine's statistics."""
 
 
-async def show_timeline(name: str = Path(min_length=20, max_length=128, pattern=r"^[!-~]+$")) -> Response:
+async def show_timeline(
+    name: str = Path(min_length=20, max_length=128, pattern=r"^[!-~]+$"),
+) -> Response:
     """Return the events of the requests with this name; none is an empty list."""
-    found = [{"id": key, "events": [_shown(*each) for each in kept]} for key, kept in TIMELINES.find(name).items()]
+    found = [
+        {"id": key, "events": [_shown(*each) for each in kept]}
+        for key, kept in TIMELINES.find(name).items()
+    ]
     return JSONResponse({"requests": found}, headers={"cache-control": "no-store"})
 
 
 def _shown(engine: int, event: TimelineEvent) -> dict[str, object]:
-    return {"step": event.step.value, "at": event.at, "count": event.count, "rank": engine, "note": event.note}
+    return {
+        "step": event.step.value,
+        "at": event.at,
+        "count": event.count,
+        "rank": engine,
+        "note": event.note,
+    }

@@ -1,8 +1,10 @@
-"""Prompts that a prefill engine computes without their last tokens: the model keeps a state, or drafts look ahead.
+"""Prompts that a prefill engine computes without their last tokens: the model keeps a state, or
+drafts look ahead.
 
-A decode engine computes the last prompt token itself, for its logits. A state that has taken that token in already
-would take it in twice. So vLLM's NixlConnector removes it from the request before it is scheduled
-(``_truncate_request_for_prefill`` in ``kv_connector/v1/nixl/base_scheduler.py``, 0.32), and so do we.
+A decode engine computes the last prompt token itself, for its logits. A state that has taken that
+token in already would take it in twice. So vLLM's NixlConnector removes it from the request before
+it is scheduled (``_truncate_request_for_prefill`` in ``kv_connector/v1/nixl/base_scheduler.py``,
+0.32), and so do we.
 """
 
 from vllm.v1.request import Request
@@ -13,8 +15,8 @@ from pdrelay_connector.core.layout.cache_groups import moved_tokens
 def can_move(request: Request, left_out: int) -> bool:
     """Return whether this engine can compute the KV of a new request for another one.
 
-    A request for the logprobs of its prompt needs all of it, and its decode engine loads nothing: it computes the
-    prompt itself (``skip_reading_prefix_cache`` in ``v1/core/sched/scheduler.py``).
+    A request for the logprobs of its prompt needs all of it, and its decode engine loads nothing:
+    it computes the prompt itself (``skip_reading_prefix_cache`` in ``v1/core/sched/scheduler.py``).
     """
     return not left_out or not request.get_skip_reading_prefix_cache()
 
@@ -32,4 +34,5 @@ def truncate(request: Request, left_out: int) -> None:
         request.prompt_is_token_ids = request.prompt_is_token_ids[:tokens]
     del request._all_token_ids[tokens:]  # noqa: SLF001 -- vLLM's connector does the same; all_token_ids is a view of it
     request.num_prompt_tokens = tokens
-    request.max_tokens = 1  # the token after a truncated prompt is no answer, and a second one would change the state
+    # the token after a truncated prompt is no answer, and a second one would change the state
+    request.max_tokens = 1

@@ -1,4 +1,6 @@
-"""The connector's numbers in vLLM's periodic log line and its Prometheus endpoint (``vllm:pdrelay_...``)."""
+"""The connector's numbers in vLLM's periodic log line and its Prometheus endpoint
+(``vllm:pdrelay_...``).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +9,10 @@ from typing import Any, Final
 
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdrelay_connector.core.counters import COUNTERS, FAILURES, GAUGES, LOADED, StatsReport, merge
@@ -19,12 +24,20 @@ from pdrelay_connector.shell.peer_rates import PeerRates
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
-TIMELINES: Final = TimelineStore()  # of this process, where it is an API server: shell/timelines.py shows them
+# of this process, where it is an API server: shell/timelines.py shows them
+TIMELINES: Final = TimelineStore()
 PEERS_MOST = 64  # refused engines that are shown: each restarts under another id
-INFO = "Labels that a router compares before it pairs two engines, and the id by which peers know this one."
-PEER_LOADS = "Loads by prefill engine and by how they ended, of those engines of which one has failed."
+INFO = (
+    "Labels that a router compares before it pairs two engines, and the id by which peers know "
+    "this one."
+)
+PEER_LOADS = (
+    "Loads by prefill engine and by how they ended, of those engines of which one has failed."
+)
 PEER_FAILURE = "Why the latest load from a prefill engine failed, until one has not."
-INCOMPATIBLE = "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
+INCOMPATIBLE = (
+    "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
+)
 
 
 def _report(data: dict[str, Any]) -> StatsReport:
@@ -59,7 +72,9 @@ class PDRelayStats(KVConnectorStats):
             shown["MB moved"] = round(moved / 1e6, 3)
             shown["descriptors"] = sum(sample.descriptors for sample in report.transfers)
             shown["mean transfer ms"] = round(1e3 * seconds / len(report.transfers), 3)
-            shown["mean posting ms"] = round(1e3 * sum(s.posting for s in report.transfers) / len(report.transfers), 3)
+            shown["mean posting ms"] = round(
+                1e3 * sum(s.posting for s in report.transfers) / len(report.transfers), 3
+            )
         return shown
 
     def is_empty(self) -> bool:
@@ -91,7 +106,8 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
                 "posting_seconds": "Seconds spent on posting transfers to NIXL.",
             }.items()
         }
-        # mostrecent: several API servers report the same engine, so the latest value counts, not their sum.
+        # mostrecent: several API servers report the same engine, so the latest value counts, not
+        # their sum.
         self._gauges = {
             name: self._make(Gauge, f"vllm:pdrelay_{name}", text, multiprocess_mode="mostrecent")
             for name, text in GAUGES.items()
@@ -104,7 +120,10 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
         )
 
         self._incompatible = self._gauge_cls(
-            "vllm:pdrelay_incompatible_peer", INCOMPATIBLE, [*self._labelnames, "peer"], multiprocess_mode="mostrecent"
+            "vllm:pdrelay_incompatible_peer",
+            INCOMPATIBLE,
+            [*self._labelnames, "peer"],
+            multiprocess_mode="mostrecent",
         )
         self._refused: dict[tuple[str, ...], None] = {}
         self._peer_loads = self._counter_cls(
@@ -116,14 +135,20 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             [*self._labelnames, "peer", "outcome", "reason"],
             multiprocess_mode="mostrecent",
         )
-        self._failures: dict[tuple[str, ...], str] = {}  # the outcomes shown, by the labels of an engine
+        # the outcomes shown, by the labels of an engine
+        self._failures: dict[tuple[str, ...], str] = {}
         self._incompatible_names = PeerNames(self._incompatible)
         self._failing_names = PeerNames(self._peer_loads)
-        self._failing: dict[tuple[str, ...], set[str]] = {}  # the outcomes shown, by the labels of an engine
+        # the outcomes shown, by the labels of an engine
+        self._failing: dict[tuple[str, ...], set[str]] = {}
         self._peer_rates = PeerRates(self._counter_cls, self._labelnames)
         labels = [*self._labelnames, *info]
-        known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
-        gauge = self._gauge_cls("vllm:pdrelay_connector_info", INFO, labels, multiprocess_mode="mostrecent")
+        known = {
+            engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()
+        }
+        gauge = self._gauge_cls(
+            "vllm:pdrelay_connector_info", INFO, labels, multiprocess_mode="mostrecent"
+        )
         for each in create_metric_per_engine(gauge, known).values():
             each.set(1)
         self._nixl: NixlMetrics | None = None
@@ -161,7 +186,10 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             self._peer_rates.add(self.per_engine_labelvalues[engine_idx], sample)
 
     def _show_refused(self, *labels: str) -> None:
-        """Show one more engine, and no longer the first of too many. Ray's gauges cannot forget one."""
+        """Show one more engine, and no longer the first of too many.
+
+        Ray's gauges cannot forget one.
+        """
         if not self._incompatible_names.admit(labels[-1]):
             return
         self._refused[labels] = None
@@ -180,7 +208,9 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
                 self._incompatible.remove(*labels)
 
     def _count_peer_loads(self, labels: tuple[str, ...], loads: Mapping[str, int]) -> None:
-        """Count the loads of an engine from its first failure on, and no longer of the one that failed long ago."""
+        """Count the loads of an engine from its first failure on, and no longer of the one that
+        failed long ago.
+        """
         has_failed = not loads.keys() <= {LOADED}
         shown = self._failing.pop(labels, set()) if has_failed else self._failing[labels]
         self._failing[labels] = shown
@@ -192,8 +222,12 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             for outcome in self._failing.pop(first):
                 self._peer_loads.remove(*first, outcome)
 
-    def _show_failure(self, labels: tuple[str, ...], failure: str | None, *, has_loaded: bool) -> None:
-        """Show the latest failure in the place of the one before; none, after a load that has not failed."""
+    def _show_failure(
+        self, labels: tuple[str, ...], failure: str | None, *, has_loaded: bool
+    ) -> None:
+        """Show the latest failure in the place of the one before; none, after a load that has not
+        failed.
+        """
         if failure is None and not has_loaded:
             return
         if (before := self._failures.get(labels)) == failure:
@@ -207,7 +241,10 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             self._hide_failure(next(iter(self._failures)))
 
     def _hide_failure(self, labels: tuple[str, ...]) -> None:
-        """Show a failure no longer. Where processes share their metrics, and with Ray, no label can be forgotten."""
+        """Show a failure no longer.
+
+        Where processes share their metrics, and with Ray, no label can be forgotten.
+        """
         failure = self._failures.pop(labels)
         shown = *labels, failure, FAILURES.get(failure, "")
         self._peer_failure.labels(*shown).set(0)
@@ -215,6 +252,8 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             self._peer_failure.remove(*shown)
 
     def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
-        cls = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}[kind]
+        cls = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}[
+            kind
+        ]
         metric = cls(name=name, documentation=text, labelnames=self._labelnames, **options)
         return create_metric_per_engine(metric, self.per_engine_labelvalues)

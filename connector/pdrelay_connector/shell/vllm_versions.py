@@ -1,4 +1,6 @@
-"""What differs between the versions of vLLM that run the connector, each found by its feature and not by a number."""
+"""What differs between the versions of vLLM that run the connector, each found by its feature and
+not by a number.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,30 +21,37 @@ else:
     CACHE_HIT_SOURCE = CacheHitSource.P2P
 
 VLLM_VERSION: str = vllm_version
-# From 0.32 on vLLM asks which new blocks a load fills; before, it zeroes those of models with a state all the same.
+# From 0.32 on vLLM asks which new blocks a load fills; before, it zeroes those of models with a
+# state all the same.
 ASKS_WHAT_IS_LOADED: bool = hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 
-# From 0.33 on vLLM tells a worker's connector when the cache's memory goes away, and when it is back.
+# From 0.33 on vLLM tells a worker's connector when the cache's memory goes away, and when it is
+# back.
 FOLLOWS_SLEEP: bool = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def returns_routed_experts(config: VllmConfig) -> bool:
-    """Tell whether answers name the experts of each token: of a prompt that was loaded, those of some other.
+    """Tell whether answers name the experts of each token: of a prompt that was loaded, those of
+    some other.
 
-    vLLM refuses this for its own P/D connectors (``vllm/config/vllm.py``, ``_verify_aux_output_compatibility``). The
-    switch is the model's up to 0.30 and has a configuration of its own from 0.31 on.
+    vLLM refuses this for its own P/D connectors (``vllm/config/vllm.py``,
+    ``_verify_aux_output_compatibility``). The switch is the model's up to 0.30 and has a
+    configuration of its own from 0.31 on.
     """
     switches: Any = getattr(config, "aux_output_config", config.model_config)
     return bool(switches.enable_return_routed_experts)
 
 
 def replays_window(spec: KVCacheSpec) -> bool:
-    """Tell whether a sliding window is computed anew after a hit (from 0.32 on, ``--swa-bounded-replay``)."""
+    """Tell whether a sliding window is computed anew after a hit (from 0.32 on,
+    ``--swa-bounded-replay``).
+    """
     return bool(getattr(spec, "bounded_replay", False))
 
 
 def tokens_per_entry(spec: KVCacheSpec) -> int:
-    """Return how many tokens one entry of a layer's cache stands for; 0 if there are several entries for a token.
+    """Return how many tokens one entry of a layer's cache stands for; 0 if there are several
+    entries for a token.
 
     Where a version has no such number, ``cache_regions.py`` finds that there are too few entries.
     """
@@ -50,16 +59,21 @@ def tokens_per_entry(spec: KVCacheSpec) -> int:
 
 
 def drafts_lookahead(config: VllmConfig) -> int:
-    """Return how many tokens drafts read beyond those computed: more than 1 for MTP of several modules (from 0.32)."""
+    """Return how many tokens drafts read beyond those computed: more than 1 for MTP of several
+    modules (from 0.32).
+    """
     return int(getattr(config, "num_prefill_lookahead_tokens", 0))
 
 
 def fills_by_other_means(output: SchedulerOutput) -> bool:
-    """Tell whether a step writes KV that it does not compute: another connector's loads, or copies of shared blocks.
+    """Tell whether a step writes KV that it does not compute: another connector's loads, or copies
+    of shared blocks.
 
     True where a version does not say so (before 0.32).
     """
-    return bool(getattr(output, "has_sync_kv_loads", True) or getattr(output, "kv_cache_block_copies", None))
+    return bool(
+        getattr(output, "has_sync_kv_loads", True) or getattr(output, "kv_cache_block_copies", None)
+    )
 
 
 class LaterHooks:
@@ -67,7 +81,8 @@ class LaterHooks:
 
     _kv_cache_config: KVCacheConfig  # KVConnectorBase_V1 keeps it
     _worker: "PDRelayConnectorWorker"  # PDRelayConnector has it in a worker's process
-    _cache_hit_source = CACHE_HIT_SOURCE  # 0.32: the label of our loads in vllm:prompt_tokens_by_source
+    # 0.32: the label of our loads in vllm:prompt_tokens_by_source
+    _cache_hit_source = CACHE_HIT_SOURCE
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- vLLM's signature
@@ -82,9 +97,13 @@ class LaterHooks:
         self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache's memory again; vLLM passes ``get_handshake_metadata()`` on after this."""
+        """Register the cache's memory again; vLLM passes ``get_handshake_metadata()`` on after
+        this.
+        """
         self._worker.restore()
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return all groups: vLLM must not zero their blocks, as it would race with the load (models with a state)."""
+        """Return all groups: vLLM must not zero their blocks, as it would race with the load
+        (models with a state).
+        """
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))

@@ -1,6 +1,8 @@
-"""The connector in each vLLM worker: registers the KV cache, and passes loads to the transfer thread.
+"""The connector in each vLLM worker: registers the KV cache, and passes loads to the transfer
+thread.
 
-Everything here runs on the worker's main thread and only touches queues. The transfer thread owns NIXL's transfers.
+Everything here runs on the worker's main thread and only touches queues. The transfer thread owns
+NIXL's transfers.
 """
 
 import os
@@ -66,8 +68,10 @@ class PDRelayConnectorWorker:
         self._rank = rank
         self._handshake: RankHandshake | None = None  # absent before register()
         self._memory: RegisteredMemory | None = None  # likewise
-        self._runner: Runner[PullReader] | Runner[ReturningWriter] | None = None  # reads; in push with return_kv only
-        self._push_writer: Runner[PushWriter] | Runner[ReturningWriter] | None = None  # writes; only in push
+        # reads; in push with return_kv only
+        self._runner: Runner[PullReader] | Runner[ReturningWriter] | None = None
+        # writes; only in push
+        self._push_writer: Runner[PushWriter] | Runner[ReturningWriter] | None = None
         self._others: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
@@ -80,16 +84,23 @@ class PDRelayConnectorWorker:
         self._register_again: Callable[[], None] = lambda: None  # once registered
 
     def register(
-        self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
+        self,
+        caches: Mapping[str, torch.Tensor],
+        fingerprint: Fingerprint,
+        kernel_layout: KernelLayout,
     ) -> None:
-        """Register the KV cache, or a staging buffer, with NIXL, and start the threads of this engine's role."""
+        """Register the KV cache, or a staging buffer, with NIXL, and start the threads of this
+        engine's role.
+        """
         caches = own_caches(caches, self._engine_config.layers)
         bind_data_plane(self._settings, self._engine_config.address)
         self._register_again = lambda: self._register(caches, fingerprint, kernel_layout)
         self._register_again()
 
     def unregister(self) -> None:
-        """Let go of the memory that peers reach; raises ``ConnectorError`` while something may still write into it."""
+        """Let go of the memory that peers reach; raises ``ConnectorError`` while something may
+        still write into it.
+        """
         if self._memory is None:
             return
         self._sleep.on(SleepEvent.SLEEP_ORDERED)
@@ -106,7 +117,9 @@ class PDRelayConnectorWorker:
         logger.info("pdrelay: rank %d of stage %d has let go of its memory", *self._rank)
 
     def restore(self) -> None:
-        """Register the memory again, for the next generation of this engine, and start the threads."""
+        """Register the memory again, for the next generation of this engine, and start the
+        threads.
+        """
         if self._sleep.state is SleepState.ASLEEP:
             self._sleep.on(SleepEvent.WOKEN)
             self._sleep.generation += 1
@@ -115,42 +128,62 @@ class PDRelayConnectorWorker:
     def _give_up(self) -> None:
         """End loads and pushes, and wait until NIXL says that nothing is under way."""
         give_up_at = time.monotonic() + self._settings.transfer_timeout
-        runner: Runner[Any] | None = self._runner or self._push_writer  # where both are, they are one
+        # where both are, they are one
+        runner: Runner[Any] | None = self._runner or self._push_writer
         if runner is None:
             return
         runner.post(lambda mover, now: mover.give_up("this engine goes to sleep", now=now))
-        while runner.ask(lambda mover: bool(mover.uses_memory), timeout=self._settings.transfer_timeout):
+        while runner.ask(
+            lambda mover: bool(mover.uses_memory), timeout=self._settings.transfer_timeout
+        ):
             if time.monotonic() >= give_up_at:
                 raise ConnectorError(
-                    "this rank cannot let go of its memory: an engine that hangs may still read it or write into it; "
+                    "this rank cannot let go of its memory: an engine that hangs may still read it "
+                    "or write into it; "
                     "try again later (vllm:pdrelay_blocks_quarantined)"
                 )
             time.sleep(LOOK_EVERY)
 
     def _register(
-        self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
+        self,
+        caches: Mapping[str, torch.Tensor],
+        fingerprint: Fingerprint,
+        kernel_layout: KernelLayout,
     ) -> None:
         unpinned = UNPINNED if self._engine_config.sleeps else {}
         agent = make_agent(
             str(uuid.uuid4()),
             progress_delay_us=self._settings.progress_delay_us,
-            backends={backend.name: {**unpinned, **backend.parameters} for backend in self._settings.backends},
+            backends={
+                backend.name: {**unpinned, **backend.parameters}
+                for backend in self._settings.backends
+            },
         )
-        # NIXL serves peers as long as its agent lives, even if no thread here uses it. Each generation has another one:
-        # what UCX has opened for a peer, it closes with the agent alone.
-        memory = self._memory = RegisteredMemory(agent, self._engine_config, self._rank, caches, kernel_layout)
+        # NIXL serves peers as long as its agent lives, even if no thread here uses it. Each
+        # generation has another one: what UCX has opened for a peer, it closes with the agent
+        # alone.
+        memory = self._memory = RegisteredMemory(
+            agent, self._engine_config, self._rank, caches, kernel_layout
+        )
         producer = memory.producer
         consumer = memory.consumer
         self._handshake = RankHandshake(
-            producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES), self._sleep.generation
+            producer.info,
+            consumer.info,
+            fingerprint,
+            os.urandom(TOKEN_BYTES),
+            self._sleep.generation,
         )
         logger.info(
-            "pdrelay: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s; %d descriptors a block",
+            "pdrelay: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s; %d "
+            "descriptors a block",
             *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
             " (staging)" if self._engine_config.staging_blocks else "", runs_per_block(producer.info),
         )  # fmt: skip
         remote_agents = RemoteAgents(agent)
-        movers = [NixlTransferAgent(agent, memory.kind, memory.number, remote_agents) for _ in range(2)]
+        movers = [
+            NixlTransferAgent(agent, memory.kind, memory.number, remote_agents) for _ in range(2)
+        ]
         mode = self._settings.mode
         pulls = mode is Mode.PULL
         reads = mode.pulls and self._engine_config.is_consumer
@@ -162,10 +195,13 @@ class PDRelayConnectorWorker:
         elif reads:
             self._start_reader(movers[0], consumer, fingerprint)
         if pulls and self._engine_config.is_producer and producer.buffer is not None:
-            self._start_stager(producer.buffer, WorkerHello(producer.info.worker, self._handshake.token))
+            self._start_stager(
+                producer.buffer, WorkerHello(producer.info.worker, self._handshake.token)
+            )
         elif not pulls and self._engine_config.is_consumer and consumer.buffer is not None:
             self._start_stager(
-                consumer.buffer, WorkerHello(consumer.info.worker, self._handshake.token, receives_pushes=True)
+                consumer.buffer,
+                WorkerHello(consumer.info.worker, self._handshake.token, receives_pushes=True),
             )
 
     def use_copy_operation(self, copy_rows: CopyRows) -> None:
@@ -183,19 +219,29 @@ class PDRelayConnectorWorker:
         self._quarantined.step = step.number
         for order in step.orders:
             if self._runner is None:
-                raise RuntimeError(f"request {order.request} is to be loaded on an engine that is no consumer in pull")
+                raise RuntimeError(
+                    f"request {order.request} is to be loaded on an engine that is no consumer in "
+                    f"pull"
+                )
             self._loading.add(order.request)
             self._runner.post(_loading(order))
         self._push_results += [self._compared(result) for result in step.arrived]
 
     def take_sums(self, sampled: Mapping[RequestId, Sequence[SampledBlock]]) -> None:
-        """Take checksums of finished prefills, for the scheduler. The next step may write into their blocks."""
+        """Take checksums of finished prefills, for the scheduler.
+
+        The next step may write into their blocks.
+        """
         for name, blocks in sampled.items():
             memory = self._registered
-            self._quarantined.sums[name] = [sums_of(memory.producer.info.worker, blocks, memory.cache)]
+            self._quarantined.sums[name] = [
+                sums_of(memory.producer.info.worker, blocks, memory.cache)
+            ]
 
     def _compared(self, result: LoadResult) -> LoadResult:
-        """Compare what a push has brought to this rank with the checksums of the rank that has written it."""
+        """Compare what a push has brought to this rank with the checksums of the rank that has
+        written it.
+        """
         if (checks := result.checks) is None:
             return result
         counters = Counters()
@@ -220,7 +266,9 @@ class PDRelayConnectorWorker:
         return self._memory
 
     def add_computed(self, pieces: list[ComputedBlocks | TransferOver]) -> None:
-        """Push the blocks of earlier steps; the transfer thread waits until the device has computed them."""
+        """Push the blocks of earlier steps; the transfer thread waits until the device has computed
+        them.
+        """
         if not pieces:
             return
         if self._push_writer is None:
@@ -232,12 +280,17 @@ class PDRelayConnectorWorker:
     def results(self) -> KVConnectorTransferResults:
         """Return the ended loads.
 
-        A step without tokens waits ``idle_wait`` for a load that is under way: without the wait vLLM steps in a busy
-        loop, on a core that the transfer needs.
+        A step without tokens waits ``idle_wait`` for a load that is under way: without the wait
+        vLLM steps in a busy loop, on a core that the transfer needs.
         """
         if self._loading and self._runner is not None:
             self._runner.check()
-        if self._loading and self._idle and self._engine_config.steps_independently and not self._outbox:
+        if (
+            self._loading
+            and self._idle
+            and self._engine_config.steps_independently
+            and not self._outbox
+        ):
             self._outbox.wait(self._settings.idle_wait)
         if self._push_writer is not None:
             self._push_writer.check()
@@ -273,20 +326,28 @@ class PDRelayConnectorWorker:
             if runner is not None:  # one that reads and writes is stopped twice
                 runner.stop()
 
-    def _start_reader(self, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint) -> None:
+    def _start_reader(
+        self, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint
+    ) -> None:
         link = self._link()
         reader = self._reader(link, mover, memory, fingerprint)
         self._runner = Runner("pdrelay-transfer", reader, link, self._after_turn)
         self._runner.start()
 
     def _reader(
-        self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint
+        self,
+        link: SocketLink,
+        mover: NixlTransferAgent,
+        memory: RoleMemory,
+        fingerprint: Fingerprint,
     ) -> PullReader:
         settings = self._settings
         peers = PeerTable(link, fingerprint, self._counters, retry_after=settings.retry_after)
         staging: HostBuffer[RequestId] | None = None
         if memory.buffer is not None:
-            staging = HostBuffer(Slots[RequestId](memory.buffer.slots), self._copier(memory.buffer, link))
+            staging = HostBuffer(
+                Slots[RequestId](memory.buffer.slots), self._copier(memory.buffer, link)
+            )
         return PullReader(
             link,
             mover,
@@ -300,11 +361,17 @@ class PDRelayConnectorWorker:
 
     def _start_writer(self, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> None:
         link = self._link()
-        self._push_writer = Runner("pdrelay-transfer", self._writer(link, mover, memory, token), link)
+        self._push_writer = Runner(
+            "pdrelay-transfer", self._writer(link, mover, memory, token), link
+        )
         self._push_writer.start()
 
     def _start_returning_writer(
-        self, movers: Sequence[NixlTransferAgent], memory: RegisteredMemory, fingerprint: Fingerprint, token: bytes
+        self,
+        movers: Sequence[NixlTransferAgent],
+        memory: RegisteredMemory,
+        fingerprint: Fingerprint,
+        token: bytes,
     ) -> None:
         """Write what this engine computes, and read KV of earlier answers, on one thread."""
         link = self._link()
@@ -314,11 +381,15 @@ class PDRelayConnectorWorker:
         self._runner = self._push_writer = runner
         runner.start()
 
-    def _writer(self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> PushWriter:
+    def _writer(
+        self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, token: bytes
+    ) -> PushWriter:
         timeout = self._settings.transfer_timeout
         staging: HostBuffer[PartWriteId] | None = None
         if memory.buffer is not None:
-            staging = HostBuffer(Slots[PartWriteId](memory.buffer.slots), self._copier(memory.buffer, link))
+            staging = HostBuffer(
+                Slots[PartWriteId](memory.buffer.slots), self._copier(memory.buffer, link)
+            )
         counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         return PushWriter(
             link,
@@ -337,7 +408,11 @@ class PDRelayConnectorWorker:
         link = self._link()
         counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         stager = StagingWorker(
-            link, self._copier(buffer, link), counters, scheduler_endpoint=self._scheduler, hello=hello
+            link,
+            self._copier(buffer, link),
+            counters,
+            scheduler_endpoint=self._scheduler,
+            hello=hello,
         )
         runner = Runner("pdrelay-stager", stager, link)
         self._others.append(runner)
@@ -361,10 +436,14 @@ class PDRelayConnectorWorker:
 
     def _link(self) -> SocketLink:
         badge = badge_of(self._handshake.token) if self._handshake is not None else b""
-        return open_link(self._settings, self._engine, self._counters, role=ProcessRole.WORKER, badge=badge)
+        return open_link(
+            self._settings, self._engine, self._counters, role=ProcessRole.WORKER, badge=badge
+        )
 
     def _forward(self, report: StatsReport) -> None:
-        """On the thread of a writer or a stager: pass its numbers on, before its next message leaves."""
+        """On the thread of a writer or a stager: pass its numbers on, before its next message
+        leaves.
+        """
         self._outbox.put((), report)
 
     def _after_turn(self, reader: PullReader | ReturningWriter) -> None:
@@ -386,5 +465,7 @@ def _loading(order: LoadOrder) -> Command[PullReader | ReturningWriter]:
     return lambda reader, now: reader.load(order, now=now)
 
 
-def _offering(piece: ComputedBlocks | TransferOver, ready: Ready | None) -> Command[PushWriter | ReturningWriter]:
+def _offering(
+    piece: ComputedBlocks | TransferOver, ready: Ready | None
+) -> Command[PushWriter | ReturningWriter]:
     return lambda push_writer, now: push_writer.add_computed(piece, now=now, ready=ready)

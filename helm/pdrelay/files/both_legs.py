@@ -1,9 +1,10 @@
-"""What `helm test` runs: a request must go through a prefill and a decode engine, and its KV from one to the other.
+"""What `helm test` runs: a request must go through a prefill and a decode engine, and its KV from
+one to the other.
 
-That the request had two legs is what the router says (Server-Timing); that KV came is what the decode engines count
-(vllm:pdrelay_loads_total): one that gets none computes the prompt itself, and answers all the same. Engines that still
-load their model are waited for. Exit code 0 with one sentence that names the engines, or 1 with one that says what is
-missing.
+That the request had two legs is what the router says (Server-Timing); that KV came is what the
+decode engines count (vllm:pdrelay_loads_total): one that gets none computes the prompt itself, and
+answers all the same. Engines that still load their model are waited for. Exit code 0 with one
+sentence that names the engines, or 1 with one that says what is missing.
 """
 
 import argparse
@@ -22,19 +23,26 @@ from pathlib import Path
 from typing import Any
 
 LOADS = "vllm:pdrelay_loads_total"
-FAILED = "vllm:pdrelay_(loads_failed_[a-z]+|loads_skipped_(incompatible|local)|kv_params_[a-z_]+)_total"
+FAILED = (
+    "vllm:pdrelay_(loads_failed_[a-z]+|loads_skipped_(incompatible|local)|kv_params_[a-z_]+)_total"
+)
 LINE = re.compile(r"^(vllm:pdrelay_\w+)(?:\{.*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 LEG = re.compile(r'(\w+);desc="([^"]*)"(?:;dur=([0-9.]+))?')
 PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 PAUSE_S = 1.0  # between two tries
-CLOSED = "no metrics of a decode engine can be read at {}: a NetworkPolicy is in between, or none has started"
+CLOSED = (
+    "no metrics of a decode engine can be read at {}: a NetworkPolicy is in between, or none has "
+    "started"
+)
 
 
 class Missing(Exception):
     """The test has failed; the message says what is missing, in one sentence."""
 
 
-def ask(router: str, path: str, body: Mapping[str, object] | None, args: argparse.Namespace) -> tuple[int, str, str]:
+def ask(
+    router: str, path: str, body: Mapping[str, object] | None, args: argparse.Namespace
+) -> tuple[int, str, str]:
     """Return status, Server-Timing and body of the router's answer; Missing if there is none."""
     where = urllib.parse.urlsplit(router)
     secure = where.scheme == "https"
@@ -43,37 +51,66 @@ def ask(router: str, path: str, body: Mapping[str, object] | None, args: argpars
         {"Authorization": f"Bearer {key}"} if (key := shown(args)) else {}
     )
     if secure:
-        connection = http.client.HTTPSConnection(str(where.hostname), port, timeout=args.wait, context=trust(args))
+        connection = http.client.HTTPSConnection(
+            str(where.hostname), port, timeout=args.wait, context=trust(args)
+        )
     else:
         connection = http.client.HTTPConnection(str(where.hostname), port, timeout=args.wait)
     try:
-        connection.request("GET" if body is None else "POST", path, json.dumps(body) if body else None, headers)
+        connection.request(
+            "GET" if body is None else "POST", path, json.dumps(body) if body else None, headers
+        )
         answer = connection.getresponse()
-        return answer.status, answer.getheader("Server-Timing") or "", answer.read().decode(errors="replace")
+        return (
+            answer.status,
+            answer.getheader("Server-Timing") or "",
+            answer.read().decode(errors="replace"),
+        )
     except (OSError, http.client.HTTPException) as exc:
-        if secure and not args.cert and "certificate required" in str(exc).lower().replace("_", " "):
+        if (
+            secure
+            and not args.cert
+            and "certificate required" in str(exc).lower().replace("_", " ")
+        ):
             raise Missing(
-                "the router wants a certificate of its clients: tests.clientCertSecretName names one"
+                "the router wants a certificate of its clients: tests.clientCertSecretName names "
+                "one"
             ) from exc
-        raise Missing(f"the router at {router} gives no answer to {path}: {str(exc) or type(exc).__name__}") from exc
+        raise Missing(
+            f"the router at {router} gives no answer to {path}: {str(exc) or type(exc).__name__}"
+        ) from exc
     finally:
         connection.close()
 
 
 def shown(args: argparse.Namespace) -> str:
-    """Return the key that the router wants, if it wants one: of the environment, or the first that can be read."""
+    """Return the key that the router wants, if it wants one: of the environment, or the first that
+    can be read.
+    """
     if (given := os.environ.get("PDRELAY_TEST_KEY", "")) or not args.keys:
         return given
-    keys = [line.strip().partition(":")[2] for line in read(args.keys).splitlines() if not line.startswith("#")]
+    keys = [
+        line.strip().partition(":")[2]
+        for line in read(args.keys).splitlines()
+        if not line.startswith("#")
+    ]
     if plain := [key for key in keys if key and not key.startswith("sha256:")]:
         return plain[0]
-    raise Missing("router.apiKeys has digests only, of which no key can be made: name one in tests.apiKey.secretName")
+    raise Missing(
+        "router.apiKeys has digests only, of which no key can be made: name one in "
+        "tests.apiKey.secretName"
+    )
 
 
 def trust(args: argparse.Namespace) -> ssl.SSLContext:
-    """Trust the router's own certificate and no other; the name in it is one for the public, so it is not looked at."""
+    """Trust the router's own certificate and no other; the name in it is one for the public, so it
+    is not looked at.
+    """
     if args.wants_cert and not args.cert:
-        raise Missing("router.tls.clientCaSecretName is set: name a certificate to show in tests.clientCertSecretName")
+        raise Missing(
+            "router.tls.clientCaSecretName is set: name a certificate to show in "
+            "tests.clientCertSecretName"
+        )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -84,7 +121,9 @@ def trust(args: argparse.Namespace) -> ssl.SSLContext:
         if args.cert:
             context.load_cert_chain(args.cert, args.cert_key)
     except OSError as exc:  # ssl.SSLError is one
-        raise Missing(f"a certificate of router.tls or tests.clientCertSecretName cannot be used: {exc}") from exc
+        raise Missing(
+            f"a certificate of router.tls or tests.clientCertSecretName cannot be used: {exc}"
+        ) from exc
     return context
 
 
@@ -126,10 +165,15 @@ def counted(args: argparse.Namespace) -> dict[str, float]:
     engines, tls = args.decode, engine_trust(args)
     host, _, port = engines.rpartition(":")
     try:
-        found = {one[4][0] for one in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
+        found = {
+            one[4][0]
+            for one in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        }
     except OSError:
         found = set()
-    texts = [text for address in sorted(map(str, found)) if (text := metrics(address, int(port), tls))]
+    texts = [
+        text for address in sorted(map(str, found)) if (text := metrics(address, int(port), tls))
+    ]
     if not texts:
         raise Missing(CLOSED.format(engines))
     numbers: dict[str, float] = {}
@@ -139,7 +183,9 @@ def counted(args: argparse.Namespace) -> dict[str, float]:
 
 
 def metrics(address: str, port: int, tls: Named | None) -> str:
-    """Return an engine's metrics; nothing if it does not answer: a pod of several, or one that is loading its model."""
+    """Return an engine's metrics; nothing if it does not answer: a pod of several, or one that is
+    loading its model.
+    """
     if tls is None:
         connection = http.client.HTTPConnection(address, port, timeout=5)
     else:
@@ -148,7 +194,9 @@ def metrics(address: str, port: int, tls: Named | None) -> str:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode(errors="replace")
     except ssl.SSLError as exc:
-        raise Missing(f"a decode engine is not reached over TLS (engineTls): {exc.reason or exc}") from exc
+        raise Missing(
+            f"a decode engine is not reached over TLS (engineTls): {exc.reason or exc}"
+        ) from exc
     except (OSError, http.client.HTTPException):
         return ""
     finally:
@@ -156,10 +204,14 @@ def metrics(address: str, port: int, tls: Named | None) -> str:
 
 
 def legs(timing: str) -> str:
-    """Return which engines the request went through, in words; Missing if one of the two is not among them."""
+    """Return which engines the request went through, in words; Missing if one of the two is not
+    among them.
+    """
     found = {name: (engine, ms) for name, engine, ms in LEG.findall(timing)}
     if "prefill" in found and "decode" in found:
-        return " and ".join(f"{found[leg][0]} ({found[leg][1] or '?'} ms)" for leg in ("prefill", "decode"))
+        return " and ".join(
+            f"{found[leg][0]} ({found[leg][1] or '?'} ms)" for leg in ("prefill", "decode")
+        )
     rule = found.get("reason", ("no reason is given", ""))[0]
     alone = found["decode"][0] if "decode" in found else "nobody"
     raise Missing(f"no prefill engine took part: {alone} served the request alone ({rule})")
@@ -180,7 +232,9 @@ def once(args: argparse.Namespace) -> str:
     if status != 200:
         raise Missing(f"the router at {args.router} has no engine of each role yet: {said(body)}")
     before = counted(args) if args.decode else {}
-    words = f"{uuid.uuid4()} " + "a long prompt that nobody has sent before, " * (1 + args.chars // 43)
+    words = f"{uuid.uuid4()} " + "a long prompt that nobody has sent before, " * (
+        1 + args.chars // 43
+    )
     request = {"model": args.model, "prompt": words, "max_tokens": 8, "temperature": 0}
     status, timing, body = ask(args.router, "/v1/completions", request, args)
     if status != 200:
@@ -200,8 +254,14 @@ def why(before: Mapping[str, float], now: Mapping[str, float]) -> str:
     """Say what the decode engines counted instead."""
     if LOADS not in now:
         return "the decode engines have no pdrelay connector, or none that counts"
-    rose = [name for name in sorted(now) if re.fullmatch(FAILED, name) and now[name] > before.get(name, 0.0)]
-    return f"{LOADS} stands still, and so does every reason" if not rose else f"{', '.join(rose)} rose"
+    rose = [
+        name
+        for name in sorted(now)
+        if re.fullmatch(FAILED, name) and now[name] > before.get(name, 0.0)
+    ]
+    return (
+        f"{LOADS} stands still, and so does every reason" if not rose else f"{', '.join(rose)} rose"
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -209,21 +269,37 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--router", required=True, help="URL of the routers' service")
     parser.add_argument("--model", required=True, help="name of the model that clients say")
-    parser.add_argument("--decode", default="", help="HOST:PORT of the decode engines; empty: their KV is not counted")
-    parser.add_argument("--seconds", type=float, required=True, help="for engines that are not there yet")
+    parser.add_argument(
+        "--decode",
+        default="",
+        help="HOST:PORT of the decode engines; empty: their KV is not counted",
+    )
+    parser.add_argument(
+        "--seconds", type=float, required=True, help="for engines that are not there yet"
+    )
     parser.add_argument("--wait", type=float, default=60.0, help="seconds for one answer")
-    parser.add_argument("--settle", type=float, default=15.0, help="seconds until engines have counted")
+    parser.add_argument(
+        "--settle", type=float, default=15.0, help="seconds until engines have counted"
+    )
     parser.add_argument("--chars", type=int, default=400, help="length of the prompt, at least")
     parser.add_argument("--keys", default="", help="file with name:key of clients")
     parser.add_argument("--pin", default="", help="PEM file with the router's certificate")
-    parser.add_argument("--wants-cert", action="store_true", help="the router wants a certificate of its clients")
+    parser.add_argument(
+        "--wants-cert", action="store_true", help="the router wants a certificate of its clients"
+    )
     parser.add_argument("--cert", default="", help="PEM file with a certificate to show")
     parser.add_argument("--cert-key", default="", help="PEM file with its private key")
-    parser.add_argument("--engine-ca", default="", help="PEM file with the authorities of engines that serve https")
     parser.add_argument(
-        "--engine-server-name", default="", help="the name in their certificates; needed with --engine-ca"
+        "--engine-ca", default="", help="PEM file with the authorities of engines that serve https"
     )
-    parser.add_argument("--engine-cert", default="", help="PEM file with a certificate to show to them")
+    parser.add_argument(
+        "--engine-server-name",
+        default="",
+        help="the name in their certificates; needed with --engine-ca",
+    )
+    parser.add_argument(
+        "--engine-cert", default="", help="PEM file with a certificate to show to them"
+    )
     parser.add_argument("--engine-cert-key", default="", help="PEM file with its private key")
     args = parser.parse_args(arguments)
     deadline = time.monotonic() + args.seconds

@@ -1,11 +1,12 @@
 """The preStop hook of an engine's pod: waits until nobody needs it any more, or its time is over.
 
-Routers hear of the pod's deletion when this begins, and send nothing new. An engine is done when its last request is,
-and when decode engines have read the KV cache blocks that it keeps for them. Whatever the pod's label says, it may have
-turned, so the role matters only where the engine does not show how many leases it has. vLLM's numbers are those of its
-last step, so they count when they are seen twice in a row. In a pod of an engine of several, which cannot go on without
-it, the numbers are those of the engine's leader. An engine that serves https is asked by the name in its certificate.
-Exit code 0 always: the pod ends either way.
+Routers hear of the pod's deletion when this begins, and send nothing new. An engine is done when
+its last request is, and when decode engines have read the KV cache blocks that it keeps for them.
+Whatever the pod's label says, it may have turned, so the role matters only where the engine does
+not show how many leases it has. vLLM's numbers are those of its last step, so they count when they
+are seen twice in a row. In a pod of an engine of several, which cannot go on without it, the
+numbers are those of the engine's leader. An engine that serves https is asked by the name in its
+certificate. Exit code 0 always: the pod ends either way.
 """
 
 import argparse
@@ -24,12 +25,15 @@ REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 LEASES = "vllm:pdrelay_leases_held"
 LINE = re.compile(r"^(vllm:\w+)(?:\{.*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 SURE = 2  # looks in a row
-GONE = {"nobody listens": 1.0}  # in place of metrics: the model is still being loaded, or the server has ended
+# in place of metrics: the model is still being loaded, or the server has ended
+GONE = {"nobody listens": 1.0}
 PATIENCE_S = 5.0  # for one answer
 
 
 class Named(ssl.SSLContext):
-    """Trusts certificates that have one name, whatever the address; what files say may have changed since the last."""
+    """Trusts certificates that have one name, whatever the address; what files say may have changed
+    since the last.
+    """
 
     name = ""
 
@@ -53,7 +57,9 @@ class Engine:
         ]  # whatever HTTP_PROXY says: it is near
         if self._args.ca:
             ways.append(urllib.request.HTTPSHandler(context=self._trust()))
-        answer: http.client.HTTPResponse = urllib.request.build_opener(*ways).open(self.url + path, timeout=patience_s)
+        answer: http.client.HTTPResponse = urllib.request.build_opener(*ways).open(
+            self.url + path, timeout=patience_s
+        )
         return answer
 
     def _trust(self) -> Named:
@@ -69,15 +75,23 @@ class Engine:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare what an Engine needs."""
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--ca", default="", help="PEM file with the authorities of an engine that serves https")
-    parser.add_argument("--server-name", default="", help="the name in its certificate; needed with --ca")
+    parser.add_argument(
+        "--ca", default="", help="PEM file with the authorities of an engine that serves https"
+    )
+    parser.add_argument(
+        "--server-name", default="", help="the name in its certificate; needed with --ca"
+    )
     parser.add_argument("--cert", default="", help="PEM file with a certificate to show to it")
     parser.add_argument("--cert-key", default="", help="PEM file with its private key")
-    parser.add_argument("--of-leader", action="store_true", help="the engine is where $LWS_LEADER_ADDRESS says")
+    parser.add_argument(
+        "--of-leader", action="store_true", help="the engine is where $LWS_LEADER_ADDRESS says"
+    )
 
 
 def read(engine: Engine, *, patience_s: float) -> dict[str, float]:
-    """Return the engine's metrics, summed over its ranks; none if it does not answer, GONE if there is no server."""
+    """Return the engine's metrics, summed over its ranks; none if it does not answer, GONE if there
+    is no server.
+    """
     try:
         with engine.open("/metrics", patience_s=patience_s) as answer:
             text = answer.read().decode()
@@ -101,12 +115,15 @@ def left(role: str, numbers: dict[str, float], *, quiet_s: float, lease_s: float
         return f"{requests:g} requests"
     if LEASES in numbers:
         return f"{numbers[LEASES]:g} leases" if numbers[LEASES] else ""
-    if role == "decode" or quiet_s >= lease_s:  # another connector, which does not say: its leases end by themselves
+    # another connector, which does not say: its leases end by themselves
+    if role == "decode" or quiet_s >= lease_s:
         return ""
     return f"leases of {lease_s:g} s"
 
 
-def drain(role: str, engine: Engine, *, settle_s: float, lease_s: float, seconds: float, pause_s: float) -> str:
+def drain(
+    role: str, engine: Engine, *, settle_s: float, lease_s: float, seconds: float, pause_s: float
+) -> str:
     """Wait, and say how it ended."""
     started = busy = time.monotonic()
     calm = 0

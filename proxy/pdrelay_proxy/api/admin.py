@@ -1,4 +1,6 @@
-"""Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
+"""Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's
+``{"detail": ...}``.
+"""
 
 import logging
 from typing import Final
@@ -29,11 +31,16 @@ from pdrelay_proxy.io.wire.connection_guard import Guard
 logger = logging.getLogger(__name__)
 # In the demo's words, for scripts compare them.
 _FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instance format."}
-_REASON: Final = "x-pdrelay-reason"  # why an engine is not accepted, for operators: the demo's words do not say it
+# why an engine is not accepted, for operators: the demo's words do not say it
+_REASON: Final = "x-pdrelay-reason"
 _REASON_MOST: Final = 300  # characters
 _ADD_ERRORS: Final = operator_errors(413, 415, 503) | {
     400: CHANGE_ERRORS[400]
-    | {"headers": {_REASON: {"description": "Why the engine is not accepted", "schema": {"type": "string"}}}}
+    | {
+        "headers": {
+            _REASON: {"description": "Why the engine is not accepted", "schema": {"type": "string"}}
+        }
+    }
 }
 _NO_OBJECT: Final = "The body is not a JSON object."
 
@@ -55,17 +62,24 @@ def admin_routes(
         dependencies=[OPERATOR_KEY],
         # The demo does not look at the content type: curl -d sends a form's.
         route_class=access.route(
-            sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True, takes_join_key=True
+            sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT),
+            any_media=True,
+            takes_join_key=True,
         ),
     )
-    looking = APIRouter(tags=[OPERATORS], dependencies=[*onlookers.keys, Depends(onlookers.scrapers)])
+    looking = APIRouter(
+        tags=[OPERATORS], dependencies=[*onlookers.keys, Depends(onlookers.scrapers)]
+    )
 
     @looking.get("/status", responses=operator_errors())
     async def status() -> FleetStatus:
         """List the engines' addresses."""
         prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
         return FleetStatus(
-            prefill_node_count=len(prefill), decode_node_count=len(decode), prefill_nodes=prefill, decode_nodes=decode
+            prefill_node_count=len(prefill),
+            decode_node_count=len(decode),
+            prefill_nodes=prefill,
+            decode_nodes=decode,
         )
 
     @router.post("/instances/add", responses=_ADD_ERRORS, response_model_exclude_none=True)
@@ -109,7 +123,9 @@ def admin_routes(
 
 
 def _fate(error: StoreDown) -> str:
-    return "was not added" if isinstance(error, StoreNotWritten) else "may or may not have been added"
+    return (
+        "was not added" if isinstance(error, StoreNotWritten) else "may or may not have been added"
+    )
 
 
 def _not_added(new: NewInstance, why: Exception) -> HTTPException:

@@ -1,6 +1,8 @@
-"""Which routes are at which port: with an admin port, the main one has those that clients use, and nothing else.
+"""Which routes are at which port: with an admin port, the main one has those that clients use, and
+nothing else.
 
-Probes of load balancers in front of the main port need `/health` or `/ready` there, so both ports have these.
+Probes of load balancers in front of the main port need `/health` or `/ready` there, so both ports
+have these.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -54,10 +56,13 @@ def build_applications(
 ) -> Applications:
     """Build them. ``lifespan`` is that of the main one, ``own_name`` that of this machine.
 
-    Requests of clients need one more middleware (api/request_context.py), which ``app.py`` adds to the main one.
+    Requests of clients need one more middleware (api/request_context.py), which ``app.py`` adds to
+    the main one.
     """
     main = new_application(lifespan)
-    main.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(settings, own_name))
+    main.add_middleware(
+        AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(settings, own_name)
+    )
     if settings.allowed_origins:
         main.add_middleware(CrossOriginMiddleware, origins=AllowedOrigins(settings.allowed_origins))
     for router in (*routes.clients, *routes.probes):
@@ -68,7 +73,9 @@ def build_applications(
         return Applications(main, None)
     admin = new_application(_no_lifespan)
     there = replace(settings, host=settings.admin_host or settings.host)
-    admin.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(there, own_name))
+    admin.add_middleware(
+        AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(there, own_name)
+    )
     for router in routes.probes:
         _add(admin, router)
     _add_operators(admin, routes, elsewhere=main.routes)
@@ -82,7 +89,9 @@ def _add_operators(app: FastAPI, routes: Routes, *, elsewhere: Sequence[BaseRout
 
 
 def _add(app: FastAPI, router: APIRouter) -> None:
-    """Add routes as they are: ``include_router`` would make each anew, models of its bodies and answers and all."""
+    """Add routes as they are: ``include_router`` would make each anew, models of its bodies and
+    answers and all.
+    """
     for route in router.routes:
         if isinstance(route, APIRoute):
             route.unique_id = operation_id(route)

@@ -1,7 +1,9 @@
-"""A request that an ASGI application answers: whatever is not for an endpoint goes to FastAPI by this.
+"""A request that an ASGI application answers: whatever is not for an endpoint goes to FastAPI by
+this.
 
-The connection has read its head and divides the body from what is behind it; here are the scope, the two channels
-(ASGI 3.0, https://asgi.readthedocs.io/en/latest/specs/www.html) and the bytes of the answer (RFC 9112, 6 and 7).
+The connection has read its head and divides the body from what is behind it; here are the scope,
+the two channels (ASGI 3.0, https://asgi.readthedocs.io/en/latest/specs/www.html) and the bytes of
+the answer (RFC 9112, 6 and 7).
 """
 
 import asyncio
@@ -19,7 +21,12 @@ from pdrelay_proxy.errors import BadFraming
 
 Message: TypeAlias = MutableMapping[str, Any]
 App: TypeAlias = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+    [
+        MutableMapping[str, Any],
+        Callable[[], Awaitable[Message]],
+        Callable[[Message], Awaitable[None]],
+    ],
+    Awaitable[None],
 ]
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY: Final = (204, 304)
@@ -55,7 +62,8 @@ class AsgiExchange:
         self._connection = connection
         self._scope = dict(scope) | _request_scope(head)
         self._is_old = head.is_old
-        # A client that waits for us to ask for its body may never send it: its connection ends with the answer.
+        # A client that waits for us to ask for its body may never send it: its connection ends with
+        # the answer.
         self._expects = head.expects and head.length != 0 and not head.is_old
         self.keep_alive = head.keep_alive and not head.is_old and not self._expects
         self.response_started = self.response_complete = False
@@ -91,7 +99,10 @@ class AsgiExchange:
         self._news.set()
 
     async def run(self, app: App) -> None:
-        """Have the application answer. Whatever it does, the answer has an end, or the connection."""
+        """Have the application answer.
+
+        Whatever it does, the answer has an end, or the connection.
+        """
         scope = self._scope
         try:
             await app(scope, self._receive, self._send)
@@ -103,7 +114,9 @@ class AsgiExchange:
             self._fail()
         else:
             if not (self.response_complete or self._gone):
-                logger.error("the application has not answered %s %s", scope["method"], scope["path"])
+                logger.error(
+                    "the application has not answered %s %s", scope["method"], scope["path"]
+                )
                 self._fail()
 
     def _fail(self) -> None:
@@ -114,7 +127,13 @@ class AsgiExchange:
             self._connection.transport.close()
             return
         self.keep_alive = False
-        self._begin(500, [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(_FAILED))])
+        self._begin(
+            500,
+            [
+                (b"content-type", b"text/plain; charset=utf-8"),
+                (b"content-length", b"%d" % len(_FAILED)),
+            ],
+        )
         self._write(_FAILED, more=False)
 
     # ASGI
@@ -123,7 +142,11 @@ class AsgiExchange:
         if self._expects and not self._connection.transport.is_closing():
             self._expects = False
             self._connection.transport.write(CONTINUE)
-        while not (self._gone or self.response_complete or (not self._told and (self._body or not self._more))):
+        while not (
+            self._gone
+            or self.response_complete
+            or (not self._told and (self._body or not self._more))
+        ):
             self._connection.flow.resume_reading()
             self._news.clear()
             await self._news.wait()
@@ -164,7 +187,8 @@ class AsgiExchange:
         self._has_body = self._scope["method"] != "HEAD" and status not in _NO_BODY
         if self._has_body and self._left is None:
             self._chunks = not self._is_old
-            self.keep_alive = self.keep_alive and self._chunks  # else the end of the connection is its end
+            # else the end of the connection is its end
+            self.keep_alive = self.keep_alive and self._chunks
         if self._chunks:
             lines.append(b"transfer-encoding: chunked\r\n")
         if not self.keep_alive:
@@ -180,7 +204,9 @@ class AsgiExchange:
                 if self._left < 0 or (self._left and not more):
                     raise RuntimeError("the body is not as long as its content-length says")
             if self._chunks:
-                body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"" if more else b"0\r\n\r\n")
+                body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (
+                    b"" if more else b"0\r\n\r\n"
+                )
             if body:
                 self._connection.transport.write(body)
         if not more:
@@ -196,7 +222,9 @@ def _request_scope(head: Head) -> dict[str, Any]:
     try:
         path, query = _parts_of(head.target)
     except httptools.HttpParserInvalidURLError as exc:
-        raise BadFraming("the target of the request cannot be read: write a path, or an absolute URL") from exc
+        raise BadFraming(
+            "the target of the request cannot be read: write a path, or an absolute URL"
+        ) from exc
     return {
         "http_version": "1.0" if head.is_old else "1.1",
         "method": head.method.decode("ascii"),
@@ -208,7 +236,9 @@ def _request_scope(head: Head) -> dict[str, Any]:
 
 
 def path_of(target: bytes) -> str:
-    """Return the path in the target of a request: without a host and a query, and without escapes; empty: none."""
+    """Return the path in the target of a request: without a host and a query, and without escapes;
+    empty: none.
+    """
     try:
         path, _ = _parts_of(target)
     except httptools.HttpParserInvalidURLError:
@@ -217,6 +247,8 @@ def path_of(target: bytes) -> str:
 
 
 def _parts_of(target: bytes) -> tuple[bytes, bytes]:
-    """Return the path and the query in the target of a request; a URL may end behind its host (RFC 9110, 4.2.3)."""
+    """Return the path and the query in the target of a request; a URL may end behind its host (RFC
+    9110, 4.2.3).
+    """
     url = httptools.parse_url(target)
     return url.path or b"/", url.query or b""

@@ -1,4 +1,6 @@
-"""What operators have done, and what others have tried: one line each in the log ``pdrelay.audit``, and a counter."""
+"""What operators have done, and what others have tried: one line each in the log ``pdrelay.audit``,
+and a counter.
+"""
 
 import logging
 from collections.abc import Callable, Generator, Mapping
@@ -14,7 +16,8 @@ from pdrelay_proxy.io.logs import note
 LOG: Final = logging.getLogger("pdrelay.audit")  # by this name people filter
 LOG.setLevel(logging.INFO)  # whatever log_level says of all else
 _ACTIONS: Final = frozenset({"list", "add", "remove", "drain", "undrain", "turn", "explain"})
-_READS: Final = frozenset({"list", "explain"})  # they change nothing: a line only for those who may not
+# they change nothing: a line only for those who may not
+_READS: Final = frozenset({"list", "explain"})
 _TEXT_MOST: Final = 300  # characters of a value
 _LINES: Final = 10  # about callers without the key, in so many seconds; more are counted
 _SPAN_S: Final = 10.0
@@ -26,7 +29,8 @@ class AuditResult(StrEnum):
     OK = auto()
     REFUSED = auto()  # the operator asked for what cannot be
     FAILED = auto()  # the store, or the router
-    UNAUTHENTICATED = auto()  # no admin key, a wrong one, the join key for more than it may, or the router has none
+    # no admin key, a wrong one, the join key for more than it may, or the router has none
+    UNAUTHENTICATED = auto()
 
 
 @dataclass(slots=True)
@@ -57,7 +61,9 @@ class Audit:
         self._note(request, AuditResult.OK)
 
     def refused(self, request: Request, why: str) -> None:
-        """Write the line of a caller without the admin key, and bound how many of them there are."""
+        """Write the line of a caller without the admin key, and bound how many of them there
+        are.
+        """
         action = _action(request)
         now = self.clock()
         self.count(action, AuditResult.UNAUTHENTICATED)
@@ -87,18 +93,28 @@ def _action(request: Request) -> str:
     return last if last in _ACTIONS else "list"
 
 
-def _facts(request: Request, action: str, result: AuditResult, why: str | None) -> dict[str, object]:
+def _facts(
+    request: Request, action: str, result: AuditResult, why: str | None
+) -> dict[str, object]:
     client = request.client
     target = getattr(request.state, "target", None)
     key = getattr(request.state, "admin", None) or "-"
     host = "-" if client is None else client.host
-    found: dict[str, object] = {"action": action, "outcome": result.value, "key": key, "client": host}
+    found: dict[str, object] = {
+        "action": action,
+        "outcome": result.value,
+        "key": key,
+        "client": host,
+    }
     found |= {} if target is None else {"target": target[:_TEXT_MOST]}
     return found | ({} if why is None else {"why": why[:_TEXT_MOST]})
 
 
 def _text(found: Mapping[str, object]) -> str:
-    """Write the facts in one line: what a caller has written stands in quotes, and a line break in it is escaped."""
+    """Write the facts in one line: what a caller has written stands in quotes, and a line break in
+    it is escaped.
+    """
     return " ".join(
-        f"{name}={value!r}" if name in ("target", "why") else f"{name}={value}" for name, value in found.items()
+        f"{name}={value!r}" if name in ("target", "why") else f"{name}={value}"
+        for name, value in found.items()
     )

@@ -1,4 +1,6 @@
-"""Who may come in: while the router does not end, with a key if the operator wants one, and else from no web site."""
+"""Who may come in: while the router does not end, with a key if the operator wants one, and else
+from no web site.
+"""
 
 import asyncio
 from contextlib import suppress
@@ -17,7 +19,8 @@ from pdrelay_proxy.core.model import Headers
 from pdrelay_proxy.core.protocol.error_shapes import is_for_operators
 from pdrelay_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
 
-# For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.
+# For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs
+# a client's key.
 _OPEN: Final = frozenset(
     {
         "/",
@@ -49,7 +52,8 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # servers leave out the body themselves (ASGI, HTTP: "send")
+            # servers leave out the body themselves (ASGI, HTTP: "send")
+            scope = {**scope, "method": "GET"}
         headers: Headers = tuple(scope["headers"])
         for_all = is_open(scope["path"].rstrip("/") or "/")
         answer = _ObservedSend(send, self._lifetime)
@@ -62,7 +66,8 @@ class AuthMiddleware:
             await response_to(error, scope)(scope, receive, answer)
             return
         if for_all:
-            with suppress(ClientDisconnect):  # it hung up, or was too slow: there is nobody left to answer
+            # it hung up, or was too slow: there is nobody left to answer
+            with suppress(ClientDisconnect):
                 await self._app(scope, receive, send)
             return
         with self._lifetime.serving():
@@ -71,7 +76,8 @@ class AuthMiddleware:
             except asyncio.CancelledError:
                 if self._lifetime.stage is not Stage.CLOSED:
                     raise
-                # The server cuts off what took too long to finish, and cares for nothing that comes after.
+                # The server cuts off what took too long to finish, and cares for nothing that comes
+                # after.
                 if answer.start is None:  # else nothing can be said any more
                     await response_to(cut_short(), scope)(scope, receive, send)
 
@@ -80,7 +86,8 @@ class AuthMiddleware:
 class _ObservedSend:
     """Remembers how much of an answer has been sent, for the case that it must be cut off.
 
-    Once the router leaves it has the client open another connection, to another router, for its next request.
+    Once the router leaves it has the client open another connection, to another router, for its
+    next request.
     """
 
     send: Send

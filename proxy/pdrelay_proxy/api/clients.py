@@ -1,4 +1,6 @@
-"""The connections of all clients: how many there may be, whose they are, and which must get on within a time."""
+"""The connections of all clients: how many there may be, whose they are, and which must get on
+within a time.
+"""
 
 import asyncio
 import ipaddress
@@ -13,7 +15,8 @@ from pdrelay_proxy.io.fair_timeout import LateTimer
 from pdrelay_proxy.settings import OverloadStatus
 
 _RETRY_AFTER_S: Final = 5
-_SPARE_MOST: Final = 128  # connections above a limit that are told so; more are closed without a word
+# connections above a limit that are told so; more are closed without a word
+_SPARE_MOST: Final = 128
 _SPARE_SHARE: Final = 8  # there are as many as one for so many of the limit
 _LOOKS: Final = 4  # in the shortest time that a connection may take for something
 _LOOK_MOST_S: Final = 1.0
@@ -27,7 +30,8 @@ class Bounds:
     body_s: float = 30.0  # seconds to the end of a body, and one more for each 16 KiB of it
     connections: int | None = None
     per_address: int | None = None  # connections
-    overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE  # what a connection over a limit gets
+    # what a connection over a limit gets
+    overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
 
 
 class Timed(Protocol):
@@ -57,7 +61,8 @@ class Clients:
     ) -> None:
         self.bounds = bounds or Bounds()
         self.on_refused = on_refused  # is told of each connection that is refused
-        self.charge = charge  # take so many bytes of those that all requests may hold; fewer than 0: give them back
+        # take so many bytes of those that all requests may hold; fewer than 0: give them back
+        self.charge = charge
         self._count = 0
         self._by_address = Counter[str]()
         self._unfinished: dict[Timed, None] = {}
@@ -66,7 +71,9 @@ class Clients:
         self._look_s = min(_LOOK_MOST_S, self.bounds.head_s / _LOOKS, self.bounds.body_s / _LOOKS)
 
     def enter(self, host: str | None) -> tuple[str | None, RefusalReason | None]:
-        """Count a connection; return by what name ``leave`` has to be told of it, and why it is refused, if it is."""
+        """Count a connection; return by what name ``leave`` has to be told of it, and why it is
+        refused, if it is.
+        """
         self._count += 1
         bounds = self.bounds
         name = None
@@ -75,7 +82,11 @@ class Clients:
             self._by_address[name] += 1
         if bounds.connections is not None and self._count > bounds.connections:
             return name, RefusalReason.CONNECTIONS
-        if name is not None and bounds.per_address is not None and self._by_address[name] > bounds.per_address:
+        if (
+            name is not None
+            and bounds.per_address is not None
+            and self._by_address[name] > bounds.per_address
+        ):
             return name, RefusalReason.ADDRESS
         return name, None
 
@@ -89,16 +100,24 @@ class Clients:
                 del self._by_address[name]
 
     def refusal(self, fault: RefusalReason, name: str | None) -> TooManyConnections | None:
-        """Return what a connection over a limit is told; None: there are too many of them to tell them."""
+        """Return what a connection over a limit is told; None: there are too many of them to tell
+        them.
+        """
         bounds = self.bounds
         if _is_far_over(self._count, bounds.connections):
             return None
         if name is not None and _is_far_over(self._by_address[name], bounds.per_address):
             return None
         if fault is RefusalReason.ADDRESS:
-            said = f"this address has {bounds.per_address} connections to the router, the most it may have ({fault})"
+            said = (
+                f"this address has {bounds.per_address} connections to the router, the most it may "
+                f"have ({fault})"
+            )
         else:
-            said = f"the router has {bounds.connections} connections of clients, the most it may have ({fault})"
+            said = (
+                f"the router has {bounds.connections} connections of clients, the most it may have "
+                f"({fault})"
+            )
         return TooManyConnections(said, retry_after_s=_RETRY_AFTER_S)
 
     def watch(self, connection: Timed) -> None:
@@ -133,7 +152,9 @@ def _is_far_over(count: int, limit: int | None) -> bool:
 
 
 def network_of(host: str) -> str:
-    """Return what counts as one address: an IPv4 address, or the 64 bits of IPv6 that one customer gets at least."""
+    """Return what counts as one address: an IPv4 address, or the 64 bits of IPv6 that one customer
+    gets at least.
+    """
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return host

@@ -1,6 +1,8 @@
-"""What browsers need to let pages of allowed origins ask: answers to their questions, and headers of FastAPI's answers.
+"""What browsers need to let pages of allowed origins ask: answers to their questions, and headers
+of FastAPI's answers.
 
-The endpoints' own answers have these headers by requests/client_response.py. Routes for operators have none.
+The endpoints' own answers have these headers by requests/client_response.py. Routes for operators
+have none.
 """
 
 from typing import Final
@@ -27,15 +29,26 @@ class CrossOriginMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a question, or let a request pass and add to its answer."""
         path = scope.get("path", "")
-        if scope["type"] != "http" or not (path in ENDPOINTS or path == _MODELS) or is_endpoint(scope):
+        if (
+            scope["type"] != "http"
+            or not (path in ENDPOINTS or path == _MODELS)
+            or is_endpoint(scope)
+        ):
             await self._app(scope, receive, send)
             return
         headers: Headers = tuple(scope["headers"])
         origin = first_header(headers, b"origin")
-        if scope["method"] == "OPTIONS" and first_header(headers, b"access-control-request-method") is not None:
-            permission = self._origins.permission(headers, b"POST" if path in ENDPOINTS else b"GET, HEAD")
+        if (
+            scope["method"] == "OPTIONS"
+            and first_header(headers, b"access-control-request-method") is not None
+        ):
+            permission = self._origins.permission(
+                headers, b"POST" if path in ENDPOINTS else b"GET, HEAD"
+            )
             if permission is None:
-                error = CrossSite("pages of this origin may not use this router: name it in allowed_origins")
+                error = CrossSite(
+                    "pages of this origin may not use this router: name it in allowed_origins"
+                )
                 await response_to(error, scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 204, "headers": [*permission]})

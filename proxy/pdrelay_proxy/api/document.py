@@ -1,6 +1,7 @@
 """FastAPI's document of every path, and a page that shows it without a script from elsewhere.
 
-FastAPI's own /docs loads Swagger UI from a CDN: a cluster may have no way there, and operators type the router's key.
+FastAPI's own /docs loads Swagger UI from a CDN: a cluster may have no way there, and operators type
+the router's key.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,11 @@ from pdrelay_proxy.api.operator_route import OPERATORS, is_admin
 from pdrelay_proxy.api.page import PAGE_HEADERS, anybody, content_policy
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 
-OTHER_PORT: Final = "x-pdrelay-main-port"  # marks a path of the document that is at the main port alone
+# marks a path of the document that is at the main port alone
+OTHER_PORT: Final = "x-pdrelay-main-port"
 _ABOUT: Final = (
-    "A router for vLLM engines that prefill and engines that decode. Bodies go to the engines as they are: fields that "
+    "A router for vLLM engines that prefill and engines that decode. Bodies go to the engines as "
+    "they are: fields that "
     "are not named here are the engine's to accept or to refuse."
 )
 
@@ -50,10 +53,11 @@ def document_routes(
     *,
     elsewhere: Sequence[BaseRoute] = (),
 ) -> APIRouter:
-    """Build the routes of the document and its page; ``browsers`` raises Unauthorized for who may not see them.
+    """Build the routes of the document and its page; ``browsers`` raises Unauthorized for who may
+    not see them.
 
-    What is for operators is in the document for those who show their key. ``elsewhere``: routes of another port, which
-    are in it, too.
+    What is for operators is in the document for those who show their key. ``elsewhere``: routes of
+    another port, which are in it, too.
     """
     router = APIRouter(include_in_schema=False, dependencies=[Depends(browsers)])
     html = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
@@ -68,15 +72,21 @@ def document_routes(
     async def openapi(request: Request) -> Response:
         operators = is_admin(request, admin_key)
         if operators not in made:
-            routes = [one for one in app.routes if operators or OPERATORS not in getattr(one, "tags", ())]
+            routes = [
+                one for one in app.routes if operators or OPERATORS not in getattr(one, "tags", ())
+            ]
             here = {getattr(one, "path", "") for one in routes}
             others = [one for one in elsewhere if getattr(one, "path", "") not in here]
             shown = [*others, *routes]
-            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=shown)
+            document = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=shown
+            )
             add_schemas(document)
             for path in {getattr(one, "path", "") for one in others} & document["paths"].keys():
                 document["paths"][path][OTHER_PORT] = True
             made[operators] = msgspec.json.encode(document)
-        return Response(made[operators], headers={"cache-control": "no-store"}, media_type="application/json")
+        return Response(
+            made[operators], headers={"cache-control": "no-store"}, media_type="application/json"
+        )
 
     return router

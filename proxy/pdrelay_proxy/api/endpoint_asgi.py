@@ -1,4 +1,5 @@
-"""The endpoints as an ASGI application: for what takes uvicorn's way, other servers, and tests without a socket.
+"""The endpoints as an ASGI application: for what takes uvicorn's way, other servers, and tests
+without a socket.
 
 The request is the same one (requests/request.py); only its bytes come and go by ASGI's messages.
 """
@@ -31,7 +32,8 @@ class Endpoints:
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         request = Request(self._requests, response, scope["path"], headers)
         response.hold_up_when_full(request)
-        response.keep_alive = b"expect" not in dict(headers)  # of a refusal: the body may never come
+        # of a refusal: the body may never come
+        response.keep_alive = b"expect" not in dict(headers)
         try:
             if request.check():
                 response.keep_alive = True
@@ -42,7 +44,9 @@ class Endpoints:
             request.leave()
             response.free()
 
-    async def _answer(self, request: Request, response: "_AsgiResponse", receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, request: Request, response: "_AsgiResponse", receive: Receive, send: Send
+    ) -> None:
         """Send the answer as it comes, and notice when the client goes."""
         watching = asyncio.create_task(_watch(request, receive))
         try:
@@ -50,7 +54,8 @@ class Endpoints:
         except asyncio.CancelledError:
             if self._requests.services.lifetime.stage is not Stage.CLOSED:
                 raise
-            # The server cuts off what took too long to finish, and cares for nothing that comes after.
+            # The server cuts off what took too long to finish, and cares for nothing that comes
+            # after.
             request.interrupt(cut_short())
             await response.send_to(send)
         finally:
@@ -93,15 +98,22 @@ class _AsgiResponse:
         self._news = asyncio.Event()
 
     def hold_up_when_full(self, request: Request) -> None:
-        """Have a request wait while too much is kept; it is built with this writer, and so comes later."""
+        """Have a request wait while too much is kept; it is built with this writer, and so comes
+        later.
+        """
         self._request = request
 
-    def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
+    def begin(
+        self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False
+    ) -> None:
         """Keep the head and the whole body, or the first piece of a stream."""
         del last
         self.begun = True
         self._streams = streams
-        headers = [(name, value) for name, _, value in [line.partition(b": ") for line in lines.split(b"\r\n")[:-1]]]
+        headers = [
+            (name, value)
+            for name, _, value in [line.partition(b": ") for line in lines.split(b"\r\n")[:-1]]
+        ]
         if not streams:
             headers.append((b"content-length", b"%d" % len(body)))
         if not self.keep_alive:
@@ -138,7 +150,9 @@ class _AsgiResponse:
         for at in range(0, len(body), LONG_BODY) or (0,):
             piece = body[at : at + LONG_BODY]
             is_more = more or at + LONG_BODY < len(body)
-            self._messages.append({"type": "http.response.body", "body": piece, "more_body": is_more})
+            self._messages.append(
+                {"type": "http.response.body", "body": piece, "more_body": is_more}
+            )
         self._news.set()
 
     async def send_to(self, send: Send) -> None:

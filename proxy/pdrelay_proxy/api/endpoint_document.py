@@ -1,7 +1,8 @@
-"""What the document says of each endpoint: its name for generated clients, one sentence, its request and its answer.
+"""What the document says of each endpoint: its name for generated clients, one sentence, its
+request and its answer.
 
-The shapes are vLLM's, as far as a client writes and reads them; every request and answer may have more fields. Nothing
-is checked by them: the engines do that.
+The shapes are vLLM's, as far as a client writes and reads them; every request and answer may have
+more fields. Nothing is checked by them: the engines do that.
 """
 
 from collections.abc import Mapping
@@ -39,13 +40,16 @@ def _shape(about: str, needed: Mapping[str, Part], other: Mapping[str, Part] | N
 _INPUT: Final[Part] = {"anyOf": [_TEXT, _list(_TEXT), _list(_WHOLE), _list(_list(_WHOLE))]}
 _TEXTS: Final[Part] = {"anyOf": [_TEXT, _list(_TEXT)]}
 _USAGE: Final[Part] = _or_null(
-    _shape("Tokens", {"prompt_tokens": _WHOLE, "total_tokens": _WHOLE}, {"completion_tokens": _WHOLE})
+    _shape(
+        "Tokens", {"prompt_tokens": _WHOLE, "total_tokens": _WHOLE}, {"completion_tokens": _WHOLE}
+    )
 )
 _MODEL: Final[Mapping[str, Part]] = {"model": _or_null(_TEXT)}
 _COMMON: Final[Mapping[str, Part]] = {**_MODEL, "priority": _WHOLE, "user": _TEXT}
 _MADE: Final[Mapping[str, Part]] = {"id": _TEXT, "object": _TEXT, "created": _WHOLE, "model": _TEXT}
 
-# Answers, and the requests of endpoints with one leg, by the names of their schemas; text_schemas.py has the others.
+# Answers, and the requests of endpoints with one leg, by the names of their schemas;
+# text_schemas.py has the others.
 SHAPES: Final[Mapping[str, Part]] = {
     "ResponseObject": _shape(
         "An answer of the Responses API",
@@ -62,16 +66,28 @@ SHAPES: Final[Mapping[str, Part]] = {
     "Message": _shape(
         "An answer of the Messages API",
         {"id": _TEXT, "type": _TEXT, "role": _TEXT, "model": _TEXT, "content": _list(_OBJECT)},
-        {"stop_reason": _or_null(_TEXT), "usage": _shape("Tokens", {"input_tokens": _WHOLE, "output_tokens": _WHOLE})},
+        {
+            "stop_reason": _or_null(_TEXT),
+            "usage": _shape("Tokens", {"input_tokens": _WHOLE, "output_tokens": _WHOLE}),
+        },
     ),
     "GeneratedTokens": _shape(
         "Token ids that go on with those of the request",
-        {"request_id": _TEXT, "choices": _list(_shape("One of n", {"index": _WHOLE, "token_ids": _list(_WHOLE)}))},
+        {
+            "request_id": _TEXT,
+            "choices": _list(_shape("One of n", {"index": _WHOLE, "token_ids": _list(_WHOLE)})),
+        },
     ),
-    "EmbeddingRequest": _shape("Texts to embed", {"input": _INPUT}, {**_COMMON, "dimensions": _WHOLE}),
+    "EmbeddingRequest": _shape(
+        "Texts to embed", {"input": _INPUT}, {**_COMMON, "dimensions": _WHOLE}
+    ),
     "EmbeddingList": _shape(
         "An embedding of each text",
-        {**_MADE, "data": _list(_shape("One", {"index": _WHOLE, "object": _TEXT, "embedding": _ANY})), "usage": _USAGE},
+        {
+            **_MADE,
+            "data": _list(_shape("One", {"index": _WHOLE, "object": _TEXT, "embedding": _ANY})),
+            "usage": _USAGE,
+        },
     ),
     "CohereEmbedRequest": _shape(
         "Texts to embed, in Cohere's API",
@@ -79,19 +95,33 @@ SHAPES: Final[Mapping[str, Part]] = {
         {**_COMMON, "texts": _list(_TEXT), "input_type": _TEXT, "embedding_types": _list(_TEXT)},
     ),
     "PoolingRequest": _shape("Texts to pool", {"input": _INPUT}, _COMMON),
-    "PooledList": _shape("What each text was pooled to", {**_MADE, "data": _list(_OBJECT), "usage": _USAGE}),
+    "PooledList": _shape(
+        "What each text was pooled to", {**_MADE, "data": _list(_OBJECT), "usage": _USAGE}
+    ),
     "ClassificationRequest": _shape("Texts to classify", {"input": _INPUT}, _COMMON),
-    "ScoreRequest": _shape("Two texts, or a text and several", {"text_1": _TEXTS, "text_2": _TEXTS}, _COMMON),
+    "ScoreRequest": _shape(
+        "Two texts, or a text and several", {"text_1": _TEXTS, "text_2": _TEXTS}, _COMMON
+    ),
     "ScoreList": _shape(
         "A score for each pair",
-        {**_MADE, "data": _list(_shape("One", {"index": _WHOLE, "score": _NUMBER})), "usage": _USAGE},
+        {
+            **_MADE,
+            "data": _list(_shape("One", {"index": _WHOLE, "score": _NUMBER})),
+            "usage": _USAGE,
+        },
     ),
     "RerankRequest": _shape(
-        "A query, and documents to sort by it", {"query": _TEXT, "documents": _list(_ANY)}, {**_COMMON, "top_n": _WHOLE}
+        "A query, and documents to sort by it",
+        {"query": _TEXT, "documents": _list(_ANY)},
+        {**_COMMON, "top_n": _WHOLE},
     ),
     "RankedList": _shape(
         "Documents, the most relevant first",
-        {"id": _TEXT, "model": _TEXT, "results": _list(_shape("One", {"index": _WHOLE, "relevance_score": _NUMBER}))},
+        {
+            "id": _TEXT,
+            "model": _TEXT,
+            "results": _list(_shape("One", {"index": _WHOLE, "relevance_score": _NUMBER})),
+        },
     ),
     "GenerativeScoringRequest": _shape(
         "A query, and items to score by the probability of labels",
@@ -99,14 +129,22 @@ SHAPES: Final[Mapping[str, Part]] = {
         _COMMON,
     ),
     "DecisionRequest": _shape(
-        "Questions about a text or an object", {"state": _ANY, "questions": _OBJECT}, {**_MODEL, "instructions": _TEXT}
+        "Questions about a text or an object",
+        {"state": _ANY, "questions": _OBJECT},
+        {**_MODEL, "instructions": _TEXT},
     ),
     "EngineRequest": _shape("All of it goes to the engine as it came", {}, _COMMON),
-    "BatchChatRequest": _shape("Several chats", {"messages": _list(_list(_OBJECT))}, {**_COMMON, "max_tokens": _WHOLE}),
-    "TokenizeRequest": _shape(
-        "A text, or the messages of a chat", {}, {**_MODEL, "prompt": _TEXT, "messages": _list(_OBJECT)}
+    "BatchChatRequest": _shape(
+        "Several chats", {"messages": _list(_list(_OBJECT))}, {**_COMMON, "max_tokens": _WHOLE}
     ),
-    "Tokens": _shape("Token ids", {"tokens": _list(_WHOLE), "count": _WHOLE, "max_model_len": _WHOLE}),
+    "TokenizeRequest": _shape(
+        "A text, or the messages of a chat",
+        {},
+        {**_MODEL, "prompt": _TEXT, "messages": _list(_OBJECT)},
+    ),
+    "Tokens": _shape(
+        "Token ids", {"tokens": _list(_WHOLE), "count": _WHOLE, "max_model_len": _WHOLE}
+    ),
     "DetokenizeRequest": _shape("Token ids", {"tokens": _list(_WHOLE)}, _MODEL),
     "Prompt": _shape("The text of token ids", {"prompt": _TEXT}),
     "CountTokensRequest": _shape(
@@ -141,7 +179,8 @@ class EndpointText:
     summary: str
     answer: str  # the name of its schema
     request: str = ""  # the same; empty: its signature says it
-    example: Part | None = None  # a request that is served; greedy, so that a small model answers sensibly
+    # a request that is served; greedy, so that a small model answers sensibly
+    example: Part | None = None
     event: str = ""  # the name of the schema of a stream's events; empty: it says nothing of them
 
 
@@ -162,7 +201,9 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         {"messages": _CHAT, "max_tokens": 16, "temperature": 0},
         event="ChatCompletionStreamResponse",
     ),
-    "/v1/responses": EndpointText("create_response", "Answer, in the Responses API", "ResponseObject"),
+    "/v1/responses": EndpointText(
+        "create_response", "Answer, in the Responses API", "ResponseObject"
+    ),
     "/v1/messages": EndpointText("create_message", "Answer, in the Messages API", "Message"),
     "/inference/v1/generate": EndpointText(
         "generate_tokens", "Go on with token ids, in vLLM's own API", "GeneratedTokens"
@@ -177,13 +218,23 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "CohereEmbedRequest",
         {"texts": ["hello"], "input_type": "search_document", "embedding_types": ["float"]},
     ),
-    "/pooling": EndpointText("create_pooling", "Pool texts", "PooledList", "PoolingRequest", {"input": "hello"}),
+    "/pooling": EndpointText(
+        "create_pooling", "Pool texts", "PooledList", "PoolingRequest", {"input": "hello"}
+    ),
     "/classify": EndpointText(
-        "create_classification", "Classify texts", "PooledList", "ClassificationRequest", {"input": "hello"}
+        "create_classification",
+        "Classify texts",
+        "PooledList",
+        "ClassificationRequest",
+        {"input": "hello"},
     ),
     **{
         path: EndpointText(
-            operation, "Score pairs of texts", "ScoreList", "ScoreRequest", {"text_1": "hello", "text_2": ["hi", "bye"]}
+            operation,
+            "Score pairs of texts",
+            "ScoreList",
+            "ScoreRequest",
+            {"text_1": "hello", "text_2": ["hi", "bye"]},
         )
         for path, operation in (("/score", "create_score"), ("/v1/score", "create_score_v1"))
     },
@@ -195,7 +246,11 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
             "RerankRequest",
             {"query": "hello", "documents": ["hi", "bye"]},
         )
-        for path, operation in (("/rerank", "rerank"), ("/v1/rerank", "rerank_v1"), ("/v2/rerank", "rerank_v2"))
+        for path, operation in (
+            ("/rerank", "rerank"),
+            ("/v1/rerank", "rerank_v1"),
+            ("/v2/rerank", "rerank_v2"),
+        )
     },
     "/generative_scoring": EndpointText(
         "create_generative_score",
@@ -211,7 +266,9 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "DecisionRequest",
         {"state": "It rains.", "questions": {"wet": {"type": "boolean", "question": "Is it wet?"}}},
     ),
-    "/v1/decisions": EndpointText("create_decision", "Decide, with vLLM 0.33", "EngineAnswer", "EngineRequest", {}),
+    "/v1/decisions": EndpointText(
+        "create_decision", "Decide, with vLLM 0.33", "EngineAnswer", "EngineRequest", {}
+    ),
     "/v1/chat/completions/batch": EndpointText(
         "create_chat_completion_batch",
         "Answer in several chats",
@@ -220,10 +277,18 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         {"messages": [_CHAT, _CHAT], "max_tokens": 16, "temperature": 0},
     ),
     "/tokenize": EndpointText(
-        "tokenize", "Turn a text or a chat into token ids", "Tokens", "TokenizeRequest", {"prompt": "hello"}
+        "tokenize",
+        "Turn a text or a chat into token ids",
+        "Tokens",
+        "TokenizeRequest",
+        {"prompt": "hello"},
     ),
     "/detokenize": EndpointText(
-        "detokenize", "Turn token ids into a text", "Prompt", "DetokenizeRequest", {"tokens": [1, 2, 3]}
+        "detokenize",
+        "Turn token ids into a text",
+        "Prompt",
+        "DetokenizeRequest",
+        {"tokens": [1, 2, 3]},
     ),
     "/v1/messages/count_tokens": EndpointText(
         "count_message_tokens",
@@ -236,16 +301,28 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "render_completion", "Turn a completion into token ids", "EngineAnswer", "CompletionRequest"
     ),
     "/v1/chat/completions/render": EndpointText(
-        "render_chat_completion", "Turn a chat into token ids", "EngineAnswer", "ChatCompletionRequest"
+        "render_chat_completion",
+        "Turn a chat into token ids",
+        "EngineAnswer",
+        "ChatCompletionRequest",
     ),
     "/v1/responses/render": EndpointText(
-        "render_response", "Turn a request of the Responses API into token ids", "EngineAnswer", "ResponsesRequest"
+        "render_response",
+        "Turn a request of the Responses API into token ids",
+        "EngineAnswer",
+        "ResponsesRequest",
     ),
     "/v1/messages/render": EndpointText(
-        "render_message", "Turn a request of the Messages API into token ids", "EngineAnswer", "MessagesRequest"
+        "render_message",
+        "Turn a request of the Messages API into token ids",
+        "EngineAnswer",
+        "MessagesRequest",
     ),
     "/v1/completions/derender": EndpointText(
-        "derender_completion", "Write token ids as a completion", "CompletionResponse", "DerenderCompletionRequest"
+        "derender_completion",
+        "Write token ids as a completion",
+        "CompletionResponse",
+        "DerenderCompletionRequest",
     ),
     "/v1/chat/completions/derender": EndpointText(
         "derender_chat_completion",
@@ -253,8 +330,12 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "ChatCompletionResponse",
         "DerenderChatRequest",
     ),
-    "/v1/audio/transcriptions": EndpointText("create_transcription", "Write down what is said", "Transcription"),
-    "/v1/audio/translations": EndpointText("create_translation", "Write down in English what is said", "Transcription"),
+    "/v1/audio/transcriptions": EndpointText(
+        "create_transcription", "Write down what is said", "Transcription"
+    ),
+    "/v1/audio/translations": EndpointText(
+        "create_translation", "Write down in English what is said", "Transcription"
+    ),
 }
 
 # Fields of vLLM 0.32's requests that the router does not look at, by their types.
@@ -294,8 +375,16 @@ VLLM_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 EXAMPLES: Final[Mapping[str, Part]] = {
     "ResponsesRequest": {"input": "Say hello.", "max_output_tokens": 16, "temperature": 0},
-    "MessagesRequest": {"model": _MODEL_NAME, "messages": _CHAT, "max_tokens": 16, "temperature": 0},
-    "TokensRequest": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 16, "temperature": 0}},
+    "MessagesRequest": {
+        "model": _MODEL_NAME,
+        "messages": _CHAT,
+        "max_tokens": 16,
+        "temperature": 0,
+    },
+    "TokensRequest": {
+        "token_ids": [1, 2, 3],
+        "sampling_params": {"max_tokens": 16, "temperature": 0},
+    },
 }
 
 

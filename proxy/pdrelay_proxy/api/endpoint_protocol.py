@@ -1,4 +1,5 @@
-"""The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
+"""The edge of the endpoints: their requests go from the connection to requests/request.py, and
+everything else to ASGI.
 
 Behind another server FastAPI serves the same endpoints, by api/endpoint_asgi.py.
 """
@@ -29,21 +30,29 @@ def endpoint_protocol(
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for ``uvicorn.Config(http=...)``.
 
-    ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is called for each that has
-    not.
+    ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is
+    called for each that has not.
     """
-    given: dict[str, object] = {"requests": requests, "clients": clients, "write_timeout_s": write_timeout_s}
+    given: dict[str, object] = {
+        "requests": requests,
+        "clients": clients,
+        "write_timeout_s": write_timeout_s,
+    }
     given["on_write_timeout"] = staticmethod(on_write_timeout)
     return type("EndpointProtocol", (_EndpointProtocol,), given)
 
 
 class _EndpointProtocol(GuardedProtocol):
-    """A connection whose requests for endpoints do not go to the application. It is the ClientConnection of those."""
+    """A connection whose requests for endpoints do not go to the application.
+
+    It is the ClientConnection of those.
+    """
 
     requests: RequestSet
 
     _request: Request | None = None  # that was read last, if it was for an endpoint
-    _unwritten: memoryview | None = None  # the rest of a long answer, which the client has yet to make room for
+    # the rest of a long answer, which the client has yet to make room for
+    _unwritten: memoryview | None = None
     _keeps = False  # whether the connection stays open behind it
     _busy = False  # a request for an endpoint is under way
 
@@ -59,12 +68,18 @@ class _EndpointProtocol(GuardedProtocol):
             super().begin(head)
             return
         keep_alive = head.keep_alive and not head.is_old
-        waits = head.expects and not head.is_old and head.length != 0  # the client sends its body if we say so
-        response = HttpResponse(self, self.transport.write, keep_alive and not waits, not head.is_old)
-        request = self._request = self.exchange = Request(self.requests, response, path, head.headers, head.shown)
+        # the client sends its body if we say so
+        waits = head.expects and not head.is_old and head.length != 0
+        response = HttpResponse(
+            self, self.transport.write, keep_alive and not waits, not head.is_old
+        )
+        request = self._request = self.exchange = Request(
+            self.requests, response, path, head.headers, head.shown
+        )
         self._busy = True
         if request.check() and waits:
-            request.keep_alive = keep_alive  # a refusal closes: what comes behind it may be the body or a request
+            # a refusal closes: what comes behind it may be the body or a request
+            request.keep_alive = keep_alive
             self.transport.write(CONTINUE)
 
     def take(self, piece: bytes, *, is_all: bool = False) -> None:
@@ -100,7 +115,9 @@ class _EndpointProtocol(GuardedProtocol):
             self._request.resume()
 
     def eof_received(self) -> None:
-        """Leave the rest of a long answer to the transport, which is closed behind this and writes what it has."""
+        """Leave the rest of a long answer to the transport, which is closed behind this and writes
+        what it has.
+        """
         rest = self._unwritten
         self._unwritten = None
         if rest is not None:
@@ -115,7 +132,9 @@ class _EndpointProtocol(GuardedProtocol):
     # What its request calls
 
     def write_long(self, head: bytes, body: bytes) -> None:
-        """Write an answer in pieces: a transport would keep all of it for a client that reads nothing, uncounted."""
+        """Write an answer in pieces: a transport would keep all of it for a client that reads
+        nothing, uncounted.
+        """
         self.transport.write(head)
         self._unwritten = memoryview(body)
         self._charge(len(body))
@@ -143,7 +162,9 @@ class _EndpointProtocol(GuardedProtocol):
             self._keeps = False
 
     def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
-        """Close a connection on which half of an answer is written: another one would stand in its middle."""
+        """Close a connection on which half of an answer is written: another one would stand in its
+        middle.
+        """
         if self._unwritten is None:
             super()._refuse(fault, error)
             return
@@ -164,6 +185,8 @@ class _EndpointProtocol(GuardedProtocol):
 
 
 def _path_of(target: bytes) -> str | None:
-    """Return the path of an endpoint that is written in another way: with a query, a host or escapes."""
+    """Return the path of an endpoint that is written in another way: with a query, a host or
+    escapes.
+    """
     found = path_of(target)
     return found if found in ENDPOINTS else None

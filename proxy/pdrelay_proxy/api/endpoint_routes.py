@@ -1,8 +1,10 @@
-"""The routes of everything that engines do for clients: signatures describe them, api/endpoint_asgi.py serves them.
+"""The routes of everything that engines do for clients: signatures describe them,
+api/endpoint_asgi.py serves them.
 
-A signature says what a path takes; nothing calls it. FastAPI would read a body whole and check it before a handler
-runs, while these bodies are charged piece by piece and go on as they came. Under uvicorn most requests do not come here
-either: api/endpoint_protocol.py takes them from the connection.
+A signature says what a path takes; nothing calls it. FastAPI would read a body whole and check it
+before a handler runs, while these bodies are charged piece by piece and go on as they came. Under
+uvicorn most requests do not come here either: api/endpoint_protocol.py takes them from the
+connection.
 """
 
 import re
@@ -38,7 +40,11 @@ _Headers: TypeAlias = Annotated[ForwardedHeaders, Header()]
 # Either will do, which two entries in a document's ``security`` say.
 CLIENT_KEYS: Final[tuple[Any, ...]] = (
     Security(HTTPBearer(scheme_name="bearer", description="A key of a client", auto_error=False)),
-    Security(APIKeyHeader(name="X-Api-Key", scheme_name="key", description="A key of a client", auto_error=False)),
+    Security(
+        APIKeyHeader(
+            name="X-Api-Key", scheme_name="key", description="A key of a client", auto_error=False
+        )
+    ),
 )
 _ERRORS: Final[Mapping[int | str, str]] = {
     400: "The request is not one that the router or an engine takes",
@@ -56,8 +62,10 @@ _ERRORS: Final[Mapping[int | str, str]] = {
     **ANY_ROUTE,
 }
 _ABOUT_TEXT: Final = (
-    f"The fields are those of vLLM {VLLM}. Others go to the engines as they came, but for kv_transfer_params, "
-    "ec_transfer_params and chat_template, which are a 400. With stream=true the answer is a stream of events."
+    f"The fields are those of vLLM {VLLM}. Others go to the engines as they came, but for "
+    f"kv_transfer_params, "
+    "ec_transfer_params and chat_template, which are a 400. With stream=true the answer is a "
+    "stream of events."
 )
 _TEXT: Final[Part] = {"schema": {"type": "string"}}
 _ANSWER_HEADERS: Final[Part] = {
@@ -108,7 +116,12 @@ _GENERATING: Final[Mapping[str, Callable[..., Awaitable[None]]]] = {
 class EndpointRoute(APIRoute):
     """A path that an ASGI application serves; its signature is there for the document."""
 
-    def __init__(self, path: str, signature: Callable[..., Awaitable[None]], **described: Any) -> None:  # noqa: ANN401 (what FastAPI takes)
+    def __init__(
+        self,
+        path: str,
+        signature: Callable[..., Awaitable[None]],
+        **described: Any,  # noqa: ANN401 (what FastAPI takes)
+    ) -> None:
         super().__init__(path, signature, methods=["POST"], response_model=None, **described)
 
     def served_by(self, application: ASGIApp) -> "EndpointRoute":
@@ -118,12 +131,16 @@ class EndpointRoute(APIRoute):
         return route
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Tell whether it is this path: an ordinary route's regular expression lets a line break pass behind it."""
+        """Tell whether it is this path: an ordinary route's regular expression lets a line break
+        pass behind it.
+        """
         return super().matches(scope) if scope.get("path") == self.path else _NOT_FOUND
 
 
 def endpoint_routes(endpoints: ASGIApp, *, keys: tuple[Any, ...] = ()) -> list[EndpointRoute]:
-    """Build the routes of all paths in the table; ``keys``: CLIENT_KEYS, if clients must show one."""
+    """Build the routes of all paths in the table; ``keys``: CLIENT_KEYS, if clients must show
+    one.
+    """
     return [_described(path, kind, keys).served_by(endpoints) for path, kind in ENDPOINTS.items()]
 
 
@@ -142,14 +159,20 @@ def operation_id(route: APIRoute) -> str:
 
 @cache
 def _described(path: str, kind: EndpointKind, keys: tuple[Any, ...]) -> EndpointRoute:
-    """Return the route as the document has it: FastAPI takes a millisecond to analyse its signature."""
+    """Return the route as the document has it: FastAPI takes a millisecond to analyse its
+    signature.
+    """
     text = ENDPOINT_TEXTS[path]
     signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
     content: Part = {"application/json": {"schema": {"$ref": PLACE + text.answer}}}
     if kind is EndpointKind.SPLIT:
         content["text/event-stream"] = _events(text)
     answers: dict[int | str, Part] = {
-        200: {"description": "The engine's answer, as it is", "headers": _ANSWER_HEADERS, "content": content}
+        200: {
+            "description": "The engine's answer, as it is",
+            "headers": _ANSWER_HEADERS,
+            "content": content,
+        }
     }
     is_messages = path.startswith(Api.MESSAGES.value)
     answers |= error_answers(AnthropicErrorResponse if is_messages else ErrorResponse, _ERRORS)
@@ -161,7 +184,9 @@ def _described(path: str, kind: EndpointKind, keys: tuple[Any, ...]) -> Endpoint
         tags=["two legs" if kind is EndpointKind.SPLIT else "one leg"],
         responses=answers,
         dependencies=keys,
-        openapi_extra={"requestBody": _body(text, kind)} if text.request or kind is EndpointKind.FORM else None,
+        openapi_extra={"requestBody": _body(text, kind)}
+        if text.request or kind is EndpointKind.FORM
+        else None,
         generate_unique_id_function=operation_id,
     )
 
@@ -182,11 +207,26 @@ def _body(text: EndpointText, kind: EndpointKind) -> Part:
 
 
 def _events(text: EndpointText) -> Part:
-    """Say what an event is: OpenAPI 3.2 has ``itemSchema`` for it, which generators of 3.1 refuse."""
+    """Say what an event is: OpenAPI 3.2 has ``itemSchema`` for it, which generators of 3.1
+    refuse.
+    """
     data: Part = {"type": "string"}
     if text.event:
-        said: Part = {"anyOf": [{"$ref": PLACE + text.event}, {"$ref": PLACE + ErrorResponse.__name__}]}
-        written: Part = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
+        said: Part = {
+            "anyOf": [{"$ref": PLACE + text.event}, {"$ref": PLACE + ErrorResponse.__name__}]
+        }
+        written: Part = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": said,
+        }
         data = {"anyOf": [written, {"const": "[DONE]", "description": "The last event"}]}
     fields: Part = {"event": {"type": "string"}, "data": data}
-    return {"schema": {"type": "object", "description": "One event", "properties": fields, "required": ["data"]}}
+    return {
+        "schema": {
+            "type": "object",
+            "description": "One event",
+            "properties": fields,
+            "required": ["data"],
+        }
+    }

@@ -1,7 +1,8 @@
 """What a document says of errors, and the schemas that it names for them.
 
-FastAPI makes a pydantic adapter for each answer of each route that has a model: 600 in a router, a third of the time in
-which it starts. Errors are written by the router itself, so routes only name their schema, and the document has it.
+FastAPI makes a pydantic adapter for each answer of each route that has a model: 600 in a router, a
+third of the time in which it starts. Errors are written by the router itself, so routes only name
+their schema, and the document has it.
 """
 
 from collections.abc import Mapping
@@ -30,14 +31,24 @@ _MODELS: Final = (ErrorResponse, AnthropicErrorResponse, OperatorError)
 
 
 def error_answers(model: type[BaseModel], described: Mapping[int | str, str]) -> Answers:
-    """Describe answers with the body of a model, which must be one of the models here: status -> what it means."""
+    """Describe answers with the body of a model, which must be one of the models here: status ->
+    what it means.
+    """
     if model not in _MODELS:
-        raise ValueError(f"{model.__name__} is not in the document: it must be one of the models of error_answers.py")
+        raise ValueError(
+            f"{model.__name__} is not in the document: it must be one of the models of "
+            f"error_answers.py"
+        )
     content = {"application/json": {"schema": {"$ref": PLACE + model.__name__}}}
-    answers: Answers = {status: {"description": text, "content": content} for status, text in described.items()}
+    answers: Answers = {
+        status: {"description": text, "content": content} for status, text in described.items()
+    }
     for status, headers in _HEADERS.items():
         if status in answers:
-            shown = {name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()}
+            shown = {
+                name: {"description": text, "schema": {"type": "string"}}
+                for name, text in headers.items()
+            }
             answers[status]["headers"] = shown
     return answers
 

@@ -37,7 +37,9 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
+    """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own
+    format.
+    """
     assert isinstance(error, HTTPException)
     if error.status_code == 404 and (place := _without_slash(request)) is not None:
         return Response(status_code=307, headers={"location": place})
@@ -49,7 +51,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _without_slash(request: Request) -> str | None:
-    """Return where a path leads without the slash at its end, if that is a route: FastAPI redirects there, and so vLLM.
+    """Return where a path leads without the slash at its end, if that is a route: FastAPI redirects
+    there, and so vLLM.
 
     The place names no host: in front of TLS it would be the wrong one.
     """
@@ -64,6 +67,8 @@ def _without_slash(request: Request) -> str | None:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Answer for what should not have happened, from outside of the middleware; the server logs the traceback."""
+    """Answer for what should not have happened, from outside of the middleware; the server logs the
+    traceback.
+    """
     status, content_type, body = error_body(error, request.url.path)
     return Response(body, status, id_headers(request.scope), media_type=content_type)

@@ -7,10 +7,12 @@ HIGH_WATER: Final = 64 * 1024  # bytes that may wait for who reads them
 
 
 class FlowControl:
-    """One for each connection. There are two reasons not to read, and both must be over before it goes on.
+    """One for each connection.
 
-    An application that takes a body resumes reading with each part of it. What came behind that would then grow faster
-    than it is read.
+    There are two reasons not to read, and both must be over before it goes on.
+
+    An application that takes a body resumes reading with each part of it. What came behind that
+    would then grow faster than it is read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:

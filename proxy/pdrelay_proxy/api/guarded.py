@@ -1,9 +1,10 @@
-"""The connections of clients: one whole head at a time, one request at a time, and an end to all of it in time.
+"""The connections of clients: one whole head at a time, one request at a time, and an end to all of
+it in time.
 
-core/http/request_reader.py reads heads and bodies, and nothing else does: nothing behind it can understand them
-differently. What waits, is charged, is refused or takes too long is decided here.
-uvicorn's server makes these connections, and ends them; what it calls is ``__init__``, the methods of an
-``asyncio.Protocol`` and ``shutdown``.
+core/http/request_reader.py reads heads and bodies, and nothing else does: nothing behind it can
+understand them differently. What waits, is charged, is refused or takes too long is decided here.
+uvicorn's server makes these connections, and ends them; what it calls is ``__init__``, the methods
+of an ``asyncio.Protocol`` and ``shutdown``.
 """
 
 import asyncio
@@ -41,9 +42,12 @@ _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     NotServed: RefusalReason.METHOD,
 }
 _LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
-_CHUNKED_MOST: Final = 16 * 1024  # bytes of a chunked body that are read at a time: they may be 2,700 chunks
-_AT_ONCE: Final = 8  # requests of one client that are begun in a turn: each may be refused there and then
-_LINGER_S: Final = 5.0  # seconds in which a client that is refused may go on sending, so that it reads why
+# bytes of a chunked body that are read at a time: they may be 2,700 chunks
+_CHUNKED_MOST: Final = 16 * 1024
+# requests of one client that are begun in a turn: each may be refused there and then
+_AT_ONCE: Final = 8
+# seconds in which a client that is refused may go on sending, so that it reads why
+_LINGER_S: Final = 5.0
 _LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is before that
 logger = logging.getLogger(__name__)
 
@@ -78,12 +82,14 @@ class GuardedProtocol(asyncio.Protocol):
     """A connection, for clients that mean harm. Its requests go to the ASGI application."""
 
     clients: Clients
-    write_timeout_s: float | None = None  # seconds in which a client must read some of what was written; None: no limit
+    # seconds in which a client must read some of what was written; None: no limit
+    write_timeout_s: float | None = None
     on_write_timeout: Callable[[], None]  # called for each client that has not
     transport: asyncio.Transport
     flow: FlowControl
     exchange: Exchange | None = None  # that was begun last
-    between = True  # nothing of a request has come, all before it have come to their ends, and one more may come
+    # nothing of a request has come, all before it have come to their ends, and one more may come
+    between = True
 
     _asgi: AsgiExchange | None = None  # the same, if the application answers it
     _client: tuple[str, int] | None = None  # its address
@@ -94,7 +100,8 @@ class GuardedProtocol(asyncio.Protocol):
     _target = b""  # of the request that is refused, as far as it is known; of one whose body comes
     _left: bytearray | None = None  # what came behind a request that is not answered yet
     _held = 0  # bytes that are charged for what this connection has sent
-    _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
+    # the headers that the server puts into every head, and their lines
+    _default: tuple[object, bytes] = None, b""
     _idle_since = 0.0  # on the loop's clock
     _idle_timer: asyncio.TimerHandle | None = None
 
@@ -108,7 +115,8 @@ class GuardedProtocol(asyncio.Protocol):
         """Begin as uvicorn's server begins each: ``config`` is loaded."""
         self.loop = _loop or asyncio.get_running_loop()
         self.server_state = server_state
-        self._connections = cast("set[GuardedProtocol]", server_state.connections)  # it lists uvicorn's own classes
+        # it lists uvicorn's own classes
+        self._connections = cast("set[GuardedProtocol]", server_state.connections)
         self._app = cast("App", config.loaded_app)  # pyright: ignore[reportUnknownMemberType] -- of any kind of ASGI
         self._keepalive_s = config.timeout_keep_alive
         self._app_state = app_state
@@ -124,7 +132,8 @@ class GuardedProtocol(asyncio.Protocol):
         """Count it; one over a limit is refused at once."""
         self.transport = transport
         self._connections.add(self)
-        # What each request looks at is found in an object in a fifth of the time that it takes to find it in a class.
+        # What each request looks at is found in an object in a fifth of the time that it takes to
+        # find it in a class.
         self._over = False
         self._left = self.exchange = self._idle_timer = None
         self.flow = FlowControl(transport)
@@ -168,19 +177,25 @@ class GuardedProtocol(asyncio.Protocol):
             self.free()
 
     def _limit_writes(self, transport: asyncio.Transport) -> None:
-        """Have the kernel reset the connection of a client that takes nothing for too long (RFC 5482; Linux, tcp(7)).
+        """Have the kernel reset the connection of a client that takes nothing for too long (RFC
+        5482; Linux, tcp(7)).
 
-        An engine and a place at the gate wait with it. The time runs while bytes are unacknowledged or the client's
-        window is closed.
+        An engine and a place at the gate wait with it. The time runs while bytes are unacknowledged
+        or the client's window is closed.
         """
         if self.write_timeout_s is None:
             return
         sock = transport.get_extra_info("socket")
-        with suppress(OSError, AttributeError):  # it has just been closed, or the system has no such option
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.write_timeout_s * 1000))
+        # it has just been closed, or the system has no such option
+        with suppress(OSError, AttributeError):
+            sock.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.write_timeout_s * 1000)
+            )
 
     def _charge(self, size: int) -> None:
-        """Take bytes of those that all requests together may hold, whether they are left or not: they are few."""
+        """Take bytes of those that all requests together may hold, whether they are left or not:
+        they are few.
+        """
         self._held += size
         self.clients.charge(size)
 
@@ -209,7 +224,9 @@ class GuardedProtocol(asyncio.Protocol):
             self.clients.watch(self)
 
     def _read(self, data: bytes) -> None:
-        """Read one request after another, as long as each is answered before the next one is looked at."""
+        """Read one request after another, as long as each is answered before the next one is looked
+        at.
+        """
         reader = self._reader
         begun = 0
         while data and not self._over and not self.transport.is_closing():
@@ -220,7 +237,8 @@ class GuardedProtocol(asyncio.Protocol):
                 self._keep(data)
                 self.loop.call_soon(self._go_on)
                 return
-            elif (exchange is None or exchange.response_complete) and not self.flow.write_paused:  # as in _is_next
+            elif (exchange is None or exchange.response_complete) and not self.flow.write_paused:
+                # as in _is_next
                 begun += 1
                 try:
                     data = self._read_head(data)
@@ -233,11 +251,17 @@ class GuardedProtocol(asyncio.Protocol):
 
     @property
     def _is_next(self) -> bool:
-        """Tell whether another request may begin: the one before is answered, and the client reads its answers."""
-        return (self.exchange is None or self.exchange.response_complete) and not self.flow.write_paused
+        """Tell whether another request may begin: the one before is answered, and the client reads
+        its answers.
+        """
+        return (
+            self.exchange is None or self.exchange.response_complete
+        ) and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
-        """Begin a request if its head is complete; return what is behind it, or behind all of the request."""
+        """Begin a request if its head is complete; return what is behind it, or behind all of the
+        request.
+        """
         reader = self._reader
         size = reader.head_size
         head = reader.read_head(data)
@@ -245,7 +269,8 @@ class GuardedProtocol(asyncio.Protocol):
             self._charge(len(data))
             if not size:
                 self.between = False
-                if self.exchange is not None:  # the first one had to come since the connection was made
+                # the first one had to come since the connection was made
+                if self.exchange is not None:
                     self._since = self.loop.time()
             return b""
         if size:
@@ -278,7 +303,9 @@ class GuardedProtocol(asyncio.Protocol):
         if is_chunked:
             self._charge(reader.line_size - kept)
         if piece:
-            self.take(piece, is_all=not (is_chunked or reader.in_body) and reader.received == len(piece))
+            self.take(
+                piece, is_all=not (is_chunked or reader.in_body) and reader.received == len(piece)
+            )
         if reader.in_body:
             return b""
         self._end()
@@ -291,7 +318,8 @@ class GuardedProtocol(asyncio.Protocol):
     def _end(self) -> None:
         """A request has come to its end."""
         self.between = True
-        is_answered = self.exchange is not None and self.exchange.response_complete  # before all of it had come
+        # before all of it had come
+        is_answered = self.exchange is not None and self.exchange.response_complete
         self.serve()
         if is_answered and not self.transport.is_closing():
             self.rest()
@@ -435,16 +463,22 @@ class GuardedProtocol(asyncio.Protocol):
             self.transport.abort()
         elif reader.in_body:
             passed_s = self.loop.time() - self._since
-            said = f"{reader.received} bytes of the body came in {passed_s:.0f} s, which is too slow"
+            said = (
+                f"{reader.received} bytes of the body came in {passed_s:.0f} s, which is too slow"
+            )
             self._refuse(
                 RefusalReason.BODY_TIMEOUT,
-                TooSlow(f"{said}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} bytes"),
+                TooSlow(
+                    f"{said}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} "
+                    f"bytes"
+                ),
             )
         elif reader.has_begun_head:
             error = TooSlow(f"the head of the request was not complete within {bounds.head_s:g} s")
             self._target = reader.target()
             self._refuse(RefusalReason.HEAD_TIMEOUT, error)
-        else:  # it has asked for nothing, and so gets no answer that it could take for another one's
+        else:
+            # it has asked for nothing, and so gets no answer that it could take for another one's
             self._stop()
             self.clients.on_refused(RefusalReason.HEAD_TIMEOUT)
             self.transport.close()
@@ -458,8 +492,14 @@ class GuardedProtocol(asyncio.Protocol):
         """Answer what will not be served, if it has no answer yet, and read no more of it."""
         self._stop()
         self.clients.on_refused(fault)
-        level = logging.DEBUG if isinstance(error, TooManyConnections) else logging.INFO  # a crowd is counted
-        logger.log(level, "a connection of %s is closed: %s", self._client[0] if self._client else "a client", error)
+        # a crowd is counted
+        level = logging.DEBUG if isinstance(error, TooManyConnections) else logging.INFO
+        logger.log(
+            level,
+            "a connection of %s is closed: %s",
+            self._client[0] if self._client else "a client",
+            error,
+        )
         self._reader.drop_head()
         self._left = None
         self.free()
@@ -475,7 +515,9 @@ class GuardedProtocol(asyncio.Protocol):
         self._linger()
 
     def _answer(self, error: ProxyError) -> bytes:
-        status, content_type, body = error_body(error, path_of(self._target), self.clients.bounds.overload)
+        status, content_type, body = error_body(
+            error, path_of(self._target), self.clients.bounds.overload
+        )
         headers = [
             *self.server_state.default_headers,
             (b"content-type", content_type.encode("latin-1")),
@@ -486,10 +528,14 @@ class GuardedProtocol(asyncio.Protocol):
             (name.encode(), value.encode("latin-1"))
             for name, value in error_headers(error, self.clients.bounds.overload).items()
         ]
-        return b"".join([STATUS_LINES[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body])
+        return b"".join(
+            [STATUS_LINES[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body]
+        )
 
     def _linger(self) -> None:
-        """Close such that the client reads the answer: what it still sends would make the kernel take it back."""
+        """Close such that the client reads the answer: what it still sends would make the kernel
+        take it back.
+        """
         if self.transport.is_closing():
             return
         self._since = self.loop.time()

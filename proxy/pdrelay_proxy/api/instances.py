@@ -1,4 +1,6 @@
-"""Routes for operators beyond vLLM's demo: who is there, who leaves, and what would become of a request."""
+"""Routes for operators beyond vLLM's demo: who is there, who leaves, and what would become of a
+request.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -59,7 +61,8 @@ _ROWS_AT_ONCE: Final = 50
 _RESTING_MOST: Final = 20  # pairs that are named
 _NONE_LONE: Final[Mapping[InstanceId, str]] = {}
 _NEEDS_IDS: Final = (
-    "streams can only move while the router knows their tokens: set resume_streams (--resume-streams true), which "
+    "streams can only move while the router knows their tokens: set resume_streams "
+    "(--resume-streams true), which "
     "holds for streams that begin from then on; or drain without move"
 )
 _NO_MOVE: Final = "The join key drains without move: streams would go to engines of others."
@@ -75,13 +78,16 @@ class InstanceAdmin:
     clock: Callable[[], float]  # seconds; the one of the registry's times
     discovery: Discovery
     own: OwnEngines
-    resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
+    # streams may change their engines, by the settings of now
+    resumes: Callable[[], bool] = lambda: False
     has_other_routers: bool = False  # other routers send requests to the same engines
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
     preference: PairPreference | None = None  # among engines that fit
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
-        """Describe engines; to a host that has joined without the sentences, which may name engines of others."""
+        """Describe engines; to a host that has joined without the sentences, which may name engines
+        of others.
+        """
         rows = [self._row(member, self.clock(), _NONE_LONE) for member in members]
         if host is not None:
             rows = [row.model_copy(update={"why": "", "warning": None}) for row in rows]
@@ -92,17 +98,25 @@ class InstanceAdmin:
         return self.rows(await self.own.among(host, self.registry.members()), host=host)
 
     async def lone(self) -> Mapping[InstanceId, str]:
-        """Say why engines share no request with any other. One that alone has its model may be meant to."""
+        """Say why engines share no request with any other.
+
+        One that alone has its model may be meant to.
+        """
         found = await in_turns(lone_engines_in_steps(self.registry))
         return {name: each.text for each in found if each.have_model for name in each.engines}
 
     def pieces(self, lone: Mapping[InstanceId, str] = _NONE_LONE) -> Iterator[bytes]:
-        """Describe all engines, in JSON and in pieces of some engines each: ten thousand have megabytes."""
+        """Describe all engines, in JSON and in pieces of some engines each: ten thousand have
+        megabytes.
+        """
         before = b'{"instances":['
         members = self.registry.members()
         for start in range(0, len(members), _ROWS_AT_ONCE):
             now = self.clock()
-            rows = [self._row(member, now, lone).model_dump_json() for member in members[start : start + _ROWS_AT_ONCE]]
+            rows = [
+                self._row(member, now, lone).model_dump_json()
+                for member in members[start : start + _ROWS_AT_ONCE]
+            ]
             yield before + ",".join(rows).encode()
             before = b","
         yield b"]}" if members else before + b"]}"
@@ -142,7 +156,8 @@ class InstanceAdmin:
             fingerprint=facts.fingerprint,
             source=member.origin.source,
             generation=member.origin.generation,
-            warning="; ".join(filter(None, [self.warnings.of(instance.id), lone.get(instance.id)])) or None,
+            warning="; ".join(filter(None, [self.warnings.of(instance.id), lone.get(instance.id)]))
+            or None,
         )
 
     def slices(self, found: Explanation, call: GenerationRequest) -> dict[str, str | None]:
@@ -160,14 +175,20 @@ class InstanceAdmin:
 
     def resting(self) -> list[dict[str, str]]:
         """Name pairs that rest."""
-        pairs = [(pair, each) for pair, each in self.registry.pairs.pairs() if each.state is not PairState.FAILING]
+        pairs = [
+            (pair, each)
+            for pair, each in self.registry.pairs.pairs()
+            if each.state is not PairState.FAILING
+        ]
         return [
             {"prefill": prefill, "decode": decode, "reason": each.reason}
             for (prefill, decode), each in pairs[:_RESTING_MOST]
         ]
 
     def check_movable(self, members: Sequence[Member], host: str | None) -> None:
-        """Raise HTTPException if the streams of engines cannot move, or the caller may not move them."""
+        """Raise HTTPException if the streams of engines cannot move, or the caller may not move
+        them.
+        """
         if host is not None:
             raise HTTPException(403, _NO_MOVE)
         if not self.resumes():
@@ -175,21 +196,29 @@ class InstanceAdmin:
         for member in members:
             one = member.instance
             if member.as_role(Role.DECODE) is None:
-                raise HTTPException(400, f"{one.id} is a prefill engine: it has no streams, drain it without move")
+                raise HTTPException(
+                    400, f"{one.id} is a prefill engine: it has no streams, drain it without move"
+                )
 
     def found(self, named: InstanceName) -> Sequence[Member]:
-        """Return the engines that are meant; raises UnknownInstance, or AddressError: the address is none."""
+        """Return the engines that are meant; raises UnknownInstance, or AddressError: the address
+        is none.
+        """
         if named.id is not None:
             return [self.registry.member(InstanceId(named.id))]
         if named.type is None or named.instance is None:
-            raise UnknownInstance('name an instance: {"id": "decode-0"} or {"type": "decode", "instance": "host:port"}')
+            raise UnknownInstance(
+                'name an instance: {"id": "decode-0"} or {"type": "decode", "instance": '
+                '"host:port"}'
+            )
         key = Key(named.type, Target.parse(named.instance).address.authority)
         found = self.registry.members_at([key])
         if not found:  # what it serves is what is seen of it
             found = [
                 member
                 for member in self.registry.members()
-                if member.as_role(key.role) is not None and member.instance.address.authority == key.authority
+                if member.as_role(key.role) is not None
+                and member.instance.address.authority == key.authority
             ]
         if not found:
             raise UnknownInstance(f"there is no {named.type} instance at {named.instance}")
@@ -204,7 +233,9 @@ class InstanceAdmin:
         except UnknownInstance:
             # Only of its own address a host may learn that no engine is there.
             is_address = named.id is None and named.instance is not None
-            if not is_address or not await self.own.are_at(host, [Target.parse(named.instance or "").address]):
+            if not is_address or not await self.own.are_at(
+                host, [Target.parse(named.instance or "").address]
+            ):
                 raise not_own(host) from None
             raise
         await self.own.check(host, [member.instance.address for member in members])
@@ -221,8 +252,12 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     async def list_all(request: Request) -> Response:
         """List the engines."""
         if (host := joining_host(request)) is not None:
-            return Response((await admin.rows_of(host)).model_dump_json(), media_type="application/json")
-        return StreamingResponse(in_steps(admin.pieces(await admin.lone())), media_type="application/json")
+            return Response(
+                (await admin.rows_of(host)).model_dump_json(), media_type="application/json"
+            )
+        return StreamingResponse(
+            in_steps(admin.pieces(await admin.lone())), media_type="application/json"
+        )
 
     def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
         @router.post(f"/{verb}", responses=CHANGE_ERRORS, summary=summary)
@@ -237,13 +272,18 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     @router.post(
         "/drain",
         responses=CHANGE_ERRORS,
-        summary="Send engines nothing new, and say so when they have nothing left; with move streams go on elsewhere",
+        summary=(
+            "Send engines nothing new, and say so when they have nothing left; with move streams "
+            "go on elsewhere"
+        ),
     )
     async def drain(request: Request, named: DrainedInstance) -> InstanceList:
         request.state.target = named.id or f"{named.type} {named.instance}"
         host = joining_host(request)
         drains = partial(admin.discovery.drain, moves=named.move)
-        return admin.rows(await _carried_out(admin, named, drains, host=host, moves=named.move), host=host)
+        return admin.rows(
+            await _carried_out(admin, named, drains, host=host, moves=named.move), host=host
+        )
 
     @turning.post(
         "/turn",
@@ -253,15 +293,21 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     async def turn(request: Request, named: TurnedInstance) -> InstanceList:
         request.state.target = f"{named.id or f'{named.type} {named.instance}'} to {named.to}"
         return admin.rows(
-            await _carried_out(admin, named, partial(admin.discovery.turn, to=named.to, force=named.force))
+            await _carried_out(
+                admin, named, partial(admin.discovery.turn, to=named.to, force=named.force)
+            )
         )
 
     @explaining.post("/explain", responses=BODY_ERRORS, response_model=ExplainResponse)
     async def explain(question: ExplainRequest) -> Response:
         """Say which engines a request would go to, and what each would get."""
         if question.path not in tuple(Api):
-            raise HTTPException(400, f"{question.path} has no two legs to explain: write one of {', '.join(Api)}")
-        headers = tuple((name.lower().encode(), value.encode()) for name, value in question.headers.items())
+            raise HTTPException(
+                400, f"{question.path} has no two legs to explain: write one of {', '.join(Api)}"
+            )
+        headers = tuple(
+            (name.lower().encode(), value.encode()) for name, value in question.headers.items()
+        )
         try:
             fields = parse(bytes(question.body))
             rank = rank_of(first_header(headers, b"x-data-parallel-rank"))
@@ -283,13 +329,16 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         }  # the bodies in it are the bytes that engines would get
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    # include_router of FastAPI 0.165 gives them no tag of their own: anybody would see them in the document.
+    # include_router of FastAPI 0.165 gives them no tag of their own: anybody would see them in the
+    # document.
     router.routes.extend((*turning.routes, *explaining.routes))
     return router
 
 
 def _new_router(route_class: type[APIRoute]) -> APIRouter:
-    return APIRouter(prefix="/instances", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=route_class)
+    return APIRouter(
+        prefix="/instances", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=route_class
+    )
 
 
 async def _carried_out(
@@ -300,7 +349,9 @@ async def _carried_out(
     host: str | None = None,
     moves: bool = False,
 ) -> Sequence[Member]:
-    """Change the engines that are meant, and return them; ``host``: of a caller with the join key."""
+    """Change the engines that are meant, and return them; ``host``: of a caller with the join
+    key.
+    """
     try:
         members = await admin.permitted(named, host)
         if moves:

@@ -30,7 +30,8 @@ _ERRORS: Final[dict[int | str, str]] = {
 }
 _WANTS_A_KEY: Final = (401, 403)
 _KEPT_S: Final = 3.0  # for which a list is given again: whoever asks often costs no more
-_TRIES: Final = 16  # engines of one set that are asked until one tells its models: some may have died just now
+# engines of one set that are asked until one tells its models: some may have died just now
+_TRIES: Final = 16
 _NEXT_S: Final = 1.0  # without an answer, until another one of the set is asked as well
 _AT_ONCE: Final = 32  # engines that are asked at the same time, for all clients
 
@@ -74,7 +75,8 @@ class ModelCatalog:
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def listing(self) -> EngineResponse:
-        """Return all engines' models, each once, as decode engines describe them; raises NoInstance: none answers.
+        """Return all engines' models, each once, as decode engines describe them; raises
+        NoInstance: none answers.
 
         Calls at the same time share one answer, as do those of some seconds.
         """
@@ -82,8 +84,13 @@ class ModelCatalog:
         rounds = found.rounds
         async with found.asking:
             sets = self._sets()
-            is_kept = found.answer is not None and self._clock() < found.at + _KEPT_S and found.sets == sets.keys()
-            if not is_kept and found.rounds == rounds:  # else they were asked while this call waited
+            is_kept = (
+                found.answer is not None
+                and self._clock() < found.at + _KEPT_S
+                and found.sets == sets.keys()
+            )
+            # else they were asked while this call waited
+            if not is_kept and found.rounds == rounds:
                 found.answer = await self._ask_all(list(sets.values()))
                 found.rounds = rounds + 1
                 found.at = self._clock()
@@ -93,7 +100,8 @@ class ModelCatalog:
             return found.answer
 
     def _sets(self) -> dict[object, list[Instance]]:
-        """Return the engines of each set of models, the one to ask first; one whose models are not known by itself.
+        """Return the engines of each set of models, the one to ask first; one whose models are not
+        known by itself.
 
         Decode engines come first, and those that seem to be well.
         """
@@ -105,7 +113,9 @@ class ModelCatalog:
         found = dict[object, list[Member]]()
         for one in (*decodes, *[one for one in members if not one.role.serves(Role.DECODE)]):
             models = one.facts.models
-            name: object = models if models is not None else one.instance.id if _is_well(one) else "not up"
+            name: object = (
+                models if models is not None else one.instance.id if _is_well(one) else "not up"
+            )
             found.setdefault(name, []).append(one)
         self._known = {
             name: [one.instance for one in sorted(some, key=lambda one: not _is_well(one))[:_TRIES]]
@@ -118,7 +128,8 @@ class ModelCatalog:
         answers = [answer for answer in asked if answer is not None]
         lists = [found for answer in answers if (found := _cards(answer)) is not None]
         if not lists:
-            return answers[0] if answers else None  # an engine's words: it may want a key, for example
+            # an engine's words: it may want a key, for example
+            return answers[0] if answers else None
         cards: dict[str, msgspec.Raw] = {}
         refused = self._refused()
         for name, card in chain.from_iterable(lists):
@@ -129,14 +140,18 @@ class ModelCatalog:
 
     def _refused(self) -> Set[str]:
         """Return the models that no decode engine serves, so that requests for them are refused."""
-        decodes = [one.facts.models for one in self._registry.members() if one.role.serves(Role.DECODE)]
+        decodes = [
+            one.facts.models for one in self._registry.members() if one.role.serves(Role.DECODE)
+        ]
         known = [models for models in decodes if models is not None]
         if not decodes or len(known) < len(decodes):
             return frozenset()  # one of those that have not said may serve anything
         return self._registry.models.names.difference(*known)
 
     async def _ask_some(self, engines: Sequence[Instance]) -> EngineResponse | None:
-        """Return the first list of some engines; without one, what one of them says; None: none of them answers."""
+        """Return the first list of some engines; without one, what one of them says; None: none of
+        them answers.
+        """
         said: EngineResponse | None = None
         waiting = list(engines)
         asking = set[asyncio.Task[EngineResponse | None]]()
@@ -145,7 +160,9 @@ class ModelCatalog:
                 if waiting:
                     asking.add(asyncio.create_task(self._ask_in_turn(waiting.pop(0))))
                 patience_s = _NEXT_S if waiting else None
-                done, asking = await asyncio.wait(asking, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                done, asking = await asyncio.wait(
+                    asking, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
                 for answer in [task.result() for task in done]:
                     if answer is not None and _cards(answer) is not None:
                         return answer
@@ -176,7 +193,9 @@ class ModelCatalog:
         ids = [decode(card, _ModelId) for _, card in _cards(answer) or ()]
         names = [each.id for each in ids]
         if not names:
-            raise NotAccepted(f"{candidate.id} answers /v1/models with status {answer.status}, and names no model")
+            raise NotAccepted(
+                f"{candidate.id} answers /v1/models with status {answer.status}, and names no model"
+            )
         adapters = frozenset([each.id for each in ids if each.parent is not None])
         root = next((each.root for each in ids if each.parent is None), None)
         return EngineCapabilities(frozenset(names), adapters=adapters, root=root)
@@ -192,7 +211,9 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
     """Build GET /v1/models; ``keys``: CLIENT_KEYS, if clients must show one."""
     router = APIRouter(tags=["models"], dependencies=keys)
 
-    @router.get("/v1/models", response_model=ServedModels, responses=error_answers(ErrorResponse, _ERRORS))
+    @router.get(
+        "/v1/models", response_model=ServedModels, responses=error_answers(ErrorResponse, _ERRORS)
+    )
     async def list_models() -> Response:
         """List the models of all engines, each once."""
         answer = await models.listing()

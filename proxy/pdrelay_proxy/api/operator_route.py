@@ -1,7 +1,8 @@
-"""The way into every route that wants the operator's key: the key, then the size of the body, then FastAPI.
+"""The way into every route that wants the operator's key: the key, then the size of the body, then
+FastAPI.
 
-FastAPI reads a body of any size before it looks at dependencies. Here an unknown caller has nothing read, and a known
-one no more than the route takes. Each call ends in a line of the audit log.
+FastAPI reads a body of any size before it looks at dependencies. Here an unknown caller has nothing
+read, and a known one no more than the route takes. Each call ends in a line of the audit log.
 """
 
 import base64
@@ -27,7 +28,13 @@ from pdrelay_proxy.core.http.content_codings import coding_of
 from pdrelay_proxy.core.http.json_bounds import check_names
 from pdrelay_proxy.core.model import Headers, first_header
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode
-from pdrelay_proxy.errors import BadRequest, BodyTooLarge, Unauthorized, UnsupportedCoding, UnsupportedMedia
+from pdrelay_proxy.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Unauthorized,
+    UnsupportedCoding,
+    UnsupportedMedia,
+)
 from pdrelay_proxy.requests.intake import PASSED_ON, check_json, check_length
 
 OPERATORS: Final = "operators"  # the tag of routes that are shown to who has the operator's key
@@ -50,24 +57,32 @@ _ALWAYS: Final[tuple[int | str, ...]] = (401, 403, 404, "default")
 _ASKS: Final = {"www-authenticate": "X-Api-Key"}
 _MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
 _UNCONFIGURED: Final = (
-    "This router has no admin key, so nobody may do this: start it with --admin-key-file or ADMIN_API_KEY."
+    "This router has no admin key, so nobody may do this: start it with --admin-key-file or "
+    "ADMIN_API_KEY."
 )
-_NOT_FOR_ENGINES: Final = "The join key may list, add, drain, undrain and remove engines at its own address: no more."
+_NOT_FOR_ENGINES: Final = (
+    "The join key may list, add, drain, undrain and remove engines at its own address: no more."
+)
 _BEHIND_PROXY: Final = (
-    "The join key is for the caller's own address, which the router cannot see behind a proxy: ask the router itself."
+    "The join key is for the caller's own address, which the router cannot see behind a proxy: ask "
+    "the router itself."
 )
 _PROXIED: Final = frozenset(
     {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"}
 )
 # For the document; the routes that want the key look at it before FastAPI reads a body.
 OPERATOR_KEY: Final[Any] = Security(
-    APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)
+    APIKeyHeader(
+        name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False
+    )
 )
 
 
 def operator_errors(*statuses: int) -> Answers:
     """Describe the errors of a route for operators: these, and those that all of them have."""
-    return error_answers(OperatorError, {status: _STATUSES[status] for status in (*statuses, *_ALWAYS)})
+    return error_answers(
+        OperatorError, {status: _STATUSES[status] for status in (*statuses, *_ALWAYS)}
+    )
 
 
 BODY_ERRORS: Final = operator_errors(400, 413, 415)  # of a route that takes a body
@@ -90,8 +105,8 @@ class OperatorAccess:
     def authenticate(self, request: Request, *, takes_join_key: bool = False) -> None:
         """Let only those pass who show the key; keys are compared in constant time.
 
-        ``takes_join_key``: also those with the join key, for the engines of the address from which they call
-        (``own_engines.joining_host``).
+        ``takes_join_key``: also those with the join key, for the engines of the address from which
+        they call (``own_engines.joining_host``).
         """
         shown = request.headers.get("x-api-key")
         if not self.admin_key.exists and not (takes_join_key and self.join_key.exists):
@@ -108,12 +123,14 @@ class OperatorAccess:
             return
         if not joins:
             self.audit.refused(request, "a wrong X-Api-Key")
-            raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
+            # vLLM's demo says so, with 403
+            raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)
         request.state.admin = f"join:{fingerprint(key)}"
         if not takes_join_key:
             self.audit.refused(request, "the join key, which is not for this")
             raise HTTPException(403, _NOT_FOR_ENGINES)
-        # The address is that of a proxy then, or, if uvicorn trusts the proxy, what the header says.
+        # The address is that of a proxy then, or, if uvicorn trusts the proxy, what the header
+        # says.
         if request.client is None or not _PROXIED.isdisjoint(request.headers.keys()):
             self.audit.refused(request, "the join key, behind a proxy")
             raise HTTPException(403, _BEHIND_PROXY)
@@ -131,10 +148,12 @@ class OperatorAccess:
         any_media: bool = False,
         takes_join_key: bool = False,
     ) -> type[APIRoute]:
-        """Return the class of routes whose bodies are the name of an engine, or as large as a client's (``is_large``).
+        """Return the class of routes whose bodies are the name of an engine, or as large as a
+        client's (``is_large``).
 
-        ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the fault. ``any_media``: a
-        body may be declared as anything. ``takes_join_key``: as in ``authenticate``.
+        ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the
+        fault. ``any_media``: a body may be declared as anything. ``takes_join_key``: as in
+        ``authenticate``.
         """
         authenticate = partial(self.authenticate, takes_join_key=takes_join_key)
         audit = self.audit
@@ -163,7 +182,9 @@ class OperatorAccess:
         return OperatorRoute
 
 
-async def _serve_plain(serve: Callable[[Request], Coroutine[Any, Any, Response]], request: Request) -> Response:
+async def _serve_plain(
+    serve: Callable[[Request], Coroutine[Any, Any, Response]], request: Request
+) -> Response:
     """Serve a request without a body; what is wrong with its path or its query is one sentence."""
     try:
         return await serve(request)
@@ -211,7 +232,9 @@ async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
 
 
 def _parsed(body: bytes) -> Mapping[str, object]:
-    """Read an object, but one value; raises NotJson, or BadRequest: it has too many names, or a long value."""
+    """Read an object, but one value; raises NotJson, or BadRequest: it has too many names, or a
+    long value.
+    """
     check_names(body)
     fields = decode(body, Fields)
     found: dict[str, object] = {**fields}
@@ -228,10 +251,14 @@ def is_admin(request: Request, admin_key: AdminKey) -> bool:
     return admin_key.matches(request.headers.get("x-api-key", "").encode("latin-1"))
 
 
-def require_any_key(admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool = False) -> Callable[[Request], None]:
-    """Return a dependency for what shows the fleet: where clients need a key, one of theirs or the operator's.
+def require_any_key(
+    admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool = False
+) -> Callable[[Request], None]:
+    """Return a dependency for what shows the fleet: where clients need a key, one of theirs or the
+    operator's.
 
-    ``by_browsers``: also as the password of Basic (RFC 7617), for which browsers ask; the name plays no part.
+    ``by_browsers``: also as the password of Basic (RFC 7617), for which browsers ask; the name
+    plays no part.
     """
     asks = 'Basic realm="pdrelay", Bearer' if by_browsers else "Bearer"
 
@@ -243,10 +270,16 @@ def require_any_key(admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool 
         if shown is None and by_browsers:
             shown = _password(headers)
         if shown is None:
-            sentence = "this shows the fleet: send an API key of this router, or its admin key as X-Api-Key"
+            sentence = (
+                "this shows the fleet: send an API key of this router, or its admin key as "
+                "X-Api-Key"
+            )
             raise Unauthorized(sentence, asks=asks)
         others = [value for name, value in headers if name == b"x-api-key"][:1]
-        if all(keyring.keys.owner(key) is None and not admin_key.matches(key) for key in (shown, *others)):
+        if all(
+            keyring.keys.owner(key) is None and not admin_key.matches(key)
+            for key in (shown, *others)
+        ):
             raise Unauthorized("the API key is not one that this router knows", asks=asks)
 
     return authenticate
@@ -270,7 +303,9 @@ def passed_on(scope: Scope) -> Headers:
 
 
 async def read_body(request: Request, *, limit: int) -> bytes:
-    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: it hung up before the end."""
+    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: it hung up before the
+    end.
+    """
     check_length(request.headers.get("content-length", "").encode("latin-1"), limit)
     too_long = BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
     return await whole(request.stream(), limit, too_long)

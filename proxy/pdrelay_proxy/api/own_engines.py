@@ -1,4 +1,6 @@
-"""Which engines a caller may change and see: with the admin key all, with the join key those at its own address."""
+"""Which engines a caller may change and see: with the admin key all, with the join key those at its
+own address.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +25,8 @@ def joining_host(request: Request) -> str | None:
 def not_own(host: str) -> HTTPException:
     """Return the same refusal for all engines of others, whether they exist or not."""
     return HTTPException(
-        403, f"The join key is for engines at the caller's own address alone, and you call from {host}."
+        403,
+        f"The join key is for engines at the caller's own address alone, and you call from {host}.",
     )
 
 
@@ -40,7 +43,9 @@ class OwnEngines:
 
     async def are_at(self, host: str, addresses: Sequence[Address]) -> bool:
         """Tell whether all engines at these addresses are at a host."""
-        return all(await asyncio.gather(*[self._is_at(host, address) for address in set(addresses)]))
+        return all(
+            await asyncio.gather(*[self._is_at(host, address) for address in set(addresses)])
+        )
 
     async def among(self, host: str, members: Sequence[Member]) -> Sequence[Member]:
         """Return the engines that are at a host."""

@@ -1,4 +1,7 @@
-"""What people and machines look at: the status page, the numbers behind it, and the metrics. Ids, never addresses."""
+"""What people and machines look at: the status page, the numbers behind it, and the metrics.
+
+Ids, never addresses.
+"""
 
 import base64
 import hashlib
@@ -19,7 +22,8 @@ from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.status import Snapshot, Status
 
 _ERRORS: Final = error_answers(
-    ErrorResponse, {401: "No API key and no admin key, or one that the router does not know", **ANY_ROUTE}
+    ErrorResponse,
+    {401: "No API key and no admin key, or one that the router does not know", **ANY_ROUTE},
 )
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 PAGE_HEADERS: Final = {
@@ -36,7 +40,9 @@ def anybody(_: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Onlookers:
-    """Who may see the metrics, and the page with its numbers: the checks raise Unauthorized for others."""
+    """Who may see the metrics, and the page with its numbers: the checks raise Unauthorized for
+    others.
+    """
 
     scrapers: Callable[[Request], Awaitable[None] | None] = anybody
     browsers: Callable[[Request], None] = anybody
@@ -49,19 +55,32 @@ def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlooke
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
     headers = PAGE_HEADERS | {"content-security-policy": content_policy(html)}
 
-    @router.get("/", dependencies=[Depends(onlookers.browsers)], response_class=HTMLResponse, responses=_ERRORS)
+    @router.get(
+        "/",
+        dependencies=[Depends(onlookers.browsers)],
+        response_class=HTMLResponse,
+        responses=_ERRORS,
+    )
     async def page() -> Response:
         """Show the status page."""
         return Response(html, headers=headers, media_type="text/html")
 
-    @router.get("/stats", dependencies=[Depends(onlookers.browsers)], response_model=Snapshot, responses=_ERRORS)
+    @router.get(
+        "/stats",
+        dependencies=[Depends(onlookers.browsers)],
+        response_model=Snapshot,
+        responses=_ERRORS,
+    )
     async def stats() -> Response:
         """Give the numbers of the status page."""
         body = msgspec.json.encode(await in_turns(status.in_steps()))
         return Response(body, headers=PAGE_HEADERS, media_type="application/json")
 
     @router.get(
-        "/metrics", dependencies=[Depends(onlookers.scrapers)], response_class=PlainTextResponse, responses=_ERRORS
+        "/metrics",
+        dependencies=[Depends(onlookers.scrapers)],
+        response_class=PlainTextResponse,
+        responses=_ERRORS,
     )
     async def exposition(request: Request) -> Response:
         """Give the metrics, for Prometheus."""
@@ -72,9 +91,13 @@ def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlooke
 
 
 def content_policy(html: str) -> str:
-    """Allow a page nothing but its own style, its own script, the icon in it, and requests to where it came from."""
+    """Allow a page nothing but its own style, its own script, the icon in it, and requests to where
+    it came from.
+    """
     digests = {kind: hashlib.sha256(text.encode()).digest() for kind, text in _INLINE.findall(html)}
-    sources = {kind: f"'sha256-{base64.b64encode(digest).decode()}'" for kind, digest in digests.items()}
+    sources = {
+        kind: f"'sha256-{base64.b64encode(digest).decode()}'" for kind, digest in digests.items()
+    }
     return "; ".join(
         (
             "default-src 'none'",

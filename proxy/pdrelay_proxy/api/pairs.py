@@ -8,7 +8,12 @@ import msgspec
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 
-from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OPERATORS, OperatorAccess, operator_errors
+from pdrelay_proxy.api.operator_route import (
+    OPERATOR_KEY,
+    OPERATORS,
+    OperatorAccess,
+    operator_errors,
+)
 from pdrelay_proxy.api.schemas import PairList
 from pdrelay_proxy.api.stepped import in_steps
 from pdrelay_proxy.core.fleet.pair_rows import pair_rows
@@ -17,9 +22,13 @@ from pdrelay_proxy.io.request_path.pair_notes import PairNotes
 _ROWS_AT_ONCE: Final = 50
 
 
-def pair_routes(pairs: Callable[[], PairNotes], clock: Callable[[], float], access: OperatorAccess) -> APIRouter:
+def pair_routes(
+    pairs: Callable[[], PairNotes], clock: Callable[[], float], access: OperatorAccess
+) -> APIRouter:
     """Build the route; it wants the operator's key."""
-    router = APIRouter(prefix="/pairs", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
+    router = APIRouter(
+        prefix="/pairs", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route()
+    )
 
     @router.get("", responses=operator_errors(), response_model=PairList)
     async def list_all() -> Response:

@@ -34,12 +34,14 @@ class _VersionedRoute(APIRoute):
         await super().handle(scope, receive, send_versioned)
 
 
-def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, warnings: FleetWarnings) -> APIRouter:
+def probe_routes(
+    fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, warnings: FleetWarnings
+) -> APIRouter:
     """Build GET /health, and GET /ready for the load balancer in front of the router.
 
-    /ready is 200 from when every source of engines was heard until SIGTERM, else 503. It does not depend on engines:
-    all routers lose those at once, and with the routers out of their Service clients would get refused connections
-    in place of a 503 that says why.
+    /ready is 200 from when every source of engines was heard until SIGTERM, else 503. It does not
+    depend on engines: all routers lose those at once, and with the routers out of their Service
+    clients would get refused connections in place of a 503 that says why.
     """
     router = APIRouter(tags=["probes"], route_class=_VersionedRoute)
     find_build()  # which may ask git: not while somebody waits
@@ -50,26 +52,39 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, war
         response_model_exclude_none=True,
     )
     async def health() -> FleetHealth:
-        """Tell whether there is an engine of each role, and what is wrong with the fleet as a whole."""
+        """Tell whether there is an engine of each role, and what is wrong with the fleet as a
+        whole.
+        """
         for role in Role:
             fleet.usable(role)
         return FleetHealth(status="ok", warnings=list(warnings.texts) or None)
 
     @router.get("/readiness", include_in_schema=False)
-    @router.get("/ready", responses=error_answers(ErrorResponse, {503: "Send requests elsewhere", **ANY_ROUTE}))
+    @router.get(
+        "/ready",
+        responses=error_answers(ErrorResponse, {503: "Send requests elsewhere", **ANY_ROUTE}),
+    )
     async def ready() -> Health:
-        """Tell whether requests should be sent here: it knows its engines, and is not about to end."""
+        """Tell whether requests should be sent here: it knows its engines, and is not about to
+        end.
+        """
         if lifetime.stage is not Stage.SERVING:
             raise ClosingDown("the router is about to end", retry_after_s=1)
         if missing := discovery.missing:
-            raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
+            raise NoInstance(
+                f"the router has not heard yet which instances there are: {', '.join(missing)} is "
+                f"silent"
+            )
         return Health(status="ready")
 
     return router
 
 
 def liveness_routes() -> APIRouter:
-    """Build GET /live: a router that does not answer it stands still, and a restart helps. Engines play no part."""
+    """Build GET /live: a router that does not answer it stands still, and a restart helps.
+
+    Engines play no part.
+    """
     router = APIRouter(tags=["probes"])
 
     @router.get("/liveness", include_in_schema=False)

@@ -1,4 +1,6 @@
-"""What every /v1 request that no engine is chosen for gets, whatever becomes of it: an id, and one line in the log."""
+"""What every /v1 request that no engine is chosen for gets, whatever becomes of it: an id, and one
+line in the log.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +32,9 @@ def note_fault(scope: Scope, error: Exception) -> None:
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers that name a request, for an answer that :class:`RequestContextMiddleware` does not see."""
+    """Return the headers that name a request, for an answer that :class:`RequestContextMiddleware`
+    does not see.
+    """
     return record_of(scope).id_headers() if _KEY in scope else {}
 
 
@@ -45,8 +49,11 @@ class _SendWithHeaders:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = [(name.encode(), value.encode()) for name, value in self.record.id_headers().items()]
-            headers.append((b"x-content-type-options", b"nosniff"))  # a browser takes an answer for what its type says
+            headers = [
+                (name.encode(), value.encode()) for name, value in self.record.id_headers().items()
+            ]
+            # a browser takes an answer for what its type says
+            headers.append((b"x-content-type-options", b"nosniff"))
             message["headers"] = [*message.get("headers", ()), *headers]
         await self.send(message)
 
@@ -79,7 +86,9 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         headers: Headers = tuple(scope.get("headers", ()))
-        record = RequestRecord(self._new_id(), path, client_id=self._ids.of(dict(reversed(headers))))
+        record = RequestRecord(
+            self._new_id(), path, client_id=self._ids.of(dict(reversed(headers)))
+        )
         record.began_at = self._clock()
         scope[_KEY] = record
         outgoing = _SendWithHeaders(send, record)

@@ -1,7 +1,9 @@
-"""What clients and operators send and get, as pydantic models: FastAPI checks and documents with them.
+"""What clients and operators send and get, as pydantic models: FastAPI checks and documents with
+them.
 
-A request of a client is only described here. Its bytes go to the engines as they came, and core/ reads the few fields
-that the router looks at: a model that parsed them would reject what vLLM accepts, and would cost every request.
+A request of a client is only described here. Its bytes go to the engines as they came, and core/
+reads the few fields that the router looks at: a model that parsed them would reject what vLLM
+accepts, and would cost every request.
 """
 
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -15,15 +17,20 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.model import Api, EngineRole, Role
 
 _HEADERS_MOST: Final = 64
-_ADDRESS: Final[dict[str, Any]] = {"pattern": r"^(https?://)?[^\s/@#?]+:[0-9]{1,5}(#dp=[1-9][0-9]*)?$"}
+_ADDRESS: Final[dict[str, Any]] = {
+    "pattern": r"^(https?://)?[^\s/@#?]+:[0-9]{1,5}(#dp=[1-9][0-9]*)?$"
+}
 
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 HeaderName: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 HeaderValue: TypeAlias = Annotated[str, StringConstraints(max_length=8192)]
 JsonObject: TypeAlias = dict[str, Any]
 Absent: TypeAlias = SkipJsonSchema[None]  # a header cannot be null
-# A value that is kept as the bytes that came: reading and writing it again would change numbers and escapes.
-RawObject: TypeAlias = Annotated[msgspec.Raw, WithJsonSchema({"type": "object", "additionalProperties": True})]
+# A value that is kept as the bytes that came: reading and writing it again would change numbers and
+# escapes.
+RawObject: TypeAlias = Annotated[
+    msgspec.Raw, WithJsonSchema({"type": "object", "additionalProperties": True})
+]
 
 
 # What operators send
@@ -32,17 +39,23 @@ RawObject: TypeAlias = Annotated[msgspec.Raw, WithJsonSchema({"type": "object", 
 class InstanceName(BaseModel):
     """Which engine: by id, or by role and address as in /instances/add (then every rank there)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [{"id": "decode-0"}]})
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, json_schema_extra={"examples": [{"id": "decode-0"}]}
+    )
 
     id: Name | None = Field(None, examples=["decode-0"])
     type: Role | None = None
-    instance: Annotated[Name, Field(json_schema_extra=_ADDRESS)] | None = Field(None, examples=["10.0.0.7:8000"])
+    instance: Annotated[Name, Field(json_schema_extra=_ADDRESS)] | None = Field(
+        None, examples=["10.0.0.7:8000"]
+    )
 
 
 class DrainedInstance(InstanceName):
     """Which engine is drained, and how."""
 
-    move: bool = Field(default=False, description="its streams go on at other engines, where that is exact")
+    move: bool = Field(
+        default=False, description="its streams go on at other engines, where that is exact"
+    )
 
 
 class TurnedInstance(InstanceName):
@@ -51,7 +64,9 @@ class TurnedInstance(InstanceName):
     model_config = ConfigDict(json_schema_extra={"examples": [{"id": "decode-0", "to": "prefill"}]})
 
     to: EngineRole = Field(description="what it serves as soon as nothing of its old role is left")
-    force: bool = Field(default=False, description="also if it is the last engine that serves its old role")
+    force: bool = Field(
+        default=False, description="also if it is the last engine that serves its old role"
+    )
 
 
 class NewInstance(BaseModel):
@@ -74,7 +89,9 @@ class ExplainRequest(BaseModel):
         extra="forbid",
         frozen=True,
         arbitrary_types_allowed=True,
-        json_schema_extra={"examples": [{"path": Api.COMPLETIONS.value, "body": {"prompt": "Once upon a time"}}]},
+        json_schema_extra={
+            "examples": [{"path": Api.COMPLETIONS.value, "body": {"prompt": "Once upon a time"}}]
+        },
     )
 
     path: Annotated[Name, WithJsonSchema({"type": "string", "enum": [api.value for api in Api]})]
@@ -95,7 +112,9 @@ class InstanceAdded(BaseModel):
     """The answer of vLLM's own proxy demo, and a warning where there is one."""
 
     message: str = Field(examples=["Added 10.0.0.7:8000 to decode_instances."])
-    warning: str | None = Field(None, description="Why it shares no request with any engine of the other role")
+    warning: str | None = Field(
+        None, description="Why it shares no request with any engine of the other role"
+    )
 
 
 class FleetStatus(BaseModel):
@@ -112,8 +131,12 @@ class InstanceRow(BaseModel):
 
     id: str
     role: EngineRole = Field(description="what it serves now")
-    declared: Role = Field(description="what its source names it as; it names the engine in requests of operators")
-    turns_to: EngineRole | None = Field(description="what it serves as soon as nothing of its role is left")
+    declared: Role = Field(
+        description="what its source names it as; it names the engine in requests of operators"
+    )
+    turns_to: EngineRole | None = Field(
+        description="what it serves as soon as nothing of its role is left"
+    )
     address: str
     rank: int | None
     state: HealthState
@@ -127,7 +150,9 @@ class InstanceRow(BaseModel):
     mode: str | None
     revision: str | None
     slice: str | None = Field(description="its zone, rack or NVLink domain (pdrelay/slice)")
-    protocol: str | None = Field(description="of pdrelay's connector, as it says; so is the fingerprint")
+    protocol: str | None = Field(
+        description="of pdrelay's connector, as it says; so is the fingerprint"
+    )
     fingerprint: str | None
     source: str = Field(description="who wants it here: static, pods or store")
     generation: int = Field(description="of that source's view, when it first named the engine")
@@ -154,7 +179,9 @@ class ExplainResponse(BaseModel):
     rule: str
     prefill: str | None
     decode: str
-    prefill_slice: str | None = Field(description="pdrelay/slice of the prefill engine, if it has one")
+    prefill_slice: str | None = Field(
+        description="pdrelay/slice of the prefill engine, if it has one"
+    )
     decode_slice: str | None
     slice_crossing: str | None = Field(
         description="Why they are of two slices though one is preferred (slice_pairing), by the words of "
@@ -163,7 +190,9 @@ class ExplainResponse(BaseModel):
     prefill_body: JsonObject | None
     decode_body: JsonObject
     prompt_bytes: int
-    cached_bytes: dict[str, int] = Field(description="Bytes of the prompt that each engine has, as far as is known")
+    cached_bytes: dict[str, int] = Field(
+        description="Bytes of the prompt that each engine has, as far as is known"
+    )
     cached_tokens: dict[str, int] = Field(
         description="Tokens of the prompt that each engine has by its own KV events, of those that tell (kv_events); "
         "of a text or a chat those of the beginning whose tokens are known"
@@ -181,22 +210,31 @@ class ExplainResponse(BaseModel):
         "a prefill engine (split), because its streams would wait for too long"
     )
     resting_pairs: list[RestingPair] = Field(
-        description="Pairs that get no requests because their transfers fail (docs/faults.md), at most 20"
+        description=(
+            "Pairs that get no requests because their transfers fail (docs/faults.md), at most 20"
+        )
     )
     expected_ms: dict[str, float] | None = Field(
-        description="Milliseconds that the request is expected to wait for its first token, by term (expected_ttft)"
+        description=(
+            "Milliseconds that the request is expected to wait for its first token, by term "
+            "(expected_ttft)"
+        )
     )
 
 
 class PairOfEngines(BaseModel):
-    """A prefill engine, and a decode engine that has got KV from it, or should have; by this router's requests."""
+    """A prefill engine, and a decode engine that has got KV from it, or should have; by this
+    router's requests.
+    """
 
     prefill: str
     decode: str
     handovers: int = Field(description="requests that both have served")
     failed: int = Field(description="decode legs that failed behind a good prefill leg")
     failures: dict[str, int] = Field(description="the same by how they failed")
-    ttft_s: float | None = Field(description="from handing over to the first event of streams: a moving mean")
+    ttft_s: float | None = Field(
+        description="from handing over to the first event of streams: a moving mean"
+    )
     bytes_per_s: float | None = Field(
         description="of its latest transfers of KV, as our connector shows; null: not known"
     )
@@ -205,14 +243,21 @@ class PairOfEngines(BaseModel):
         description="of a pair that does not fail that of an engine that is not well"
     )
     reason: str | None = Field(
-        description="of its latest failure, in the words of pdrelay_pair_failures_total; or which engine is not well"
+        description=(
+            "of its latest failure, in the words of pdrelay_pair_failures_total; or which engine "
+            "is not well"
+        )
     )
-    why: str | None = Field(description="the same in the words of the decode engine's connector; null: it does not say")
+    why: str | None = Field(
+        description="the same in the words of the decode engine's connector; null: it does not say"
+    )
     failed_in_a_row: int = Field(description="transfers, as the decode engine shows them")
     mode: Literal["pull", "push", "both"] | None = Field(
         description="both: they are compared; null: the engines leave no choice"
     )
-    pull_s: float | None = Field(description="of the streams of the comparison, from handing over to the first event")
+    pull_s: float | None = Field(
+        description="of the streams of the comparison, from handing over to the first event"
+    )
     push_s: float | None = Field(description="the same of those that were pushed")
     rest_s: float | None = Field(description="how long it rests yet; null: it does not")
 
@@ -239,7 +284,9 @@ class Health(BaseModel):
 class FleetHealth(Health):
     """The same, and what is wrong with the fleet as a whole."""
 
-    warnings: list[str] | None = Field(default=None, description="in sentences; absent: nothing is wrong")
+    warnings: list[str] | None = Field(
+        default=None, description="in sentences; absent: nothing is wrong"
+    )
 
 
 class ErrorDetail(BaseModel):
@@ -292,12 +339,19 @@ class ServedModels(BaseModel):
 class ForwardedHeaders(BaseModel):
     """The headers that mean something to the router."""
 
-    x_request_id: str | Absent = Field(None, description="the client's name of the request; answer and log repeat it")
+    x_request_id: str | Absent = Field(
+        None, description="the client's name of the request; answer and log repeat it"
+    )
     x_session_id: str | Absent = Field(
         None,
-        description="requests with the same one go to the same engine (session); docs/routing.md lists other names",
+        description=(
+            "requests with the same one go to the same engine (session); docs/routing.md lists "
+            "other names"
+        ),
     )
-    x_data_parallel_rank: int | Absent = Field(None, ge=0, description="the rank of the engine that decodes")
+    x_data_parallel_rank: int | Absent = Field(
+        None, ge=0, description="the rank of the engine that decodes"
+    )
     x_vllm_priority: int | Absent = Field(
         None, description="requests with a lower one come first where some have to wait"
     )
@@ -320,7 +374,9 @@ class GenerateRequest(EngineRequest):
 
 
 def _described(name: str) -> ConfigDict:
-    return ConfigDict(extra="allow", json_schema_extra=lambda schema: describe_request(schema, name))
+    return ConfigDict(
+        extra="allow", json_schema_extra=lambda schema: describe_request(schema, name)
+    )
 
 
 class TokensRequest(GenerateRequest):
@@ -344,7 +400,9 @@ class ResponsesRequest(GenerateRequest):
     truncation: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    background: Literal[False] | None = Field(None, description="such answers cannot be fetched through the router")
+    background: Literal[False] | None = Field(
+        None, description="such answers cannot be fetched through the router"
+    )
 
 
 class MessagesRequest(GenerateRequest):

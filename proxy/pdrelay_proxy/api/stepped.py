@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from typing import Final, TypeVar
 
 T = TypeVar("T")
-_PIECE: Final = 64 * 1024  # bytes that are sent at a time: each sending costs as much as several steps
-_TURN_S: Final = 0.0015  # seconds of steps after which others have their turn; a turn of a busy event loop takes longer
-# Of the time that others take for a turn, if that is more: on a loop that is busy without end, an answer takes eleven
-# times its own work, and not as many turns as it has thousandths of a second. Prometheus gives up after ten seconds.
+# bytes that are sent at a time: each sending costs as much as several steps
+_PIECE: Final = 64 * 1024
+# seconds of steps after which others have their turn; a turn of a busy event loop takes longer
+_TURN_S: Final = 0.0015
+# Of the time that others take for a turn, if that is more: on a loop that is busy without end, an
+# answer takes eleven times its own work, and not as many turns as it has thousandths of a second.
+# Prometheus gives up after ten seconds.
 _SHARE: Final = 0.1
 
 
@@ -34,11 +37,15 @@ class _Turns:
         self._length_s = max(_TURN_S, (self._began - left) * _SHARE)
 
 
-async def in_steps(pieces: Iterable[bytes], clock: Callable[[], float] = time.perf_counter) -> AsyncIterator[bytes]:
-    """Yield larger pieces for a StreamingResponse, which waits for a client that reads slowly; each was a step.
+async def in_steps(
+    pieces: Iterable[bytes], clock: Callable[[], float] = time.perf_counter
+) -> AsyncIterator[bytes]:
+    """Yield larger pieces for a StreamingResponse, which waits for a client that reads slowly; each
+    was a step.
 
-    The event loop is held for a turn and the rest of a step. Giving it up after each step would have a scrape of
-    thousands of steps wait for as many turns, each as long as what the others do in it.
+    The event loop is held for a turn and the rest of a step. Giving it up after each step would
+    have a scrape of thousands of steps wait for as many turns, each as long as what the others do
+    in it.
     """
     held = list[bytes]()
     size = 0
@@ -56,7 +63,9 @@ async def in_steps(pieces: Iterable[bytes], clock: Callable[[], float] = time.pe
         yield b"".join(held)
 
 
-async def in_turns(steps: Generator[None, None, T], clock: Callable[[], float] = time.perf_counter) -> T:
+async def in_turns(
+    steps: Generator[None, None, T], clock: Callable[[], float] = time.perf_counter
+) -> T:
     """Return what steps lead to; the event loop is held for a turn and the rest of a step."""
     turns = _Turns(clock)
     while True:

@@ -1,6 +1,7 @@
 """vLLM's own schemas of the requests and answers of the two text endpoints, for the document.
 
-They are in a file that ``tests/support/text_schemas.py`` writes: the router has no vLLM, and checks nothing by them.
+They are in a file that ``tests/support/text_schemas.py`` writes: the router has no vLLM, and checks
+nothing by them.
 """
 
 import re
@@ -19,7 +20,9 @@ class _File(msgspec.Struct, frozen=True):
     schemas: Mapping[str, Part]
 
 
-_FILE: Final = msgspec.json.decode(Path(__file__).with_name("text_schemas.json").read_bytes(), type=_File)
+_FILE: Final = msgspec.json.decode(
+    Path(__file__).with_name("text_schemas.json").read_bytes(), type=_File
+)
 VLLM: Final = _FILE.vllm  # the version that they are of
 TEXT_SCHEMAS: Final = _FILE.schemas
 

@@ -22,7 +22,8 @@ class BackgroundWork:
 
     discovery: Discovery
     status: Status
-    running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]  # anew for each start; the first begins first
+    # anew for each start; the first begins first
+    running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]
 
 
 def build_background(
@@ -37,7 +38,8 @@ def build_background(
 ) -> BackgroundWork:
     """Build it. Raises ConfigError.
 
-    ``shown``: what features have to show on the status page. ``other_probes``: those of other routers.
+    ``shown``: what features have to show on the status page. ``other_probes``: those of other
+    routers.
     """
     registry = engines.registry
     telemetry = serving.telemetry
@@ -53,7 +55,9 @@ def build_background(
         warnings=engines.warnings,
     )
     every_s = settings.engine_metrics_interval_s
-    metrics_watch = EngineMetricsWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
+    metrics_watch = EngineMetricsWatch(
+        registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock
+    )
     status = Status(
         telemetry,
         registry,

@@ -1,4 +1,6 @@
-"""Builds what finds engines: the pods of a cluster, and the store of those that were added by hand."""
+"""Builds what finds engines: the pods of a cluster, and the store of those that were added by
+hand.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +20,10 @@ from pdrelay_proxy.settings import Settings
 
 
 def build_discovery(
-    settings: Settings, registry: Registry, clock: Callable[[], float], feeds: Sequence[EngineFeed] = ()
+    settings: Settings,
+    registry: Registry,
+    clock: Callable[[], float],
+    feeds: Sequence[EngineFeed] = (),
 ) -> Discovery:
     """Build what the settings ask for; ``feeds``: what else names engines.
 
@@ -28,11 +33,14 @@ def build_discovery(
     reconciler = Reconciler(registry, [EngineSource.STORE, *pods], clock)
     entries = Entries(reconciler)
     store = _store(settings, entries, clock)
-    return Discovery(registry, reconciler, entries, store, feeds=[feed(reconciler) for feed in feeds])
+    return Discovery(
+        registry, reconciler, entries, store, feeds=[feed(reconciler) for feed in feeds]
+    )
 
 
 def build_shared_text(settings: Settings, name: str, *, lasts_s: float) -> SharedText:
-    """Return a text beside the engines of the store; raises ConfigError: what the store needs is missing.
+    """Return a text beside the engines of the store; raises ConfigError: what the store needs is
+    missing.
 
     ``lasts_s``: how long the lease that it is lasts, in seconds.
     """
@@ -44,11 +52,18 @@ def build_shared_text(settings: Settings, name: str, *, lasts_s: float) -> Share
             return FileText(f"{where}.{name}")
         case "kubernetes":
             namespace, config_map = _config_map(where)
-            return LeaseText(Kubernetes(Cluster.around(namespace)), config_map, f"pdrelay/{name}", lasts_s=lasts_s)
+            return LeaseText(
+                Kubernetes(Cluster.around(namespace)),
+                config_map,
+                f"pdrelay/{name}",
+                lasts_s=lasts_s,
+            )
         case _:
             from pdrelay_proxy.io.discovery.stores.redis import RedisText  # noqa: PLC0415 (_store has loaded it)
 
-            return RedisText(settings.store, name, password=os.environ.get("PDRELAY_REDIS_PASSWORD"))
+            return RedisText(
+                settings.store, name, password=os.environ.get("PDRELAY_REDIS_PASSWORD")
+            )
 
 
 def _config_map(where: str) -> tuple[str | None, str]:
@@ -66,7 +81,9 @@ def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) 
             return FileStore(where, told)
         case "kubernetes":
             namespace, config_map = _config_map(where)
-            return ConfigMapStore(Kubernetes(Cluster.around(namespace)), config_map, told, clock=clock)
+            return ConfigMapStore(
+                Kubernetes(Cluster.around(namespace)), config_map, told, clock=clock
+            )
         case _:
             try:
                 from pdrelay_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (its library is an extra)
@@ -74,4 +91,6 @@ def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) 
                 raise ConfigError(
                     "the store is Redis, but redis is not installed: pip install 'pdrelay[redis]'"
                 ) from exc
-            return RedisStore(settings.store, told, password=os.environ.get("PDRELAY_REDIS_PASSWORD"))
+            return RedisStore(
+                settings.store, told, password=os.environ.get("PDRELAY_REDIS_PASSWORD")
+            )

@@ -40,8 +40,9 @@ _TURNS: Final = 1 << 16
 class Fabric:
     """How a router reaches its engines, and by which clock it judges.
 
-    Tests have it reach them without a network: its probes by a transport, its legs by ``dial``. ``clock`` tells seconds
-    of which only differences count; timers are the event loop's all the same.
+    Tests have it reach them without a network: its probes by a transport, its legs by ``dial``.
+    ``clock`` tells seconds of which only differences count; timers are the event loop's all the
+    same.
     """
 
     transport: httpx.AsyncBaseTransport | None = None  # None: over sockets
@@ -66,7 +67,11 @@ class EngineSide:
 
 
 def build_engines(
-    settings: Settings, fabric: Fabric, pairs_within: PairsWithin, *, has_other_routers: bool = False
+    settings: Settings,
+    fabric: Fabric,
+    pairs_within: PairsWithin,
+    *,
+    has_other_routers: bool = False,
 ) -> EngineSide:
     """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
     registry = _registry(settings, pairs_within, fabric.clock)
@@ -102,7 +107,10 @@ def build_engines(
 
 
 def build_fleet(
-    settings: Settings, engines: EngineSide, clock: Callable[[], float], added: Sequence[RoutingParts]
+    settings: Settings,
+    engines: EngineSide,
+    clock: Callable[[], float],
+    added: Sequence[RoutingParts],
 ) -> LiveFleet:
     """Build what requests choose their engines from; ``added``: by features. Raises ConfigError."""
     # Routers that know of each other do not all begin with the same engine.
@@ -120,7 +128,9 @@ def build_fleet(
     )
 
 
-def _registry(settings: Settings, pairs_within: PairsWithin, clock: Callable[[], float]) -> Registry:
+def _registry(
+    settings: Settings, pairs_within: PairsWithin, clock: Callable[[], float]
+) -> Registry:
     """Return one with the engines of the settings."""
     registry = Registry(settings, pairs_within)
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):

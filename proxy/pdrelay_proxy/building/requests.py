@@ -70,7 +70,9 @@ def build_requests(
     keyring = Keyring(client_keys(settings))
     reader = BodyReader()
     counters = _counters(engines, fleet)
-    telemetry = Telemetry(counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended)
+    telemetry = Telemetry(
+        counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended
+    )
     releaser = Releaser(wire, told=(telemetry,))
     sites = Sites(settings, socket.gethostname())
     salts = _salts(settings, keyring)
@@ -87,7 +89,9 @@ def build_requests(
         ),
         fleet=fleet,
         push_coordinates=engines.learned,
-        leg_bodies=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
+        leg_bodies=LegBodies(
+            engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host
+        ),
         sender=wire.leg_sender,
         releaser=releaser,
         budget=RetryBudget(settings.retry_budget_ratio),
@@ -95,7 +99,12 @@ def build_requests(
         lifetime=lifetime,
         body_reader=reader,
         telemetry=telemetry,
-        accounts=LegAccounts(fleet, telemetry, GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)), clock),
+        accounts=LegAccounts(
+            fleet,
+            telemetry,
+            GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)),
+            clock,
+        ),
         settings=LiveSettings(settings),
         clock=clock,
         new_id=new_id,
@@ -110,7 +119,9 @@ def build_requests(
     )
     requests = RequestSet(services)
     models = ModelCatalog(engines.registry, wire, clock)
-    return RequestSide(requests, fleet, gate, lifetime, keyring, models, telemetry, releaser, reader)
+    return RequestSide(
+        requests, fleet, gate, lifetime, keyring, models, telemetry, releaser, reader
+    )
 
 
 def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
@@ -132,7 +143,9 @@ def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
     if wanted is False:
         return None
     if wanted and settings.api_keys_file is None:
-        raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
+        raise ConfigError(
+            "cache_salt_per_key needs api_keys_file: without keys all clients are one"
+        )
     return Salts(keyring, settings.cache_salt_secret, always=bool(wanted))
 
 

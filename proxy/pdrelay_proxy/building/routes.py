@@ -58,7 +58,9 @@ def build_routes(
     scrapers = Onlookers() if settings.public_metrics else onlookers
     admission = serving.gate.admission
     discovery = background.discovery
-    metrics = Metrics(serving.telemetry, engines.registry, admission, discovery.freshness, added.families)
+    metrics = Metrics(
+        serving.telemetry, engines.registry, admission, discovery.freshness, added.families
+    )
     audit = Audit(serving.telemetry.admin_action, clock)
     access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
     return Routes(
@@ -67,7 +69,15 @@ def build_routes(
         operators=(
             liveness_routes(),
             page_routes(background.status, metrics, scrapers),
-            *_key_routes(settings, engines, serving, discovery, access=access, onlookers=onlookers, clock=clock),
+            *_key_routes(
+                settings,
+                engines,
+                serving,
+                discovery,
+                access=access,
+                onlookers=onlookers,
+                clock=clock,
+            ),
             *[build(access) for build in added.routes],
         ),
         endpoints=endpoint_routes(Endpoints(requests), keys=keys),
@@ -119,9 +129,13 @@ def _key_routes(
             discovery,
             guard=engines.guard,
             own=own,
-            newcomers=Newcomers(engines.registry, engines.checks, patience_s=settings.health_check_timeout_s),
+            newcomers=Newcomers(
+                engines.registry, engines.checks, patience_s=settings.health_check_timeout_s
+            ),
             access=access,
-            onlookers=Onlookers(access.require, keys=[OPERATOR_KEY]) if _has_open_admin_port(settings) else onlookers,
+            onlookers=Onlookers(access.require, keys=[OPERATOR_KEY])
+            if _has_open_admin_port(settings)
+            else onlookers,
         ),
         instance_routes(instances, access),
         pair_routes(telemetry.settled_pairs, clock, access),
@@ -129,5 +143,11 @@ def _key_routes(
 
 
 def _has_open_admin_port(settings: Settings) -> bool:
-    """Tell whether clients are known by certificates alone, for which the admin port does not ask."""
-    return settings.admin_port is not None and settings.tls_client_ca is not None and settings.api_keys_file is None
+    """Tell whether clients are known by certificates alone, for which the admin port does not
+    ask.
+    """
+    return (
+        settings.admin_port is not None
+        and settings.tls_client_ca is not None
+        and settings.api_keys_file is None
+    )

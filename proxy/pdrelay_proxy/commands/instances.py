@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from pdrelay_proxy.console.flag_values import seconds_or_none
-from pdrelay_proxy.console.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.console.router_client import (
+    CommandFailed,
+    Json,
+    RouterClient,
+    add_access_arguments,
+    run_command,
+)
 from pdrelay_proxy.console.tables import in_lines, table
 
 _COLUMNS: Final = (
@@ -23,11 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     add_access_arguments(parser)
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
-    verbs.add_parser("list", help="show all engines with their role, state and load").set_defaults(verb=_list)
+    verbs.add_parser("list", help="show all engines with their role, state and load").set_defaults(
+        verb=_list
+    )
     add = verbs.add_parser("add", help="add a running engine")
     add.add_argument("type", choices=["prefill", "decode"], help="role of the engine")
     add.add_argument(
-        "address", metavar="HOST:PORT", help="address of the engine; HOST:PORT#dp=N if it has N data-parallel ranks"
+        "address",
+        metavar="HOST:PORT",
+        help="address of the engine; HOST:PORT#dp=N if it has N data-parallel ranks",
     )
     add.set_defaults(verb=_add)
     changes = {
@@ -38,12 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for verb, text in changes.items():
         one = verbs.add_parser(verb, help=text)
         one.add_argument(
-            "id", nargs="+", metavar="ID", help="id of an engine, such as decode-0 (see list), or its HOST:PORT"
+            "id",
+            nargs="+",
+            metavar="ID",
+            help="id of an engine, such as decode-0 (see list), or its HOST:PORT",
         )
         one.set_defaults(verb=_change, name=verb)
         if verb == "drain":
             one.add_argument(
-                "--move", action="store_true", help="move their streams to other engines (docs/moving-streams.md)"
+                "--move",
+                action="store_true",
+                help="move their streams to other engines (docs/moving-streams.md)",
             )
             one.add_argument(
                 "--wait",
@@ -52,12 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="S",
                 help="seconds to wait until they are drained (default: 0)",
             )
-    turn = verbs.add_parser("turn", help="change the role of engines without a restart (they need kv_role kv_both)")
+    turn = verbs.add_parser(
+        "turn", help="change the role of engines without a restart (they need kv_role kv_both)"
+    )
     turn.add_argument(
-        "id", nargs="+", metavar="ID", help="id of an engine, such as decode-0 (see list), or its HOST:PORT"
+        "id",
+        nargs="+",
+        metavar="ID",
+        help="id of an engine, such as decode-0 (see list), or its HOST:PORT",
     )
     turn.add_argument("to", choices=["prefill", "decode", "both"], help="new role")
-    turn.add_argument("--force", action="store_true", help="change it even if no other engine serves the old role")
+    turn.add_argument(
+        "--force", action="store_true", help="change it even if no other engine serves the old role"
+    )
     turn.add_argument(
         "--wait",
         type=seconds_or_none,
@@ -66,14 +88,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait until they serve the new role (default: 0)",
     )
     turn.set_defaults(verb=_turn)
-    explain = verbs.add_parser("explain", help="show which engines a request would go to, and what each would get")
-    explain.add_argument("file", metavar="FILE", help="file with the JSON body of a request; - reads standard input")
-    explain.add_argument("--path", default="/v1/completions", help="path of the request (default: %(default)s)")
-    explain.add_argument("--session", metavar="ID", help="X-Session-ID of the request (default: none)")
+    explain = verbs.add_parser(
+        "explain", help="show which engines a request would go to, and what each would get"
+    )
+    explain.add_argument(
+        "file", metavar="FILE", help="file with the JSON body of a request; - reads standard input"
+    )
+    explain.add_argument(
+        "--path", default="/v1/completions", help="path of the request (default: %(default)s)"
+    )
+    explain.add_argument(
+        "--session", metavar="ID", help="X-Session-ID of the request (default: none)"
+    )
     explain.set_defaults(verb=_explain)
     for one in verbs.choices.values():
         for flag in add_access_arguments(one):
-            flag.default = argparse.SUPPRESS  # what is not given behind the verb stays as it was given before it
+            # what is not given behind the verb stays as it was given before it
+            flag.default = argparse.SUPPRESS
     parser.set_defaults(run=run)
 
 
@@ -90,12 +121,16 @@ def _list(router: RouterClient, args: argparse.Namespace) -> str:
 def _add(router: RouterClient, args: argparse.Namespace) -> str:
     answer = router.ask("/instances/add", {"type": args.type, "instance": args.address})
     warning = answer.get("warning")
-    return f"{in_lines(answer['message'])}\n" + (f"warning: {in_lines(warning)}\n" if warning else "")
+    return f"{in_lines(answer['message'])}\n" + (
+        f"warning: {in_lines(warning)}\n" if warning else ""
+    )
 
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:
     how = {"move": True} if getattr(args, "move", False) else {}
-    answers = [router.ask(f"/instances/{args.name}", {**_named(router, name), **how}) for name in args.id]
+    answers = [
+        router.ask(f"/instances/{args.name}", {**_named(router, name), **how}) for name in args.id
+    ]
     rows = [row for answer in answers for row in answer["instances"]]
     if getattr(args, "wait", 0):
         rows = _wait(router, args.id, args.wait, lambda row: row["state"] == "drained")
@@ -107,32 +142,51 @@ def _turn(router: RouterClient, args: argparse.Namespace) -> str:
     answers = [router.ask("/instances/turn", {**_named(router, name), **how}) for name in args.id]
     rows = [row for answer in answers for row in answer["instances"]]
     if args.wait:
-        rows = _wait(router, args.id, args.wait, lambda row: row["role"] == args.to and row["turns_to"] is None)
+        rows = _wait(
+            router,
+            args.id,
+            args.wait,
+            lambda row: row["role"] == args.to and row["turns_to"] is None,
+        )
     return _shown({"instances": rows}, args)
 
 
 def _named(router: RouterClient, name: str) -> Mapping[str, object]:
-    """Name an engine to the router; an address with its role, as that is the same at every router of a service."""
+    """Name an engine to the router; an address with its role, as that is the same at every router
+    of a service.
+    """
     if ":" not in name:
         return {"id": name}
-    roles = {row["declared"] for row in router.ask("/instances")["instances"] if row["address"] == name}
+    roles = {
+        row["declared"] for row in router.ask("/instances")["instances"] if row["address"] == name
+    }
     if not roles:
         raise CommandFailed(f"there is no instance at {name}")
     if len(roles) > 1:
-        raise CommandFailed(f"{name} was added as a prefill and as a decode instance: name it by its id, see list")
+        raise CommandFailed(
+            f"{name} was added as a prefill and as a decode instance: name it by its id, see list"
+        )
     return {"type": roles.pop(), "instance": name}
 
 
-def _wait(router: RouterClient, names: Sequence[str], seconds: float, is_done: Callable[[Json], bool]) -> list[Json]:
+def _wait(
+    router: RouterClient, names: Sequence[str], seconds: float, is_done: Callable[[Json], bool]
+) -> list[Json]:
     """Wait until it is done with all of them; one that is removed meanwhile is done with, too."""
     deadline = time.monotonic() + seconds
     while True:
-        rows = [row for row in router.ask("/instances")["instances"] if row["id"] in names or row["address"] in names]
+        rows = [
+            row
+            for row in router.ask("/instances")["instances"]
+            if row["id"] in names or row["address"] in names
+        ]
         left = [row for row in rows if not is_done(row)]
         if not left:
             return rows
         if time.monotonic() >= deadline:
-            said = ", ".join(f"{row['id']} is {row['state']} with {row['in_flight']} in flight" for row in left)
+            said = ", ".join(
+                f"{row['id']} is {row['state']} with {row['in_flight']} in flight" for row in left
+            )
             raise CommandFailed(f"after {seconds:g} s {said}")
         time.sleep(_POLL_S)
 
@@ -151,18 +205,34 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
         return json.dumps(found) + "\n"
     bodies = [(leg, found.pop(f"{leg}_body", None)) for leg in ("prefill", "decode")]
     found = in_lines(found)
-    lines = [f"rule:     {found['rule']}", f"prefill:  {found['prefill'] or '-'}", f"decode:   {found['decode']}"]
+    lines = [
+        f"rule:     {found['rule']}",
+        f"prefill:  {found['prefill'] or '-'}",
+        f"decode:   {found['decode']}",
+    ]
     if found.get("prefill_slice") or found.get("decode_slice"):
         crossing = f" ({found['slice_crossing']})" if found.get("slice_crossing") else ""
-        lines.append(f"slices:   {found['prefill_slice'] or '-'} and {found['decode_slice'] or '-'}{crossing}")
+        lines.append(
+            f"slices:   {found['prefill_slice'] or '-'} and "
+            f"{found['decode_slice'] or '-'}{crossing}"
+        )
     lines += [
         f"resting:  {pair['prefill']} with {pair['decode']}: {pair['reason']}"
         for pair in found.get("resting_pairs", ())
     ]
-    lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
-    lines += [f"alone:    {name} computes {size} B now" for name, size in found.get("lone_prompt_bytes", {}).items()]
+    lines.append(
+        f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than "
+        f"{found['min_split_new_bytes']} B"
+    )
+    lines += [
+        f"alone:    {name} computes {size} B now"
+        for name, size in found.get("lone_prompt_bytes", {}).items()
+    ]
     if bound := found.get("lone_prompt_bound"):
-        lines.append(f"bound:    {bound}: streams of the decode engine that has most of it would wait for too long")
+        lines.append(
+            f"bound:    {bound}: streams of the decode engine that has most of it would wait for "
+            f"too long"
+        )
     by = found.get("cached_known_by", {})
     lines += [
         f"cached:   {size} B at {name}{f', known by {by[name]}' if name in by else ''}"
@@ -173,8 +243,14 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
         for name, count in found.get("cached_tokens", {}).items()
     ]
     if expected := found.get("expected_ms"):
-        lines.append("expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items()))
-    lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]
+        lines.append(
+            "expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items())
+        )
+    lines += [
+        f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}"
+        for leg, body in bodies
+        if body
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -184,8 +260,18 @@ def _shown(found: Json, args: argparse.Namespace) -> str:
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for row in in_lines(found["instances"]):
         role = f"{row['role']}, to {row['turns_to']}" if row.get("turns_to") else row["role"]
-        values = {**row, "role": role, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
-        rows.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))
+        values = {
+            **row,
+            "role": role,
+            "for": _duration(row["since_s"]),
+            "models": ",".join(row["models"] or ()),
+        }
+        rows.append(
+            tuple(
+                str(values[name]) if values.get(name) not in (None, "") else "-"
+                for name in _COLUMNS
+            )
+        )
     warnings = dict.fromkeys(row["warning"] for row in found["instances"] if row.get("warning"))
     return table(rows) + "".join(f"warning: {each}\n" for each in warnings)
 

@@ -1,25 +1,47 @@
-"""``pdrelay pairs``: which prefill and decode engines have met, and which cannot (docs/faults.md)."""
+"""``pdrelay pairs``: which prefill and decode engines have met, and which cannot
+(docs/faults.md).
+"""
 
 import argparse
 import json
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.console.router_client import Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.console.router_client import (
+    Json,
+    RouterClient,
+    add_access_arguments,
+    run_command,
+)
 from pdrelay_proxy.console.tables import in_lines, table
 
-_COLUMNS: Final = ("prefill", "decode", "state", "reason", "mode", "handovers", "failed", "ttft", "kv rate", "last")
+_COLUMNS: Final = (
+    "prefill",
+    "decode",
+    "state",
+    "reason",
+    "mode",
+    "handovers",
+    "failed",
+    "ttft",
+    "kv rate",
+    "last",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_access_arguments(parser)
-    parser.add_argument("--failing", action="store_true", help="show only pairs that fail, or have failed")
+    parser.add_argument(
+        "--failing", action="store_true", help="show only pairs that fail, or have failed"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    """Print them; return the exit code: 0 done, 1 not done, 2 it could not be asked for like
+    this.
+    """
     return run_command("pairs", args, lambda router: _answer(router, args))
 
 
@@ -34,7 +56,11 @@ def text(found: Json) -> str:
     """Write the pairs for people."""
     found = in_lines(found)
     notes: Sequence[str] = [
-        *[f"{row['decode']} loads no KV of {row['prefill']}: {row['why']}" for row in found["pairs"] if row.get("why")],
+        *[
+            f"{row['decode']} loads no KV of {row['prefill']}: {row['why']}"
+            for row in found["pairs"]
+            if row.get("why")
+        ],
         *([f"{found['dropped']} pairs were forgotten to make room"] if found["dropped"] else []),
     ]
     return table([_COLUMNS, *map(_cells, found["pairs"])]) + "".join(f"{note}\n" for note in notes)
@@ -44,11 +70,15 @@ def _rate(bytes_per_s: float | None) -> str:
     """Write how fast KV moved, with three digits."""
     if bytes_per_s is None:
         return "-"
-    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
+    return (
+        f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
+    )
 
 
 def _mode(row: Json) -> str:
-    """Write the way that KV goes; while both are tried, and behind it, what was measured of either."""
+    """Write the way that KV goes; while both are tried, and behind it, what was measured of
+    either.
+    """
     times = [row["pull_s"], row["push_s"]]
     if row["mode"] is None or None in times:
         return row["mode"] or "-"

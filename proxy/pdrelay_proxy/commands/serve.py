@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     said = "say what is wrong with flags, file and environment, and start nothing"
     parser.add_argument("--check", action="store_true", help=said)
-    said = "print the settings in effect and where each comes from, without secrets, and start nothing"
+    said = (
+        "print the settings in effect and where each comes from, without secrets, and start nothing"
+    )
     parser.add_argument("--print-config", action="store_true", help=said)
     parser.set_defaults(run=run)
 
@@ -43,7 +45,11 @@ def run(args: argparse.Namespace) -> int:
         # Imported for this alone: a router that serves needs none of it.
         from pdrelay_proxy.commands import settings_report  # noqa: PLC0415
 
-        return settings_report.check_settings(args) if args.check else settings_report.print_settings(args)
+        return (
+            settings_report.check_settings(args)
+            if args.check
+            else settings_report.print_settings(args)
+        )
     _fill_standard_descriptors()
     return _in_a_sentence(lambda: _serve(args))
 
@@ -54,7 +60,10 @@ def _in_a_sentence(serve: Callable[[], int]) -> int:
         return serve()
     except (ConfigError, AlreadyKnown) as exc:
         logging.shutdown()  # a thread writes the log: what it has was said before this
-        sys.stderr.write(f"pdrelay serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
+        sys.stderr.write(
+            f"pdrelay serve: "
+            f"{exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n"
+        )
         return 2
 
 
@@ -64,7 +73,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _fill_standard_descriptors() -> None:
-    """Open what is closed of standard input, output and error: a socket there would get what is meant for them.
+    """Open what is closed of standard input, output and error: a socket there would get what is
+    meant for them.
 
     libuv ends the process when it closes a socket that has one of these numbers.
     """
@@ -81,7 +91,8 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
         from pdrelay_proxy import supervisor  # noqa: PLC0415 (one process alone needs none of it)
         from pdrelay_proxy.consistency import check  # noqa: PLC0415
 
-        import_module("pdrelay_proxy.server")  # with all that a router needs: workers are forks of this process
+        # with all that a router needs: workers are forks of this process
+        import_module("pdrelay_proxy.server")
 
     check(settings)
     check_engines(settings, args.config)
@@ -91,15 +102,21 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
 
 def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
     logger.info("pdrelay %s", find_build())
-    if (unused := unused_kv(settings, unused_of_features(settings), feature_policies())) is not None:
+    if (
+        unused := unused_kv(settings, unused_of_features(settings), feature_policies())
+    ) is not None:
         logger.info("%s", unused)
     warn_without_engines(settings, args.config)
 
 
-def _own_settings(args: argparse.Namespace, place: WorkerPlace | None) -> tuple[Settings, Sequence[str]]:
-    """Read the settings of this process, and name those that a worker has from its supervisor until a restart.
+def _own_settings(
+    args: argparse.Namespace, place: WorkerPlace | None
+) -> tuple[Settings, Sequence[str]]:
+    """Read the settings of this process, and name those that a worker has from its supervisor until
+    a restart.
 
-    A worker that replaces another is as the others are. One process alone looks itself for what needs a restart.
+    A worker that replaces another is as the others are. One process alone looks itself for what
+    needs a restart.
     """
     read = serve_settings(args)
     if place is None:
@@ -109,7 +126,9 @@ def _own_settings(args: argparse.Namespace, place: WorkerPlace | None) -> tuple[
 
 
 def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> int:
-    """Serve in this process, alone or as one of several workers; raises ConfigError and AlreadyKnown."""
+    """Serve in this process, alone or as one of several workers; raises ConfigError and
+    AlreadyKnown.
+    """
     with ctrl_c_ends_at_once():
         from pdrelay_proxy import server  # noqa: PLC0415 (what is wrong with settings is said without it)
         from pdrelay_proxy.app import build  # noqa: PLC0415
@@ -121,7 +140,9 @@ def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> i
         return settings
 
     settings, _ = _own_settings(args, place)
-    logs.configure(settings.log_level, settings.log_format, worker=None if place is None else place.number)
+    logs.configure(
+        settings.log_level, settings.log_format, worker=None if place is None else place.number
+    )
     router = build(settings, place=place)
     if place is None:  # else the supervisor has
         check_engines(settings, args.config)

@@ -1,4 +1,6 @@
-"""``pdrelay serve --check`` and ``--print-config``: what is wrong with the settings, and what they are."""
+"""``pdrelay serve --check`` and ``--print-config``: what is wrong with the settings, and what they
+are.
+"""
 
 import argparse
 import json
@@ -51,13 +53,17 @@ def find_faults(args: argparse.Namespace) -> Sequence[str]:
         return [str(exc)]
     settings = choices.settings()
     # A setting that is wrong has its default here: what follows from that is no fault of its own.
-    follow = [one for one in faults(settings) if not any(_names(one, name) for name in choices.wrong)]
+    follow = [
+        one for one in faults(settings) if not any(_names(one, name) for name in choices.wrong)
+    ]
     found = [*choices.wrong.values(), *follow]
     return found or _fault_of_building(settings, args.config)
 
 
 def settings_text(choices: Choices) -> str:
-    """Write the settings as a file of pdrelay serve, with the source of each behind it; never a secret."""
+    """Write the settings as a file of pdrelay serve, with the source of each behind it; never a
+    secret.
+    """
     settings = choices.settings()
     lines = list[str]()
     group = ""
@@ -66,7 +72,9 @@ def settings_text(choices: Choices) -> str:
             group = setting.option.group.title
             lines += [f"# {group[0].upper()}{group[1:]}"]
         choice = choices.right.get(setting.name)
-        lines.append(_line(setting, setting.value(settings), "default" if choice is None else choice.source))
+        lines.append(
+            _line(setting, setting.value(settings), "default" if choice is None else choice.source)
+        )
     lines.append("# Secrets, from the environment")
     for name, secret in SECRETS.items():
         state = "set, and not shown" if secret.value(settings) is not None else "not set"
@@ -88,7 +96,9 @@ def _names(sentence: str, setting: str) -> bool:
 
 
 def _fault_of_building(settings: Settings, config: str | None) -> Sequence[str]:
-    """Build the router, which starts nothing, for what shows only then: an extra that is missing, a policy."""
+    """Build the router, which starts nothing, for what shows only then: an extra that is missing, a
+    policy.
+    """
     from pdrelay_proxy.app import build  # noqa: PLC0415 (it takes a second, and most faults need none of it)
 
     try:

@@ -13,7 +13,9 @@ def seconds(text: str) -> float:
     """Read a time, above 0 and at most a day."""
     value = _number(text)
     if not 0 < value <= _LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write seconds, above 0 and up to {_LONGEST_S:g}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: write seconds, above 0 and up to {_LONGEST_S:g}"
+        )
     return value
 
 
@@ -21,7 +23,9 @@ def seconds_or_none(text: str) -> float:
     """Read a time that may be 0."""
     value = _number(text)
     if not 0 <= value <= _LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write seconds, from 0 to {_LONGEST_S:g}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: write seconds, from 0 to {_LONGEST_S:g}"
+        )
     return value
 
 
@@ -42,5 +46,7 @@ def server_url(text: str) -> str:
         is_good = False
         parts = None
     if not is_good or parts is None or parts.username or parts.query or parts.fragment:
-        raise ConfigError(f"{text!r} is not the URL of a server: write http://HOST:PORT, and keys in files")
+        raise ConfigError(
+            f"{text!r} is not the URL of a server: write http://HOST:PORT, and keys in files"
+        )
     return url.rstrip("/")

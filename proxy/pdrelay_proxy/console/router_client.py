@@ -1,4 +1,6 @@
-"""A client of a running router's routes for operators: where it is, how it is trusted, and its answers."""
+"""A client of a running router's routes for operators: where it is, how it is trusted, and its
+answers.
+"""
 
 import argparse
 import asyncio
@@ -27,7 +29,8 @@ PIN_VARIABLE: Final = "PDRELAY_ROUTER_PIN"
 KEY_VARIABLE: Final = "ADMIN_API_KEY"
 _PORTS: Final = {"http": 80, "https": 443}
 _THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
-_REASON: Final = "x-pdrelay-reason"  # of a refusal in the words of vLLM's demo, which do not say why
+# of a refusal in the words of vLLM's demo, which do not say why
+_REASON: Final = "x-pdrelay-reason"
 _LARGEST_BODY: Final = 64 << 20  # bytes of an answer: ten thousand engines have megabytes
 _TIMEOUT_S: Final = 10.0
 _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -37,8 +40,12 @@ class CommandFailed(Exception):
     """The command could not be done; the message says why, in one sentence."""
 
 
-def run_command(name: str, args: argparse.Namespace, answer: "Callable[[RouterClient], str]") -> int:
-    """Print what a command answers; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+def run_command(
+    name: str, args: argparse.Namespace, answer: "Callable[[RouterClient], str]"
+) -> int:
+    """Print what a command answers; return the exit code: 0 done, 1 not done, 2 it could not be
+    asked for like this.
+    """
     try:
         with RouterClient(args) as router:
             sys.stdout.write(printable(_read(router, answer)))
@@ -49,13 +56,17 @@ def run_command(name: str, args: argparse.Namespace, answer: "Callable[[RouterCl
 
 
 def _read(router: "RouterClient", answer: "Callable[[RouterClient], str]") -> str:
-    """Have an answer written for people; raises CommandFailed if fields are missing, or are no such fields."""
+    """Have an answer written for people; raises CommandFailed if fields are missing, or are no such
+    fields.
+    """
     try:
         return answer(router)
-    # What writes it takes the answer for a router's: a server that is none, or a router of another time, sends others.
-    # OSError: no date is so many seconds away.
+    # What writes it takes the answer for a router's: a server that is none, or a router of another
+    # time, sends others. OSError: no date is so many seconds away.
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, OSError) as exc:
-        said = f"{router.url} answers something else than a router does ({type(exc).__name__}: {exc})"
+        said = (
+            f"{router.url} answers something else than a router does ({type(exc).__name__}: {exc})"
+        )
         raise CommandFailed(said) from exc
 
 
@@ -63,12 +74,19 @@ class RouterClient:
     """A client of the admin routes. httpx and its exceptions stop here."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags that clash."""
+        """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags
+        that clash.
+        """
         self.url, key, tls = _read_access(args)
-        headers = {b"x-api-key": key.text.encode(errors="surrogateescape"), b"accept-encoding": b"identity"}
+        headers = {
+            b"x-api-key": key.text.encode(errors="surrogateescape"),
+            b"accept-encoding": b"identity",
+        }
         self._key_owner = key.owner
         limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each question
-        self._client = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False, verify=tls, limits=limits)
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=None, trust_env=False, verify=tls, limits=limits
+        )
         self._extensions = {} if args.server_name is None else {"sni_hostname": args.server_name}
         self._timeout_s: float = args.timeout
         self._runner = asyncio.Runner()
@@ -85,17 +103,24 @@ class RouterClient:
         try:
             response, content = self._runner.run(self._exchange(path, body))
         except TimeoutError as exc:
-            raise CommandFailed(f"{self.url} gave no whole answer within {self._timeout_s:g} s (--timeout)") from exc
+            raise CommandFailed(
+                f"{self.url} gave no whole answer within {self._timeout_s:g} s (--timeout)"
+            ) from exc
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
             reason = str(exc) or type(exc).__name__
             said = f"the router at {self.url} cannot be asked: {reason}"
             if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
-                said = f"the certificate of {self.url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
+                said = (
+                    f"the certificate of {self.url} is not trusted ({found[1]}): see --ca, --pin "
+                    f"and --server-name"
+                )
             raise CommandFailed(said) from exc
         try:
             found = json.loads(content)
         except (ValueError, RecursionError) as exc:
-            raise CommandFailed(f"{self.url} answers {response.status_code} without JSON: is it a router?") from exc
+            raise CommandFailed(
+                f"{self.url} answers {response.status_code} without JSON: is it a router?"
+            ) from exc
         if response.status_code != 200:
             said = _said(found) or f"the router answers with status {response.status_code}"
             reason = response.headers.get(_REASON)
@@ -104,20 +129,28 @@ class RouterClient:
             raise CommandFailed(f"{self.url} answers something else than a router does")
         return cast("Json", found)
 
-    async def _exchange(self, path: str, body: Mapping[str, object] | None) -> tuple[httpx.Response, bytes]:
+    async def _exchange(
+        self, path: str, body: Mapping[str, object] | None
+    ) -> tuple[httpx.Response, bytes]:
         """Read a whole answer; the time is for all of it, as httpx's own are for one read each."""
         method = "GET" if body is None else "POST"
         content = bytearray()
-        if self._key_owner is not None:  # before each connection: a command that waits outlives routers
+        # before each connection: a command that waits outlives routers
+        if self._key_owner is not None:
             _check_listener(self.url, self._key_owner)
         async with (
             asyncio.timeout(self._timeout_s),
-            self._client.stream(method, self.url + path, json=body, extensions=self._extensions) as response,
+            self._client.stream(
+                method, self.url + path, json=body, extensions=self._extensions
+            ) as response,
         ):
-            async for piece in response.aiter_raw():  # as it came: some KB of gzip in gzip unpack to many GB
+            # as it came: some KB of gzip in gzip unpack to many GB
+            async for piece in response.aiter_raw():
                 content += piece
                 if len(content) > _LARGEST_BODY:
-                    raise CommandFailed(f"{self.url} answers more than {_LARGEST_BODY} bytes: is it a router?")
+                    raise CommandFailed(
+                        f"{self.url} answers more than {_LARGEST_BODY} bytes: is it a router?"
+                    )
         return response, bytes(content)
 
 
@@ -143,14 +176,29 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> Sequence[argparse.A
             metavar="FILE",
             help=f"file with the admin key (default: ${KEY_VARIABLE}, then that of pdrelay up)",
         ),
-        add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for an https router"),
+        add(
+            "--ca",
+            metavar="FILE",
+            help="PEM file with the only authorities to trust for an https router",
+        ),
         add(
             "--pin",
             metavar="FILE",
-            help=f"PEM file that begins with the router's exact certificate, of any name (default: ${PIN_VARIABLE})",
+            help=(
+                f"PEM file that begins with the router's exact certificate, of any name (default: "
+                f"${PIN_VARIABLE})"
+            ),
         ),
-        add("--server-name", metavar="NAME", help="name in the router's certificate, if it is not the host of the URL"),
-        add("--client-cert", metavar="FILE", help="PEM file with a certificate for a router with --tls-client-ca"),
+        add(
+            "--server-name",
+            metavar="NAME",
+            help="name in the router's certificate, if it is not the host of the URL",
+        ),
+        add(
+            "--client-cert",
+            metavar="FILE",
+            help="PEM file with a certificate for a router with --tls-client-ca",
+        ),
         add("--client-key", metavar="FILE", help="PEM file with its private key"),
         add(
             "--timeout",
@@ -168,45 +216,62 @@ class _Key:
     """The admin key."""
 
     text: str = field(repr=False)
-    owner: int | None = None  # the id of the user to whose processes alone it is shown; None: to what was named
+    # the id of the user to whose processes alone it is shown; None: to what was named
+    owner: int | None = None
 
 
 def _read_access(args: argparse.Namespace) -> tuple[str, _Key, ssl.SSLContext]:
-    """Return the router's URL without a slash at its end, the key, and what its certificate is checked with."""
+    """Return the router's URL without a slash at its end, the key, and what its certificate is
+    checked with.
+    """
     url = server_url(args.router)
     secure = url.startswith("https://")
     for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
-    given = sorted(f"--{name.replace('_', '-')}" for name in for_https if getattr(args, name) is not None)
+    given = sorted(
+        f"--{name.replace('_', '-')}" for name in for_https if getattr(args, name) is not None
+    )
     if given and not secure:
-        raise ConfigError(f"{', '.join(given)}: only a router at https:// has a certificate, and this is {url}")
+        raise ConfigError(
+            f"{', '.join(given)}: only a router at https:// has a certificate, and this is {url}"
+        )
     if args.pin and (args.ca or args.server_name):
-        raise ConfigError("--pin trusts one certificate, of any name: leave out --ca and --server-name")
+        raise ConfigError(
+            "--pin trusts one certificate, of any name: leave out --ca and --server-name"
+        )
     tls = _tls(args) if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return url, _read_key(args.key_file, url), tls
 
 
 def _read_key(file: str | None, url: str) -> _Key:
-    """Return the admin key, which is never an argument: those are visible in ps. Raises ConfigError."""
+    """Return the admin key, which is never an argument: those are visible in ps.
+
+    Raises ConfigError.
+    """
     if file is not None:
         return _Key(outbound_key(read_text(file), file))
     if key := os.environ.get(KEY_VARIABLE, ""):
         return _Key(key)
-    if LOCAL_KEY_FILE.is_file() and urllib.parse.urlsplit(url).hostname in _THIS_MACHINE:  # of no use elsewhere
+    # of no use elsewhere
+    if LOCAL_KEY_FILE.is_file() and urllib.parse.urlsplit(url).hostname in _THIS_MACHINE:
         text = outbound_key(read_text(str(LOCAL_KEY_FILE)), str(LOCAL_KEY_FILE))
         return _Key(text, LOCAL_KEY_FILE.stat().st_uid)
     raise ConfigError(
-        f"no admin key: set {KEY_VARIABLE} in the environment, or name a file with it (--key-file); pdrelay up keeps "
+        f"no admin key: set {KEY_VARIABLE} in the environment, or name a file with it "
+        f"(--key-file); pdrelay up keeps "
         f"its own in {LOCAL_KEY_FILE}, and commands in the same folder find it"
     )
 
 
 def _check_listener(url: str, user: int) -> None:
-    """Raise CommandFailed unless all that listens on the router's port is of one user: others may take a free port."""
+    """Raise CommandFailed unless all that listens on the router's port is of one user: others may
+    take a free port.
+    """
     place = urllib.parse.urlsplit(url)
     port = place.port or _PORTS[place.scheme]
     if why := why_not_of(user, port, port_owners(port)):
         raise CommandFailed(
-            f"the key in {LOCAL_KEY_FILE} is not shown to {url}, as {why}: if it is your router, add --key-file "
+            f"the key in {LOCAL_KEY_FILE} is not shown to {url}, as {why}: if it is your router, "
+            f"add --key-file "
             f"{LOCAL_KEY_FILE}"
         )
 
@@ -217,7 +282,8 @@ def _tls(args: argparse.Namespace) -> ssl.SSLContext:
         # these authorities and no others
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         pem = read_text(path)
-        if pin:  # the first certificate of a chain itself; whose name it has makes no difference then
+        # the first certificate of a chain itself; whose name it has makes no difference then
+        if pin:
             context.check_hostname = False
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             first = _PEM.search(pem)

@@ -7,9 +7,13 @@ from typing import Self
 
 from pdrelay_proxy.errors import AddressError, BadPort
 
-EXPECTED = "host:port or http(s)://host:port, such as 127.0.0.1:8100, engine.example:8100 or [::1]:8100"
+EXPECTED = (
+    "host:port or http(s)://host:port, such as 127.0.0.1:8100, engine.example:8100 or [::1]:8100"
+)
 
-_SHAPE = re.compile(r"(?:(?P<scheme>https?)://)?(?P<host>\[[^\[\]]*\]|[^:/\[\]]*):(?P<port>[^/:]*)/?", re.IGNORECASE)
+_SHAPE = re.compile(
+    r"(?:(?P<scheme>https?)://)?(?P<host>\[[^\[\]]*\]|[^:/\[\]]*):(?P<port>[^/:]*)/?", re.IGNORECASE
+)
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
@@ -23,7 +27,8 @@ class Address:
     port: int
 
     def __hash__(self) -> int:
-        return hash((self.scheme, self.host, self.port))  # a dataclass's own stays Python where the rest is compiled
+        # a dataclass's own stays Python where the rest is compiled
+        return hash((self.scheme, self.host, self.port))
 
     @property
     def authority(self) -> str:
@@ -51,7 +56,9 @@ class Address:
 
 
 def dns_name(text: str) -> str | None:
-    """Return the normal spelling of a name that certificates can have; None: it is none, such as an IP address."""
+    """Return the normal spelling of a name that certificates can have; None: it is none, such as an
+    IP address.
+    """
     found = _host(text)
     is_name = found == text.lower() and not text.endswith(".") and _ip(IPv4Address, text) is None
     return found if is_name else None
@@ -62,7 +69,8 @@ def _host(text: str) -> str | None:
     if text.startswith("["):
         return _ip(IPv6Address, text[1:-1])
     labels = text.removesuffix(".").split(".")
-    if labels[-1].isdigit() or labels[-1][:2].lower() == "0x":  # no name ends in a number (RFC 3696, 2): it is IPv4
+    # no name ends in a number (RFC 3696, 2): it is IPv4
+    if labels[-1].isdigit() or labels[-1][:2].lower() == "0x":
         return _ip(IPv4Address, text)
     if len(text) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
         return None

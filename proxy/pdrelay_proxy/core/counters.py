@@ -1,14 +1,18 @@
-"""What a router counts of itself, in plain numbers: cheap to add to, and read only when somebody asks.
+"""What a router counts of itself, in plain numbers: cheap to add to, and read only when somebody
+asks.
 
-Every key comes out of a short list: the ids of known instances, the paths of our own table, the words of our enums. So
-what clients send cannot make the counters grow. io/request_path/telemetry.py adds to them, io/metrics.py writes them.
+Every key comes out of a short list: the ids of known instances, the paths of our own table, the
+words of our enums. So what clients send cannot make the counters grow. io/request_path/telemetry.py
+adds to them, io/metrics.py writes them.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
+
+# sum() of floats fails where this is compiled: mypyc takes its result for an int
+from math import fsum
 from typing import Final, TypeAlias, TypeVar
 
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
@@ -17,8 +21,9 @@ T = TypeVar("T")
 Key: TypeAlias = tuple[str, ...]
 OTHER: Final = "other"
 _SEVERAL: Final = 8  # values; of fewer, each is looked up among the bounds
-# Seconds: vLLM's own bounds for the same quantities (vllm/v1/metrics/buckets.py: REQUEST_LATENCY_BUCKETS,
-# TIME_TO_FIRST_TOKEN_BUCKETS, INTER_TOKEN_LATENCY_BUCKETS), so that quantiles of routers and engines compare.
+# Seconds: vLLM's own bounds for the same quantities (vllm/v1/metrics/buckets.py:
+# REQUEST_LATENCY_BUCKETS, TIME_TO_FIRST_TOKEN_BUCKETS, INTER_TOKEN_LATENCY_BUCKETS), so that
+# quantiles of routers and engines compare.
 REQUEST_LATENCY: Final[tuple[float, ...]] = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -31,8 +36,23 @@ INTER_TOKEN: Final[tuple[float, ...]] = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
     *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-# The gap between the legs is the router's own doing, and the engines' lease on the KV cache is 30 s.
-HANDOFF: Final[tuple[float, ...]] = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 25.0)
+# The gap between the legs is the router's own doing, and the engines' lease on the KV cache is 30
+# s.
+HANDOFF: Final[tuple[float, ...]] = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.5,
+    1.0,
+    5.0,
+    10.0,
+    25.0,
+)
 
 
 class Histogram:
@@ -51,7 +71,9 @@ class Histogram:
         self.total += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Count some values: of several the bounds are looked up among them, for most are below the first few."""
+        """Count some values: of several the bounds are looked up among them, for most are below the
+        first few.
+        """
         if len(values) < _SEVERAL:
             for value in values:
                 self.observe(value)
@@ -101,36 +123,53 @@ class Counters:
     transfers: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
     transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
-    lone_prompts_bound: Counter[Key] = field(default_factory=Counter)  # BoundOutcome of core/routing/alone_bound.py
-    pair_failures: Counter[Key] = field(default_factory=Counter)  # PairFailure of core/fleet/pair_health.py
+    # BoundOutcome of core/routing/alone_bound.py
+    lone_prompts_bound: Counter[Key] = field(default_factory=Counter)
+    # PairFailure of core/fleet/pair_health.py
+    pair_failures: Counter[Key] = field(default_factory=Counter)
     pairs_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
-    streams_moved: Counter[Key] = field(default_factory=Counter)  # MoveReason, MoveOutcome of core/request_record.py
-    turns: Counter[Key] = field(default_factory=Counter)  # EngineRole, TurnState of core/fleet/turns.py or refused
+    # MoveReason, MoveOutcome of core/request_record.py
+    streams_moved: Counter[Key] = field(default_factory=Counter)
+    # EngineRole, TurnState of core/fleet/turns.py or refused
+    turns: Counter[Key] = field(default_factory=Counter)
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     # by result, of files that have changed
-    file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))
-    engine_tls_failures: Counter[Key] = field(default_factory=Counter)  # instance, TlsFailure of io/wire/engine_tls.py
-    unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
+    file_reloads: Counter[Key] = field(
+        default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0})
+    )
+    # instance, TlsFailure of io/wire/engine_tls.py
+    engine_tls_failures: Counter[Key] = field(default_factory=Counter)
+    # prefill engine: replaced in its answers
+    unreachable_hosts: Counter[Key] = field(default_factory=Counter)
     log_lines_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
-    write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
-    connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/http/framing.py
-    durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path, RequestOutcome
+    # connections of clients
+    write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
+    # RefusalReason of core/http/framing.py
+    connections_refused: Counter[Key] = field(default_factory=Counter)
+    # path, RequestOutcome
+    durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))
     queue_times: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path
     ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # path
     inter_token: Histograms = field(default_factory=lambda: Histograms(INTER_TOKEN))  # path
-    prefill_times: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # prefill instance
-    decode_ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # decode instance
+    # prefill instance
+    prefill_times: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))
+    # decode instance
+    decode_ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))
     handoff: Histogram = field(default_factory=lambda: Histogram(HANDOFF))
     move_gaps: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
 
     def label(self, path: str) -> str:
-        """Return a path if it is one that is told apart: clients can think of others without end."""
+        """Return a path if it is one that is told apart: clients can think of others without
+        end.
+        """
         return path if path in self.paths else OTHER
 
     def answer_times(self, instance: Instance) -> Histogram:
-        """Return the histogram of the time to an engine's whole answer (prefill) or its first event (decode)."""
+        """Return the histogram of the time to an engine's whole answer (prefill) or its first event
+        (decode).
+        """
         by_role = self.prefill_times if instance.role is Role.PREFILL else self.decode_ttft
         return by_role.of((instance.id,))
 

@@ -2,10 +2,12 @@
 
 
 class ExpectedTime:
-    """What a request waits for, as it was expected when its engines were chosen. It does not change.
+    """What a request waits for, as it was expected when its engines were chosen.
 
-    Times are seconds. ``burden_s`` is no part of the time to first token: it stands for what others wait for because of
-    this request, and for how slowly its own answer will go on.
+    It does not change.
+
+    Times are seconds. ``burden_s`` is no part of the time to first token: it stands for what others
+    wait for because of this request, and for how slowly its own answer will go on.
     """
 
     __slots__ = (
@@ -38,9 +40,11 @@ class ExpectedTime:
         self.tokens = tokens  # of the prompt
         self.queue_s = queue_s  # of what the engine that computes the prompt has to compute before
         self.prefill_s = prefill_s  # of the prompt's new tokens
-        self.transfer_s = transfer_s  # of the tokens that the decode engine lacks; 0: it computes the prompt itself
+        # of the tokens that the decode engine lacks; 0: it computes the prompt itself
+        self.transfer_s = transfer_s
         self.decode_s = decode_s  # of one step of the decode engine
-        self.pause_s = pause_s  # of the decode engine's streams, while it computes the prompt; no part of the time
+        # of the decode engine's streams, while it computes the prompt; no part of the time
+        self.pause_s = pause_s
         self.burden_s = burden_s
         self.prefill_hit = prefill_hit  # tokens that the prefill engine has
         self.decode_hit = decode_hit  # tokens that the decode engine has
@@ -68,7 +72,9 @@ class ExpectedTime:
         return {name: round(each * 1e3, 1) for name, each in seconds.items()}
 
     def followed_by(self, decode: "ExpectedTime") -> "ExpectedTime":
-        """Return the terms of a pair: this is the prefill engine's part, the other one the decode engine's."""
+        """Return the terms of a pair: this is the prefill engine's part, the other one the decode
+        engine's.
+        """
         return ExpectedTime(
             tokens=self.tokens,
             queue_s=self.queue_s,
@@ -81,7 +87,14 @@ class ExpectedTime:
         )
 
     def __str__(self) -> str:
-        """Write the terms in milliseconds, and the hits in tokens: of the prefill, of the decode engine."""
-        times = (self.queue_s * 1e3, self.prefill_s * 1e3, self.transfer_s * 1e3, self.decode_s * 1e3)
+        """Write the terms in milliseconds, and the hits in tokens: of the prefill, of the decode
+        engine.
+        """
+        times = (
+            self.queue_s * 1e3,
+            self.prefill_s * 1e3,
+            self.transfer_s * 1e3,
+            self.decode_s * 1e3,
+        )
         written = "queue=%.1f prefill=%.1f transfer=%.1f decode=%.1f" % times  # noqa: UP031 (compiled, as written_ms)
         return f"{written} hits={self.prefill_hit},{self.decode_hit} of {self.tokens}"

@@ -1,7 +1,7 @@
 """The nouns of the router.
 
-Those that every request makes have an ``__init__`` of their own: that of a dataclass stays Python where the rest of it
-is compiled (see docs/performance.md).
+Those that every request makes have an ``__init__`` of their own: that of a dataclass stays Python
+where the rest of it is compiled (see docs/performance.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,9 @@ _NO_CONTEXT: Final[Mapping[str, msgspec.Raw]] = {}
 
 
 def first_header(headers: Headers, name: bytes) -> bytes | None:
-    """Return the value of the first header of this name (in lower case, as the headers' are); None: there is none."""
+    """Return the value of the first header of this name (in lower case, as the headers' are); None:
+    there is none.
+    """
     for each, value in headers:
         if each == name:
             return value
@@ -64,7 +66,9 @@ _PATHS: Final = {api: api.value for api in Api}  # an enum's ``value`` is a Pyth
 
 
 class SingleEngineReason(FastStrEnum):
-    """Why a request is served by one decode engine, without a transfer, as metrics and headers name it."""
+    """Why a request is served by one decode engine, without a transfer, as metrics and headers name
+    it.
+    """
 
     PROMPTS = "several_prompts"
     EMBEDS = "prompt_embeds"
@@ -76,21 +80,27 @@ class SingleEngineReason(FastStrEnum):
     FEW_TOKENS = "max_tokens"  # less than two
     TRUNCATED = "truncate_prompt_tokens"
     STORED = "previous_response_id"  # an earlier answer, which one engine may remember
-    TOOLS = "built_in_tools"  # the engine generates several times, and would read the same blocks each time
+    # the engine generates several times, and would read the same blocks each time
+    TOOLS = "built_in_tools"
     UNUSUAL = "unusual_value"
     SHORT = "short_prompt"
     CACHED = "cached_prompt"  # the decode engine has nearly all of it
-    FASTER = "faster_alone"  # the decode engine is expected to be faster than a prefill engine and a transfer
+    # the decode engine is expected to be faster than a prefill engine and a transfer
+    FASTER = "faster_alone"
     ONE_LEG = "one_leg"  # a call that generates no text
     UNKNOWN_MODEL = "unknown_model"  # it names none, and no engine has said which one it serves
     NO_PREFILL = "no_prefill_engine"
-    FEW_MATCH = "few_matching_engines"  # some fit, and too few of one role: a rollout is ahead there
+    # some fit, and too few of one role: a rollout is ahead there
+    FEW_MATCH = "few_matching_engines"
     PREFILL_FAILED = "prefill_failed"  # no other prefill engine was left for a retry
-    NO_MATCH = "no_matching_prefill_engine"  # there are some, and their KV cache is of no use to a decode engine
+    # there are some, and their KV cache is of no use to a decode engine
+    NO_MATCH = "no_matching_prefill_engine"
 
 
 class LegOrder(FastStrEnum):
-    """In which order the legs of a request went out, where that was not one after the other to read the KV cache."""
+    """In which order the legs of a request went out, where that was not one after the other to read
+    the KV cache.
+    """
 
     CONCURRENT = "push"  # the prefill engine pushes
     SEQUENTIAL = "push_cold"  # it pushes, and the router does not know yet where to find it
@@ -99,32 +109,44 @@ class LegOrder(FastStrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One vLLM engine, as it serves one role. Its id is what clients and logs see; its address stays inside."""
+    """One vLLM engine, as it serves one role.
+
+    Its id is what clients and logs see; its address stays inside.
+    """
 
     id: InstanceId
     role: Role
     address: Address
-    rank: int | None = None  # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
+    # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
+    rank: int | None = None
     declared: Role | None = None  # as it was added, if it has turned since; None: as it serves
 
     @property
     def pool(self) -> Role:
-        """The role it was added with: which key it wants, and what other routers call it, go by that."""
+        """The role it was added with: which key it wants, and what other routers call it, go by
+        that.
+        """
         return self.role if self.declared is None else self.declared
 
 
 @dataclass(slots=True, init=False)
 class RoutingHints:
-    """What the choice of engines may depend on: as much of a request as matters for it. It does not change."""
+    """What the choice of engines may depend on: as much of a request as matters for it.
+
+    It does not change.
+    """
 
     model: str | None  # the model it names
     session: str | None  # the id of the conversation it belongs to, if a policy asks for it
-    prompt: bytes | memoryview  # the prompt (or messages) as JSON text, as it came; empty: not looked at
+    # the prompt (or messages) as JSON text, as it came; empty: not looked at
+    prompt: bytes | memoryview
     tokens: int | None  # length of the prompt; None: unknown
     rank: int | None  # the client's X-data-parallel-rank: the rank of the engine that decodes
     again: bool  # it has failed before, at another engine
-    context: Mapping[str, msgspec.Raw] = field(compare=False, repr=False)  # the other fields of the request
-    _blocks: PromptBlocks | None = field(compare=False, repr=False)  # since a policy has asked for them
+    # the other fields of the request
+    context: Mapping[str, msgspec.Raw] = field(compare=False, repr=False)
+    # since a policy has asked for them
+    _blocks: PromptBlocks | None = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -175,7 +197,10 @@ ANY: Final = RoutingHints()  # no wish at all
 
 @dataclass(slots=True, init=False)
 class GenerationRequest:
-    """What a client asked for, after the checks that make it safe to pass on. It does not change."""
+    """What a client asked for, after the checks that make it safe to pass on.
+
+    It does not change.
+    """
 
     api: Api
     fields: Fields
@@ -184,7 +209,12 @@ class GenerationRequest:
     shared: Sequence[str]  # fields with long values, but for the prompt: all legs share their bytes
 
     def __init__(
-        self, api: Api, fields: Fields, headers: Headers, rank: int | None = None, shared: Sequence[str] = ()
+        self,
+        api: Api,
+        fields: Fields,
+        headers: Headers,
+        rank: int | None = None,
+        shared: Sequence[str] = (),
     ) -> None:
         self.api = api
         self.shared = shared
@@ -245,11 +275,13 @@ class PrefillResult:
     coordinates: Coordinates | None  # for later requests; None: this engine does not push
     counted: int | None  # tokens of the prompt; None: it does not say
     transfer: TransferId | None  # None: this engine does not push
-    replaced: str | None  # the host that it named, where nobody can reach it; None: what it named stands
+    # the host that it named, where nobody can reach it; None: what it named stands
+    replaced: str | None
     offer: msgspec.Raw  # what it says of its first token, if it does not push
     read: TokensAnswer | None  # the answer, if it was asked for token ids
     looks_back: bool  # no other engine goes on exactly with its streams
-    ids: msgspec.Raw  # the prompt's, as JSON, for the decode leg; null: it was not asked for them, or tells none
+    # the prompt's, as JSON, for the decode leg; null: it was not asked for them, or tells none
+    ids: msgspec.Raw
     may_tell_cache: bool  # its usage may say what the engine had in its cache
 
     def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)

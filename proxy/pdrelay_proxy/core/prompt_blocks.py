@@ -1,8 +1,9 @@
 """The blocks that a prompt's JSON is compared by, each named by all that comes before its end.
 
-A block ends where a message ends, so that the next turn of a chat finds all of the last one; what is longer is cut. The
-later the place, the longer the pieces, so a long conversation has few more blocks than a short one. Engines' own blocks
-are of tokens, which the router does not have: what is found here is an estimate, and never decides what is right.
+A block ends where a message ends, so that the next turn of a chat finds all of the last one; what
+is longer is cut. The later the place, the longer the pieces, so a long conversation has few more
+blocks than a short one. Engines' own blocks are of tokens, which the router does not have: what is
+found here is an estimate, and never decides what is right.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,7 +13,8 @@ import msgspec
 
 BLOCK: Final = 512  # bytes of a piece, at most, in the first 32 KiB
 _SHARE: Final = 64  # behind them: this part of what comes before it
-BLOCKS_MOST: Final = 4096  # of a prompt; what comes behind them, or behind so many bytes, is not compared
+# of a prompt; what comes behind them, or behind so many bytes, is not compared
+BLOCKS_MOST: Final = 4096
 BYTES_MOST: Final = 1 << 20  # 1.3 ms
 # What shapes the tokens before a prompt, or keeps it out of the cache of others.
 _CONTEXT: Final = (
@@ -22,17 +24,27 @@ _CONTEXT: Final = (
 _CONTEXT_NAMES: Final = frozenset(_CONTEXT)
 _ENDS: Final = b' \t\r\n"]'  # of an array, or of a text
 _STYLE: Final = 64  # bytes from the beginning that show whether there are spaces behind colons
-# In a text every quote has a backslash before it, so these are between messages, or the end of a text.
+# In a text every quote has a backslash before it, so these are between messages, or the end of a
+# text.
 _SPACED: Final = b'}, {"'
 _COMPACT: Final = b'},{"'
 _NOTHING: Final = msgspec.Raw(b"")
 # Values that say who wrote a message; in a text their quotes would have backslashes.
 _GENERATED: Final = (b'"assistant"', b'"function_call"', b'"reasoning"')
-# Names of images and the like in a message; in a text the quotes would have backslashes before them.
+# Names of images and the like in a message; in a text the quotes would have backslashes before
+# them.
 _MEDIA: Final = tuple(
     b'"%b"' % name.encode()
     for name in (
-        *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
+        *(
+            "image_url",
+            "input_image",
+            "image_embeds",
+            "image_pil",
+            "audio_url",
+            "input_audio",
+            "audio_embeds",
+        ),
         *("video_url", "video_embeds", "prompt_embeds"),
     )
 )  # MM_PARSER_MAP in vllm/renderers/chat_utils.py
@@ -40,10 +52,14 @@ _GIVEN: Final = (b'"user"', b'"tool"', b'"system"', b'"developer"', b'"function_
 
 
 def may_have_media(messages: bytes) -> bool:
-    """Tell whether there may be an image or the like in messages (JSON). A list in a call of a tool may look so."""
+    """Tell whether there may be an image or the like in messages (JSON).
+
+    A list in a call of a tool may look so.
+    """
     if messages.find(b"[", 1) < 0:
         return False
-    has_lists = messages.find(b'":[') >= 0 or messages.find(b'": [') >= 0  # without them all are plain texts
+    # without them all are plain texts
+    has_lists = messages.find(b'":[') >= 0 or messages.find(b'": [') >= 0
     return has_lists and any(messages.find(name) >= 0 for name in _MEDIA)
 
 
@@ -55,8 +71,10 @@ class PromptBlocks:
     def __init__(self, prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw]) -> None:
         """``prompt``: as it came; ``context``: the fields of its request."""
         text = self._text = bytes(prompt[:BYTES_MOST]).rstrip(_ENDS)
-        self.size = len(text) if len(prompt) <= BYTES_MOST else len(prompt)  # without what closes the array
-        self.ends = _ends(text)  # of the blocks, in bytes; the last one is the size, unless the prompt is too long
+        # without what closes the array
+        self.size = len(text) if len(prompt) <= BYTES_MOST else len(prompt)
+        # of the blocks, in bytes; the last one is the size, unless the prompt is too long
+        self.ends = _ends(text)
         self.names = _names(text, self.ends, context)
 
     @property
@@ -66,12 +84,16 @@ class PromptBlocks:
 
     @property
     def has_media(self) -> bool:
-        """Tell whether there may be an image or the like in a message, or there is more than is compared."""
+        """Tell whether there may be an image or the like in a message, or there is more than is
+        compared.
+        """
         text = self._text
         return text[:1] == b"[" and (not self.is_compared or may_have_media(text))
 
     def generated(self, block: int) -> int:
-        """Return how many bytes of messages that an engine has written follow a block (0: the first one)."""
+        """Return how many bytes of messages that an engine has written follow a block (0: the first
+        one).
+        """
         ends = self.ends
         text = self._text
         start = end = ends[block]

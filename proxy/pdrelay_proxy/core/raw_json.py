@@ -6,7 +6,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgspec
 
 T = TypeVar("T")
-Fields: TypeAlias = dict[str, msgspec.Raw]  # a JSON object: names decoded, values still the bytes that came
+# a JSON object: names decoded, values still the bytes that came
+Fields: TypeAlias = dict[str, msgspec.Raw]
 Pieces: TypeAlias = list[bytes | memoryview]  # of one text, in order
 NULL: Final = msgspec.Raw(b"null")
 TRUE: Final = msgspec.Raw(b"true")
@@ -27,7 +28,9 @@ class OtherJson(NotJson):
 
 
 def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
-    """Decode JSON into a type; raises OtherJson (another type), or NotJson: it is none, or nested beyond reason."""
+    """Decode JSON into a type; raises OtherJson (another type), or NotJson: it is none, or nested
+    beyond reason.
+    """
     decoder = _DECODERS.get(wanted)
     if decoder is None:
         decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)
@@ -44,7 +47,8 @@ def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
 
 def maybe(data: bytes | msgspec.Raw, wanted: type[T]) -> T | None:
     """Decode JSON into a type, or return None: it is null, or of another type, or no JSON."""
-    if data is NULL:  # a field that is not there: an error of msgspec's takes as long as a small object
+    # a field that is not there: an error of msgspec's takes as long as a small object
+    if data is NULL:
         return None
     decoder = _DECODERS.get(wanted)
     if decoder is None:
@@ -64,7 +68,9 @@ def decode_whole_floats(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
     try:
         return decode(data, wanted)
     except OtherJson:
-        return decode(encode({name: _with_integer(raw) for name, raw in decode(data, Fields).items()}), wanted)
+        return decode(
+            encode({name: _with_integer(raw) for name, raw in decode(data, Fields).items()}), wanted
+        )
 
 
 def _with_integer(raw: msgspec.Raw) -> msgspec.Raw:
@@ -85,9 +91,11 @@ def long_fields(fields: Fields) -> Sequence[str]:
 
 
 def encode_in_pieces(fields: Fields, last: str, shared: Sequence[str] = ()) -> Pieces:
-    """Write an object; if the value of the field ``last`` is long, it stands at the end, and is not copied.
+    """Write an object; if the value of the field ``last`` is long, it stands at the end, and is not
+    copied.
 
-    ``shared``: other fields whose values are long, and are not copied either: those that many bodies have in common.
+    ``shared``: other fields whose values are long, and are not copied either: those that many
+    bodies have in common.
     """
     if shared:
         return _encode_shared(fields, last, shared)
@@ -98,12 +106,17 @@ def encode_in_pieces(fields: Fields, last: str, shared: Sequence[str] = ()) -> P
 
 
 def _encode_long(fields: Fields, last: str, value: msgspec.Raw) -> Pieces:
-    before = b",".join([msgspec.json.encode({name: raw})[1:-1] for name, raw in fields.items() if name != last] + [b""])
+    before = b",".join(
+        [msgspec.json.encode({name: raw})[1:-1] for name, raw in fields.items() if name != last]
+        + [b""]
+    )
     return [b"{%b%b:" % (before, msgspec.json.encode(last)), memoryview(value), b"}"]
 
 
 def _encode_shared(fields: Fields, last: str, shared: Sequence[str]) -> Pieces:
-    """Write an object whose values are short, but for some; those stand behind the others, and ``last`` at the end."""
+    """Write an object whose values are short, but for some; those stand behind the others, and
+    ``last`` at the end.
+    """
     long = [name for name in (*shared, last) if name in fields]
     short = {name: raw for name, raw in fields.items() if name not in long}
     begin = msgspec.json.encode(short)[:-1] + b"," if short else b"{"

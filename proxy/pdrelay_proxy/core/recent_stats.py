@@ -1,10 +1,14 @@
-"""What happened in the last five minutes, second by second, in a fixed amount of memory: the status page draws it."""
+"""What happened in the last five minutes, second by second, in a fixed amount of memory: the status
+page draws it.
+"""
 
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
+
+# sum() of floats fails where this is compiled: mypyc takes its result for an int
+from math import fsum
 from typing import Final
 
 from pdrelay_proxy.core.model import InstanceId, RequestId
@@ -18,7 +22,10 @@ _QUIET: Final = Bin(0, 0, None, None)
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """Something that went wrong. It says no more than anybody may know: no address, no words of an engine."""
+    """Something that went wrong.
+
+    It says no more than anybody may know: no address, no words of an engine.
+    """
 
     at: float  # seconds, on the clock of whoever reported it
     request: RequestId
@@ -27,10 +34,13 @@ class FailureEvent:
 
 
 class RollingSeries:
-    """Counts per second for the last :data:`SPAN_S` seconds. An event may be told late, in any second of these.
+    """Counts per second for the last :data:`SPAN_S` seconds.
 
-    The numbers are in arrays, which the garbage collector does not look into and which are added up in C: an object for
-    each second were a million objects with 2,000 engines, and a full collection stopped the router for 70 ms.
+    An event may be told late, in any second of these.
+
+    The numbers are in arrays, which the garbage collector does not look into and which are added up
+    in C: an object for each second were a million objects with 2,000 engines, and a full collection
+    stopped the router for 70 ms.
     """
 
     def __init__(self) -> None:
@@ -56,7 +66,9 @@ class RollingSeries:
         self._worst[place] = max(self._worst[place], *values)
 
     def _begin(self, stamp: int) -> None:
-        """Forget what happened SPAN_S seconds before this second, and before those since the latest event."""
+        """Forget what happened SPAN_S seconds before this second, and before those since the latest
+        event.
+        """
         for second in range(max(self._latest + 1, stamp + 1 - SPAN_S), stamp + 1):
             place = second % SPAN_S
             self._counts[place] = self._failed[place] = 0
@@ -74,7 +86,9 @@ class RollingSeries:
         return self._sum(end - seconds, end)
 
     def _sum(self, first: int, end: int) -> Bin:
-        """Add up some of the last SPAN_S seconds; of those since the latest event there is nothing."""
+        """Add up some of the last SPAN_S seconds; of those since the latest event there is
+        nothing.
+        """
         end = min(end, self._latest + 1)
         if end <= first:
             return _QUIET
@@ -99,10 +113,14 @@ class RecentStats:
 
     requests: RollingSeries = field(default_factory=RollingSeries)  # seconds a request took
     ttft: RollingSeries = field(default_factory=RollingSeries)  # seconds until a stream began
-    gaps: RollingSeries = field(default_factory=RollingSeries)  # seconds between a prefill answer and its decode leg
-    legs: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)  # seconds a leg took
-    answers: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)  # until its answer
-    failures: deque[FailureEvent] = field(default_factory=lambda: deque(maxlen=_FAILURES))  # the latest first
+    # seconds between a prefill answer and its decode leg
+    gaps: RollingSeries = field(default_factory=RollingSeries)
+    # seconds a leg took
+    legs: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)
+    # until its answer
+    answers: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)
+    # the latest first
+    failures: deque[FailureEvent] = field(default_factory=lambda: deque(maxlen=_FAILURES))
 
     def failed(self, request: RequestId, where: str, reason: str, *, now: float) -> None:
         """Remember a failure; the oldest one is forgotten."""

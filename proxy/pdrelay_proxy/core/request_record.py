@@ -1,7 +1,7 @@
 """What happened to one request: where it went, how long each part took, how it ended.
 
-The request fills it in as it goes through the states of requests/lifecycle.py. Response headers, counters, histograms,
-the status page, the access log and spans are all made of it.
+The request fills it in as it goes through the states of requests/lifecycle.py. Response headers,
+counters, histograms, the status page, the access log and spans are all made of it.
 """
 
 import re
@@ -11,12 +11,20 @@ from typing import Final
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
+from pdrelay_proxy.core.model import (
+    InstanceId,
+    LegOrder,
+    RequestId,
+    Role,
+    SingleEngineReason,
+    TransferId,
+)
 from pdrelay_proxy.core.protocol.fault_table import Failure
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 PARTS_KEPT: Final = 8  # records of the prompts of one request
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered
+# nginx's status for a client that closed the connection before it was answered
+CLIENT_CLOSED_REQUEST = 499
 PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
 SINGLE: Final = "single"  # one engine serves it
 NO_END: Final = (b"", b"")  # of an answer: it does not matter
@@ -43,7 +51,8 @@ class MoveOutcome(FastStrEnum):
     """What became of a stream that was to leave its engine."""
 
     MOVED = auto()  # another engine goes on, with its KV cache
-    RESUMED = auto()  # that failed: another engine goes on, or the same, which has computed the rest anew
+    # that failed: another engine goes on, or the same, which has computed the rest anew
+    RESUMED = auto()
     FAILED = auto()  # no engine could: the client has an error
     DISCONNECTED = auto()  # the client left meanwhile
     STAYED = auto()  # not tried: a continuation would not be exact
@@ -67,8 +76,10 @@ class LegRecord:
         self.sent_at = sent_at  # by the router's clock
         self.ms = ms
         self.tokens: int | None = None  # of the prompt, as a prefill engine has counted
-        self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
-        # Of a decode leg: events, or an answer, with its engine's own usage, where the client got another one.
+        # of a decode leg: what its engines were chosen by, if by that
+        self.expected: ExpectedTime | None = None
+        # Of a decode leg: events, or an answer, with its engine's own usage, where the client got
+        # another one.
         self.own_usage: bytes | None = None
 
 
@@ -149,18 +160,22 @@ class RequestRecord:
         error: str | None = None,
     ) -> None:
         self.began_at = 0.0  # when its head came, by the router's clock
-        self.received_s: float | None = None  # until all of its body had come, if that was not at once
+        # until all of its body had come, if that was not at once
+        self.received_s: float | None = None
         self.queue_s: float | None = None  # in the queue of the admission control
         self.admitted_s: float | None = None  # until it had its place
         self.ttft_s: float | None = None  # until the first event of a stream was written
-        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
+        # when a leg that is over had brought the latest piece of a stream
+        self.last_token_at: float | None = None
         self.duration_s = 0.0  # of the whole request, once it is over
         self.request_id = request_id
         self.path = path
-        self.client_id = client_id  # what the client calls the request: for the client and the log, never for an engine
+        # what the client calls the request: for the client and the log, never for an engine
+        self.client_id = client_id
         self.single_reason = single_reason  # why one engine serves it
         self.push = push
-        self.transfer: TransferId | None = None  # what engines that push call it: for the log, never for a client
+        # what engines that push call it: for the log, never for a client
+        self.transfer: TransferId | None = None
         self.prefill = prefill
         self.decode = decode
         self.retries: tuple[Retry, ...] = ()
@@ -169,10 +184,14 @@ class RequestRecord:
         self.status = 0  # once it is over
         self.answered = False  # all of it is with the client; what still happens is tidying up
         self.error = error  # what went wrong, for the log
-        self.parts: PromptParts | None = None  # of a request with several prompts, once one of them is over
-        self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
-        self.cache_missed_at: InstanceId | None = None  # a decode engine that had far less than expected
-        self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
+        # of a request with several prompts, once one of them is over
+        self.parts: PromptParts | None = None
+        # what went wrong with the prefill leg after the answer had begun
+        self.prefill_error: str | None = None
+        # a decode engine that had far less than expected
+        self.cache_missed_at: InstanceId | None = None
+        # bytes of the prompt that the decode engine had, and of all of it
+        self.cached: tuple[int, int] | None = None
         self.relayed = 0  # bytes of the answer, if they are counted
         self.end = NO_END  # the last two pieces of the answer's body, if they matter
 
@@ -211,7 +230,9 @@ class RequestRecord:
         )
 
     def id_headers(self) -> dict[str, str]:
-        """Return the headers that name the request: by the client's own id, if it has one, and then by ours too."""
+        """Return the headers that name the request: by the client's own id, if it has one, and then
+        by ours too.
+        """
         if self.client_id is None:
             return {"x-request-id": self.request_id}
         return {"x-request-id": self.client_id, "x-pdrelay-request-id": self.request_id}
@@ -224,12 +245,16 @@ class RequestRecord:
 
     @property
     def attempt_id(self) -> RequestId:
-        """The id for both engines if the request is sent now: ours, and with every retry and move another."""
+        """The id for both engines if the request is sent now: ours, and with every retry and move
+        another.
+        """
         again = len(self.retries) + len(self.moves)
         return RequestId(f"{self.request_id}-r{again}") if again else self.request_id
 
     def wrote(self, piece: bytes) -> None:
-        """Remember the end of the answer, for core/protocol/kv_transfer_check.py, and how long it is."""
+        """Remember the end of the answer, for core/protocol/kv_transfer_check.py, and how long it
+        is.
+        """
         self.relayed += len(piece)
         self.end = self.end[1], piece
 
@@ -263,10 +288,15 @@ class RequestRecord:
     def server_timing(self, trouble: str = "", *, tells_cache: bool = True) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds.
 
-        ``tells_cache``: also what engines had cached of the prompt, and what was expected and decided because of it.
-        ``trouble``: why the decode engine does not load the prefill engine's KV, in a word; empty, as far as is known.
+        ``tells_cache``: also what engines had cached of the prompt, and what was expected and
+        decided because of it. ``trouble``: why the decode engine does not load the prefill engine's
+        KV, in a word; empty, as far as is known.
         """
-        entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries] if self.retries else []
+        entries = (
+            [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries]
+            if self.retries
+            else []
+        )
         if self.single_reason is not None and not tells_cache and self.single_reason in _BY_CACHE:
             entries.append('mode;desc="single"')
         elif self.single_reason is not None:
@@ -276,7 +306,9 @@ class RequestRecord:
         if self.cached is not None and tells_cache:
             entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
         if self.decode is not None and self.decode.expected is not None and tells_cache:
-            entries.append(_entry("expected", str(self.decode.expected), self.decode.expected.ttft_s * 1e3))
+            entries.append(
+                _entry("expected", str(self.decode.expected), self.decode.expected.ttft_s * 1e3)
+            )
         if self.prefill is not None:
             entries.append(_entry("prefill", self.prefill.instance, self.prefill.ms))
         if self.decode is not None:
@@ -287,19 +319,25 @@ class RequestRecord:
 
 
 # What these say depends on what an engine had cached.
-_BY_CACHE: Final = frozenset({SingleEngineReason.CACHED, SingleEngineReason.FASTER, SingleEngineReason.SHORT})
+_BY_CACHE: Final = frozenset(
+    {SingleEngineReason.CACHED, SingleEngineReason.FASTER, SingleEngineReason.SHORT}
+)
 
 
 class PromptRecord(RequestRecord):
-    """The record of one of several prompts: another request has them, and is counted in their place."""
+    """The record of one of several prompts: another request has them, and is counted in their
+    place.
+    """
 
     __slots__ = ()
 
 
 class PromptParts:
-    """What happened to the prompts of one request: how many are over, and the records of the most notable ones.
+    """What happened to the prompts of one request: how many are over, and the records of the most
+    notable ones.
 
-    Those are the ones that failed and, of the others, those that took longest: a request may have thousands.
+    Those are the ones that failed and, of the others, those that took longest: a request may have
+    thousands.
     """
 
     __slots__ = ("count", "failed", "notable")
@@ -346,7 +384,9 @@ class ClientIds:
 
 
 def client_id(header: bytes) -> str | None:
-    """Return the id in a client's X-Request-Id; None if it is too long or odd to be repeated in headers and logs."""
+    """Return the id in a client's X-Request-Id; None if it is too long or odd to be repeated in
+    headers and logs.
+    """
     return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
 
 

@@ -19,15 +19,17 @@ _RESPONSES: Final = Api.RESPONSES.value
 
 
 def served_tokens(record: RequestRecord, status: int, prompt: int, events: int) -> int:
-    """Return the tokens of a request that is over with this status; ``prompt``: about how many its prompt has;
-    ``events``: of its stream.
+    """Return the tokens of a request that is over with this status; ``prompt``: about how many its
+    prompt has; ``events``: of its stream.
 
-    Engines count them in the usage at the end of an answer. A stream without usage, or which broke off, has one token
-    an event, and its prompt is as long as the prefill engine said. What was refused or has failed costs nothing.
+    Engines count them in the usage at the end of an answer. A stream without usage, or which broke
+    off, has one token an event, and its prompt is as long as the prefill engine said. What was
+    refused or has failed costs nothing.
     """
     if status >= 400 and status != CLIENT_CLOSED_REQUEST:
         return 0
-    told = record.prefill if not record.moves else record.moves[0].prefill  # later ones have some of the answer, too
+    # later ones have some of the answer, too
+    told = record.prefill if not record.moves else record.moves[0].prefill
     if told is not None and told.tokens is not None:
         prompt = told.tokens
     counted, answered = _counted(record.path, b"".join(record.end))
@@ -51,7 +53,8 @@ def _counted(path: str, end: bytes) -> tuple[int | None, int | None]:
 
 
 def _usage(path: str, end: bytes) -> ServedUsage | None:
-    """Return the last usage of an answer itself: a response repeats the tools of its request, which may look like one.
+    """Return the last usage of an answer itself: a response repeats the tools of its request, which
+    may look like one.
 
     ``end``: a whole answer, or the last lines of a stream.
     """

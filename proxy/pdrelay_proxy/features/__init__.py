@@ -1,9 +1,11 @@
-"""What a router does beyond serving requests. Each feature is a folder; without its folder and its line, it is gone.
+"""What a router does beyond serving requests.
 
-A folder may have ``feature.py``, whose FEATURE is a class of ``Feature``; ``settings.py``, whose SETTINGS is a class of
-declared settings, and whose POLICIES, if it has some, are names of routing policies; and ``command.py``, a subcommand
-of ``pdrelay`` with the folder's name, of which COMMAND in its ``__init__.py`` says what it does. No other module of the
-router imports one inside a folder.
+Each feature is a folder; without its folder and its line, it is gone.
+
+A folder may have ``feature.py``, whose FEATURE is a class of ``Feature``; ``settings.py``, whose
+SETTINGS is a class of declared settings, and whose POLICIES, if it has some, are names of routing
+policies; and ``command.py``, a subcommand of ``pdrelay`` with the folder's name, of which COMMAND
+in its ``__init__.py`` says what it does. No other module of the router imports one inside a folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,13 +38,20 @@ def features() -> "Sequence[type[Feature]]":
 
 
 def has_other_routers(settings: "Settings") -> bool:
-    """Tell whether other routers send requests to the same engines, and some feature has them meet."""
+    """Tell whether other routers send requests to the same engines, and some feature has them
+    meet.
+    """
     return any(feature.has_other_routers(settings) for feature in features())
 
 
 def pairs_within(settings: "Settings") -> "PairsWithin":
-    """Return what the partners of an engine must have, too, by its slice (None: nothing), as a feature wants it."""
-    wanted = next((each for feature in features() if (each := feature.pairs_within(settings)) is not None), None)
+    """Return what the partners of an engine must have, too, by its slice (None: nothing), as a
+    feature wants it.
+    """
+    wanted = next(
+        (each for feature in features() if (each := feature.pairs_within(settings)) is not None),
+        None,
+    )
     return wanted or (lambda _slice: None)
 
 
@@ -54,14 +63,20 @@ def feature_settings() -> Sequence[type[object]]:
 
 @lru_cache(1)
 def feature_policies() -> Sequence[str]:
-    """Return the names of routing policies of features: each chooses both engines, by what they have cached."""
+    """Return the names of routing policies of features: each chooses both engines, by what they
+    have cached.
+    """
     return [
-        name for module in _modules("settings") for name in cast("tuple[str, ...]", getattr(module, "POLICIES", ()))
+        name
+        for module in _modules("settings")
+        for name in cast("tuple[str, ...]", getattr(module, "POLICIES", ()))
     ]
 
 
 def feature_commands() -> Mapping[str, tuple[str, str]]:
-    """Return the subcommands of features by name: the module, which is not imported, and what it does."""
+    """Return the subcommands of features by name: the module, which is not imported, and what it
+    does.
+    """
     found = dict[str, tuple[str, str]]()
     for name in FEATURES:
         place = f"{__name__}.{name}"

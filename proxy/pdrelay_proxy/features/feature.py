@@ -44,11 +44,15 @@ class Core:
 class FeatureParts:
     """What a feature adds to a router."""
 
-    running: Sequence[Running] = ()  # tasks, for as long as the router serves; the first begins first
+    # tasks, for as long as the router serves; the first begins first
+    running: Sequence[Running] = ()
     routes: Sequence[Callable[[OperatorAccess], APIRouter]] = ()  # for operators
-    status: Callable[[], FeatureStatus | None] = lambda: None  # a part of the status page, in plain texts
-    families: Callable[[], Iterator[Family | None]] = lambda: iter(())  # of metrics; None: a step without any
-    other_probes: OtherProbes | None = None  # those of other routers; only one feature may have them
+    # a part of the status page, in plain texts
+    status: Callable[[], FeatureStatus | None] = lambda: None
+    # of metrics; None: a step without any
+    families: Callable[[], Iterator[Family | None]] = lambda: iter(())
+    # those of other routers; only one feature may have them
+    other_probes: OtherProbes | None = None
 
 
 class Feature:
@@ -70,13 +74,17 @@ class Feature:
 
     @staticmethod
     def has_other_routers(settings: Settings, /) -> bool:
-        """Tell whether it has other routers, or several workers, share loads and limits with this one."""
+        """Tell whether it has other routers, or several workers, share loads and limits with this
+        one.
+        """
         del settings
         return False
 
     @staticmethod
     def pairs_within(settings: Settings, /) -> PairsWithin | None:
-        """Return what the partners of an engine must have, too, by its slice; None: nothing but what has to fit."""
+        """Return what the partners of an engine must have, too, by its slice; None: nothing but
+        what has to fit.
+        """
         del settings
         return None
 
@@ -89,7 +97,9 @@ class Feature:
         return RoutingParts()
 
     def hears_ended(self) -> HearEnded | None:
-        """Return what is told of requests that are over, some at a time; it must not wait or raise."""
+        """Return what is told of requests that are over, some at a time; it must not wait or
+        raise.
+        """
         return None
 
     def spans(self) -> Spans | None:

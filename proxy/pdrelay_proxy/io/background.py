@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeAlias
 
-Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]  # anew for each start of the server
+# anew for each start of the server
+Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
 
 
 @asynccontextmanager
@@ -20,8 +21,12 @@ async def meanwhile(work: Awaitable[object]) -> AsyncGenerator[asyncio.Future[ob
         await asyncio.wait((task,))
 
 
-async def repeatedly(every_s: float, act: Callable[[], Awaitable[None]], log: logging.Logger, trouble: str) -> None:
-    """Do something again and again, so many seconds apart; a bug in it is logged, and must not end that for good."""
+async def repeatedly(
+    every_s: float, act: Callable[[], Awaitable[None]], log: logging.Logger, trouble: str
+) -> None:
+    """Do something again and again, so many seconds apart; a bug in it is logged, and must not end
+    that for good.
+    """
     while True:
         await asyncio.sleep(every_s)
         try:

@@ -1,4 +1,6 @@
-"""What runs here: the version, the commit it was made from, and whether the request path is compiled."""
+"""What runs here: the version, the commit it was made from, and whether the request path is
+compiled.
+"""
 
 import importlib.util
 import json
@@ -13,7 +15,8 @@ from typing import Final
 _PACKAGE: Final = Path(__file__).parents[1]
 _COMMIT_FILE: Final = "commit.txt"  # hatch_build.py puts it into a wheel
 _GIT_TIMEOUT_S: Final = 5.0
-_COMPILED_MODULE: Final = "pdrelay_proxy.core.raw_json"  # in a compiled wheel this one is compiled with all others
+# in a compiled wheel this one is compiled with all others
+_COMPILED_MODULE: Final = "pdrelay_proxy.core.raw_json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ def find_build() -> Build:
 
 
 def find_commit(package: Path) -> str | None:
-    """Return the commit of a package: of the checkout it lies in, of its wheel, or of the URL that pip had it from."""
+    """Return the commit of a package: of the checkout it lies in, of its wheel, or of the URL that
+    pip had it from.
+    """
     checkout = package.parents[1]
     if (checkout / ".git").exists():
         return _checked_out(checkout)
@@ -52,10 +57,22 @@ def find_commit(package: Path) -> str | None:
 
 
 def _checked_out(checkout: Path) -> str | None:
-    argv = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    argv = [
+        "git",
+        "-C",
+        str(checkout),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):  # there is no git, or the checkout belongs to another user
+        done = subprocess.run(
+            argv, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        # there is no git, or the checkout belongs to another user
         return None
     return done.stdout.strip() or None
 

@@ -4,14 +4,15 @@ import asyncio
 from types import TracebackType
 from typing import Final
 
-_LATE_S: Final = 0.25  # a timer that runs so late says that the process was stopped, starved or busy
+# a timer that runs so late says that the process was stopped, starved or busy
+_LATE_S: Final = 0.25
 
 
 class LateTimer:
     """Tells of a timer whether it has come late: then what has arrived in time may not be read yet.
 
-    It says so once in a row, so that a router that is always late still gives up what takes too long. Times are seconds
-    of any one clock.
+    It says so once in a row, so that a router that is always late still gives up what takes too
+    long. Times are seconds of any one clock.
     """
 
     __slots__ = ("_due", "_was_late")
@@ -33,8 +34,9 @@ class LateTimer:
 class FairTimeout:
     """Ends what is inside with TimeoutError after so many seconds, as :func:`asyncio.timeout` does.
 
-    Timers may run before what has arrived is read (libuv runs them first). So where the timer itself is late, nobody
-    knows what the engine has done in time: it gets the whole time again, once (:class:`LateTimer`).
+    Timers may run before what has arrived is read (libuv runs them first). So where the timer
+    itself is late, nobody knows what the engine has done in time: it gets the whole time again,
+    once (:class:`LateTimer`).
     """
 
     __slots__ = ("_lateness", "_scope", "_seconds", "_timer")
@@ -50,7 +52,10 @@ class FairTimeout:
         self._arm(asyncio.get_running_loop())
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -12,7 +12,8 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-# Where `pdrelay up` keeps the admin key of its router, in the folder it runs in; commands for a router look there.
+# Where `pdrelay up` keeps the admin key of its router, in the folder it runs in; commands for a
+# router look there.
 LOCAL_KEY_FILE: Final = Path(".pdrelay/admin-key")
 
 
@@ -33,12 +34,17 @@ def client_keys(settings: Settings) -> Keys | None:
         return None
     keys = Keys.parse(read_text(path), path)
     if not keys.is_whole:
-        logger.warning("%s: the last line has no line break, as a file that is being written: end it with one", path)
+        logger.warning(
+            "%s: the last line has no line break, as a file that is being written: end it with one",
+            path,
+        )
     return keys
 
 
 def engine_keys(settings: Settings) -> dict[Role, str]:
-    """Read the keys that engines want, from their files or else the environment; raises ConfigError."""
+    """Read the keys that engines want, from their files or else the environment; raises
+    ConfigError.
+    """
     chosen = {
         Role.PREFILL: (settings.prefill_api_key_file, settings.prefill_api_key),
         Role.DECODE: (settings.decode_api_key_file, settings.decode_api_key),
@@ -53,7 +59,9 @@ def engine_keys(settings: Settings) -> dict[Role, str]:
 
 
 def operator_key(settings: Settings) -> str | None:
-    """Read the key of operators, from its file or else the environment; None: there is none. Raises ConfigError.
+    """Read the key of operators, from its file or else the environment; None: there is none.
+
+    Raises ConfigError.
 
     A file may have two lines, while one key takes the place of another.
     """
@@ -62,13 +70,18 @@ def operator_key(settings: Settings) -> str | None:
 
 
 def join_key(settings: Settings) -> str | None:
-    """Read the key by which engines join; None: there is none. Raises ConfigError: also if it is the admin key, too."""
+    """Read the key by which engines join; None: there is none.
+
+    Raises ConfigError: also if it is the admin key, too.
+    """
     path = settings.join_key_file
     if path is None:
         return None
     key = _replaceable_key(path)
     if not set(key.split("\n")).isdisjoint((operator_key(settings) or "").split("\n")):
-        raise ConfigError(f"{path} has the admin key: the join key is another one, for hosts that may do less")
+        raise ConfigError(
+            f"{path} has the admin key: the join key is another one, for hosts that may do less"
+        )
     return key
 
 
@@ -81,7 +94,10 @@ def _replaceable_key(path: str) -> str:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Build what the router serves https with; None: http. Raises ConfigError: a file is wrong, or two do not fit."""
+    """Build what the router serves https with; None: http.
+
+    Raises ConfigError: a file is wrong, or two do not fit.
+    """
     cert = settings.tls_cert
     key = settings.tls_key
     authorities = settings.tls_client_ca
@@ -98,7 +114,9 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def admin_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Build the same for the admin port, which asks for no certificate of its clients; raises ConfigError."""
+    """Build the same for the admin port, which asks for no certificate of its clients; raises
+    ConfigError.
+    """
     cert = settings.tls_cert
     key = settings.tls_key
     if settings.admin_port is None or cert is None or key is None:
@@ -116,9 +134,11 @@ def renew_admin_tls(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:
-    """Serve new connections with what now stands in the same files; raises ConfigError and then changes nothing.
+    """Serve new connections with what now stands in the same files; raises ConfigError and then
+    changes nothing.
 
-    Authorities of clients that are new are trusted; those that were taken out, until the router is started again.
+    Authorities of clients that are new are trusted; those that were taken out, until the router is
+    started again.
     """
     if settings.tls_cert is not None and settings.tls_key is not None:
         server_tls(settings)  # a trial, on another context
@@ -128,7 +148,9 @@ def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 def renew_engine_tls(context: ssl.SSLContext, settings: Settings) -> None:
-    """Open new connections to engines with what now stands in the same files; the rest as ``renew_server_tls``."""
+    """Open new connections to engines with what now stands in the same files; the rest as
+    ``renew_server_tls``.
+    """
     engine_tls(settings)  # a trial, on another context
     if settings.engine_ca is not None:
         _load_authorities(context, settings.engine_ca)
@@ -137,7 +159,9 @@ def renew_engine_tls(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 def engine_tls(settings: Settings) -> ssl.SSLContext:
-    """Build what the router speaks to https engines with; raises ConfigError as ``server_tls`` does."""
+    """Build what the router speaks to https engines with; raises ConfigError as ``server_tls``
+    does.
+    """
     if settings.engine_ca is None and settings.engine_cert is None and settings.engine_key is None:
         return _usual_tls()
     if settings.engine_ca is None:
@@ -154,7 +178,9 @@ def engine_tls(settings: Settings) -> ssl.SSLContext:
 
 @functools.cache
 def _usual_tls() -> ssl.SSLContext:
-    """Return what trusts the system's authorities and shows nothing: nobody changes it, and it takes 50 ms to read."""
+    """Return what trusts the system's authorities and shows nothing: nobody changes it, and it
+    takes 50 ms to read.
+    """
     return ssl.create_default_context()
 
 
@@ -165,7 +191,9 @@ def load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
     try:
         context.load_cert_chain(cert, key, password=lambda: "")  # never ask at a terminal
     except (ssl.SSLError, OSError, ValueError) as exc:
-        raise ConfigError(f"{cert} and {key} are not a certificate and its private key in PEM, unencrypted") from exc
+        raise ConfigError(
+            f"{cert} and {key} are not a certificate and its private key in PEM, unencrypted"
+        ) from exc
 
 
 def _load_authorities(context: ssl.SSLContext, path: str) -> None:

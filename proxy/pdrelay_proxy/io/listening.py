@@ -1,4 +1,6 @@
-"""Sockets to listen on; workers have one each at the same address, and the kernel spreads connections over them."""
+"""Sockets to listen on; workers have one each at the same address, and the kernel spreads
+connections over them.
+"""
 
 import socket
 import sys
@@ -9,7 +11,8 @@ from typing import Final
 from pdrelay_proxy.errors import ConfigError
 
 EVERYWHERE: Final = "::"  # every address of the machine, those of IPv4 included
-_SPREADS: Final = sys.platform.startswith("linux")  # elsewhere the option is missing, or all goes to one of them
+# elsewhere the option is missing, or all goes to one of them
+_SPREADS: Final = sys.platform.startswith("linux")
 
 
 def url_of(host: str, port: int, *, is_tls: bool) -> str:
@@ -19,20 +22,25 @@ def url_of(host: str, port: int, *, is_tls: bool) -> str:
 
 @contextmanager
 def reserved(host: str, port: int) -> Generator[int]:
-    """Keep a port for workers, and yield its number; raises ConfigError: it is taken, not ours, or cannot be shared."""
+    """Keep a port for workers, and yield its number; raises ConfigError: it is taken, not ours, or
+    cannot be shared.
+    """
     if not _SPREADS:
-        raise ConfigError(f"workers above 1 need Linux, and this is {sys.platform}: write workers = 1")
+        raise ConfigError(
+            f"workers above 1 need Linux, and this is {sys.platform}: write workers = 1"
+        )
     with ExitStack() as stack:
         for family, where in _addresses(host, port):
-            _bound(
-                family, where, shared=False
-            ).close()  # fails if it is taken: with the option on, two routers would share the port in silence
+            # fails if it is taken: with the option on, two routers would share the port in silence
+            _bound(family, where, shared=False).close()
         sockets = [stack.enter_context(one) for one in bound(host, port)]
         yield int(sockets[0].getsockname()[1])
 
 
 def bound(host: str, port: int, *, shared: bool = True) -> Sequence[socket.socket]:
-    """Bind a socket to each address of a host; nothing arrives before somebody listens on them. Raises ConfigError.
+    """Bind a socket to each address of a host; nothing arrives before somebody listens on them.
+
+    Raises ConfigError.
 
     ``shared``: other processes may have sockets at the same address, too.
     """
@@ -57,7 +65,9 @@ def _bound(family: int, where: tuple[str, int], *, shared: bool) -> socket.socke
         one.bind(where)
     except OSError as exc:
         one.close()
-        raise ConfigError(f"the router cannot listen at {where[0]} port {where[1]}: {exc.strerror}") from exc
+        raise ConfigError(
+            f"the router cannot listen at {where[0]} port {where[1]}: {exc.strerror}"
+        ) from exc
     return one
 
 

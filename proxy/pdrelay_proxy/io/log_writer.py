@@ -1,7 +1,8 @@
-"""The end of the log: a thread writes its lines, so that neither a full pipe nor a full disk stops a request.
+"""The end of the log: a thread writes its lines, so that neither a full pipe nor a full disk stops
+a request.
 
-The queue before it is bounded. Lines that find it full, or that the system does not take, are dropped and counted; one
-line says so when those before it are written.
+The queue before it is bounded. Lines that find it full, or that the system does not take, are
+dropped and counted; one line says so when those before it are written.
 """
 
 import logging
@@ -18,15 +19,19 @@ _WRITE_MOST: Final = 64 * 1024  # bytes of one write: what a pipe holds
 _BUSY_S: Final = 1.0  # seconds between two looks at a descriptor that takes nothing now
 logger = logging.getLogger(__name__)
 
-_AT_ONCE: Final = select.PIPE_BUF  # bytes of a pipe's write that does not wait where ``select`` calls the pipe writable
-Write = Callable[[memoryview], int]  # writes some of the bytes, and returns how many; raises OSError
+# bytes of a pipe's write that does not wait where ``select`` calls the pipe writable
+_AT_ONCE: Final = select.PIPE_BUF
+# writes some of the bytes, and returns how many; raises OSError
+Write = Callable[[memoryview], int]
 
 
 class LogWriter:
     """A text stream that never waits and never raises. Its thread begins with the first line."""
 
     def __init__(self, write: Write, *, most: int = QUEUE_MOST, close_s: float = CLOSE_S) -> None:
-        """``write``: may wait for as long as the reader of the log likes; ``most``: characters that may wait for it."""
+        """``write``: may wait for as long as the reader of the log likes; ``most``: characters that
+        may wait for it.
+        """
         self._write = write
         self._most = most
         self._close_s = close_s
@@ -96,7 +101,10 @@ class LogWriter:
             if is_written and is_idle and dropped > self._said:
                 count = dropped - self._said
                 self._said = dropped
-                logger.warning("%d lines of the log were dropped: its reader, or its disk, did not take them", count)
+                logger.warning(
+                    "%d lines of the log were dropped: its reader, or its disk, did not take them",
+                    count,
+                )
 
     def _write_all(self, text: str) -> bool:
         """Write some lines; False: the system does not take them."""
@@ -106,7 +114,8 @@ class LogWriter:
         while data:
             try:
                 written = self._write(data[:_WRITE_MOST])
-            except OSError:  # the disk is full, or the other end of the pipe is closed: who would be told?
+            except OSError:
+                # the disk is full, or the other end of the pipe is closed: who would be told?
                 with self._news:
                     self.dropped += bytes(data).count(b"\n")
                 return False
@@ -117,7 +126,9 @@ class LogWriter:
 
 
 class PromptWriter:
-    """A text stream without a thread, for a process that forks: it drops what its descriptor does not take at once."""
+    """A text stream without a thread, for a process that forks: it drops what its descriptor does
+    not take at once.
+    """
 
     def __init__(self, write: Write) -> None:
         """``write``: does not wait, and raises BlockingIOError where it would have to."""

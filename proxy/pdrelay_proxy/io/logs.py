@@ -23,7 +23,8 @@ FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ``time`` (UTC), ``level``, ``logger``, and the facts of the event or its message.
+    """One object a line: ``time`` (UTC), ``level``, ``logger``, and the facts of the event or its
+    message.
 
     A line of one of several workers has its number: ``worker``.
     """
@@ -39,10 +40,16 @@ class JsonFormatter(logging.Formatter):
         event |= facts if isinstance(facts, dict) else {"message": record.getMessage()}
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event, default=str)  # a line break in a value is escaped: no value can forge a line
+        # a line break in a value is escaped: no value can forge a line
+        return json.dumps(event, default=str)
 
     def lines(
-        self, at: float, name: str, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], _text: object
+        self,
+        at: float,
+        name: str,
+        events: Sequence[T],
+        fields: Callable[[T], Mapping[str, object]],
+        _text: object,
     ) -> list[str]:
         """Write events by their fields; ``at``: seconds since the epoch."""
         begin = self._begin(at, "info", name)
@@ -54,7 +61,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people. The time of day is written anew once a millisecond, and most of it once a second.
+    """Lines for people.
+
+    The time of day is written anew once a millisecond, and most of it once a second.
 
     A line of one of several workers has its number before the name of the logger.
     """
@@ -79,10 +88,14 @@ class TextFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: ANN401, N802 (logging's)
-        """Write a traceback; the words of an exception may have line breaks, and no line of them begins as a record."""
+        """Write a traceback; the words of an exception may have line breaks, and no line of them
+        begins as a record.
+        """
         return super().formatException(ei).replace("\n", "\n  ")
 
-    def lines(self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]) -> list[str]:
+    def lines(
+        self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]
+    ) -> list[str]:
         """Write events as text; ``at``: seconds since the epoch."""
         begin = f"{self._stamp(at)} INFO {self._worker}{name} "
         return [begin + text(event) for event in events]
@@ -107,17 +120,25 @@ _OURS: Final = JsonFormatter, TextFormatter
 
 
 def note(
-    logger: logging.Logger, event: T, fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+    logger: logging.Logger,
+    event: T,
+    fields: Callable[[T], Mapping[str, object]],
+    text: Callable[[T], str],
 ) -> None:
-    """Log an event at level INFO: by its fields in JSON, as text for people; only one of the two is made.
+    """Log an event at level INFO: by its fields in JSON, as text for people; only one of the two is
+    made.
 
-    Where the log is as ``configure`` made it, the line is written without a record, which costs more than all the rest.
+    Where the log is as ``configure`` made it, the line is written without a record, which costs
+    more than all the rest.
     """
     note_all(logger, (event,), fields, text)
 
 
 def note_all(
-    logger: logging.Logger, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+    logger: logging.Logger,
+    events: Sequence[T],
+    fields: Callable[[T], Mapping[str, object]],
+    text: Callable[[T], str],
 ) -> None:
     """Log some events, of the same moment, as ``note`` does."""
     handler = _only_handler(logger)
@@ -151,7 +172,9 @@ class _Line(Generic[T]):
 
 
 def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
-    """Return the handler of this process's log, if a record could go nowhere else and nobody filters any."""
+    """Return the handler of this process's log, if a record could go nowhere else and nobody
+    filters any.
+    """
     handlers = logger.root.handlers
     handler = handlers[0] if len(handlers) == 1 else None
     if (
@@ -170,7 +193,9 @@ def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
 
 
 class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
-    """Writes a line at once, but those of a batch together: a system call costs as much as ten lines."""
+    """Writes a line at once, but those of a batch together: a system call costs as much as ten
+    lines.
+    """
 
     def __init__(self, stream: TextIO | LogWriter | PromptWriter | None = None) -> None:
         super().__init__(sys.stderr if stream is None else stream)
@@ -193,10 +218,16 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
                 self.stream.write("".join(batch))
                 self.flush()
             except Exception:  # noqa: BLE001 (as logging does it)
-                self.handleError(logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)}))
+                self.handleError(
+                    logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)})
+                )
 
     def write(
-        self, name: str, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+        self,
+        name: str,
+        events: Sequence[T],
+        fields: Callable[[T], Mapping[str, object]],
+        text: Callable[[T], str],
     ) -> None:
         """Write events, or keep their lines."""
         formatter = self.formatter
@@ -214,9 +245,13 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
                 self.handleError(logging.makeLogRecord({"msg": lines}))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's)
-        """Tell of a line that could not be made where the lines go: standard error may be what nobody reads."""
+        """Tell of a line that could not be made where the lines go: standard error may be what
+        nobody reads.
+        """
         if isinstance(self.stream, LogWriter):
-            self.stream.write(f"a line of {record.name} could not be written:\n{traceback.format_exc()}")
+            self.stream.write(
+                f"a line of {record.name} could not be written:\n{traceback.format_exc()}"
+            )
         else:
             super().handleError(record)
 
@@ -240,7 +275,9 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
 @contextmanager
 def lines_together() -> Generator[None]:
     """Write the lines of a block in one go."""
-    found = [handler for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)]
+    found = [
+        handler for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)
+    ]
     for handler in found:
         handler.begin()
     try:
@@ -252,28 +289,38 @@ def lines_together() -> Generator[None]:
 
 def dropped_lines() -> int:
     """Return how many lines of the log of this process nobody will read."""
-    streams = [handler.stream for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)]
+    streams = [
+        handler.stream
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, BatchingHandler)
+    ]
     return sum(stream.dropped for stream in streams if isinstance(stream, LogWriter))
 
 
-def configure(level: str, form: LogFormat, *, has_thread: bool = True, worker: int | None = None) -> None:
+def configure(
+    level: str, form: LogFormat, *, has_thread: bool = True, worker: int | None = None
+) -> None:
     """Send the log of this process to standard error, in one of the two forms.
 
-    ``has_thread``: a thread writes it; a process that forks has none, and drops what its reader does not take at once.
-    ``worker``: the number of this process, if it is one of several workers.
+    ``has_thread``: a thread writes it; a process that forks has none, and drops what its reader
+    does not take at once. ``worker``: the number of this process, if it is one of several workers.
     """
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
+    # no line says them
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(capture=True)
     handler = BatchingHandler(_standard_error(LogWriter if has_thread else PromptWriter))
     handler.setFormatter(JsonFormatter(worker) if form is LogFormat.JSON else TextFormatter(worker))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router itself says where it listens and when it ends
+    # it logs a line, with an address, for every leg
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # the router itself says where it listens and when it ends
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def _standard_error(writer: type[LogWriter | PromptWriter]) -> TextIO | LogWriter | PromptWriter:
     """Return what the log is written to."""
-    if sys.stderr is None:  # the process was started without one, and a socket may have its descriptor now
+    # the process was started without one, and a socket may have its descriptor now
+    if sys.stderr is None:
         return writer(_refuse)
     try:
         return writer.to(sys.stderr.fileno())

@@ -1,6 +1,7 @@
 """The counters in Prometheus' words. prometheus_client stops at this file and metric_families.py.
 
-Requests and legs add to plain numbers (core/counters.py); they become metrics only while somebody scrapes.
+Requests and legs add to plain numbers (core/counters.py); they become metrics only while somebody
+scrapes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,13 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.routing.fleet_groups import unpaired_in_steps
-from pdrelay_proxy.io.metric_families import SERIES_AT_ONCE, CountedFamilies, Family, counter_family, parts_of
+from pdrelay_proxy.io.metric_families import (
+    SERIES_AT_ONCE,
+    CountedFamilies,
+    Family,
+    counter_family,
+    parts_of,
+)
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 _END: Final = b"# EOF\n"  # of OpenMetrics
@@ -49,9 +56,11 @@ class Metrics:
         return b"".join(pieces), content_type
 
     def pieces(self, accept: str) -> tuple[Iterator[bytes], str]:
-        """Return the same in pieces, some of which are empty: each is a step of a few milliseconds at most.
+        """Return the same in pieces, some of which are empty: each is a step of a few milliseconds
+        at most.
 
-        Thousands of engines have megabytes. What is counted between two steps may be in the later pieces.
+        Thousands of engines have megabytes. What is counted between two steps may be in the later
+        pieces.
         """
         encode, content_type = choose_encoder(accept)
         return _encoded(self._collected(), lambda family: _written(family, encode)), content_type
@@ -80,7 +89,8 @@ class _Single:
 
 
 def _written(family: Family, encode: Callable[[_Single], bytes]) -> bytes:
-    """Write a family byte for byte as the library does, which takes five times as long for the lines of samples.
+    """Write a family byte for byte as the library does, which takes five times as long for the
+    lines of samples.
 
     Ours have neither time stamps nor exemplars, and names that need no escaping.
     """
@@ -95,7 +105,9 @@ def _written(family: Family, encode: Callable[[_Single], bytes]) -> bytes:
 def _line(sample: Sample) -> str:
     if not sample.labels:
         return f"{sample.name} {_number(sample.value)}\n"
-    labels = ",".join([f'{name}="{_escaped(value)}"' for name, value in sorted(sample.labels.items())])
+    labels = ",".join(
+        [f'{name}="{_escaped(value)}"' for name, value in sorted(sample.labels.items())]
+    )
     return f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
 
 
@@ -110,8 +122,12 @@ def _escaped(value: str) -> str:
     return value
 
 
-def _encoded(families: Iterator[Family | None], encode: Callable[[Family], bytes]) -> Iterator[bytes]:
-    """Write families whose parts follow each other; each has one heading, and OpenMetrics one end."""
+def _encoded(
+    families: Iterator[Family | None], encode: Callable[[Family], bytes]
+) -> Iterator[bytes]:
+    """Write families whose parts follow each other; each has one heading, and OpenMetrics one
+    end.
+    """
     before = ""
     end = b""
     for family in families:
@@ -130,7 +146,9 @@ def _encoded(families: Iterator[Family | None], encode: Callable[[Family], bytes
 
 
 class _Collector:
-    """Makes metrics out of the numbers, in the order in which an operator reads them; None: a step without any."""
+    """Makes metrics out of the numbers, in the order in which an operator reads them; None: a step
+    without any.
+    """
 
     def __init__(
         self,
@@ -159,76 +177,161 @@ class _Collector:
     def _requests(self) -> Iterator[Family | None]:
         text = "Requests that are over, by path and by how they ended for the client."
         yield from self._counted.counter("pdrelay_requests", text, ("path", "outcome"), "requests")
-        text = "Requests, or each of their prompts, by the way of the KV cache; single: no transfer, for this reason."
-        yield from self._counted.counter("pdrelay_requests_routed", text, ("mode", "reason"), "routed")
+        text = (
+            "Requests, or each of their prompts, by the way of the KV cache; single: no transfer, "
+            "for this reason."
+        )
+        yield from self._counted.counter(
+            "pdrelay_requests_routed", text, ("mode", "reason"), "routed"
+        )
         text = "Seconds from a request's head to the end of its answer."
-        yield from self._counted.histogram("pdrelay_request_duration_seconds", text, ("path", "outcome"), "durations")
+        yield from self._counted.histogram(
+            "pdrelay_request_duration_seconds", text, ("path", "outcome"), "durations"
+        )
         text = "Seconds that a request waited in the queue before it was served; 0 if it did not."
-        yield from self._counted.histogram("pdrelay_request_queue_time_seconds", text, ("path",), "queue_times")
+        yield from self._counted.histogram(
+            "pdrelay_request_queue_time_seconds", text, ("path",), "queue_times"
+        )
         text = "Seconds from a request's head to the first event of its stream."
-        yield from self._counted.histogram("pdrelay_time_to_first_token_seconds", text, ("path",), "ttft")
+        yield from self._counted.histogram(
+            "pdrelay_time_to_first_token_seconds", text, ("path",), "ttft"
+        )
         text = "Seconds between two reads of a stream, each of one token or more."
-        yield from self._counted.histogram("pdrelay_inter_token_latency_seconds", text, ("path",), "inter_token")
-        text = "Connections that were closed because the client had read nothing of its answer for too long."
-        yield from self._counted.counter("pdrelay_client_write_timeouts", text, (), "write_timeouts")
-        text = "Lines of the log that were dropped: its reader is too slow, its disk is full, or it is closed."
+        yield from self._counted.histogram(
+            "pdrelay_inter_token_latency_seconds", text, ("path",), "inter_token"
+        )
+        text = (
+            "Connections that were closed because the client had read nothing of its answer for "
+            "too long."
+        )
+        yield from self._counted.counter(
+            "pdrelay_client_write_timeouts", text, (), "write_timeouts"
+        )
+        text = (
+            "Lines of the log that were dropped: its reader is too slow, its disk is full, or it "
+            "is closed."
+        )
         yield from self._counted.counter("pdrelay_log_lines_dropped", text, (), "log_lines_dropped")
         text = "What was asked of the admin API, and what became of it."
-        yield from self._counted.counter("pdrelay_admin_actions", text, ("action", "outcome"), "admin")
-        text = "Files of certificates or keys that changed and were read again, by result; failed: the old ones stay."
+        yield from self._counted.counter(
+            "pdrelay_admin_actions", text, ("action", "outcome"), "admin"
+        )
+        text = (
+            "Files of certificates or keys that changed and were read again, by result; failed: "
+            "the old ones stay."
+        )
         yield from self._counted.counter("pdrelay_file_reloads", text, ("result",), "file_reloads")
         text = "Connections of clients that were closed before their request was served, by reason."
-        yield from self._counted.counter("pdrelay_connections_refused", text, ("reason",), "connections_refused")
+        yield from self._counted.counter(
+            "pdrelay_connections_refused", text, ("reason",), "connections_refused"
+        )
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield from self._counted.counter("pdrelay_retries", text, ("role", "reason"), "retries")
-        text = "Streams that were to leave their engine, by why (drain, kv_room) and by what became of them."
-        yield from self._counted.counter("pdrelay_streams_moved", text, ("reason", "outcome"), "streams_moved")
+        text = (
+            "Streams that were to leave their engine, by why (drain, kv_room) and by what became "
+            "of them."
+        )
+        yield from self._counted.counter(
+            "pdrelay_streams_moved", text, ("reason", "outcome"), "streams_moved"
+        )
         text = "Seconds from the cut of a stream that moves to its next event."
         yield from self._counted.histogram("pdrelay_stream_move_seconds", text, (), "move_gaps")
         text = "Turns of engines to a role that are over, or were refused, by what became of them."
         yield from self._counted.counter("pdrelay_turns", text, ("to", "outcome"), "turns")
 
     def _legs(self) -> Iterator[Family | None]:
-        text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."
-        yield from self._counted.counter("pdrelay_legs", text, ("instance", "role", "outcome"), "legs")
-        text = "Connections to https engines that TLS did not let be, by reason; probes' among them."
+        text = (
+            "Legs that are over, by engine and by how they ended; ok: also those that were not "
+            "needed any more."
+        )
+        yield from self._counted.counter(
+            "pdrelay_legs", text, ("instance", "role", "outcome"), "legs"
+        )
+        text = (
+            "Connections to https engines that TLS did not let be, by reason; probes' among them."
+        )
         yield from self._counted.counter(
             "pdrelay_engine_tls_failures", text, ("instance", "reason"), "engine_tls_failures"
         )
         text = "Seconds from sending a prefill leg to the whole answer."
-        yield from self._counted.histogram("pdrelay_prefill_seconds", text, ("instance",), "prefill_times")
-        text = (
-            "Seconds from sending a decode leg to the first event of its stream, or to the whole answer if it is none."
+        yield from self._counted.histogram(
+            "pdrelay_prefill_seconds", text, ("instance",), "prefill_times"
         )
-        yield from self._counted.histogram("pdrelay_decode_ttft_seconds", text, ("instance",), "decode_ttft")
+        text = (
+            "Seconds from sending a decode leg to the first event of its stream, or to the whole "
+            "answer if it is none."
+        )
+        yield from self._counted.histogram(
+            "pdrelay_decode_ttft_seconds", text, ("instance",), "decode_ttft"
+        )
 
     def _transfers(self) -> Iterator[Family | None]:
         text = "Seconds between a prefill engine's answer and the sending of the decode leg."
         yield from self._counted.histogram("pdrelay_handoff_gap_seconds", text, (), "handoff")
         text = "Attempts to have a prefill engine free blocks that no engine will read."
-        yield from self._counted.counter("pdrelay_kv_releases", text, ("instance", "result"), "releases")
-        text = "Answers of prefill engines that named a host out of reach: the engine's own was put in."
-        yield from self._counted.counter("pdrelay_prefill_hosts_replaced", text, ("instance",), "unreachable_hosts")
-        text = "Good decode legs with a transfer, by whether the KV cache arrived; none: silent degradation."
-        yield from self._counted.counter("pdrelay_kv_transfers", text, ("instance", "result"), "transfers")
-        text = "Decode legs that certainly got no KV cache, by their answers or by the engine's own counters."
-        yield from self._counted.counter("pdrelay_kv_transfers_missing", text, ("instance",), "transfers_missing")
-        text = "Prompts that a decode engine computed alone, because most of them had been in its cache before."
-        yield from self._counted.counter("pdrelay_prompt_cache_misses", text, ("instance",), "cache_misses")
-        text = "Prefill legs with return_kv, by whether they name a decode engine that has KV of earlier answers."
-        yield from self._counted.counter("pdrelay_return_kv_legs", text, ("result",), "return_kv_legs")
-        text = "Prompts that a decode engine has nearly all of, and left to others for the sake of its streams."
-        yield from self._counted.counter("pdrelay_lone_prompts_bound", text, ("outcome",), "lone_prompts_bound")
-        text = (
-            "Transfers between two engines that failed, as decode engines show them, and by legs that ended with 5xx."
+        yield from self._counted.counter(
+            "pdrelay_kv_releases", text, ("instance", "result"), "releases"
         )
-        yield from self._counted.counter("pdrelay_pair_failures", text, ("reason",), "pair_failures")
+        text = (
+            "Answers of prefill engines that named a host out of reach: the engine's own was put "
+            "in."
+        )
+        yield from self._counted.counter(
+            "pdrelay_prefill_hosts_replaced", text, ("instance",), "unreachable_hosts"
+        )
+        text = (
+            "Good decode legs with a transfer, by whether the KV cache arrived; none: silent "
+            "degradation."
+        )
+        yield from self._counted.counter(
+            "pdrelay_kv_transfers", text, ("instance", "result"), "transfers"
+        )
+        text = (
+            "Decode legs that certainly got no KV cache, by their answers or by the engine's own "
+            "counters."
+        )
+        yield from self._counted.counter(
+            "pdrelay_kv_transfers_missing", text, ("instance",), "transfers_missing"
+        )
+        text = (
+            "Prompts that a decode engine computed alone, because most of them had been in its "
+            "cache before."
+        )
+        yield from self._counted.counter(
+            "pdrelay_prompt_cache_misses", text, ("instance",), "cache_misses"
+        )
+        text = (
+            "Prefill legs with return_kv, by whether they name a decode engine that has KV of "
+            "earlier answers."
+        )
+        yield from self._counted.counter(
+            "pdrelay_return_kv_legs", text, ("result",), "return_kv_legs"
+        )
+        text = (
+            "Prompts that a decode engine has nearly all of, and left to others for the sake of "
+            "its streams."
+        )
+        yield from self._counted.counter(
+            "pdrelay_lone_prompts_bound", text, ("outcome",), "lone_prompts_bound"
+        )
+        text = (
+            "Transfers between two engines that failed, as decode engines show them, and by legs "
+            "that ended with 5xx."
+        )
+        yield from self._counted.counter(
+            "pdrelay_pair_failures", text, ("reason",), "pair_failures"
+        )
         text = "Pairs of engines that were forgotten to make room for others."
         yield from self._counted.counter("pdrelay_pairs_dropped", text, (), "pairs_dropped")
         text = "Pairs of engines that get no requests, because their transfers fail."
         yield GaugeMetricFamily("pdrelay_pairs_resting", text, value=self._engines.pairs.resting)
-        text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
-        yield from self._counted.counter("pdrelay_prompt_mismatches", text, ("prefill", "decode"), "mismatches")
+        text = (
+            "Requests of which the two engines made different prompts: their answers are not to be "
+            "trusted."
+        )
+        yield from self._counted.counter(
+            "pdrelay_prompt_mismatches", text, ("prefill", "decode"), "mismatches"
+        )
 
     def _instances(self) -> Iterator[Family | None]:
         state = GaugeMetricFamily(
@@ -236,7 +339,9 @@ class _Collector:
             "1 for the state an engine is in, 0 for the others.",
             labels=("instance", "role", "state"),
         )
-        legs = GaugeMetricFamily("pdrelay_legs_in_flight", "Legs an engine has now.", labels=("instance", "role"))
+        legs = GaugeMetricFamily(
+            "pdrelay_legs_in_flight", "Legs an engine has now.", labels=("instance", "role")
+        )
         members = self._engines.members()
         for some in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
             state.samples = []
@@ -244,7 +349,9 @@ class _Collector:
                 for role in Role:
                     if member.as_role(role) is not None:
                         for word in HealthState:
-                            state.add_metric((member.instance.id, role, word), word is member.life.state)
+                            state.add_metric(
+                                (member.instance.id, role, word), word is member.life.state
+                            )
             yield state
         for some in parts_of(members, SERIES_AT_ONCE):
             legs.samples = []
@@ -271,11 +378,15 @@ class _Collector:
 
 def _discovery(sources: Sequence[Freshness]) -> Iterator[Family]:
     synced = GaugeMetricFamily(
-        "pdrelay_discovery_synced", "1 if a source of engines has been read since the start.", labels=("source",)
+        "pdrelay_discovery_synced",
+        "1 if a source of engines has been read since the start.",
+        labels=("source",),
     )
     text = "Seconds for which nobody has known whether the last view of a source is still so."
     age = GaugeMetricFamily("pdrelay_discovery_age_seconds", text, labels=("source",))
-    engines = GaugeMetricFamily("pdrelay_discovery_engines", "Engines that a source names.", labels=("source",))
+    engines = GaugeMetricFamily(
+        "pdrelay_discovery_engines", "Engines that a source names.", labels=("source",)
+    )
     for one in sources:
         synced.add_metric((one.source,), one.is_synced)
         age.add_metric((one.source,), one.age_s)

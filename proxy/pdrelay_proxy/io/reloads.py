@@ -1,4 +1,6 @@
-"""Certificates and keys in files are read again when the files change, as cert-manager and Kubernetes renew them."""
+"""Certificates and keys in files are read again when the files change, as cert-manager and
+Kubernetes renew them.
+"""
 
 import asyncio
 import logging
@@ -26,19 +28,24 @@ from pdrelay_proxy.io.files import (
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-_EVERY_S: Final = 5.0  # seconds between two looks at the files; the kubelet renews mounted ones once a minute
+# seconds between two looks at the files; the kubelet renews mounted ones once a minute
+_EVERY_S: Final = 5.0
 _Stamp: TypeAlias = tuple[int, int, int, bool] | None  # None: the file cannot be seen
 _SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
 _ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
 _KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
 _OPERATORS: Final = ("admin_key_file", "join_key_file")
-# A key that is written in place is not whole before its line ends, and half of it must never open anything.
+# A key that is written in place is not whole before its line ends, and half of it must never open
+# anything.
 _LINES: Final = frozenset({*_KEYS, *_OPERATORS})
 
 
 @dataclass(slots=True)
 class FileReloads:
-    """One task; run it for as long as the router serves. What a failed reload would replace stays in use."""
+    """One task; run it for as long as the router serves.
+
+    What a failed reload would replace stays in use.
+    """
 
     settings: Callable[[], Settings]  # those of now
     server_tls: ssl.SSLContext | None
@@ -49,7 +56,8 @@ class FileReloads:
     counters: Counters
     admin_tls: ssl.SSLContext | None = None
     join_key: AdminKey = field(default_factory=AdminKey)
-    _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])  # by setting
+    # by setting
+    _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])
     _held: frozenset[str] = frozenset()  # settings whose files changed and may be half written
 
     def __post_init__(self) -> None:
@@ -58,19 +66,30 @@ class FileReloads:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Look while the block lasts."""
-        async with meanwhile(repeatedly(_EVERY_S, self.look, logger, "the files of certificates could not be seen")):
+        async with meanwhile(
+            repeatedly(_EVERY_S, self.look, logger, "the files of certificates could not be seen")
+        ):
             yield
 
     async def look(self) -> None:
-        """Read again what has changed since the last look; a file system that hangs does not stop the router."""
+        """Read again what has changed since the last look; a file system that hangs does not stop
+        the router.
+        """
         settings = self.settings()
         now = await asyncio.to_thread(stamps_of, settings)
         before = self._seen
         self._seen = now
-        changed = {name for name, (path, stamp) in now.items() if _is_replaced(before.get(name), path, stamp)}
+        changed = {
+            name
+            for name, (path, stamp) in now.items()
+            if _is_replaced(before.get(name), path, stamp)
+        }
         half = {name for name in changed & _LINES if not _ends_with_line(now[name][1])}
         for name in sorted(half):
-            said = "%s changed, and its last line has no line break, so it may be half written: read again in %g s"
+            said = (
+                "%s changed, and its last line has no line break, so it may be half written: read "
+                "again in %g s"
+            )
             logger.warning(said, name, _EVERY_S)
         due = changed | self._held
         self._held = frozenset()
@@ -86,12 +105,18 @@ class FileReloads:
             elif concerned:
                 self._reload(concerned, renew, settings)
 
-    def _reload(self, names: list[str], renew: Callable[[Settings], None], settings: Settings) -> None:
+    def _reload(
+        self, names: list[str], renew: Callable[[Settings], None], settings: Settings
+    ) -> None:
         try:
             renew(settings)
         except ConfigError as exc:
             self.counters.file_reloads["failed",] += 1
-            logger.warning("%s changed and cannot be used, so what was read before stays: %s", ", ".join(names), exc)
+            logger.warning(
+                "%s changed and cannot be used, so what was read before stays: %s",
+                ", ".join(names),
+                exc,
+            )
             return
         self.counters.file_reloads["ok",] += 1
         logger.info("%s changed and was read again", ", ".join(names))
@@ -120,14 +145,18 @@ class FileReloads:
         self.join_key.change(join)
 
     def _check_unchanged(self, settings: Settings, names: tuple[str, ...]) -> None:
-        """Raise ConfigError if one of the files was written while it was read: the next look finds it changed."""
+        """Raise ConfigError if one of the files was written while it was read: the next look finds
+        it changed.
+        """
         now = stamps_of(settings)
         if any(now.get(name) != self._seen.get(name) for name in names):
             raise ConfigError("it was written meanwhile")
 
 
 def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
-    """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
+    """Return of each file that settings name what changes when it is replaced, also behind a
+    symbolic link.
+    """
     return _stamps(settings, (*_SERVER, *_ENGINES, *_KEYS, *_OPERATORS))
 
 
@@ -137,20 +166,30 @@ def key_stamps(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
 
 
 def half_written(settings: Settings, stamps: Mapping[str, tuple[str, _Stamp]]) -> frozenset[str]:
-    """Return the settings whose files of keys have no last line break, or were written since they had these stamps."""
+    """Return the settings whose files of keys have no last line break, or were written since they
+    had these stamps.
+    """
     now = key_stamps(settings)
     return frozenset(
-        name for name, (path, stamp) in now.items() if stamps.get(name) != (path, stamp) or not _ends_with_line(stamp)
+        name
+        for name, (path, stamp) in now.items()
+        if stamps.get(name) != (path, stamp) or not _ends_with_line(stamp)
     )
 
 
 def _stamps(settings: Settings, names: tuple[str, ...]) -> Mapping[str, tuple[str, _Stamp]]:
     paths: dict[str, str | None] = {name: getattr(settings, name) for name in names}
-    return {name: (path, _stamp(path, name in _LINES)) for name, path in paths.items() if path is not None}
+    return {
+        name: (path, _stamp(path, name in _LINES))
+        for name, path in paths.items()
+        if path is not None
+    }
 
 
 def _is_replaced(before: tuple[str, _Stamp] | None, path: str, stamp: _Stamp) -> bool:
-    """Tell whether the same file has changed; another file was read when its setting changed (SIGHUP)."""
+    """Tell whether the same file has changed; another file was read when its setting changed
+    (SIGHUP).
+    """
     return before is not None and before[0] == path and before[1] != stamp
 
 

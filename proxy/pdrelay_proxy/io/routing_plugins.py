@@ -1,7 +1,9 @@
-"""Policies of other packages: those that are installed under the entry point group ``pdrelay.routing_policies``.
+"""Policies of other packages: those that are installed under the entry point group
+``pdrelay.routing_policies``.
 
-The entry point's name is the policy's, for --prefill-policy and --decode-policy; what it names is called once with the
-PolicyParts (core/routing/policy_parts.py), and returns a Policy (core/routing/pairing.py) for one leg.
+The entry point's name is the policy's, for --prefill-policy and --decode-policy; what it names is
+called once with the PolicyParts (core/routing/policy_parts.py), and returns a Policy
+(core/routing/pairing.py) for one leg.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ def installed_policies() -> Sequence[str]:
 
 
 def installed_policy(name: str, parts: PolicyParts, by_features: Sequence[str]) -> Policy:
-    """Load a policy and build it; raises ConfigError: there is none of this name, or it cannot be built.
+    """Load a policy and build it; raises ConfigError: there is none of this name, or it cannot be
+    built.
 
     ``by_features``: the names of policies that features have, for the sentence.
     """
@@ -31,15 +34,22 @@ def installed_policy(name: str, parts: PolicyParts, by_features: Sequence[str]) 
         known = ", ".join([*PolicyName, *by_features, *installed_policies()])
         raise ConfigError(f"there is no policy {name!r}: there are {known}")
     policy = _built(found, parts)
-    missing = [method for method in ("choose", "copy") if not callable(getattr(policy, method, None))]
+    missing = [
+        method for method in ("choose", "copy") if not callable(getattr(policy, method, None))
+    ]
     if missing:
-        raise ConfigError(f"the policy {name!r} ({found.value}) has no method {' and no method '.join(missing)}")
+        raise ConfigError(
+            f"the policy {name!r} ({found.value}) has no method {' and no method '.join(missing)}"
+        )
     return policy
 
 
 def _built(found: EntryPoint, parts: PolicyParts) -> Policy:
     try:
         built: Policy = found.load()(parts)
-    except Exception as exc:  # whatever another package raises, a test has one that cannot be imported
-        raise ConfigError(f"the policy {found.name!r} ({found.value}) cannot be loaded: {exc!r}") from exc
+    except Exception as exc:
+        # whatever another package raises, a test has one that cannot be imported
+        raise ConfigError(
+            f"the policy {found.name!r} ({found.value}) cannot be loaded: {exc!r}"
+        ) from exc
     return built

@@ -1,4 +1,6 @@
-"""The numbers of the status page: what the router knows now, and what the last five minutes were like."""
+"""The numbers of the status page: what the router knows now, and what the last five minutes were
+like.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -155,7 +157,9 @@ class Status:
                 yield
             engines.append(_engine(member, recent, in_flight.get(member.instance.id, 0), now=now))
         yield
-        groups = yield from fleet_groups_in_steps(self._engines, self._preference, may_be_alone=self._may_be_alone())
+        groups = yield from fleet_groups_in_steps(
+            self._engines, self._preference, may_be_alone=self._may_be_alone()
+        )
         yield
         requests = recent.requests.last(_MINUTE_S, now=now)
         ttft, gaps = (ring.last(_MINUTE_S, now=now) for ring in (recent.ttft, recent.gaps))
@@ -169,18 +173,27 @@ class Status:
             groups=groups,
             pairs=self._pair_status(),
             features=[shown for part in self._features if (shown := part()) is not None],
-            queue=QueueStatus(admission.waiting, admission.admitted, sum(admission.refused.values())),
-            failures=[Failed(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
+            queue=QueueStatus(
+                admission.waiting, admission.admitted, sum(admission.refused.values())
+            ),
+            failures=[
+                Failed(now - one.at, _short(one.request), one.where, one.reason)
+                for one in recent.failures
+            ],
         )
 
     def _pair_status(self) -> PairsStatus:
         pairs = self._pairs
-        worst = worst_rows(pairs.matrix, pairs.health, pairs.modes, pairs.find, _PAIRS, now=self._clock())
+        worst = worst_rows(
+            pairs.matrix, pairs.health, pairs.modes, pairs.find, _PAIRS, now=self._clock()
+        )
         return PairsStatus(len(pairs.matrix), pairs.health.resting, worst)
 
 
 def _series(recent: RecentStats, *, now: float) -> Series:
-    requests, ttft, gaps = (ring.bins(now=now, step_s=_STEP_S) for ring in (recent.requests, recent.ttft, recent.gaps))
+    requests, ttft, gaps = (
+        ring.bins(now=now, step_s=_STEP_S) for ring in (recent.requests, recent.ttft, recent.gaps)
+    )
     return Series(
         _STEP_S,
         [one.count for one in requests],
@@ -209,5 +222,7 @@ def _engine(member: Member, recent: RecentStats, in_flight: int, *, now: float) 
 
 
 def _short(request: str) -> str:
-    """Return the beginning of an id: enough to find it in the log, and not the name of a request."""
+    """Return the beginning of an id: enough to find it in the log, and not the name of a
+    request.
+    """
     return request if len(request) <= _ID_SHOWN else request[:_ID_SHOWN] + "..."

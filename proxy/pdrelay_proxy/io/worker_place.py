@@ -1,7 +1,7 @@
 """One worker of several: which it is, its line to the supervisor, and its settings.
 
-Workers are routers of one machine. They listen on one port, are peers of each other on loopback, and follow one store.
-Each has an admin port of its own, as each has its own numbers.
+Workers are routers of one machine. They listen on one port, are peers of each other on loopback,
+and follow one store. Each has an admin port of its own, as each has its own numbers.
 """
 
 import socket
@@ -66,12 +66,16 @@ def heard(line: socket.socket) -> bytes | None:
 
 
 def admin_port_of(settings: Settings, number: int) -> int | None:
-    """Return the admin port of a worker: they follow each other, unless the system chooses them (0)."""
+    """Return the admin port of a worker: they follow each other, unless the system chooses them
+    (0).
+    """
     return settings.admin_port + number if settings.admin_port else settings.admin_port
 
 
 def limits_of_each(settings: Settings) -> str:
-    """Name the limits that hold for each worker, so that all of them together may reach a multiple."""
+    """Name the limits that hold for each worker, so that all of them together may reach a
+    multiple.
+    """
     limits = {name: getattr(settings, name) for name in _LIMITS_OF_EACH}
     return ", ".join([f"{name} {limit}" for name, limit in limits.items() if limit is not None])
 
@@ -84,12 +88,14 @@ def check_workers(settings: Settings) -> None:
         return
     if admin_port is None:
         raise ConfigError(
-            f"workers is {count}, and admin_port is not set: each worker has its own metrics, and needs a port to show "
+            f"workers is {count}, and admin_port is not set: each worker has its own metrics, and "
+            f"needs a port to show "
             f"them; write admin_port, and the workers have that port and the {count - 1} behind it"
         )
     last = admin_port + count - 1
     if last > _LAST_PORT:
         raise ConfigError(
-            f"admin_port is {admin_port}, and the last of {count} workers would have {last}: write at most "
+            f"admin_port is {admin_port}, and the last of {count} workers would have {last}: write "
+            f"at most "
             f"{_LAST_PORT - count + 1}"
         )

@@ -8,7 +8,10 @@ from pdrelay_proxy.requests.stream_move import StuckPrompts
 
 
 class Answering(ABC):
-    """The two legs of one prompt, or those of several. A class, because a compiled call of a Protocol is slow."""
+    """The two legs of one prompt, or those of several.
+
+    A class, because a compiled call of a Protocol is slow.
+    """
 
     __slots__ = ()
 

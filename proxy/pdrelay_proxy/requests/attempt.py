@@ -1,8 +1,8 @@
 """One try of a request: the legs that it has sent, and what follows from their news.
 
-A request that is sent again gets another attempt, with another id for both engines: they match their halves by it.
-requests/leg_sending.py makes and sends them, requests/leg_accounts.py counts them, requests/lent_blocks.py has the
-prefill engine's blocks freed.
+A request that is sent again gets another attempt, with another id for both engines: they match
+their halves by it. requests/leg_sending.py makes and sends them, requests/leg_accounts.py counts
+them, requests/lent_blocks.py has the prefill engine's blocks freed.
 """
 
 import logging
@@ -39,7 +39,10 @@ _OK: Final = 200
 
 
 class Attempt(LegOwner):
-    """One try. It is the LegOwner of its legs; the life's coroutine is woken when one of them has news."""
+    """One try.
+
+    It is the LegOwner of its legs; the life's coroutine is woken when one of them has news.
+    """
 
     __slots__ = (
         "_life",
@@ -64,7 +67,9 @@ class Attempt(LegOwner):
         retries: RetryAttempts,
         shows_token: bool = False,  # noqa: FBT001, FBT002 (by name it costs 1,000 instructions more)
     ) -> None:
-        """``shows_token``: the client may see the token of a prefill engine whose blocks are read."""
+        """``shows_token``: the client may see the token of a prefill engine whose blocks are
+        read.
+        """
         record = life.record
         request = record.attempt_id if record.retries or record.moves else record.request_id
         self._life = life
@@ -76,7 +81,8 @@ class Attempt(LegOwner):
         self.body = plan.body  # of the decode leg
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
-        self.coordinates: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
+        # what the decode engine was told of the prefill engine in advance
+        self.coordinates: Coordinates | None = None
         self.is_streaming = False  # a stream is being shown
         self.move: StreamMove | None = None  # the stream comes from an engine that drains
 
@@ -98,7 +104,9 @@ class Attempt(LegOwner):
 
     # ---- sending
 
-    def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
+    def send_prefill(
+        self, call: GenerationRequest, prefill: Instance, *, reuses: bool
+    ) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
         leg, body = self._sending.new_prefill(self, call, prefill, self.move, reuses=reuses)
         self.prefill = leg
@@ -120,18 +128,26 @@ class Attempt(LegOwner):
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
         """Tell whether a leg may be sent again, with so many engines of its role, and count it.
 
-        A stream moves to another decode engine or goes back: what is not sent again must not use up the budget, for
-        all moves to an engine fail at the same time when it dies.
+        A stream moves to another decode engine or goes back: what is not sent again must not use up
+        the budget, for all moves to an engine fail at the same time when it dies.
         """
         move = self.move
         needs_other = move is not None and not move.is_alone and failed.instance.role is Role.DECODE
-        may_be_alone = move is None and self._settings.decode_only_fallback and self._plan.call is not None
-        if not self.retries.take(failed, others, needs_other=needs_other, may_be_alone=may_be_alone):
+        may_be_alone = (
+            move is None and self._settings.decode_only_fallback and self._plan.call is not None
+        )
+        if not self.retries.take(
+            failed, others, needs_other=needs_other, may_be_alone=may_be_alone
+        ):
             return False
-        return not self.retries.is_charged or self._life.services.budget.grants(now=self._life.services.clock())
+        return not self.retries.is_charged or self._life.services.budget.grants(
+            now=self._life.services.clock()
+        )
 
     def failed(self) -> LegFailed | None:
-        """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""
+        """Return why nothing will be shown, while nothing is: that a push has failed may be why the
+        other leg will.
+        """
         prefill = self.prefill
         decode = self.decode
         if self.coordinates is not None and prefill is not None and prefill.fault is not None:
@@ -139,7 +155,9 @@ class Attempt(LegOwner):
         return None if decode is None else decode.fault
 
     def note_read(self, lent_by: PrefillLeg) -> None:
-        """Note whether a decode engine may have come for the blocks of a prefill: then the two settle it."""
+        """Note whether a decode engine may have come for the blocks of a prefill: then the two
+        settle it.
+        """
         decode = self.decode
         if decode is not None and (decode.complete or decode.may_be_read):
             lent_by.is_read = True
@@ -148,12 +166,15 @@ class Attempt(LegOwner):
         """Have the blocks of a prefill freed, unless a decode engine may have come for them."""
         self.note_read(lent_by)
         if not lent_by.is_read and lent_by.handover is not None:
-            self._lent.release(lent_by.instance, lent_by.handover, self.choice.readers(lent_by.instance))
+            self._lent.release(
+                lent_by.instance, lent_by.handover, self.choice.readers(lent_by.instance)
+            )
 
     def _abandon(self, leg: EngineLeg) -> None:
         """Free what a prefill that was dropped, or has failed, may have leased by now.
 
-        A decode leg would settle that itself, and so does the release of an answer that could be read.
+        A decode leg would settle that itself, and so does the release of an answer that could be
+        read.
         """
         if leg.was_sent and self.decode is None:
             self._lent.abandon(leg.instance)
@@ -176,13 +197,21 @@ class Attempt(LegOwner):
         handover = None if call is None else self._read_handover(leg, call, body)
         if call is None or handover is None:
             return
-        services.leg_bodies.note_looks_back(self._plan.hints.model, leg.instance.id, looks_back=handover.looks_back)
+        services.leg_bodies.note_looks_back(
+            self._plan.hints.model, leg.instance.id, looks_back=handover.looks_back
+        )
         if self._sending.shows_token:
             leg.first = services.leg_bodies.first_token(
-                call, leg.instance.id, handover, shows=leg.shows, is_auto=self.choice.mode is not None
+                call,
+                leg.instance.id,
+                handover,
+                shows=leg.shows,
+                is_auto=self.choice.mode is not None,
             )
         if self.move is None:  # an engine that hands a stream over has all of it in its own cache
-            self._life.cache_usage = cache_usage(call.api, body) if handover.may_tell_cache else None
+            self._life.cache_usage = (
+                cache_usage(call.api, body) if handover.may_tell_cache else None
+            )
         leg.counted = leg.record.tokens = handover.counted
         services.accounts.prompt_computed(leg, self._plan, self._life.record, self.retries, came)
         leg.handed_over_at = came
@@ -197,13 +226,19 @@ class Attempt(LegOwner):
         if leg.learns:  # last: the decode leg does not wait for it
             services.fleet.learn(self._plan.hints, handover.read)
 
-    def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
-        """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
+    def _read_handover(
+        self, leg: PrefillLeg, call: GenerationRequest, body: bytes
+    ) -> PrefillResult | None:
+        """Return what the prefill engine's answer is good for; None: nothing, and the leg has
+        failed.
+        """
         try:
             if leg.status != _OK:
                 raise leg_error(leg.instance, leg.response(body))
             if self._plan.learns_model:  # the decode engine is told the name, and checks it
-                self._plan.learn_model(self._life.services.leg_bodies.learn_model(leg.instance.id, body))
+                self._plan.learn_model(
+                    self._life.services.leg_bodies.learn_model(leg.instance.id, body)
+                )
             return self._life.services.leg_bodies.take(
                 call,
                 self.id,
@@ -255,7 +290,9 @@ class Attempt(LegOwner):
         """All of a stream is here."""
         self._life.services.sender.done(leg)
         if leg.lines is None:
-            self.leg_failed(leg, EngineError(f"{leg.engine} ended its stream before the first event"))
+            self.leg_failed(
+                leg, EngineError(f"{leg.engine} ended its stream before the first event")
+            )
         else:
             self._life.wake()
 
@@ -309,7 +346,9 @@ class Attempt(LegOwner):
     # ---- streaming
 
     def token_shown(self) -> None:
-        """The client has the prefill engine's token: the decode engine gets it as the last one of its prompt."""
+        """The client has the prefill engine's token: the decode engine gets it as the last one of
+        its prompt.
+        """
         self._life.record.last_token_at = self._life.services.clock()
         if self.prefill is not None and self.prefill.counted is not None:
             self.prefill.counted += 1
@@ -328,7 +367,9 @@ class Attempt(LegOwner):
     # ---- time
 
     def check_deadlines(self, now: float, *, paused: bool) -> None:
-        """Fail each leg that has taken too long; ``paused``: the engine of the stream has to wait."""
+        """Fail each leg that has taken too long; ``paused``: the engine of the stream has to
+        wait.
+        """
         decode = self.decode
         if self.is_streaming and decode is not None and (decode.heard or paused):
             decode.heard = False
@@ -342,7 +383,9 @@ class Attempt(LegOwner):
         settings = self._settings
         decode = self.decode
         if self.move is not None and not self.is_streaming:
-            seconds = move_timeout(settings) if leg is decode else self.move.seconds_for(leg.instance)
+            seconds = (
+                move_timeout(settings) if leg is decode else self.move.seconds_for(leg.instance)
+            )
             return f"{leg.engine} did not answer within {seconds:g} s, the time for a move"
         if leg is self.prefill:
             return f"{leg.engine} did not answer within {settings.first_token_timeout_s:g} s"
@@ -365,19 +408,26 @@ class Attempt(LegOwner):
             leg.held = 0
         if leg.failure is not None and VERDICTS[leg.failure].held is Held.IF_SERVED_ELSEWHERE:
             self._note_broken(leg, leg.failure)
-        life.services.accounts.over(leg, self._plan, life.record, self.prefill, self.decode, self.move is not None)
+        life.services.accounts.over(
+            leg, self._plan, life.record, self.prefill, self.decode, self.move is not None
+        )
         if leg.span is not None or not complete:
             _let_go(leg)
 
     def _note_broken(self, leg: EngineLeg, failure: Failure) -> None:
-        """Keep what an engine did not bring to its end: how the request ends shows whether it is held against it."""
+        """Keep what an engine did not bring to its end: how the request ends shows whether it is
+        held against it.
+        """
         life = self._life
         lines = None if self.decode is None or self.decode is not leg else self.decode.lines
         is_stream = lines is not None
         has_said_so = lines is not None and lines.erred
         is_break = leg.has_good_beginning and not has_said_so and (is_stream or not leg.complete)
         if is_break or is_stream or life.state is RequestState.CONTINUING:
-            life.broken = (*life.broken, BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream))
+            life.broken = (
+                *life.broken,
+                BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream),
+            )
 
     def close_all(self) -> None:
         """Drop what is still under way, the decode leg first."""

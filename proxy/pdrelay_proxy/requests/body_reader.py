@@ -1,4 +1,6 @@
-"""Large bodies are read beside the event loop, a few at a time, so that other requests do not wait for them."""
+"""Large bodies are read beside the event loop, a few at a time, so that other requests do not wait
+for them.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -6,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Self, TypeVar
 
 T = TypeVar("T")
-# Bytes of a body that is read in a thread. Up to here the worst bodies take some 10 ms and the usual ones below 0.2 ms;
-# the way into a thread and back takes 0.1 ms.
+# Bytes of a body that is read in a thread. Up to here the worst bodies take some 10 ms and the
+# usual ones below 0.2 ms; the way into a thread and back takes 0.1 ms.
 LARGE: Final = 256 * 1024
 _THREADS: Final = 2  # they share the interpreter's lock: more would not read more
 
 
 class BodyReader:
-    """Reads bodies; use it as a context manager. The one of a router is shared by all its routes."""
+    """Reads bodies; use it as a context manager.
+
+    The one of a router is shared by all its routes.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pdrelay-body")

@@ -1,7 +1,8 @@
-"""What the client of one request gets: a stream, a whole answer, or an error, with the head that belongs to it.
+"""What the client of one request gets: a stream, a whole answer, or an error, with the head that
+belongs to it.
 
-requests/response.py writes the bytes. The pieces of a plain stream go from the decode leg to that writer; they come by
-here only if something has to be remembered of them.
+requests/response.py writes the bytes. The pieces of a plain stream go from the decode leg to that
+writer; they come by here only if something has to be remembered of them.
 """
 
 import logging
@@ -39,7 +40,17 @@ class ClientGone(Exception):
 class ClientResponse:
     """The response to one request."""
 
-    __slots__ = ("_keeps", "_life", "added_lines", "cut", "events", "failure", "is_paused", "replay", "writer")
+    __slots__ = (
+        "_keeps",
+        "_life",
+        "added_lines",
+        "cut",
+        "events",
+        "failure",
+        "is_paused",
+        "replay",
+        "writer",
+    )
 
     def __init__(self, life: RequestLife, writer: ResponseWriter) -> None:
         self._life = life
@@ -48,17 +59,26 @@ class ClientResponse:
         self.added_lines = b""  # of the head, for pages of other sites
         self.is_paused = False  # the client reads slowly: the engine has to wait
         self.cut: StreamMove | None = None  # the stream is to be cut now
-        self.replay: Continuation | None = None  # of a stream that another engine continues, or could continue
+        # of a stream that another engine continues, or could continue
+        self.replay: Continuation | None = None
         self.failure: Exception | None = None  # the error that the client got
         self.events = 0  # of its stream, if tokens are counted
 
     # ---- a stream from an engine
 
     def begin_with_token(self, attempt: Attempt, first: FirstToken, *, can_resume: bool) -> None:
-        """Begin a stream with the prefill engine's token; ``can_resume``: another engine may go on with the stream."""
+        """Begin a stream with the prefill engine's token; ``can_resume``: another engine may go on
+        with the stream.
+        """
         life = self._life
         life.record.ttft_s = life.elapsed_s()
-        self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), first.events(), streams=True, last=first.is_all)
+        self.writer.begin(
+            _OK,
+            self._head_lines(STREAM, STREAM_LINES),
+            first.events(),
+            streams=True,
+            last=first.is_all,
+        )
         attempt.token_shown()
         if first.is_all:
             life.record.answered = True
@@ -106,7 +126,9 @@ class ClientResponse:
             self._life.wake()  # last: what goes on from here may end the response
 
     def check_stream(self, leg: DecodeLeg) -> None:
-        """Raise LegFailed's error or EngineError if the stream of a leg is broken, or StreamCut if it is to be cut."""
+        """Raise LegFailed's error or EngineError if the stream of a leg is broken, or StreamCut if
+        it is to be cut.
+        """
         if leg.fault is not None:
             raise leg.fault.error
         if self.replay is not None and self.replay.broken:
@@ -144,7 +166,8 @@ class ClientResponse:
             self._keep_end(body)
         attempt.close(leg)
         if self.writer.begun:
-            raise EngineError(f"{leg.engine} answered with something that is no stream")  # it cannot be the rest of one
+            # it cannot be the rest of one
+            raise EngineError(f"{leg.engine} answered with something that is no stream")
         self._life.record.answered = True
         self.writer.begin(_OK, self._head_lines(leg.content_type), body, streams=False)
 
@@ -172,7 +195,9 @@ class ClientResponse:
         if self._keeps_end():
             self._keep_end(events)
         if not self.writer.begun:  # the stream has no token
-            self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), b"", streams=True, last=True)
+            self.writer.begin(
+                _OK, self._head_lines(STREAM, STREAM_LINES), b"", streams=True, last=True
+            )
         self._life.record.answered = True
         self.writer.end(events)
 
@@ -195,7 +220,8 @@ class ClientResponse:
             return CLIENT_CLOSED_REQUEST
         if not isinstance(error, ProxyError):
             logger.error("request %s failed", record.request_id, exc_info=error)
-        error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
+        # it leads to frames that hold the request, and the error: a circle
+        error.with_traceback(None)
         error.__context__ = None  # and so does this
         record.error = str(error)
         self.failure = error
@@ -240,7 +266,9 @@ class ClientResponse:
         )
 
     def _trouble(self, troubles: Mapping[Pair, PairTrouble]) -> str:
-        """Return why the request's decode engine does not load KV of its prefill engine, as it showed last."""
+        """Return why the request's decode engine does not load KV of its prefill engine, as it
+        showed last.
+        """
         record = self._life.record
         if record.prefill is None or record.decode is None:
             return ""
@@ -248,10 +276,16 @@ class ClientResponse:
         return "" if found is None else found.reason.value
 
     def _keeps_end(self) -> bool:
-        """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""
+        """Tell whether the size and the end of the response matter: whether blocks have arrived, or
+        will be found.
+        """
         life = self._life
         services = life.services
-        return life.record.push is _CONCURRENT or services.fleet.remembers or services.gate.admission.counts_tokens
+        return (
+            life.record.push is _CONCURRENT
+            or services.fleet.remembers
+            or services.gate.admission.counts_tokens
+        )
 
     def _keep_end(self, piece: bytes) -> None:
         if piece:

@@ -1,4 +1,5 @@
-"""Sends one request to its engines: chooses them, sends the legs in order, and repeats what may be repeated.
+"""Sends one request to its engines: chooses them, sends the legs in order, and repeats what may be
+repeated.
 
 requests/attempt.py is one try. What the client gets of it is up to requests/client_response.py.
 """
@@ -59,7 +60,9 @@ class Dispatch(Answering):
 
     __slots__ = ("_attempt", "_client", "_life", "_plan", "settings")
 
-    def __init__(self, life: RequestLife, plan: RequestPlan, settings: Settings, client: ClientResponse) -> None:
+    def __init__(
+        self, life: RequestLife, plan: RequestPlan, settings: Settings, client: ClientResponse
+    ) -> None:
         """``settings``: those that were in force when the request was admitted."""
         self._life = life
         self._plan = plan
@@ -82,7 +85,9 @@ class Dispatch(Answering):
 
     @property
     def looks_back(self) -> bool:
-        """Tell whether no other engine would go on exactly with the stream: the engines' own defaults begin anew."""
+        """Tell whether no other engine would go on exactly with the stream: the engines' own
+        defaults begin anew.
+        """
         services = self._life.services
         return services.leg_bodies.look_back(self._plan.hints.model, services.fleet.registry.get)
 
@@ -97,7 +102,9 @@ class Dispatch(Answering):
             self._attempt.resume()
 
     def check_deadlines(self, now: float, /) -> None:
-        """Fail a leg that has taken too long; a client that reads slowly is not held against the engine."""
+        """Fail a leg that has taken too long; a client that reads slowly is not held against the
+        engine.
+        """
         if self._attempt is not None:
             self._attempt.check_deadlines(now, paused=self._client.is_paused)
 
@@ -128,9 +135,10 @@ class Dispatch(Answering):
     ) -> None:
         """Try until an engine has given the whole answer.
 
-        ``single_body``: the body for one decode engine that serves the request alone; ``can_split``: its fields were
-        looked at, and need no engine of their own; ``shows_token``: the client may see the token of the prefill engine;
-        ``move``: it is the rest of a stream that was cut.
+        ``single_body``: the body for one decode engine that serves the request alone;
+        ``can_split``: its fields were looked at, and need no engine of their own; ``shows_token``:
+        the client may see the token of the prefill engine; ``move``: it is the rest of a stream
+        that was cut.
 
         Raises:
             ProxyError: the error for the client.
@@ -170,10 +178,17 @@ class Dispatch(Answering):
         move = None if attempt is None else attempt.move
         if move is not None and role is _PREFILL and move.is_lent_by(failed.instance):
             move.lender_failed()
-        if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.choice.usable(role)):
+        if (
+            life.state is _CONTINUING
+            or attempt is None
+            or not attempt.may_repeat(failed, attempt.choice.usable(role))
+        ):
             raise failed.error
-        if life.broken:  # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
-            life.broken = tuple([each for each in life.broken if each.instance is not failed.instance])
+        # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
+        if life.broken:
+            life.broken = tuple(
+                [each for each in life.broken if each.instance is not failed.instance]
+            )
         if not self._client.writer.begun:
             life.cache_usage = None  # another engine computes the prompt
         life.record.set_aside(role, failed.failure)
@@ -183,9 +198,16 @@ class Dispatch(Answering):
     # ---- ROUTING
 
     def _choose(
-        self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None, *, can_split: bool
+        self,
+        attempt: Attempt,
+        call: GenerationRequest | None,
+        single_body: Pieces | None,
+        *,
+        can_split: bool,
     ) -> tuple[Instance | None, Instance]:
-        """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
+        """Choose the prefill engine and the decode engine; None: the latter serves the request
+        alone.
+        """
         if attempt.move is not None:
             return self._choose_for_move(attempt, attempt.move, single_body)
         if call is not None and single_body is not None:
@@ -201,14 +223,24 @@ class Dispatch(Answering):
         else:
             fleet = self._life.services.fleet
             alone = self.settings.decode_only_fallback
-            reason = None if can_split else split_reason(fleet, call.api, call.fields, may_be_alone=alone)
+            reason = (
+                None
+                if can_split
+                else split_reason(fleet, call.api, call.fields, may_be_alone=alone)
+            )
         found = attempt.choice.route(reason)
         if found.prefill is None:
             plan = self._plan
-            attempt.body = plan.body if call is None else encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
+            attempt.body = (
+                plan.body
+                if call is None
+                else encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
+            )
         return found.prefill, found.decode
 
-    def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
+    def pair_for_move(
+        self, source: InstanceId, lender: Instance | None
+    ) -> tuple[Instance, Instance] | None:
         """Choose two engines that can go on with a stream; None: there are none now."""
         retries = RetryAttempts(0, {source, *self._life.services.fleet.registry.relief.full()})
         leg = self._life.record.prefill
@@ -220,27 +252,34 @@ class Dispatch(Answering):
     def _pair_for_move(
         self, retries: RetryAttempts, lender: Instance | None, prompt_holder: InstanceId | None
     ) -> tuple[Instance, Instance]:
-        """Choose the engine that the stream leaves, which has its KV cache, and a decode engine that may read from it.
+        """Choose the engine that the stream leaves, which has its KV cache, and a decode engine
+        that may read from it.
 
-        Without one, a prefill engine computes the prompt and the tokens so far: ``prompt_holder`` has the prompt,
-        or else another one.
+        Without one, a prefill engine computes the prompt and the tokens so far: ``prompt_holder``
+        has the prompt, or else another one.
         """
         fleet = self._life.services.fleet
         hints = self._plan.hints.once_more()
-        decodes = self._with_room([one for one in fleet.usable(_DECODE) if one.id not in retries.avoided])
+        decodes = self._with_room(
+            [one for one in fleet.usable(_DECODE) if one.id not in retries.avoided]
+        )
         if not decodes:
             raise NoInstance("no other decode engine can go on with the stream")
         if lender is not None and (readers := fleet.readers(lender, decodes)):
             return lender, fleet.pair([lender], readers, hints)[1]
         prefills = retries.among(fleet.usable(_PREFILL))
-        holders = [one for one in prefills if one.id == prompt_holder and fleet.fitting(one, decodes)]
+        holders = [
+            one for one in prefills if one.id == prompt_holder and fleet.fitting(one, decodes)
+        ]
         prefill, decode = fleet.pair(holders or prefills, decodes, hints)
         if prefill is None:
             raise NoMatchingInstance("no prefill engine can go on with the stream")
         return prefill, decode
 
     def _stream_source(self, attempt: Attempt) -> Instance | None:
-        """Return the engine that a stream has moved from, if no other can go on with it now that it broke off."""
+        """Return the engine that a stream has moved from, if no other can go on with it now that it
+        broke off.
+        """
         if any(one.id not in attempt.retries.avoided for one in attempt.choice.usable(_DECODE)):
             return None
         member = self._life.services.fleet.registry.get(self._life.record.moves[-1].source)
@@ -251,7 +290,9 @@ class Dispatch(Answering):
     def _choose_for_move(
         self, attempt: Attempt, move: StreamMove, single_body: Pieces | None
     ) -> tuple[Instance | None, Instance]:
-        """Choose the engines that go on with a stream; alone, if all else fails, the one that it came from."""
+        """Choose the engines that go on with a stream; alone, if all else fails, the one that it
+        came from.
+        """
         if single_body is None:
             pair = move.pair
             move.pair = None
@@ -272,9 +313,15 @@ class Dispatch(Answering):
     # ---- PREFILLING, BOTH, DECODING
 
     def _send_first(
-        self, attempt: Attempt, call: GenerationRequest | None, prefill: Instance | None, decode: Instance
+        self,
+        attempt: Attempt,
+        call: GenerationRequest | None,
+        prefill: Instance | None,
+        decode: Instance,
     ) -> PrefillLeg | None:
-        """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
+        """Send what can be sent before an engine has answered; return the leg whose answer the
+        decode leg needs.
+        """
         life = self._life
         if call is None or prefill is None:
             life.on(_SINGLE)
@@ -298,14 +345,20 @@ class Dispatch(Answering):
         record.transfer = attempt.transfer
         attempt.coordinates = coordinates
         params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
-        fields = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, attempt.id), params)
+        fields = request_bodies.decode_fields(
+            request_bodies.named(call.api, call.fields, attempt.id), params
+        )
         attempt.body = encode_in_pieces(fields, PROMPTS[call.api], call.shared)
         life.on(_PUSH)
         attempt.send_prefill(call, prefill, reuses=False)
         return None
 
-    def _hand_over(self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg, decode: Instance) -> bool:
-        """Make the decode leg's body of the prefill engine's answer; True: that answer is all the client gets."""
+    def _hand_over(
+        self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg, decode: Instance
+    ) -> bool:
+        """Make the decode leg's body of the prefill engine's answer; True: that answer is all the
+        client gets.
+        """
         first = leg.first
         life = self._life
         if first is None:
@@ -327,7 +380,12 @@ class Dispatch(Answering):
         )
 
     def _write_body(
-        self, attempt: Attempt, call: GenerationRequest, leg: PrefillLeg, handover: PrefillResult, decode: Instance
+        self,
+        attempt: Attempt,
+        call: GenerationRequest,
+        leg: PrefillLeg,
+        handover: PrefillResult,
+        decode: Instance,
     ) -> None:
         """Write a decode leg's body, as its engine can take it."""
         life = self._life
@@ -336,14 +394,21 @@ class Dispatch(Answering):
             call = self._named(call, self._plan.hints.model)
         if attempt.move is not None:
             ids = attempt.move.ids
-        elif handover.ids is not NULL and (call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode)):
+        elif handover.ids is not NULL and (
+            call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode)
+        ):
             ids = handover.ids
         attempt.body = decode_body(call, life.record, attempt.id, handover, leg.first, ids=ids)
 
     async def _decode(
-        self, attempt: Attempt, call: GenerationRequest | None, decode: Instance, lent_by: PrefillLeg | None
+        self,
+        attempt: Attempt,
+        call: GenerationRequest | None,
+        decode: Instance,
+        lent_by: PrefillLeg | None,
     ) -> None:
-        """Get the answer from a decode engine, or from another one if this one got nothing of the request.
+        """Get the answer from a decode engine, or from another one if this one got nothing of the
+        request.
 
         ``lent_by``: the leg whose blocks the decode engine reads.
 
@@ -354,7 +419,8 @@ class Dispatch(Answering):
         leg = attempt.send_decode(decode)
         life = self._life
         try:
-            while leg.shown is None or (leg.is_last and not leg.is_over):  # what ends with its beginning is waited for
+            # what ends with its beginning is waited for
+            while leg.shown is None or (leg.is_last and not leg.is_over):
                 failed = attempt.failed()
                 if failed is None:
                     await life
@@ -372,7 +438,9 @@ class Dispatch(Answering):
         else:
             self._client.write_leg(attempt, leg)
 
-    def _next_decode(self, attempt: Attempt, failed: LegFailed, lent_by: PrefillLeg | None) -> Instance:
+    def _next_decode(
+        self, attempt: Attempt, failed: LegFailed, lent_by: PrefillLeg | None
+    ) -> Instance:
         """Choose another engine for a decode leg; raises LegFailed if none may have it."""
         if failed.rule.again is not RetryScope.DECODE:
             raise failed
@@ -382,7 +450,8 @@ class Dispatch(Answering):
         if not others or not attempt.may_repeat(failed, others):
             raise failed
         self._life.record.set_aside(_DECODE, failed.failure)
-        failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
+        # it leads to frames that hold the leg, which holds it: a circle
+        failed.with_traceback(None)
         decode = attempt.choice.choose_decode(others)
         if attempt.prefill is not None:
             self._life.services.fleet.took_over(attempt.prefill.instance, decode, self._plan.hints)
@@ -391,7 +460,9 @@ class Dispatch(Answering):
     # ---- STREAMING
 
     async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
-        """Stream an answer to its end; raises EngineError: it broke off, or is not complete; StreamCut: it moves."""
+        """Stream an answer to its end; raises EngineError: it broke off, or is not complete;
+        StreamCut: it moves.
+        """
         life = self._life
         client = self._client
         life.on(_FIRST_EVENT)

@@ -1,4 +1,6 @@
-"""The engines of one try of a request: who is chosen, and the slot that is held at one until its leg is sent."""
+"""The engines of one try of a request: who is chosen, and the slot that is held at one until its
+leg is sent.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Final
@@ -17,7 +19,8 @@ from pdrelay_proxy.requests.legs import PrefillLeg
 from pdrelay_proxy.requests.stream_move import StuckPrompts
 from pdrelay_proxy.settings import Settings
 
-_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
+# what the engine has decided
+_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 
 
@@ -53,10 +56,12 @@ class EngineChoice:
         self._retries = retries
         self._record = record
         self._request = request
-        self.expected: ExpectedTime | None = None  # what the engines were chosen by, until the decode leg is sent
+        # what the engines were chosen by, until the decode leg is sent
+        self.expected: ExpectedTime | None = None
         self.mode: TransferMode | None = None  # for two engines that can do either
         self.prefill: Instance | None = None  # the engine that the prompt was sent to
-        self.slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
+        # a decode engine whose slot is held until its leg is sent
+        self.slot: Instance | None = None
 
     def hold_slot(self, decode: Instance) -> None:
         """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
@@ -67,7 +72,8 @@ class EngineChoice:
             listener.slot_held(decode, self._request)
 
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
-        """Hold the slot at another decode engine, if its engine is left and another can take its place.
+        """Hold the slot at another decode engine, if its engine is left and another can take its
+        place.
 
         ``stuck``: prompts like these were tried a moment ago, and no engine could.
         """
@@ -103,10 +109,14 @@ class EngineChoice:
             return ()
 
     def route(self, reason: SingleEngineReason | None) -> Route:
-        """Choose the engines; ``reason``: why one must serve the request, if something of the request says so."""
+        """Choose the engines; ``reason``: why one must serve the request, if something of the
+        request says so.
+        """
         record = self._record
         plan = self._plan
-        found = route(self._fleet, plan.hints, plan.path, self._retries, self._settings, reason=reason)
+        found = route(
+            self._fleet, plan.hints, plan.path, self._retries, self._settings, reason=reason
+        )
         record.single_reason = found.reason
         if found.cached is not None:
             record.cached = found.cached
@@ -127,27 +137,36 @@ class EngineChoice:
         if expected is not None and self.prefill is None:
             self.expected = expected
 
-    def others(self, failed: Instance, lent_by: PrefillLeg | None, *, now: float) -> Sequence[Instance]:
+    def others(
+        self, failed: Instance, lent_by: PrefillLeg | None, *, now: float
+    ) -> Sequence[Instance]:
         """List the engines that may get the decode leg of one that could not be reached.
 
-        They must be able to read the blocks. None: it is too late for these, or another pair has better chances.
+        They must be able to read the blocks. None: it is too late for these, or another pair has
+        better chances.
         """
         fleet = self._fleet
         decodes = self.usable(_DECODE)
         prefill = self.prefill
         if prefill is None:
-            # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
+            # The engine that failed was to serve it alone because of its cache: others may need a
+            # prefill engine.
             return () if self._record.single_reason in _BY_CACHE else decodes
         if lent_by is not None and lent_by.handover is not None:
             limit = handoff_timeout(lent_by.handover.params)
             if now >= lent_by.handed_over_at + limit:
                 return ()
         fitting = fleet.fitting(prefill, decodes)
-        fresh = [instance for instance in fitting if instance.id not in self._retries.avoided | {failed.id}]
+        fresh = [
+            instance
+            for instance in fitting
+            if instance.id not in self._retries.avoided | {failed.id}
+        ]
         return fleet.nearest(prefill, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
     def readers(self, prefill: Instance) -> Sequence[Instance]:
-        """List the decode engines that can read from a prefill engine, those first that have not failed the request.
+        """List the decode engines that can read from a prefill engine, those first that have not
+        failed the request.
 
         The one that had the decode leg comes last: it may be why the leg was not sent.
         """

@@ -1,4 +1,6 @@
-"""Errors as clients see them: the one place where an exception becomes a status and a body in its API's shape."""
+"""Errors as clients see them: the one place where an exception becomes a status and a body in its
+API's shape.
+"""
 
 from typing import Final
 
@@ -68,7 +70,8 @@ _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
 def error_body(
     error: Exception, path: str, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
 ) -> tuple[int, str, bytes]:
-    """Return the status, the content type and the body of an error; the text of a bug stays in the log.
+    """Return the status, the content type and the body of an error; the text of a bug stays in the
+    log.
 
     An engine's own words stay as they are if they have the shape of the path's API.
     """
@@ -79,7 +82,9 @@ def error_body(
     return status, JSON, error_text(path, status, _sentence(error), kind=kind, param=_param(error))
 
 
-def error_headers(error: Exception, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE) -> dict[str, str]:
+def error_headers(
+    error: Exception, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
+) -> dict[str, str]:
     """Return the headers that belong to an error, beside those that each answer has."""
     if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
         return {"retry-after": str(error.retry_after_s)}
@@ -93,7 +98,9 @@ def error_headers(error: Exception, overload: OverloadStatus = OverloadStatus.SE
 
 
 def last_event(error: Exception, path: str) -> bytes:
-    """Return the event that tells a client's library that the stream has failed, in the words of its API."""
+    """Return the event that tells a client's library that the stream has failed, in the words of
+    its API.
+    """
     if isinstance(error, Refused):  # its status comes too late
         words = words_of(error.body) or str(error)
         return b"\n" + error_event(path, error.status, words)
@@ -115,4 +122,10 @@ def _sentence(error: Exception) -> str:
 
 
 def _param(error: Exception) -> str | None:
-    return error.param if isinstance(error, BadRequest) else _MODEL if isinstance(error, UnknownModel) else None
+    return (
+        error.param
+        if isinstance(error, BadRequest)
+        else _MODEL
+        if isinstance(error, UnknownModel)
+        else None
+    )

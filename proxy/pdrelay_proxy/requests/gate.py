@@ -1,4 +1,6 @@
-"""The gate before the first leg: says when a request that waits has its turn, and takes its place back."""
+"""The gate before the first leg: says when a request that waits has its turn, and takes its place
+back.
+"""
 
 import asyncio
 import time
@@ -15,18 +17,27 @@ class Gate:
     """One for the router, on its one event loop."""
 
     def __init__(
-        self, limits: Settings, clock: Callable[[], float] = time.monotonic, *, has_other_routers: bool = False
+        self,
+        limits: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        has_other_routers: bool = False,
     ) -> None:
         """``has_other_routers``: rates are limits of all of them together."""
-        self.admission = Admission(limits, has_other_routers=has_other_routers)  # its counts are for whoever watches
+        # its counts are for whoever watches
+        self.admission = Admission(limits, has_other_routers=has_other_routers)
         self._clock = clock
         self._watching: dict[Ticket, Callable[[], None]] = {}  # of those that wait
 
-    def arrive(self, key: str, priority: int, size: int, tokens: int | None = None, *, prompts: int = 1) -> Ticket:
-        """Return the ticket of a request: admitted, waiting or refused. It has to ``leave`` in any case.
+    def arrive(
+        self, key: str, priority: int, size: int, tokens: int | None = None, *, prompts: int = 1
+    ) -> Ticket:
+        """Return the ticket of a request: admitted, waiting or refused.
 
-        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest;
-        ``prompts``: of a request with several.
+        It has to ``leave`` in any case.
+
+        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its
+        bytes suggest; ``prompts``: of a request with several.
         """
         ticket = self.admission.arrive(key, priority, size, self._clock(), tokens, prompts=prompts)
         if self.admission.news:
@@ -63,7 +74,10 @@ class Gate:
                 self._wake()
 
     def take_place(self, of: Ticket) -> Ticket | None:
-        """Return another place for a request that has one; None: there is none now. It has to ``leave``."""
+        """Return another place for a request that has one; None: there is none now.
+
+        It has to ``leave``.
+        """
         return self.admission.take_place(of)
 
     def leave_place(self, place: Ticket) -> None:
@@ -100,7 +114,8 @@ class Gate:
             return
         loop = asyncio.get_running_loop()
         for ticket in self.admission.poll():
-            loop.call_soon(self._watching[ticket])  # not from here: each may end at once, and wake the next one
+            # not from here: each may end at once, and wake the next one
+            loop.call_soon(self._watching[ticket])
 
 
 def _refused(refusal: Refusal, key: str, limits: Settings) -> KeyOverLimit | RouterFull:
@@ -114,4 +129,6 @@ def _refused(refusal: Refusal, key: str, limits: Settings) -> KeyOverLimit | Rou
         Limit.CONCURRENCY: f"the router had no place for this request within {limits.max_queue_wait_s:g} s",
     }
     kind = KeyOverLimit if refusal.limit.is_the_keys else RouterFull
-    return kind(f"{sentences[refusal.limit]} ({refusal.limit})", retry_after_s=refusal.retry_after_s)
+    return kind(
+        f"{sentences[refusal.limit]} ({refusal.limit})", retry_after_s=refusal.retry_after_s
+    )

@@ -31,7 +31,12 @@ from pdrelay_proxy.core.protocol.client_media import ANY_HOST, check_media
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
 from pdrelay_proxy.core.protocol.prompt_arrays import prompts_of
-from pdrelay_proxy.core.protocol.request_bodies import TEMPLATES, check_chat_template, check_wanted_now, parse
+from pdrelay_proxy.core.protocol.request_bodies import (
+    TEMPLATES,
+    check_chat_template,
+    check_wanted_now,
+    parse,
+)
 from pdrelay_proxy.core.protocol.response_filter import media_type
 from pdrelay_proxy.core.raw_json import TRUE, Fields, Pieces, encode, long_fields, text
 from pdrelay_proxy.core.routing.routing_hints import (
@@ -47,10 +52,13 @@ from pdrelay_proxy.errors import BodyTooLarge, UnsupportedMedia
 from pdrelay_proxy.settings import Settings
 
 JSON_TYPE: Final = b"application/json"
-# Authorization is missing on purpose: a client's key is one of this router. So is X-Request-Id: engines match the
-# halves of a request by it, so it must be ours and unique.
-PASSED_ON: Final = frozenset({b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority"})
-_LARGE: Final = 64 * 1024  # bytes of a body; of a smaller one it costs less to copy its fields than to share them
+# Authorization is missing on purpose: a client's key is one of this router. So is X-Request-Id:
+# engines match the halves of a request by it, so it must be ours and unique.
+PASSED_ON: Final = frozenset(
+    {b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority"}
+)
+# bytes of a body; of a smaller one it costs less to copy its fields than to share them
+_LARGE: Final = 64 * 1024
 _RANK: Final = b"x-data-parallel-rank"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
@@ -63,12 +71,18 @@ class RequestHead:
     __slots__ = ("caller", "coding", "headers", "path", "shown")
 
     def __init__(
-        self, path: str, headers: Sequence[tuple[bytes, bytes]], shown: Mapping[bytes, bytes] | None = None
+        self,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        shown: Mapping[bytes, bytes] | None = None,
     ) -> None:
-        """``shown``: the headers by name, of several with one name the first; None: they are looked at here."""
+        """``shown``: the headers by name, of several with one name the first; None: they are looked
+        at here.
+        """
         self.path = path
         self.caller = ANYBODY  # the name of the client's key, once the head is judged
-        self.coding: Coding | None = None  # of the body, once the head is judged; None: it is not compressed
+        # of the body, once the head is judged; None: it is not compressed
+        self.coding: Coding | None = None
         self.headers = headers
         self.shown: Mapping[bytes, bytes] = dict(reversed(headers)) if shown is None else shown
 
@@ -81,13 +95,15 @@ class RequestPlan:
     headers: Headers  # those of the client's headers that engines may see
     hints: RoutingHints  # what the choice of engines may depend on
     streams: bool
-    call: GenerationRequest | None  # of an endpoint that generates text; None: one engine gets ``body``
+    # of an endpoint that generates text; None: one engine gets ``body``
+    call: GenerationRequest | None
     body: Pieces
     content_type: bytes
     priority: int
     tokens: int | None  # about how many its prompt has; None: not looked at
     single_reason: SingleEngineReason  # why one engine gets ``body``
-    learns_model: bool  # it names none, and which one it means is told by its prefill engine's answer
+    # it names none, and which one it means is told by its prefill engine's answer
+    learns_model: bool
     prompts: Sequence[msgspec.Raw]  # of a request with several; else none
 
     def __init__(  # noqa: PLR0917 (by name they cost 1,000 instructions more)
@@ -121,7 +137,9 @@ class RequestPlan:
         self.hints = self.hints.for_model(model)
 
     def headers_for(self, engine: Instance) -> Headers:
-        """Return the headers for one engine: with its rank, or with the client's for a decode engine without ranks."""
+        """Return the headers for one engine: with its rank, or with the client's for a decode
+        engine without ranks.
+        """
         rank = engine.rank
         if rank is None and engine.role is Role.DECODE:
             rank = self.hints.rank
@@ -139,25 +157,28 @@ class Intake:
     salts: Salts | None = None
     sessions: SessionIds | None = None  # None: no policy asks for them
     media_hosts: frozenset[str] = frozenset()  # from which engines may fetch media, in lower case
-    # Returns the model that a request means which names none; None: no engine has said what it serves. Raises
-    # BadRequest: it must name one. Without it any engine may serve such a request.
+    # Returns the model that a request means which names none; None: no engine has said what it
+    # serves. Raises BadRequest: it must name one. Without it any engine may serve such a request.
     model_of_unnamed: Callable[[], str | None] | None = None
 
     def check(self, head: RequestHead) -> str:
         """Judge a head; return the name of the client's key.
 
         Raises:
-            CrossSite, Misdirected, UnsupportedMedia, ClosingDown, Unauthorized, BodyTooLarge: it is not let in.
+            CrossSite, Misdirected, UnsupportedMedia, ClosingDown, Unauthorized, BodyTooLarge: it is
+            not let in.
         """
         headers = head.headers
         shown = head.shown
         has_keys = self.keyring.keys is not None
         is_elsewhere = not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys)
-        if is_elsewhere or (not has_keys and (b"origin" in shown or b"sec-fetch-site" in shown)):  # from browsers
+        # from browsers
+        if is_elsewhere or (not has_keys and (b"origin" in shown or b"sec-fetch-site" in shown)):
             self.sites.check("POST", tuple(headers), has_keys=has_keys)
         declared = shown.get(b"content-type")
         if not has_keys and not declared and b"x-api-key" not in shown:
-            # The page of another web site could send an undeclared body unasked, and not that header.
+            # The page of another web site could send an undeclared body unasked, and not that
+            # header.
             raise UnsupportedMedia("the body is not declared: send Content-Type: application/json")
         self.lifetime.check()
         caller = self.keyring.caller(tuple(headers)) if has_keys else ANYBODY
@@ -170,11 +191,20 @@ class Intake:
         return caller
 
     def decoded(self, head: RequestHead, body: bytes) -> bytes:
-        """Return a body as it was before the client has compressed it; raises BadRequest, BodyTooLarge."""
-        return body if head.coding is None else decoded(head.coding, body, self.settings.max_body_bytes)
+        """Return a body as it was before the client has compressed it; raises BadRequest,
+        BodyTooLarge.
+        """
+        return (
+            body
+            if head.coding is None
+            else decoded(head.coding, body, self.settings.max_body_bytes)
+        )
 
     def read(self, head: RequestHead, body: bytes) -> Fields:
-        """Read a body, of a form nothing but its model; a long one is read in a thread. Raises BadRequest."""
+        """Read a body, of a form nothing but its model; a long one is read in a thread.
+
+        Raises BadRequest.
+        """
         if head.path in _FORMS:
             model = check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
             return {} if model is None else {"model": text(model)}
@@ -193,23 +223,31 @@ class Intake:
             check_media(fields, hosts, may_have_ids=not is_kept_apart)
 
     def limits_media(self) -> bool:
-        """Tell whether engines may fetch media from some hosts only; keys may come with a SIGHUP."""
+        """Tell whether engines may fetch media from some hosts only; keys may come with a
+        SIGHUP.
+        """
         if self.media_hosts:
             return ANY_HOST not in self.media_hosts
         return self.keyring.keys is not None or self.settings.tls_client_ca is not None
 
-    def examine(self, head: RequestHead, body: bytes, *, counts_tokens: bool) -> tuple[Fields, int | None]:
-        """Read a body; tell also about how many tokens its prompt has: of a form, or where they count."""
+    def examine(
+        self, head: RequestHead, body: bytes, *, counts_tokens: bool
+    ) -> tuple[Fields, int | None]:
+        """Read a body; tell also about how many tokens its prompt has: of a form, or where they
+        count.
+        """
         fields = self.read(head, body)
         if head.path in _FORMS:
             return fields, MEDIUM_TOKENS
         return fields, prompt_tokens(fields, len(body)) if counts_tokens else None
 
-    def plan(self, head: RequestHead, body: bytes, fields: Fields, tokens: int | None = None) -> RequestPlan:
+    def plan(
+        self, head: RequestHead, body: bytes, fields: Fields, tokens: int | None = None
+    ) -> RequestPlan:
         """Say what the engines are asked; raises BadRequest.
 
-        A request that names no model means the one that all engines serve, for as long as it lasts. ``tokens``: about
-        how many the prompt has.
+        A request that names no model means the one that all engines serve, for as long as it lasts.
+        ``tokens``: about how many the prompt has.
         """
         path = head.path
         shown = head.shown
@@ -219,7 +257,11 @@ class Intake:
         passed_on = () if shown.keys().isdisjoint(PASSED_ON) else _passed_on(head.headers)
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(head.caller))
         if self.keyring.keys is not None and self.salts is not None and self.salts.apply:
-            asked = self.salts.salted(asked, head.caller) if path not in UNCACHED and path not in _FORMS else asked
+            asked = (
+                self.salts.salted(asked, head.caller)
+                if path not in UNCACHED and path not in _FORMS
+                else asked
+            )
         session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown[_RANK]) if _RANK in shown else None
         model = model_of(fields)
@@ -231,7 +273,9 @@ class Intake:
         if api is not None and (not is_unknown or api in TELLS_MODEL):
             shared = _shared(api, asked) if len(body) > _LARGE else ()
             call = GenerationRequest(api, asked, passed_on, rank, shared)
-            plan = RequestPlan(path, passed_on, hints_of_call(call, session, model), priority, call, tokens)
+            plan = RequestPlan(
+                path, passed_on, hints_of_call(call, session, model), priority, call, tokens
+            )
             plan.learns_model = is_unknown
             plan.prompts = prompts_of(api, asked)
             return plan
@@ -249,7 +293,9 @@ class Intake:
             body=[errand.body],
             content_type=errand.content_type,
             tokens=tokens,
-            single_reason=SingleEngineReason.ONE_LEG if api is None else SingleEngineReason.UNKNOWN_MODEL,
+            single_reason=SingleEngineReason.ONE_LEG
+            if api is None
+            else SingleEngineReason.UNKNOWN_MODEL,
         )
         plan.streams = api is not None and asked.get("stream") == TRUE
         return plan
@@ -275,7 +321,8 @@ def _check_media(path: str, declared: bytes) -> None:
         return
     if media_type(declared) != _FORM_TYPE:
         raise UnsupportedMedia(
-            f"the body must be multipart/form-data, not {declared.decode('latin-1') or 'undeclared'}"
+            f"the body must be multipart/form-data, not "
+            f"{declared.decode('latin-1') or 'undeclared'}"
         )
     boundary_of(declared)  # raises UnsupportedMedia
 
@@ -283,10 +330,14 @@ def _check_media(path: str, declared: bytes) -> None:
 def check_json(declared: bytes) -> None:
     """Accept a body that is declared as JSON, or not declared at all; raises UnsupportedMedia."""
     if declared and media_type(declared) != JSON_TYPE:
-        raise UnsupportedMedia(f"the body must be application/json, not {declared.decode('latin-1')}")
+        raise UnsupportedMedia(
+            f"the body must be application/json, not {declared.decode('latin-1')}"
+        )
 
 
 def check_length(declared: bytes, most: int) -> None:
     """Accept the Content-Length of a body that may have so many bytes; raises BodyTooLarge."""
     if declared.isdigit() and int(declared) > most:
-        raise BodyTooLarge(f"the body has {int(declared)} bytes, and {most} is the most this router takes")
+        raise BodyTooLarge(
+            f"the body has {int(declared)} bytes, and {most} is the most this router takes"
+        )

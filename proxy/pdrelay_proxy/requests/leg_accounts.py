@@ -1,4 +1,5 @@
-"""What legs are counted as: the fleet, its listeners and telemetry hear when one is sent, has answered, and is over.
+"""What legs are counted as: the fleet, its listeners and telemetry hear when one is sent, has
+answered, and is over.
 
 Nothing here decides what happens to a request.
 """
@@ -34,18 +35,25 @@ class LegAccounts:
     def sent(self, leg: EngineLeg, plan: RequestPlan) -> None:
         """Tell the listeners of a leg.
 
-        It is timed by a prefill engine's answer, or by the first event of a stream; not what is pushed, which waits for
-        the prefill engine.
+        It is timed by a prefill engine's answer, or by the first event of a stream; not what is
+        pushed, which waits for the prefill engine.
         """
         computes = is_timed = True  # as of a prefill leg
         if isinstance(leg, DecodeLeg):
             computes = leg.is_alone
             is_timed = plan.streams and (leg.is_alone or leg.follows)
         for listener in self.fleet.listeners:
-            listener.leg_sent(leg.instance, leg.record.name, plan.hints, computes=computes, is_timed=is_timed)
+            listener.leg_sent(
+                leg.instance, leg.record.name, plan.hints, computes=computes, is_timed=is_timed
+            )
 
     def prompt_computed(
-        self, leg: PrefillLeg, plan: RequestPlan, record: RequestRecord, retries: RetryAttempts, now: float
+        self,
+        leg: PrefillLeg,
+        plan: RequestPlan,
+        record: RequestRecord,
+        retries: RetryAttempts,
+        now: float,
     ) -> None:
         """A prefill engine has answered well."""
         leg.answered_s = now - leg.record.sent_at
@@ -55,7 +63,9 @@ class LegAccounts:
         if retries.accused:
             self._blame(leg.instance, record, retries)
 
-    def answered(self, leg: DecodeLeg, plan: RequestPlan, record: RequestRecord, retries: RetryAttempts) -> None:
+    def answered(
+        self, leg: DecodeLeg, plan: RequestPlan, record: RequestRecord, retries: RetryAttempts
+    ) -> None:
         """A decode engine has answered well, or has begun a stream."""
         now = self.clock()
         instance = leg.instance
@@ -79,20 +89,35 @@ class LegAccounts:
             if guilty.role is _DECODE:
                 self.telemetry.pair_blamed(record, guilty.id)
 
-    def _time_tokens(self, leg: DecodeLeg, path: str, last_token_at: float | None, now: float) -> None:
-        """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
+    def _time_tokens(
+        self, leg: DecodeLeg, path: str, last_token_at: float | None, now: float
+    ) -> None:
+        """Have the reads of a stream timed; one that goes on for another has been quiet since that
+        one's last.
+        """
         name = None if self.fleet.stepped is None else leg.instance.id
         gaps = leg.gaps = self.telemetry.gaps(path, name)
         leg.read_at = now
         if last_token_at is not None:
             gaps.append(now - last_token_at)
 
-    def compare_prompts(self, record: RequestRecord, prefill: PrefillLeg | None, decode: DecodeLeg) -> None:
-        """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
-        if prefill is None or prefill.counted is None or decode.counted is None or prefill.counted == decode.counted:
+    def compare_prompts(
+        self, record: RequestRecord, prefill: PrefillLeg | None, decode: DecodeLeg
+    ) -> None:
+        """Complain when the legs had different prompts.
+
+        The answer may be on its way: the log and the counters tell.
+        """
+        if (
+            prefill is None
+            or prefill.counted is None
+            or decode.counted is None
+            or prefill.counted == decode.counted
+        ):
             return
         record.error = (
-            f"{prefill.instance.id} counted {prefill.counted} prompt tokens and {decode.instance.id} {decode.counted}: "
+            f"{prefill.instance.id} counted {prefill.counted} prompt tokens and "
+            f"{decode.instance.id} {decode.counted}: "
             "they do not make the same prompt of a request"
         )
         self.telemetry.differed(prefill.instance.id, decode.instance.id)
@@ -106,7 +131,9 @@ class LegAccounts:
         decode: DecodeLeg | None,
         moves: bool,  # noqa: FBT001
     ) -> None:
-        """A leg is over; ``prefill``, ``decode``: both legs of its try; ``moves``: it was part of a stream's move."""
+        """A leg is over; ``prefill``, ``decode``: both legs of its try; ``moves``: it was part of a
+        stream's move.
+        """
         fleet = self.fleet
         now = self.clock()
         # Each look at a leg of either kind takes as long as ten at an object of one class.
@@ -119,7 +146,12 @@ class LegAccounts:
             is_stream = decode.lines is not None
             if decode.gaps is not None:
                 record.last_token_at = decode.read_at
-            if fleet.listeners and leg.status == _OK and leg.fault is None and plan.call is not None:
+            if (
+                fleet.listeners
+                and leg.status == _OK
+                and leg.fault is None
+                and plan.call is not None
+            ):
                 for listener in fleet.listeners:
                     listener.answered(instance, plan.hints, record)
         seconds = now - own.sent_at
@@ -133,7 +165,9 @@ class LegAccounts:
         else:
             fleet.ended(instance, own.name, failure, was_begun=is_stream)
 
-    def _count_end(self, leg: EngineLeg, prefill: PrefillLeg | None, seconds: float, now: float) -> None:
+    def _count_end(
+        self, leg: EngineLeg, prefill: PrefillLeg | None, seconds: float, now: float
+    ) -> None:
         """Count the end of a leg whose good answer was counted before, or that has none."""
         failure = leg.failure
         if leg.record.ms is None:
@@ -142,6 +176,10 @@ class LegAccounts:
             self.good_legs.ended(leg.instance, seconds, now, leg.complete)
             return
         telemetry = self.telemetry
-        telemetry.later.add(telemetry.leg_ended, leg.instance, seconds, failure, leg.record.name, now)
+        telemetry.later.add(
+            telemetry.leg_ended, leg.instance, seconds, failure, leg.record.name, now
+        )
         if prefill is not None and prefill is not leg and prefill.handover is not None:
-            telemetry.later.add(telemetry.pair_failed, prefill.instance.id, leg.instance.id, failure, now)
+            telemetry.later.add(
+                telemetry.pair_failed, prefill.instance.id, leg.instance.id, failure, now
+            )

@@ -18,7 +18,13 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol import push, request_bodies, returned_kv
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
-from pdrelay_proxy.core.protocol.first_token import FirstToken, asked_for_token, first_token, may_show, offered
+from pdrelay_proxy.core.protocol.first_token import (
+    FirstToken,
+    asked_for_token,
+    first_token,
+    may_show,
+    offered,
+)
 from pdrelay_proxy.core.protocol.push import TransferPolicy
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
 from pdrelay_proxy.core.raw_json import TRUE, Pieces, encode_in_pieces, maybe
@@ -27,8 +33,10 @@ from pdrelay_proxy.core.schemas import Coordinates, FirstTokenOffer, NamedAnswer
 from pdrelay_proxy.errors import Moved, NoModelName
 
 _LOOKS_BACK: Final = (
-    "%s has defaults of its own that look back at the tokens made so far (presence_penalty, frequency_penalty or "
-    "max_new_tokens of its generation config, or logits processors): streams%s are neither resumed nor moved"
+    "%s has defaults of its own that look back at the tokens made so far (presence_penalty, "
+    "frequency_penalty or "
+    "max_new_tokens of its generation config, or logits processors): streams%s are neither resumed "
+    "nor moved"
 )
 
 logger = logging.getLogger(__name__)
@@ -48,10 +56,10 @@ def prefill_body(
 ) -> Pieces:
     """Return the body of a prefill leg.
 
-    ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the token that it makes.
-    ``learns``: as ``reuses``, for the choice of engines; ``cached_on``: the decode engine that may be asked for KV of
-    the prompt; ``ids``: the tokens of a chat's prompt, in place of its messages; ``pushes``: the engine can do either,
-    and shall push.
+    ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the
+    token that it makes. ``learns``: as ``reuses``, for the choice of engines; ``cached_on``: the
+    decode engine that may be asked for KV of the prompt; ``ids``: the tokens of a chat's prompt, in
+    place of its messages; ``pushes``: the engine can do either, and shall push.
     """
     fields = request_bodies.named(call.api, call.fields, request)
     asked = request_bodies.prefill_fields(call.api, fields, transfer, pushes=pushes)
@@ -77,8 +85,8 @@ def decode_body(
 ) -> Pieces:
     """Return the body of a decode leg that follows its prefill leg.
 
-    ``first``: the token that was shown, behind which it goes on; ``ids``: of the prompt, in place of its text or its
-    messages.
+    ``first``: the token that was shown, behind which it goes on; ``ids``: of the prompt, in place
+    of its text or its messages.
     """
     record.push = LegOrder.SEQUENTIAL if handover.coordinates else None
     record.transfer = handover.transfer
@@ -86,7 +94,9 @@ def decode_body(
     if first is not None:
         asked = first.decode_fields(fields, handover.params)
     elif ids is not None:
-        return request_bodies.decode_pieces_with_ids(call.api, fields, handover.params, ids, call.shared)
+        return request_bodies.decode_pieces_with_ids(
+            call.api, fields, handover.params, ids, call.shared
+        )
     else:
         asked = request_bodies.decode_fields(fields, handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api], call.shared)
@@ -97,7 +107,9 @@ def ignore_replaced_host(_prefill: Instance, _said: str) -> None:
 
 
 class LegBodies:
-    """Takes from prefill engines' answers what they are good for, and learns where the engines are."""
+    """Takes from prefill engines' answers what they are good for, and learns where the engines
+    are.
+    """
 
     __slots__ = ("_learned", "_looking_back", "_manner", "_models", "_offers", "_replaced")
 
@@ -113,7 +125,8 @@ class LegBodies:
         self._offers: dict[InstanceId, tuple[bytes, FirstTokenOffer]] = {}
         # By model: the prefill engine that has said last that its engines look back.
         self._looking_back: dict[str | None, InstanceId] = {}
-        self._models: dict[InstanceId, str] = {}  # that engines have named in answers to requests that name none
+        # that engines have named in answers to requests that name none
+        self._models: dict[InstanceId, str] = {}
         self._replaced = replaced  # is told of each answer that named an unreachable host
 
     def take(
@@ -129,11 +142,12 @@ class LegBodies:
         tells_ids: bool = False,
         is_auto: bool = False,
     ) -> PrefillResult:
-        """Read an answer; ``told``: what the decode engine has been told of the prefill engine already.
+        """Read an answer; ``told``: what the decode engine has been told of the prefill engine
+        already.
 
-        ``reuses``: the decode engine shall get the ids of the prompt; ``tells_ids``: the engine was asked for token
-        ids, for something else; ``is_auto``: it can do either, so one that is read shows
-        nothing of the next request.
+        ``reuses``: the decode engine shall get the ids of the prompt; ``tells_ids``: the engine was
+        asked for token ids, for something else; ``is_auto``: it can do either, so one that is read
+        shows nothing of the next request.
 
         Raises:
             EngineError: a decode engine would not survive it.
@@ -160,9 +174,11 @@ class LegBodies:
         return found
 
     def note_looks_back(self, model: str | None, prefill: InstanceId, *, looks_back: bool) -> None:
-        """Remember whether engines of a model look back at the tokens made so far, by defaults of their own.
+        """Remember whether engines of a model look back at the tokens made so far, by defaults of
+        their own.
 
-        Another engine would begin these anew. One that does not say so any more takes back its own word alone.
+        Another engine would begin these anew. One that does not say so any more takes back its own
+        word alone.
         """
         if looks_back:
             if model not in self._looking_back:
@@ -172,7 +188,9 @@ class LegBodies:
             del self._looking_back[model]
 
     def look_back(self, model: str | None, engine: Callable[[InstanceId], object]) -> bool:
-        """Tell whether a stream of this model has to end where it began; ``engine``: finds one, None if it is gone."""
+        """Tell whether a stream of this model has to end where it began; ``engine``: finds one,
+        None if it is gone.
+        """
         said_by = self._looking_back.get(model)
         if said_by is None:
             return False
@@ -186,7 +204,9 @@ class LegBodies:
         return self._models.get(prefill)
 
     def learn_model(self, prefill: InstanceId, answer: bytes) -> str:
-        """Return the model that an engine has made an answer with; raises NoModelName: it does not say."""
+        """Return the model that an engine has made an answer with; raises NoModelName: it does not
+        say.
+        """
         said = maybe(answer, NamedAnswer)
         if said is None or not said.model:
             raise NoModelName(f"{prefill} answered without the name of its model")
@@ -194,7 +214,9 @@ class LegBodies:
         return said.model
 
     def may_show(self, call: GenerationRequest, prefill: InstanceId) -> bool:
-        """Tell whether the client may see the token of a prefill engine, as far as its earlier answers say."""
+        """Tell whether the client may see the token of a prefill engine, as far as its earlier
+        answers say.
+        """
         known = self._offers.get(prefill)
         return known is not None and may_show(call.api, call.fields, known[1])
 
@@ -207,7 +229,9 @@ class LegBodies:
         shows: bool,
         is_auto: bool = False,
     ) -> FirstToken | None:
-        """Return the token that the client gets; ``shows``: the engine was asked for it. Remember what is offered.
+        """Return the token that the client gets; ``shows``: the engine was asked for it.
+
+        Remember what is offered.
 
         ``is_auto``: the engine can do either, and offers nothing where it pushes.
         """
@@ -222,7 +246,11 @@ class LegBodies:
             if not is_auto:
                 self.forget(prefill)
             return None
-        return first_token(call.api, call.fields, offer, handover.read, handover.counted) if shows else None
+        return (
+            first_token(call.api, call.fields, offer, handover.read, handover.counted)
+            if shows
+            else None
+        )
 
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: what answers next under this address may offer nothing."""

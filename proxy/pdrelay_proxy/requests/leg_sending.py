@@ -1,4 +1,7 @@
-"""Makes and sends the legs of one try: their time, their body, their headers. What comes back is up to the attempt."""
+"""Makes and sends the legs of one try: their time, their body, their headers.
+
+What comes back is up to the attempt.
+"""
 
 from typing import Final
 
@@ -49,7 +52,13 @@ class LegSending:
         self.transfer = life.services.new_transfer()
 
     def new_prefill(
-        self, owner: LegOwner, call: GenerationRequest, prefill: Instance, move: StreamMove | None, *, reuses: bool
+        self,
+        owner: LegOwner,
+        call: GenerationRequest,
+        prefill: Instance,
+        move: StreamMove | None,
+        *,
+        reuses: bool,
     ) -> tuple[PrefillLeg, Pieces]:
         """Return a prefill leg that is to be sent, and its body.
 
@@ -64,7 +73,9 @@ class LegSending:
         leg.shows = self.shows_token and services.leg_bodies.may_show(call, prefill.id)
         if move is None:
             leg.reuses = reuses
-            leg.learns = services.fleet.id_reader is not None and services.fleet.asks_for_ids(call, self._plan.hints)
+            leg.learns = services.fleet.id_reader is not None and services.fleet.asks_for_ids(
+                call, self._plan.hints
+            )
         self._life.record.prefill = leg.record
         holder: CachedOn | None = None
         ids: msgspec.Raw | None = None

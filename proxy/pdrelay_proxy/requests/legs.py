@@ -1,8 +1,9 @@
 """The two legs of a request, as their engines' responses arrive.
 
-A leg gets its response by callbacks of the event loop's reads (io/wire/response_handler.py), and tells its attempt
-(requests/attempt.py) what matters: the prefill engine's answer, the first event of a stream, the end, a failure. The
-pieces of a stream behind its first event go to the client at once.
+A leg gets its response by callbacks of the event loop's reads (io/wire/response_handler.py), and
+tells its attempt (requests/attempt.py) what matters: the prefill engine's answer, the first event
+of a stream, the end, a failure. The pieces of a stream behind its first event go to the client at
+once.
 """
 
 from abc import ABC, abstractmethod
@@ -15,8 +16,19 @@ from pdrelay_proxy.core.protocol.engine_errors import leg_error, refusal
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.first_token import FirstToken
 from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer, is_stream
-from pdrelay_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines, error_status, first_data
-from pdrelay_proxy.core.protocol.usage import prompt_tokens_in, usage_alone, with_cache_usage, with_cache_usage_in
+from pdrelay_proxy.core.protocol.sse import (
+    LINE_MOST,
+    Beginning,
+    WholeLines,
+    error_status,
+    first_data,
+)
+from pdrelay_proxy.core.protocol.usage import (
+    prompt_tokens_in,
+    usage_alone,
+    with_cache_usage,
+    with_cache_usage_in,
+)
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import LegRecord
 from pdrelay_proxy.core.routing.retries import LegFailed
@@ -49,7 +61,9 @@ class LegOwner(ABC):
 
     @abstractmethod
     def stream_begun(self, leg: "DecodeLeg", counted: int | None, /) -> None:
-        """The first event of a stream is here, and it is no error; ``counted``: tokens of the prompt, if it says."""
+        """The first event of a stream is here, and it is no error; ``counted``: tokens of the
+        prompt, if it says.
+        """
 
     @abstractmethod
     def prompt_counted(self, leg: "DecodeLeg", counted: int, /) -> None:
@@ -69,7 +83,9 @@ class LegOwner(ABC):
 
     @abstractmethod
     def hold(self, leg: "EngineLeg", size: int, /) -> None:
-        """Charge bytes of an answer that is kept until it is complete; the request ends where there are too many."""
+        """Charge bytes of an answer that is kept until it is complete; the request ends where there
+        are too many.
+        """
 
     @abstractmethod
     def crash(self, bug: Exception, /) -> None:
@@ -95,7 +111,9 @@ class EngineLeg(ResponseHandler):
         "was_sent",
     )
 
-    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+    def __init__(
+        self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None
+    ) -> None:
         ResponseHandler.__init__(self, instance.id)
         self.owner = owner
         self.instance = instance
@@ -103,7 +121,8 @@ class EngineLeg(ResponseHandler):
         self.record = LegRecord(instance.id, None, sent_at)
         self.fault: LegFailed | None = None  # why nothing more will come of it
         self.failure: Failure | None = None  # how it is counted
-        self.answered_s: float | None = None  # seconds until its good answer, if that is counted with its end
+        # seconds until its good answer, if that is counted with its end
+        self.answered_s: float | None = None
         self.held = 0  # bytes of its answer that are charged
         self.is_closed = False  # it is counted, and nothing more comes of it
         self.was_sent = False  # the engine had all of the request when it was closed
@@ -138,7 +157,9 @@ class EngineLeg(ResponseHandler):
     @property
     @abstractmethod
     def has_good_beginning(self) -> bool:
-        """Tell whether the engine has taken the request: the first event of a stream is here, or the head of a 200."""
+        """Tell whether the engine has taken the request: the first event of a stream is here, or
+        the head of a 200.
+        """
 
     def fail(self, error: EngineError) -> None:
         """It broke off, or was given up."""
@@ -170,14 +191,18 @@ class PrefillLeg(EngineLeg):
         "shows",
     )
 
-    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+    def __init__(
+        self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None
+    ) -> None:
         EngineLeg.__init__(self, owner, instance, sent_at, due)
         self._pieces: list[bytes] = []
         self._size = 0
-        self.load = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
+        # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
+        self.load = b""
         self.handover: PrefillResult | None = None  # what its answer is good for, once that is here
         self.handed_over_at = 0.0
-        self.counted: int | None = None  # tokens of the prompt, as the engine says, and of what the client has since
+        # tokens of the prompt, as the engine says, and of what the client has since
+        self.counted: int | None = None
         self.is_followed = False  # a decode leg was sent behind its answer
         self.is_read = False  # a decode engine has come, or may have come, for its blocks
         self.learns = False  # it was asked for the tokens of the prompt, for later prompts
@@ -244,20 +269,29 @@ class DecodeLeg(EngineLeg):
     )
 
     def __init__(
-        self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None, clock: Callable[[], float]
+        self,
+        owner: LegOwner,
+        instance: Instance,
+        sent_at: float,
+        due: float | None,
+        clock: Callable[[], float],
     ) -> None:
         EngineLeg.__init__(self, owner, instance, sent_at, due)
         self._clock = clock
-        self.gaps: list[float] | None = None  # takes the seconds between the reads of a stream, once it has begun
+        # takes the seconds between the reads of a stream, once it has begun
+        self.gaps: list[float] | None = None
         self.read_at = 0.0  # the latest of them
         self._beginning: Beginning | None = None  # of a stream whose first event is not complete
-        self._pieces: list[bytes] = []  # of what is no stream; of a stream the last two, while it counts
+        # of what is no stream; of a stream the last two, while it counts
+        self._pieces: list[bytes] = []
         self._size = 0  # bytes of those
         self._is_stream = False
         self.lines: WholeLines | None = None  # of a stream that has begun well
-        self.shown: bytes | None = None  # what the client gets first: the beginning of a stream, or a whole answer
+        # what the client gets first: the beginning of a stream, or a whole answer
+        self.shown: bytes | None = None
         self.sink: Callable[[bytes], object] | None = None  # takes what comes behind that
-        self.relay: Callable[[bytes], object] | None = None  # the same for a whole chunk, as it came
+        # the same for a whole chunk, as it came
+        self.relay: Callable[[bytes], object] | None = None
         self.is_last = False  # the end of the stream has come with its beginning
         self.is_over = False  # all of the answer is here
         self.follows = False  # it was sent behind the answer of a prefill engine
@@ -265,7 +299,8 @@ class DecodeLeg(EngineLeg):
         self.heard = False  # something has come since the last look at the time
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
-        self.cache_usage: Fields | None = None  # what the client is told of the prefill engine's cache
+        # what the client is told of the prefill engine's cache
+        self.cache_usage: Fields | None = None
 
     @property
     def has_good_beginning(self) -> bool:
@@ -375,7 +410,11 @@ class DecodeLeg(EngineLeg):
                     said = f"{self.engine} sent a line of more than {LINE_MOST} bytes in its stream"
                     self.give_up(AnswerRefused(said))
                 elif len(beginning.received) > ANSWER_MOST:
-                    self.give_up(AnswerRefused(f"{self.engine} sent more than {ANSWER_MOST} bytes and no event"))
+                    self.give_up(
+                        AnswerRefused(
+                            f"{self.engine} sent more than {ANSWER_MOST} bytes and no event"
+                        )
+                    )
                 return
             received = bytes(beginning.received)
         if (status := error_status(data)) is not None:
@@ -413,7 +452,9 @@ class DecodeLeg(EngineLeg):
         self.answered(body)
 
     def read_answer(self, body: bytes) -> None:
-        """Keep what the client gets of an answer that is no stream; raises EngineError, Refused: it is no good one."""
+        """Keep what the client gets of an answer that is no stream; raises EngineError, Refused: it
+        is no good one.
+        """
         if self.status != _OK:
             raise leg_error(self.instance, self.response(body))
         check_type(self.engine, self.content_type)
@@ -424,7 +465,9 @@ class DecodeLeg(EngineLeg):
         self.shown = shown
 
     def _count_prompt(self) -> None:
-        """Look for the usage, which engines write into the first event or the last ones: to look at each costs more."""
+        """Look for the usage, which engines write into the first event or the last ones: to look at
+        each costs more.
+        """
         counted = prompt_tokens_in(b"".join(self._pieces))
         if counted is not None:
             self.owner.prompt_counted(self, counted)

@@ -1,4 +1,6 @@
-"""Has a prefill engine free the blocks of an attempt that no decode engine will read; the client never waits for it."""
+"""Has a prefill engine free the blocks of an attempt that no decode engine will read; the client
+never waits for it.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,14 +18,19 @@ class LentBlocks:
 
     __slots__ = ("_plan", "_request", "_services", "_transfer")
 
-    def __init__(self, services: Services, plan: RequestPlan, request: RequestId, transfer: TransferId) -> None:
+    def __init__(
+        self, services: Services, plan: RequestPlan, request: RequestId, transfer: TransferId
+    ) -> None:
         self._services = services
         self._plan = plan
         self._request = request
         self._transfer = transfer
 
-    def release(self, prefill: Instance, handover: PrefillResult, decodes: Sequence[Instance]) -> None:
-        """Free what a prefill engine has answered with; ``decodes``: who may be asked to, the best one first.
+    def release(
+        self, prefill: Instance, handover: PrefillResult, decodes: Sequence[Instance]
+    ) -> None:
+        """Free what a prefill engine has answered with; ``decodes``: who may be asked to, the best
+        one first.
 
         What is pushed needs none: the decode engine lends those blocks.
         """
@@ -32,13 +39,17 @@ class LentBlocks:
             return
         body = release_body(call.fields, handover.params)
         legs = [self._leg(decode, body) for decode in decodes[:_ENGINES_MOST]]
-        self._services.releaser.release(prefill, legs, self._leg(prefill, abandon_body(call.fields, self._transfer)))
+        self._services.releaser.release(
+            prefill, legs, self._leg(prefill, abandon_body(call.fields, self._transfer))
+        )
 
     def abandon(self, prefill: Instance) -> None:
         """Free what a prefill engine may have leased by now that has failed, or was dropped."""
         call = self._plan.call
         if call is not None:
-            self._services.releaser.abandon(prefill, self._leg(prefill, abandon_body(call.fields, self._transfer)))
+            self._services.releaser.abandon(
+                prefill, self._leg(prefill, abandon_body(call.fields, self._transfer))
+            )
 
     def _leg(self, engine: Instance, body: bytes) -> LegRequest:
         headers = (*self._plan.headers_for(engine), (b"x-request-id", self._request.encode()))

@@ -1,7 +1,8 @@
-"""Where one request is in its life, what all of its parts share, and its coroutine, which has no task.
+"""Where one request is in its life, what all of its parts share, and its coroutine, which has no
+task.
 
-requests/request.py puts the parts together: the client's response, the dispatch to engines, an array of prompts. What
-has news for the coroutine resumes it, in the same turn of the event loop.
+requests/request.py puts the parts together: the client's response, the dispatch to engines, an
+array of prompts. What has news for the coroutine resumes it, in the same turn of the event loop.
 """
 
 from collections.abc import Coroutine, Generator
@@ -37,7 +38,8 @@ class RequestLife:
         self._is_waiting = self._has_news = False
         self._interrupt: Exception | None = None
         self.state = _RECEIVED
-        self.cache_usage: Fields | None = None  # what the engine that has computed the prompt says of its cache
+        # what the engine that has computed the prompt says of its cache
+        self.cache_usage: Fields | None = None
         self.broken: tuple[BrokenAnswer, ...] = ()  # what engines did not bring to its end
         self.services = services
         self.record = record
@@ -46,7 +48,9 @@ class RequestLife:
         record.began_at = clock()
 
     def on(self, event: RequestEvent) -> None:
-        """Take a step of the table (requests/lifecycle.py); a step that is not in it is a bug, and raises KeyError."""
+        """Take a step of the table (requests/lifecycle.py); a step that is not in it is a bug, and
+        raises KeyError.
+        """
         self.state = TRANSITIONS[self.state][event]
 
     def elapsed_s(self) -> float:
@@ -78,7 +82,10 @@ class RequestLife:
             self.wake()
 
     def __await__(self) -> Generator[None, None, None]:
-        """Wait until something has happened; it may be something else. Raises what interrupts the coroutine."""
+        """Wait until something has happened; it may be something else.
+
+        Raises what interrupts the coroutine.
+        """
         if self._has_news:
             self._has_news = False
         else:

@@ -1,7 +1,7 @@
 """The states of a request, and what leads from one to the next.
 
-Every request goes this way: pull, push, one engine alone, pass-through endpoints, retries, resumed streams, requests
-that wait in the queue. requests/life.py has the state of one.
+Every request goes this way: pull, push, one engine alone, pass-through endpoints, retries, resumed
+streams, requests that wait in the queue. requests/life.py has the state of one.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ class RequestState(FastStrEnum):
     PREFILLING = auto()  # pull: the prefill leg is under way
     BOTH = auto()  # push: both legs are, and nothing is shown
     DECODING = auto()  # the decode leg alone is, and nothing is shown
-    CONTINUING = auto()  # the prefill engine's token is shown; the decode leg is under way, and nothing of it is shown
+    # the prefill engine's token is shown; the decode leg is under way, and nothing of it is shown
+    CONTINUING = auto()
     STREAMING = auto()  # a stream has begun to be shown
     OVER = auto()
 

@@ -1,7 +1,9 @@
-"""A request with several prompts, while it is served: a request of its own for each, some of them at a time.
+"""A request with several prompts, while it is served: a request of its own for each, some of them
+at a time.
 
-Each part is routed, tried again and resumed like any other request, and two of them may go to different engines. What
-one of them fails with is what all of them fail with; the others are dropped then.
+Each part is routed, tried again and resumed like any other request, and two of them may go to
+different engines. What one of them fails with is what all of them fail with; the others are dropped
+then.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +12,13 @@ from typing import Final, Protocol, TypeAlias
 from pdrelay_proxy.core.admission.ticket import Ticket
 from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
 from pdrelay_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role
-from pdrelay_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
+from pdrelay_proxy.core.protocol.prompt_arrays import (
+    MergedAnswer,
+    MergedStream,
+    choices_of,
+    one_of,
+    words_of,
+)
 from pdrelay_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 from pdrelay_proxy.errors import (
@@ -31,7 +39,8 @@ from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.response import ResponseWriter
 from pdrelay_proxy.requests.stream_move import StuckPrompts
 
-_PART_SIZE: Final = 16 * 1024  # bytes of a part that is served, but for its prompt and the fields that all share
+# bytes of a part that is served, but for its prompt and the fields that all share
+_PART_SIZE: Final = 16 * 1024
 # parts of one array that are under way: other clients' requests shall not wait behind them
 AT_ONCE_AT_LEAST: Final = 16
 AT_ONCE_AT_MOST: Final = 64
@@ -83,14 +92,16 @@ class PromptRequest(Protocol):
         ...
 
 
-NewRequest: TypeAlias = Callable[[ResponseWriter, RequestPlan, int], PromptRequest]  # for the prompt at a place
+# for the prompt at a place
+NewRequest: TypeAlias = Callable[[ResponseWriter, RequestPlan, int], PromptRequest]
 
 
 def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
-    """Return how many bytes a request with several prompts is charged; ``size``: of its body; ``most``: of all.
+    """Return how many bytes a request with several prompts is charged; ``size``: of its body;
+    ``most``: of all.
 
-    All parts share the bytes of its long fields, but each has two connections to engines, whose buffers may hold them,
-    and a head and objects of its own.
+    All parts share the bytes of its long fields, but each has two connections to engines, whose
+    buffers may hold them, and a head and objects of its own.
 
     Raises:
         BodyTooLarge: it would be more than the router may hold.
@@ -100,8 +111,10 @@ def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
     charged = size + at_once * (beside + _PART_SIZE)
     if charged > most and beside > _PART_SIZE:
         raise BodyTooLarge(
-            f"each of the {len(plan.prompts)} prompts is sent with the other fields, which have {beside} bytes: for "
-            f"{at_once} prompts at a time that is more than the router may hold (max_inflight_bytes)"
+            f"each of the {len(plan.prompts)} prompts is sent with the other fields, which have "
+            f"{beside} bytes: for "
+            f"{at_once} prompts at a time that is more than the router may hold "
+            f"(max_inflight_bytes)"
         )
     return min(charged, most)
 
@@ -163,7 +176,8 @@ class PromptArray(Answering):
         self._call = call
         self._prompts = prompts
         self._ticket = ticket
-        self._places: list[Ticket] = []  # of parts under way, but for one, which is served at that of the whole
+        # of parts under way, but for one, which is served at that of the whole
+        self._places: list[Ticket] = []
         self._new = new
         self._parts: dict[int, PromptRequest] = {}  # by place: those under way
         self._begun = 0  # parts that were begun
@@ -235,7 +249,9 @@ class PromptArray(Answering):
             raise self._failure.with_traceback(None)
 
     def _has_place(self) -> bool:
-        """Take a place for one more part, if there may be one: the first one under way has that of the whole."""
+        """Take a place for one more part, if there may be one: the first one under way has that of
+        the whole.
+        """
         if len(self._parts) >= self._at_once:
             return False
         if not self._parts:
@@ -285,7 +301,9 @@ class PromptArray(Answering):
             part.resume()
 
     def check_deadlines(self, now: float, /) -> None:
-        """Fail each leg that has taken too long, and begin more parts: other requests may have left places."""
+        """Fail each leg that has taken too long, and begin more parts: other requests may have left
+        places.
+        """
         for part in tuple(self._parts.values()):
             part.check_deadlines(now)
         if self._begun < len(self._prompts) and len(self._parts) < self._at_once:
@@ -304,7 +322,9 @@ class PromptArray(Answering):
         if self._plan.streams:
             self._fail(EngineError("an engine answered with something that is no stream"))
         elif self._size > ANSWER_MOST:
-            self._fail(AnswerRefused(f"the answers to all prompts have more than {ANSWER_MOST} bytes"))
+            self._fail(
+                AnswerRefused(f"the answers to all prompts have more than {ANSWER_MOST} bytes")
+            )
         else:
             try:
                 self._life.services.gate.hold(len(body))
@@ -363,8 +383,18 @@ class _PartWriter:
         self.begun = False
         self.keep_alive = True
 
-    def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:  # noqa: ARG002
-        """Take a whole answer, or the beginning of a stream; what is neither is told by ``part_over``."""
+    def begin(
+        self,
+        status: int,
+        lines: bytes,  # noqa: ARG002
+        body: bytes,
+        *,
+        streams: bool,
+        last: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Take a whole answer, or the beginning of a stream; what is neither is told by
+        ``part_over``.
+        """
         self.begun = True
         if streams:
             self._array.streamed(self._place, body)

@@ -1,4 +1,6 @@
-"""Gives blocks back that a prefill engine keeps, or is about to keep, for a decode leg that is never sent."""
+"""Gives blocks back that a prefill engine keeps, or is about to keep, for a decode leg that is
+never sent.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -9,7 +11,8 @@ from pdrelay_proxy.core.model import EngineResponse, Instance, LegRequest
 from pdrelay_proxy.core.ports import Releases
 from pdrelay_proxy.errors import EngineError
 
-_MOST: Final = 64  # at the same time; more than that is a router that has lost all its decode engines
+# at the same time; more than that is a router that has lost all its decode engines
+_MOST: Final = 64
 _TRIES: Final = 3  # engines that are asked; one that cannot be reached tells nobody
 _TIMEOUT_S: Final = 5.0  # an engine says no within milliseconds
 _OK: Final = 200
@@ -38,8 +41,11 @@ class Releaser:
     async def __aexit__(self, *_: object) -> None:
         await self._background.drain(_TIMEOUT_S)
 
-    def release(self, prefill: Instance, legs: Sequence[LegRequest], abandoning: LegRequest) -> None:
-        """Have one of these legs refused by a decode engine; if none does, have the prefill engine serve the last one.
+    def release(
+        self, prefill: Instance, legs: Sequence[LegRequest], abandoning: LegRequest
+    ) -> None:
+        """Have one of these legs refused by a decode engine; if none does, have the prefill engine
+        serve the last one.
 
         Returns at once. Decode engines come first: vLLM's own connector listens to them alone.
         """
@@ -71,7 +77,9 @@ class Releaser:
 
 
 def _twice(abandoning: LegRequest) -> Sequence[tuple[LegRequest, int]]:
-    """Say it again if the connection breaks: that does no harm, and else the blocks stay pinned for a whole lease."""
+    """Say it again if the connection breaks: that does no harm, and else the blocks stay pinned for
+    a whole lease.
+    """
     return [(abandoning, _OK), (abandoning, _OK)]
 
 

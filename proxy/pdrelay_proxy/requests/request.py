@@ -1,9 +1,11 @@
-"""One request, from its head to its end: what the client's connection calls, and the coroutine that serves it.
+"""One request, from its head to its end: what the client's connection calls, and the coroutine that
+serves it.
 
-The coroutine has no task (requests/life.py): it is resumed by the event loop's reads, and by the one timer that
-looks at the time of all requests (requests/request_set.py). It may await nothing but its life. The attempt takes in
-what the legs say (requests/attempt.py), and the coroutine goes on when there is something to decide. The pieces of a
-stream go from the decode leg to the client without it.
+The coroutine has no task (requests/life.py): it is resumed by the event loop's reads, and by the
+one timer that looks at the time of all requests (requests/request_set.py). It may await nothing but
+its life. The attempt takes in what the legs say (requests/attempt.py), and the coroutine goes on
+when there is something to decide. The pieces of a stream go from the decode leg to the client
+without it.
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +50,9 @@ _NO_HEAD: Final = RequestHead("", ())
 
 
 class RequestOwner(ABC):
-    """What a request belongs to: it serves the request, and looks after it while it is under way."""
+    """What a request belongs to: it serves the request, and looks after it while it is under
+    way.
+    """
 
     __slots__ = ("services",)
 
@@ -95,11 +99,17 @@ class Request:
         record: PromptRecord | None = None,
         plan: RequestPlan | None = None,
     ) -> None:
-        """``headers`` and ``shown`` as in RequestHead; ``record`` and ``plan``: of a part of a request."""
+        """``headers`` and ``shown`` as in RequestHead; ``record`` and ``plan``: of a part of a
+        request.
+        """
         services = owner.services
         head = self._head = RequestHead(path, headers, shown)
         span: RequestSpan | None = None
-        found = RequestRecord(services.new_id(), path, services.ids.of(head.shown)) if record is None else record
+        found = (
+            RequestRecord(services.new_id(), path, services.ids.of(head.shown))
+            if record is None
+            else record
+        )
         if services.spans is not None:
             span = services.spans.request(found, tuple(headers))
         self._owner = owner
@@ -109,11 +119,13 @@ class Request:
         self._body: bytes | Upload = b""  # as far as it has come, and is not read
         self._ticket: Ticket | None = None
         self._plan = plan  # of a part, until that is served
-        self._ends_at: float | None = None  # when all of it has taken too long; None: it is a stream
+        # when all of it has taken too long; None: it is a stream
+        self._ends_at: float | None = None
         self._total_s = 0.0  # seconds that it may take until then
         self._dispatch: Dispatch | None = None  # since it was admitted
         self._comments: CommentedResponse | None = None  # None: its stream has none
-        self._answering: Answering | None = None  # that, or the prompts of an array, each served by itself
+        # that, or the prompts of an array, each served by itself
+        self._answering: Answering | None = None
         self.response_complete = False
 
     # ---- the client's side: what the protocol calls
@@ -138,7 +150,10 @@ class Request:
             self.interrupt(ClientGone())
 
     def check(self) -> bool:
-        """Judge the head; False: the request is refused, and answered. One that is let in is under way from here on."""
+        """Judge the head; False: the request is refused, and answered.
+
+        One that is let in is under way from here on.
+        """
         origins = self._services.origins
         if origins is not None:
             added = origins.headers(self._head.shown.get(b"origin"))
@@ -159,7 +174,9 @@ class Request:
             size = len(self._body) + len(piece)
             most = self._services.settings.current.max_body_bytes
             if size > most:
-                raise BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")
+                raise BodyTooLarge(
+                    f"the body has more than {most} bytes, the most this router takes"
+                )
             if is_all:
                 self._body = piece  # it is charged where it is admitted, in a moment
                 return
@@ -237,11 +254,16 @@ class Request:
 
     @property
     def looks_back(self) -> bool:
-        """Tell whether no other engine would go on exactly with the stream, once it was admitted."""
+        """Tell whether no other engine would go on exactly with the stream, once it was
+        admitted.
+        """
         return self._dispatch is not None and self._dispatch.looks_back
 
-    def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
-        """Choose two engines that can go on with the stream of ``source``; None: there are none now.
+    def pair_for_move(
+        self, source: InstanceId, lender: Instance | None
+    ) -> tuple[Instance, Instance] | None:
+        """Choose two engines that can go on with the stream of ``source``; None: there are none
+        now.
 
         ``lender``: that engine, if it may be the first of the two.
         """
@@ -288,8 +310,15 @@ class Request:
             settings = dispatch.settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
             whole = self._ticket  # None: it is a part itself
-            if call is not None and whole is not None and plan.prompts and self._may_divide(call, plan, settings):
-                array = self._answering = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
+            if (
+                call is not None
+                and whole is not None
+                and plan.prompts
+                and self._may_divide(call, plan, settings)
+            ):
+                array = self._answering = PromptArray(
+                    self._life, self._client, plan, call, whole, new=self._part
+                )
                 await array.answer()
             elif call is not None and continues and may_be_resumed(call):
                 await ResumedStream(self._life, dispatch, self._client).answer(call)
@@ -309,7 +338,10 @@ class Request:
         """Tell whether each prompt of an array goes its own way."""
         fleet = self._services.fleet
         may_be_alone = settings.decode_only_fallback
-        return array_reason(fleet, call.api, call.fields, plan.prompts, may_be_alone=may_be_alone) is None
+        return (
+            array_reason(fleet, call.api, call.fields, plan.prompts, may_be_alone=may_be_alone)
+            is None
+        )
 
     def _hold_broken(self, status: int) -> None:
         """Hold engines to account for what they did not bring to its end."""
@@ -324,10 +356,14 @@ class Request:
         """Have comments in a stream."""
         client = self._client
         now = self._services.clock()
-        client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
+        client.writer = self._comments = CommentedResponse(
+            client.writer, interval_s, client.stream_lines, now=now
+        )
 
     def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:
-        """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""
+        """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has
+        no place.
+        """
         services = self._services
         life = self._life
         services.gate.check(ticket)
@@ -350,13 +386,17 @@ class Request:
         life = self._life
         life.on(_ADMITTED)
         services.budget.came(services.clock())
-        dispatch = self._dispatch = self._answering = Dispatch(life, plan, services.settings.current, self._client)
+        dispatch = self._dispatch = self._answering = Dispatch(
+            life, plan, services.settings.current, self._client
+        )
         return dispatch
 
     def _part(self, writer: ResponseWriter, plan: RequestPlan, place: int) -> "Request":
         """Return a request of its own for the prompt at a place."""
         own = self._life.record
-        record = PromptRecord(RequestId(f"{own.request_id}-p{place}"), plan.path, client_id=own.client_id)
+        record = PromptRecord(
+            RequestId(f"{own.request_id}-p{place}"), plan.path, client_id=own.client_id
+        )
         return Request(self._owner, writer, plan.path, plan.headers, record=record, plan=plan)
 
     # ---- RECEIVED and WAITING
@@ -381,16 +421,22 @@ class Request:
         intake = self._services.intake
         head = self._head
         body = self._take_body()
-        fields, tokens = intake.examine(head, body, counts_tokens=self._services.gate.admission.counts_tokens)
+        fields, tokens = intake.examine(
+            head, body, counts_tokens=self._services.gate.admission.counts_tokens
+        )
         return intake.plan(head, body, fields, tokens)
 
     async def _read_long(self) -> tuple[RequestPlan, int]:
-        """Read a long body, or a compressed one, in a thread, so that other requests do not wait; return its bytes."""
+        """Read a long body, or a compressed one, in a thread, so that other requests do not wait;
+        return its bytes.
+        """
         intake = self._services.intake
         head = self._head
         body = self._take_body()
         counts_tokens = self._services.gate.admission.counts_tokens
-        future = self._services.body_reader.submit(partial(_examined, intake, head, body, counts_tokens=counts_tokens))
+        future = self._services.body_reader.submit(
+            partial(_examined, intake, head, body, counts_tokens=counts_tokens)
+        )
         future.add_done_callback(lambda _: self._life.wake())
         try:
             while not future.done():
@@ -401,7 +447,8 @@ class Request:
         return intake.plan(head, body, fields, tokens), len(body)
 
     def _take_ticket(self, plan: RequestPlan, size: int) -> Ticket:
-        """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused.
+        """Return the ticket of a request whose body has so many bytes: admitted, waiting or
+        refused.
 
         Raises PathNotServed.
         """
@@ -415,7 +462,9 @@ class Request:
             size = size_of_array(plan, size, gate.admission.limits.max_inflight_bytes)
         caller = self._head.caller
         prompts = len(plan.prompts) or 1
-        ticket = self._ticket = gate.arrive(caller, plan.priority, size, plan.tokens, prompts=prompts)
+        ticket = self._ticket = gate.arrive(
+            caller, plan.priority, size, plan.tokens, prompts=prompts
+        )
         self._head = _NO_HEAD  # the connection keeps us until its next request
         interval_s = services.settings.current.stream_comment_interval_s
         if interval_s and plan.streams:  # from here on: nothing else comes in the queue
@@ -456,7 +505,9 @@ class Request:
             self._ticket = None
             if ticket is not None:
                 if services.gate.admission.counts_tokens:
-                    services.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
+                    services.gate.leave(
+                        ticket, served_tokens(life.record, status, ticket.tokens, client.events)
+                    )
                 else:
                     services.gate.leave(ticket)
             if self._body:

@@ -18,7 +18,10 @@ _TICKS: Final = 16  # looks in the shortest time that the rules give
 
 
 class RequestSet(RequestOwner):
-    """Built once, in ``building``. Use it as a context manager: at the end it cuts off the requests still under way."""
+    """Built once, in ``building``.
+
+    Use it as a context manager: at the end it cuts off the requests still under way.
+    """
 
     __slots__ = ("_lateness", "_timer", "_under_way", "moves")
 

@@ -1,7 +1,8 @@
 """The bytes of an answer: the one writer of what a client gets from the endpoints.
 
-The head is written together with what follows it. A stream goes in chunks (RFC 9112, 7.1), each piece in one write;
-for a client of HTTP/1.0, which knows none, the end of the connection is its end.
+The head is written together with what follows it. A stream goes in chunks (RFC 9112, 7.1), each
+piece in one write; for a client of HTTP/1.0, which knows none, the end of the connection is its
+end.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Final, Protocol
 from pdrelay_proxy.core.http.response_head import CONTROLS, STATUS_LINES
 from pdrelay_proxy.core.request_record import RequestRecord
 
-NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes an answer for what its type says
+# a browser takes an answer for what its type says
+NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"
 # nginx holds a stream back to its end without the one, and some caches do without the other.
 STREAM_LINES: Final = NO_SNIFFING + b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
@@ -28,7 +30,9 @@ class ClientConnection(Protocol):
         ...
 
     def write_long(self, head: bytes, body: bytes) -> None:
-        """Write a head, and a long body as the client reads it; what is not written yet is charged."""
+        """Write a head, and a long body as the client reads it; what is not written yet is
+        charged.
+        """
         ...
 
     def answered(self, *, keep_alive: bool) -> None:
@@ -46,13 +50,19 @@ class ResponseWriter(Protocol):
         """Tell whether the head was written."""
         ...
 
-    def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
-        """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
+    def begin(
+        self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False
+    ) -> None:
+        """Write the head and the whole body, or the first piece of a stream; ``last``: its end
+        follows at once.
+        """
         ...
 
     @property
     def relay(self) -> Callable[[bytes], object] | None:
-        """Writes a chunk of a stream as an engine has framed it, behind the first piece; None: use ``write``."""
+        """Writes a chunk of a stream as an engine has framed it, behind the first piece; None: use
+        ``write``.
+        """
         ...
 
     def write(self, piece: bytes, /) -> None:
@@ -60,7 +70,9 @@ class ResponseWriter(Protocol):
         ...
 
     def end(self, piece: bytes = b"", /) -> None:
-        """Write the last piece of a stream, if there is one, and its end; nothing behind a whole body."""
+        """Write the last piece of a stream, if there is one, and its end; nothing behind a whole
+        body.
+        """
         ...
 
     def close(self) -> None:
@@ -90,8 +102,12 @@ class HttpResponse:
         self.begun = False
         self.keep_alive = keep_alive
 
-    def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
-        """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
+    def begin(
+        self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False
+    ) -> None:
+        """Write the head and the whole body, or the first piece of a stream; ``last``: its end
+        follows at once.
+        """
         size = len(body)
         is_long = False
         first = body

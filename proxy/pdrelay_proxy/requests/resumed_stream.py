@@ -1,6 +1,8 @@
-"""A stream that other engines continue: behind P's token, when its engine breaks off, or when its engine drains.
+"""A stream that other engines continue: behind P's token, when its engine breaks off, or when its
+engine drains.
 
-The client sees one stream. core/protocol/replay.py remembers what it has got, and makes the request for the rest.
+The client sees one stream. core/protocol/replay.py remembers what it has got, and makes the request
+for the rest.
 """
 
 from typing import Final
@@ -13,7 +15,15 @@ from pdrelay_proxy.core.protocol.replay import Replay, can_resume, traced
 from pdrelay_proxy.core.raw_json import Pieces, encode
 from pdrelay_proxy.core.request_record import MoveOutcome
 from pdrelay_proxy.core.routing.retries import RetryAttempts
-from pdrelay_proxy.errors import EngineBusy, EngineError, EngineFault, OutOfTime, ProxyError, Refused, TurnedAway
+from pdrelay_proxy.errors import (
+    EngineBusy,
+    EngineError,
+    EngineFault,
+    OutOfTime,
+    ProxyError,
+    Refused,
+    TurnedAway,
+)
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.life import RequestLife
@@ -68,7 +78,12 @@ class ResumedStream:
             cut_for: StreamMove | None = None
             try:
                 await self._dispatch.answer(
-                    call, retries, single_body, can_split=True, shows_token=shows_token, move=self._moving()
+                    call,
+                    retries,
+                    single_body,
+                    can_split=True,
+                    shows_token=shows_token,
+                    move=self._moving(),
                 )
             except StreamCut as cut:
                 cut_for = cut.move
@@ -95,7 +110,9 @@ class ResumedStream:
     # ---- a stream that moves
 
     def _leave(self, move: StreamMove, call: GenerationRequest) -> GenerationRequest:
-        """Close the leg of a stream that is cut; return the request for the rest, for two engines."""
+        """Close the leg of a stream that is cut; return the request for the rest, for two
+        engines.
+        """
         life = self._life
         replay = self._client.replay
         self._move = move
@@ -113,7 +130,8 @@ class ResumedStream:
         return GenerationRequest(call.api, fields, call.headers, call.rank)
 
     def _alone(self, move: StreamMove, error: ProxyError, retries: RetryAttempts) -> Pieces:
-        """Two engines could not go on: have one do it, which computes the rest anew, or had it before.
+        """Two engines could not go on: have one do it, which computes the rest anew, or had it
+        before.
 
         Raises:
             ProxyError: it was tried, or may not be, or the request is out of time.
@@ -132,7 +150,11 @@ class ResumedStream:
         record.start_over()
         fields = None if replay is None or move.is_alone else replay.again()
         if fields is None or not life.services.budget.grants(now=life.services.clock()):
-            raise error if isinstance(error, EngineError) else EngineError(f"the stream could not move: {error}")
+            raise (
+                error
+                if isinstance(error, EngineError)
+                else EngineError(f"the stream could not move: {error}")
+            )
         move.is_alone = True
         retries.left = max(retries.left, 1)
         return [encode(fields)]
@@ -150,14 +172,17 @@ class ResumedStream:
     # ---- a stream that broke off
 
     def _resume(self, broken: EngineError) -> tuple[Pieces, RetryAttempts] | None:
-        """Return what the next engine is asked; None: the stream had all of its tokens, and is ended.
+        """Return what the next engine is asked; None: the stream had all of its tokens, and is
+        ended.
 
         Raises:
             EngineError: no engine may get a request for the rest.
         """
         life = self._life
         client = self._client
-        failure = failure_of(broken) if life.state is RequestState.CONTINUING else Failure.BAD_RESPONSE
+        failure = (
+            failure_of(broken) if life.state is RequestState.CONTINUING else Failure.BAD_RESPONSE
+        )
         self._dispatch.close_attempt()
         replay = client.replay
         if replay is None:
@@ -172,7 +197,9 @@ class ResumedStream:
         return single_body, retries
 
     def _why_broken(self, error: ProxyError) -> EngineError:
-        """Return why the stream broke off; raise the error for the client if there is no stream to continue."""
+        """Return why the stream broke off; raise the error for the client if there is no stream to
+        continue.
+        """
         state = self._life.state
         is_shown = state is RequestState.STREAMING or state is RequestState.CONTINUING
         if is_shown and isinstance(error, EngineError):
@@ -184,7 +211,8 @@ class ResumedStream:
         raise self._broken from None
 
     def _refused(self, refused: Refused) -> EngineError:
-        """Return the error of an engine that would not continue the stream; raise it if another one would not either.
+        """Return the error of an engine that would not continue the stream; raise it if another one
+        would not either.
 
         Raises:
             EngineError: the request itself is refused.
@@ -206,8 +234,12 @@ class ResumedStream:
         return [encode(fields)]
 
     def _set_aside(self, failure: Failure) -> RetryAttempts:
-        """Put the leg that broke off among the retries; return those of the next engine, which is another one."""
+        """Put the leg that broke off among the retries; return those of the next engine, which is
+        another one.
+        """
         record = self._life.record
         failed = record.decode
         record.set_aside(Role.DECODE, failure)
-        return RetryAttempts(self._dispatch.settings.retries, set() if failed is None else {failed.instance})
+        return RetryAttempts(
+            self._dispatch.settings.retries, set() if failed is None else {failed.instance}
+        )

@@ -1,4 +1,7 @@
-"""What requests are served with. Nothing in here knows a request; requests/request_set.py has those under way."""
+"""What requests are served with.
+
+Nothing in here knows a request; requests/request_set.py has those under way.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +31,9 @@ class RequestSpan(Protocol):
     """The span of one request."""
 
     def leg(self, instance: Instance, headers: Headers, /) -> tuple[LegSpan, Headers]:
-        """Open the span of a leg; return it, and the headers that name it to the engine in place of the client's."""
+        """Open the span of a leg; return it, and the headers that name it to the engine in place of
+        the client's.
+        """
         ...
 
     def handed_over(self) -> None:
@@ -49,7 +54,9 @@ class Spans(Protocol):
 
 
 class Sender(Protocol):
-    """Sends legs, and has each told of its response; the calls return at once (io/wire/leg_sender.py)."""
+    """Sends legs, and has each told of its response; the calls return at once
+    (io/wire/leg_sender.py).
+    """
 
     def send(
         self,
@@ -71,7 +78,10 @@ class Sender(Protocol):
 
 
 class LiveSettings:
-    """The settings in force. A reload replaces them: requests that are admitted later go by the new ones."""
+    """The settings in force.
+
+    A reload replaces them: requests that are admitted later go by the new ones.
+    """
 
     __slots__ = ("current",)
 

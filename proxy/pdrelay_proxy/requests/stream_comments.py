@@ -1,7 +1,9 @@
-"""Comments in a stream that says nothing for a while: proxies close a connection on which nothing comes.
+"""Comments in a stream that says nothing for a while: proxies close a connection on which nothing
+comes.
 
-A comment (a line that begins with a colon) is no event, and clients' libraries skip it. It never stands within an
-event. The first one takes the head with it, so from then on an error is an event of the stream and has no status.
+A comment (a line that begins with a colon) is no event, and clients' libraries skip it. It never
+stands within an event. The first one takes the head with it, so from then on an error is an event
+of the stream and has no status.
 """
 
 from collections.abc import Callable
@@ -17,9 +19,20 @@ _ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")  # of an event
 class CommentedResponse:
     """A client's response that may have comments. Implements ResponseWriter."""
 
-    __slots__ = ("_interval_s", "_is_between", "_is_over", "_lines", "_quiet_since", "_writer", "_wrote", "keep_alive")
+    __slots__ = (
+        "_interval_s",
+        "_is_between",
+        "_is_over",
+        "_lines",
+        "_quiet_since",
+        "_writer",
+        "_wrote",
+        "keep_alive",
+    )
 
-    def __init__(self, writer: ResponseWriter, interval_s: float, lines: Callable[[], bytes], *, now: float) -> None:
+    def __init__(
+        self, writer: ResponseWriter, interval_s: float, lines: Callable[[], bytes], *, now: float
+    ) -> None:
         """``lines`` returns those of the head, if a comment is first."""
         self._writer = writer
         self._interval_s = interval_s
@@ -54,7 +67,9 @@ class CommentedResponse:
         """Nothing is passed on unseen: an event may have begun."""
         return None
 
-    def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
+    def begin(
+        self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False
+    ) -> None:
         """Write the head and what comes with it, or without the head if a comment had it."""
         self._note(body)
         self._writer.keep_alive = self.keep_alive

@@ -1,4 +1,5 @@
-"""One stream that moves to another engine: what its request and those that look after all moves know of it.
+"""One stream that moves to another engine: what its request and those that look after all moves
+know of it.
 
 requests/stream_moves.py decides which streams are cut, and when.
 """
@@ -15,10 +16,14 @@ from pdrelay_proxy.settings import Settings
 
 # What decides which engines can serve a request: its model, and the rank that the client wants.
 RequestKind: TypeAlias = tuple[str | None, int | None]
-# By the engine that is left, the prefill engine that fits others or not, the same, and the engines that failed before.
-StuckPrompt: TypeAlias = tuple[InstanceId, InstanceId, str | None, int | None, frozenset[InstanceId]]
+# By the engine that is left, the prefill engine that fits others or not, the same, and the engines
+# that failed before.
+StuckPrompt: TypeAlias = tuple[
+    InstanceId, InstanceId, str | None, int | None, frozenset[InstanceId]
+]
 StuckPrompts: TypeAlias = set[StuckPrompt]
-_SHARE_OF_PAUSE: Final = 1 / 8  # of the longest pause of a stream: there are three parts, and some are tried again
+# of the longest pause of a stream: there are three parts, and some are tried again
+_SHARE_OF_PAUSE: Final = 1 / 8
 _SHARE_OF_LENDER: Final = 0.25  # of the time for a move
 
 
@@ -28,7 +33,10 @@ def move_timeout(settings: Settings) -> float:
 
 
 class MoveOwner(ABC):
-    """What a move belongs to, and tells what becomes of it. A class, because a compiled call of a Protocol is slow."""
+    """What a move belongs to, and tells what becomes of it.
+
+    A class, because a compiled call of a Protocol is slow.
+    """
 
     __slots__ = ("services",)
 
@@ -73,10 +81,11 @@ class StreamMove:
         reason: MoveReason,
         prompt_holder: InstanceId | None,
     ) -> None:
-        """``pair``: the engines that are asked first; ``name``: under which the engine that it leaves is held.
+        """``pair``: the engines that are asked first; ``name``: under which the engine that it
+        leaves is held.
 
-        ``lender``: the engine that it leaves, as a prefill engine; ``prompt_holder``: the prefill engine that has the
-        prompt.
+        ``lender``: the engine that it leaves, as a prefill engine; ``prompt_holder``: the prefill
+        engine that has the prompt.
         """
         services = owner.services
         self._owner = owner
@@ -98,17 +107,23 @@ class StreamMove:
         return prefill.id == self.source.id
 
     def seconds_for(self, prefill: Instance) -> float:
-        """Return how long a prefill engine may take for its part: one that has everything computes a block."""
+        """Return how long a prefill engine may take for its part: one that has everything computes
+        a block.
+        """
         seconds = move_timeout(self._services.settings.current)
         return seconds * _SHARE_OF_LENDER if self.is_lent_by(prefill) else seconds
 
     def handed_over(self, prefill: Instance) -> None:
-        """A prefill engine has the KV cache: unless it is the engine that the stream leaves, that one is free."""
+        """A prefill engine has the KV cache: unless it is the engine that the stream leaves, that
+        one is free.
+        """
         if not self.is_lent_by(prefill):
             self.let_go()
 
     def lender_failed(self) -> None:
-        """The engine that the stream leaves has not handed it over: prefill engines compute it, and those behind it."""
+        """The engine that the stream leaves has not handed it over: prefill engines compute it, and
+        those behind it.
+        """
         self.lender = None
         self._owner.lender_failed(self.source.id)
 

@@ -1,9 +1,11 @@
-"""Streams that leave an engine which is drained by moving them, or has no KV room (docs/moving-streams.md).
+"""Streams that leave an engine which is drained by moving them, or has no KV room
+(docs/moving-streams.md).
 
-A stream is cut behind a token. The engine that it leaves has the KV cache of prompt and answer, so it is the prefill
-engine of the rest, and another decode engine reads from it. Where it cannot be, a prefill engine computes them.
-requests/resumed_stream.py makes the requests for the rest; this module decides which streams are cut, and when, and
-counts what becomes of them (requests/stream_move.py).
+A stream is cut behind a token. The engine that it leaves has the KV cache of prompt and answer, so
+it is the prefill engine of the rest, and another decode engine reads from it. Where it cannot be, a
+prefill engine computes them. requests/resumed_stream.py makes the requests for the rest; this
+module decides which streams are cut, and when, and counts what becomes of them
+(requests/stream_move.py).
 """
 
 import asyncio
@@ -19,7 +21,10 @@ from pdrelay_proxy.requests.stream_move import MoveOwner, RequestKind, StreamMov
 
 
 class StreamMoves(MoveOwner):
-    """Moves the streams of engines that are drained by it, or full, some at a time. Runs on the event loop."""
+    """Moves the streams of engines that are drained by it, or full, some at a time.
+
+    Runs on the event loop.
+    """
 
     __slots__ = (
         "_most",
@@ -40,10 +45,14 @@ class StreamMoves(MoveOwner):
         self._requests = requests
         self._most = most
         self._under_way = 0
-        self._stayed: set[RequestId] = set()  # counted as such; they end with the engines that drain
-        self._unable: set[InstanceId] = set()  # engines that have failed to hand a stream over, while they are left
-        self._relief: dict[InstanceId, float] = {}  # the look at KV caches from which ``_to_leave`` follows
-        self._to_leave = Counter[InstanceId]()  # how many streams should still leave an engine without KV room
+        # counted as such; they end with the engines that drain
+        self._stayed: set[RequestId] = set()
+        # engines that have failed to hand a stream over, while they are left
+        self._unable: set[InstanceId] = set()
+        # the look at KV caches from which ``_to_leave`` follows
+        self._relief: dict[InstanceId, float] = {}
+        # how many streams should still leave an engine without KV room
+        self._to_leave = Counter[InstanceId]()
 
     def cut_streams(self) -> None:
         """Cut the streams that may move now, as many as may move at the same time."""
@@ -59,14 +68,17 @@ class StreamMoves(MoveOwner):
             self._cut_streams(registry.departures.moving)
 
     def _cut_streams(self, moving: Collection[InstanceId]) -> None:
-        """Cut streams of engines that drain, the oldest first; and of full engines the newest, as vLLM preempts."""
+        """Cut streams of engines that drain, the oldest first; and of full engines the newest, as
+        vLLM preempts.
+        """
         requests = tuple(self._requests)
-        # What no other engine can take is looked at once. To choose engines for each of thousands, four times a second,
-        # would take all of the event loop.
+        # What no other engine can take is looked at once. To choose engines for each of thousands,
+        # four times a second, would take all of the event loop.
         stuck = set[tuple[InstanceId, RequestKind]]()
         stuck_prompts = set[StuckPrompt]()
         for request in requests if moving else ():
-            request.change_slot(moving, stuck_prompts)  # a prompt may wait for a prefill engine for long
+            # a prompt may wait for a prefill engine for long
+            request.change_slot(moving, stuck_prompts)
         for request in requests if moving else ():
             if self._under_way >= self._most:
                 return
@@ -83,10 +95,14 @@ class StreamMoves(MoveOwner):
                 self._to_leave[source] -= 1
 
     def _share_out(self, shares: Mapping[InstanceId, float]) -> Counter[InstanceId]:
-        """Return how many of our streams should leave each engine: other routers have some there, too."""
+        """Return how many of our streams should leave each engine: other routers have some there,
+        too.
+        """
         sources = [request.streams_from for request in self._requests]
         ours = Counter([source for source in sources if source is not None and source in shares])
-        return Counter({source: streams_to_move(count, shares[source]) for source, count in ours.items()})
+        return Counter(
+            {source: streams_to_move(count, shares[source]) for source, count in ours.items()}
+        )
 
     def lender_failed(self, source: InstanceId, /) -> None:
         """An engine has not handed a stream over: the next ones do not wait for it."""
@@ -95,13 +111,21 @@ class StreamMoves(MoveOwner):
     def ended(self, move: StreamMove, /) -> None:
         """A move is over: count it, and look for another."""
         self._under_way -= 1
-        self.services.telemetry.stream_moved(move.reason, move.record.outcome or MoveOutcome.FAILED, move.record.gap_s)
+        self.services.telemetry.stream_moved(
+            move.reason, move.record.outcome or MoveOutcome.FAILED, move.record.gap_s
+        )
         asyncio.get_running_loop().call_soon(self.cut_streams)
 
     def _try(
-        self, request: Request, source: InstanceId, reason: MoveReason, stuck: set[tuple[InstanceId, RequestKind]]
+        self,
+        request: Request,
+        source: InstanceId,
+        reason: MoveReason,
+        stuck: set[tuple[InstanceId, RequestKind]],
     ) -> bool:
-        """Cut a stream if another engine can go on with it exactly, and there is one; tell whether it is cut."""
+        """Cut a stream if another engine can go on with it exactly, and there is one; tell whether
+        it is cut.
+        """
         member = self.services.fleet.registry.get(source)
         replay = request.continuation
         record = request.record
@@ -120,13 +144,20 @@ class StreamMoves(MoveOwner):
         pair = request.pair_for_move(source, lender)
         if pair is None:
             stuck.add(kind)
-            self._to_leave.pop(source, None)  # until the next look at KV caches: choosing engines costs too much
+            # until the next look at KV caches: choosing engines costs too much
+            self._to_leave.pop(source, None)
             return False
         self._under_way += 1
         hold = RequestId(f"{record.request_id}-m{len(record.moves)}")
         prompt_holder = None if record.prefill is None else record.prefill.instance
         move = StreamMove(
-            self, member.as_stream_source(), lender, pair, hold, reason=reason, prompt_holder=prompt_holder
+            self,
+            member.as_stream_source(),
+            lender,
+            pair,
+            hold,
+            reason=reason,
+            prompt_holder=prompt_holder,
         )
         if not request.cut(move):
             self._under_way -= 1

@@ -4,7 +4,8 @@ from typing import Final
 
 from pdrelay_proxy.requests.gate import Gate
 
-_PART: Final = 64 * 1024  # bytes of a part; a body that grew in one piece would be moved again and again
+# bytes of a part; a body that grew in one piece would be moved again and again
+_PART: Final = 64 * 1024
 
 
 class Upload:

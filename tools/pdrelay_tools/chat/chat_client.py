@@ -13,10 +13,14 @@ from pdrelay_proxy.console.router_client import CommandFailed
 from pdrelay_tools.served_by import LegTiming, parse_server_timing
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
-_TIMES: Final = httpx.Timeout(300.0, connect=10.0)  # a long prompt is computed before anything comes
+# a long prompt is computed before anything comes
+_TIMES: Final = httpx.Timeout(300.0, connect=10.0)
 _LARGEST_LINE: Final = 8 << 20  # bytes of an event
 _LARGEST_ERROR: Final = 1 << 20  # bytes that are read of an answer that is none
-_HINTS: Final = {401: f" (a key for clients goes into {KEY_VARIABLE})", 403: f" (it is the key in {KEY_VARIABLE})"}
+_HINTS: Final = {
+    401: f" (a key for clients goes into {KEY_VARIABLE})",
+    403: f" (it is the key in {KEY_VARIABLE})",
+}
 
 Message: TypeAlias = Mapping[str, str]
 
@@ -56,7 +60,8 @@ class ChatTurn:
     """One answer, as far as it came."""
 
     text: str = ""
-    legs: dict[str, LegTiming] = field(default_factory=dict[str, LegTiming])  # empty: the router does not say
+    # empty: the router does not say
+    legs: dict[str, LegTiming] = field(default_factory=dict[str, LegTiming])
     tokens: int | None = None  # None: the engine did not say
     first_s: float | None = None  # until the first word; None: there was none
     last_s: float = 0.0
@@ -65,7 +70,12 @@ class ChatTurn:
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens after the first one, in the time after it; None where that is not known."""
-        if self.tokens is None or self.tokens < 2 or self.first_s is None or self.last_s <= self.first_s:
+        if (
+            self.tokens is None
+            or self.tokens < 2
+            or self.first_s is None
+            or self.last_s <= self.first_s
+        ):
             return None
         return (self.tokens - 1) / (self.last_s - self.first_s)
 
@@ -75,7 +85,9 @@ class ChatClient:
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url
-        headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+        headers = {"accept-encoding": "identity"} | (
+            {"authorization": f"Bearer {key}"} if key else {}
+        )
         verify = ssl.create_default_context() if url.startswith("https://") else False
         self._client = httpx.Client(headers=headers, timeout=_TIMES, trust_env=False, verify=verify)
 
@@ -97,14 +109,20 @@ class ChatClient:
         try:
             return [model.id for model in msgspec.json.decode(content, type=_ServedModels).data]
         except msgspec.MsgspecError as exc:
-            raise CommandFailed(f"{self.url} answers something else than a router does: {exc}") from exc
+            raise CommandFailed(
+                f"{self.url} answers something else than a router does: {exc}"
+            ) from exc
 
-    def answer(self, body: Mapping[str, object], turn: ChatTurn, show: Callable[[str], None]) -> None:
+    def answer(
+        self, body: Mapping[str, object], turn: ChatTurn, show: Callable[[str], None]
+    ) -> None:
         """Have an answer streamed into the turn, and shown as it comes. Raises CommandFailed."""
         wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
         start = time.monotonic()
         try:
-            with self._client.stream("POST", f"{self.url}/v1/chat/completions", json=wanted) as response:
+            with self._client.stream(
+                "POST", f"{self.url}/v1/chat/completions", json=wanted
+            ) as response:
                 if response.status_code != 200:
                     raise self._refusal(response.status_code, _read(response))
                 turn.legs = parse_server_timing(response.headers.get("server-timing", ""))
@@ -114,13 +132,17 @@ class ChatClient:
                     for line in lines:
                         self._take(line, turn, show, time.monotonic() - start)
                     if len(rest) > _LARGEST_LINE:
-                        raise CommandFailed(f"{self.url} sends an event of more than {_LARGEST_LINE} bytes")
+                        raise CommandFailed(
+                            f"{self.url} sends an event of more than {_LARGEST_LINE} bytes"
+                        )
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
             raise self._unreachable(exc) from exc
         if not turn.is_whole:
             raise CommandFailed("the answer broke off: the stream ended without its last event")
 
-    def _take(self, line: bytes, turn: ChatTurn, show: Callable[[str], None], seconds: float) -> None:
+    def _take(
+        self, line: bytes, turn: ChatTurn, show: Callable[[str], None], seconds: float
+    ) -> None:
         """Read one line of the stream."""
         if not line.startswith(b"data:"):
             return
@@ -145,7 +167,9 @@ class ChatClient:
             show(words)
 
     def _unreachable(self, exc: Exception) -> CommandFailed:
-        return CommandFailed(f"the router at {self.url} cannot be asked: {str(exc) or type(exc).__name__}")
+        return CommandFailed(
+            f"the router at {self.url} cannot be asked: {str(exc) or type(exc).__name__}"
+        )
 
     def _refusal(self, status: int, content: bytes) -> CommandFailed:
         try:
@@ -154,7 +178,9 @@ class ChatClient:
             fault = None
         said = fault.message if isinstance(fault, _ChatFault) else fault
         words = (said or "it says no more").rstrip(".")
-        return CommandFailed(f"{self.url} answers with status {status}: {words}{_HINTS.get(status, '')}")
+        return CommandFailed(
+            f"{self.url} answers with status {status}: {words}{_HINTS.get(status, '')}"
+        )
 
 
 def _read(response: httpx.Response) -> bytes:

@@ -1,4 +1,6 @@
-"""``pdrelay chat``: a conversation in the terminal, and for each turn how it was served (docs/real-model.md)."""
+"""``pdrelay chat``: a conversation in the terminal, and for each turn how it was served
+(docs/real-model.md).
+"""
 
 import argparse
 import importlib
@@ -29,11 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
     said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
     add("--url", default=router, metavar="URL", help=said)
-    add("--model", metavar="NAME", help="model to talk to (default: the first one that the router serves)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="model to talk to (default: the first one that the router serves)",
+    )
     said = "most tokens of an answer (default: %(default)s)"
     add("--max-tokens", type=_tokens, default=_MAX_TOKENS, metavar="N", help=said)
-    add("--system", metavar="TEXT", help="system message at the beginning (default: that of the chat template)")
-    said = f"A key for clients goes into {KEY_VARIABLE}. {_NEW} begins another conversation; Ctrl-C stops an answer"
+    add(
+        "--system",
+        metavar="TEXT",
+        help="system message at the beginning (default: that of the chat template)",
+    )
+    said = (
+        f"A key for clients goes into {KEY_VARIABLE}. {_NEW} begins another conversation; Ctrl-C "
+        f"stops an answer"
+    )
     parser.epilog = f"{said}, Ctrl-D ends."
     parser.set_defaults(run=run)
 
@@ -41,16 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _tokens(text: str) -> int:
     if text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST_TOKENS:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens: write one from 1 to {_MOST_TOKENS}")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of tokens: write one from 1 to {_MOST_TOKENS}"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends; return the exit code: 0, 1 an answer failed, 2 it could not be asked like this."""
+    """Talk until the input ends; return the exit code: 0, 1 an answer failed, 2 it could not be
+    asked like this.
+    """
     try:
         url = server_url(args.url).removesuffix("/v1")
         with ChatClient(url, os.environ.get(KEY_VARIABLE)) as client:
             model = _choose_model(client, args.model)
-            first: list[Message] = [] if args.system is None else [{"role": "system", "content": _utf8(args.system)}]
+            first: list[Message] = (
+                [] if args.system is None else [{"role": "system", "content": _utf8(args.system)}]
+            )
             body = {"model": model, "max_tokens": args.max_tokens, "temperature": 0}
             return _TerminalChat(client, KvMeter(url), body, first).talk()
     except (CommandFailed, ConfigError) as exc:
@@ -63,14 +82,18 @@ def _choose_model(client: ChatClient, name: str | None) -> str:
     if name is None and not served:
         raise CommandFailed(f"{client.url} serves no model yet")
     if name is not None and name not in served:
-        raise CommandFailed(f"{client.url} does not serve {name}: it serves {', '.join(served) or 'nothing yet'}")
+        raise CommandFailed(
+            f"{client.url} does not serve {name}: it serves {', '.join(served) or 'nothing yet'}"
+        )
     return name or served[0]
 
 
 class _TerminalChat:
     """All messages so far, which each question is sent with."""
 
-    def __init__(self, client: ChatClient, meter: KvMeter, body: Mapping[str, object], first: list[Message]) -> None:
+    def __init__(
+        self, client: ChatClient, meter: KvMeter, body: Mapping[str, object], first: list[Message]
+    ) -> None:
         self._client = client
         self._meter = meter
         self._body = body
@@ -116,10 +139,14 @@ class _TerminalChat:
 def facts_of(turn: ChatTurn, moved: str) -> str:
     """Return the line below an answer."""
     facts = [_served_by(turn.legs)]
-    facts.append("no token" if turn.first_s is None else f"first token after {turn.first_s * 1e3:.0f} ms")
+    facts.append(
+        "no token" if turn.first_s is None else f"first token after {turn.first_s * 1e3:.0f} ms"
+    )
     rate = turn.tokens_per_s
     facts.append("tokens/s unknown" if rate is None else f"{rate:.1f} tokens/s")
-    facts.append(f"KV moved: {moved if turn.legs else 'unknown (the router does not say who served)'}")
+    facts.append(
+        f"KV moved: {moved if turn.legs else 'unknown (the router does not say who served)'}"
+    )
     return ", ".join(facts) + ("" if turn.is_whole else "; stopped")
 
 

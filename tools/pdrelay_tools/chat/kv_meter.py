@@ -49,7 +49,9 @@ class KvMeter:
             self._before = self._read(self._addresses)
 
     def moved(self, names: Collection[str], sleep: Callable[[float], None] = time.sleep) -> str:
-        """Say how much the engines that served a request have moved since ``start``, when they count it as over."""
+        """Say how much the engines that served a request have moved since ``start``, when they
+        count it as over.
+        """
         if self.why_not is not None:
             return f"unknown ({self.why_not})"
         before = {name: self._before[name] for name in names if name in self._before}
@@ -67,7 +69,9 @@ class KvMeter:
         size = sum(now[name][0] - count for name, (count, _) in before.items())
         if min(requests) == 0:
             return f"{size:,} bytes so far"
-        return f"{size:,} bytes" + (", those of other requests included" if max(requests) > 1 else "")
+        return f"{size:,} bytes" + (
+            ", those of other requests included" if max(requests) > 1 else ""
+        )
 
     def _read(self, names: Collection[str]) -> Mapping[str, _Counts]:
         found = dict[str, _Counts]()

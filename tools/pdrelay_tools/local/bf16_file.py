@@ -1,4 +1,6 @@
-"""A safetensors file of bf16 tensors, written by hand: numpy has no bf16, and importing torch takes seconds."""
+"""A safetensors file of bf16 tensors, written by hand: numpy has no bf16, and importing torch takes
+seconds.
+"""
 
 import json
 import math
@@ -12,7 +14,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Bf16Tensor:
-    """A tensor whose values are had when it is written: a model at once would be a GB of float32."""
+    """A tensor whose values are had when it is written: a model at once would be a GB of
+    float32.
+    """
 
     name: str
     shape: Sequence[int]
@@ -25,7 +29,11 @@ def write_bf16_file(path: Path, tensors: Sequence[Bf16Tensor]) -> None:
     offset = 0
     for tensor in tensors:
         end = offset + 2 * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[tensor.name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -34,11 +42,15 @@ def write_bf16_file(path: Path, tensors: Sequence[Bf16Tensor]) -> None:
         for tensor in tensors:
             values = tensor.values()
             if values.shape != tuple(tensor.shape):
-                raise ValueError(f"{tensor.name} has the shape {values.shape}, and {tuple(tensor.shape)} was announced")
+                raise ValueError(
+                    f"{tensor.name} has the shape {values.shape}, and {tuple(tensor.shape)} was "
+                    f"announced"
+                )
             file.write(_bf16_bytes(values))
 
 
 def _bf16_bytes(values: NDArray[np.float32]) -> bytes:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # to nearest even, like torch
+    # to nearest even, like torch
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded >> np.uint32(16)).astype("<u2").tobytes()

@@ -1,4 +1,6 @@
-"""One chat request through the router, and what its headers and the engines' metrics tell about it."""
+"""One chat request through the router, and what its headers and the engines' metrics tell about
+it.
+"""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ class FirstAnswer:
     request_id: str | None  # that of the router; None: it did not say
 
 
-def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) -> dict[str, object]:
+def request_body(
+    model: str, question: str = QUESTION, *, max_tokens: int = 24
+) -> dict[str, object]:
     """Return a chat request whose answer is the same every time."""
     messages = [{"role": "user", "content": question}]
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
@@ -35,7 +39,8 @@ def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) 
 def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
     """Send the request and find out what it caused. Raises LocalError in one sentence.
 
-    ``mover_urls`` are those of the engines that count what they move: decode engines in pull, prefill engines in push.
+    ``mover_urls`` are those of the engines that count what they move: decode engines in pull,
+    prefill engines in push.
     """
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         before = _total_bytes(client, mover_urls)
@@ -62,7 +67,9 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
     except (ValueError, LookupError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise LocalError(f"the first request was answered with something else: {response.text[:500]}")
+        raise LocalError(
+            f"the first request was answered with something else: {response.text[:500]}"
+        )
     moved = None if now is None or before is None else now - before
     return FirstAnswer(text, seconds, legs, moved, response.headers.get("x-request-id"))
 

@@ -1,7 +1,9 @@
-"""A Llama in a GGUF file, written as the folder that engines load: safetensors, config and tokenizer.
+"""A Llama in a GGUF file, written as the folder that engines load: safetensors, config and
+tokenizer.
 
-``python -m pdrelay_tools.local.gguf_model FILE FOLDER`` does it in a process of its own, which takes some 20 s and
-half a GB. Its words for what cannot be done are the last line of its error output.
+``python -m pdrelay_tools.local.gguf_model FILE FOLDER`` does it in a process of its own, which
+takes some 20 s and half a GB. Its words for what cannot be done are the last line of its error
+output.
 """
 
 import re
@@ -39,7 +41,10 @@ NAMES: Final = {  # of a Llama's tensors in GGUF, and in the files of Hugging Fa
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the files of the model into a folder that is there. Raises LocalError for what is no such model."""
+    """Write the files of the model into a folder that is there.
+
+    Raises LocalError for what is no such model.
+    """
     try:
         reader = GGUFReader(file)
     except (OSError, ValueError, IndexError) as exc:
@@ -65,7 +70,9 @@ def _field(reader: GGUFReader, name: str) -> Any:  # noqa: ANN401 (a number, a t
 
 def _config(reader: GGUFReader) -> dict[str, Any]:
     if (kind := _field(reader, "general.architecture")) != "llama":
-        raise LocalError(f"the model in the GGUF file is a {kind}, and only a llama can be converted")
+        raise LocalError(
+            f"the model in the GGUF file is a {kind}, and only a llama can be converted"
+        )
     theta: float = _field(reader, "llama.rope.freq_base")
     head_dim: int = _field(reader, "llama.rope.dimension_count")
     return {
@@ -95,25 +102,41 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
 
 def _tokenizer(reader: GGUFReader) -> Tokenizer:
     if (kind := _field(reader, "tokenizer.ggml.pre")) != "smollm":
-        raise LocalError(f"the tokenizer in the GGUF file splits text as {kind}, and only smollm can be converted")
+        raise LocalError(
+            f"the tokenizer in the GGUF file splits text as {kind}, and only smollm can be "
+            f"converted"
+        )
     words: list[str] = _field(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in _field(reader, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
-    # What llama.cpp calls smollm: a digit is a token of its own, and the rest is split as GPT-2 does.
+    # What llama.cpp calls smollm: a digit is a token of its own, and the rest is split as GPT-2
+    # does.
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = zip(words, _field(reader, "tokenizer.ggml.token_type"), strict=True)
-    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word, kind in kinds if kind == CONTROL])
+    tokenizer.add_special_tokens(
+        [AddedToken(word, normalized=False) for word, kind in kinds if kind == CONTROL]
+    )
     return tokenizer
 
 
 def _tokenizer_config(reader: GGUFReader) -> dict[str, object]:
     words: list[str] = _field(reader, "tokenizer.ggml.tokens")
-    special = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    special = {
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "pad_token": "padding",
+        "unk_token": "unknown",
+    }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{name: words[_field(reader, f"tokenizer.ggml.{kind}_token_id")] for name, kind in special.items()},
+        **{
+            name: words[_field(reader, f"tokenizer.ggml.{kind}_token_id")]
+            for name, kind in special.items()
+        },
         "model_max_length": _field(reader, "llama.context_length"),
         "clean_up_tokenization_spaces": False,
         "chat_template": _field(reader, "tokenizer.chat_template"),
@@ -123,7 +146,9 @@ def _tokenizer_config(reader: GGUFReader) -> dict[str, object]:
 def _tensors(reader: GGUFReader, config: dict[str, Any]) -> list[Bf16Tensor]:
     weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
     if weights > MOST_WEIGHTS:
-        raise LocalError(f"the model in the GGUF file has {weights:,} weights, and {MOST_WEIGHTS:,} are the most")
+        raise LocalError(
+            f"the model in the GGUF file has {weights:,} weights, and {MOST_WEIGHTS:,} are the most"
+        )
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     return [_tensor(tensor, heads) for tensor in reader.tensors]
 
@@ -143,9 +168,12 @@ def _values(tensor: ReaderTensor, heads: int | None) -> NDArray[np.float32]:
     values: NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
     if heads is None:
         return values
-    # llama.cpp rotates neighbours and Hugging Face halves, so that llama.cpp has the rows of q and k in another order.
+    # llama.cpp rotates neighbours and Hugging Face halves, so that llama.cpp has the rows of q and
+    # k in another order.
     rows, columns = values.shape
-    return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""Outlives its parent for a moment, ends the process groups that the parent had started, and removes their files.
+"""Outlives its parent for a moment, ends the process groups that the parent had started, and
+removes their files.
 
-``pdrelay_tools.local.processes`` runs it as ``python -m pdrelay_tools.local.guard DIRECTORY``. The parent writes
-``+GROUP`` and ``-GROUP`` lines; the end of the input means that the parent is gone, however it died. It uses the
-standard library only, so that it starts at once and stays small.
+``pdrelay_tools.local.processes`` runs it as ``python -m pdrelay_tools.local.guard DIRECTORY``. The
+parent writes ``+GROUP`` and ``-GROUP`` lines; the end of the input means that the parent is gone,
+however it died. It uses the standard library only, so that it starts at once and stays small.
 """
 
 import os
@@ -23,7 +24,8 @@ def main() -> int:
     groups = listen(sys.stdin)
     end_groups(groups, grace_s=GRACE_S)
     for directory in sys.argv[1:]:
-        shutil.rmtree(directory, ignore_errors=True)  # gone already, unless the parent could not do it
+        # gone already, unless the parent could not do it
+        shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 
@@ -35,7 +37,9 @@ def listen(lines: Iterable[str]) -> set[int]:
     return groups
 
 
-def end_groups(groups: Iterable[int], *, grace_s: float, reap: Callable[[], object] = lambda: None) -> None:
+def end_groups(
+    groups: Iterable[int], *, grace_s: float, reap: Callable[[], object] = lambda: None
+) -> None:
     """Ask every group to end, and kill what has not after `grace_s` seconds.
 
     `reap` is called again and again: a parent collects its dead children there.
@@ -54,21 +58,27 @@ def end_groups(groups: Iterable[int], *, grace_s: float, reap: Callable[[], obje
 
 
 def runs(group: int) -> bool:
-    """Tell whether anybody in a process group runs; on Linux the dead do not, whom init may collect a second later."""
+    """Tell whether anybody in a process group runs; on Linux the dead do not, whom init may collect
+    a second later.
+    """
     if not send(group):
         return False
-    return not (PROC / "self/stat").exists() or any(_runs_in(group, path) for path in PROC.glob("[0-9]*/stat"))
+    return not (PROC / "self/stat").exists() or any(
+        _runs_in(group, path) for path in PROC.glob("[0-9]*/stat")
+    )
 
 
 def _runs_in(group: int, path: Path) -> bool:
     try:
-        fields = path.read_text(errors="replace").rpartition(")")[2].split()  # the name before may hold anything
+        # the name before may hold anything
+        fields = path.read_text(errors="replace").rpartition(")")[2].split()
     except OSError:  # it ended meanwhile
         return False
     state = fields[0]
     its_group = int(fields[2])
     threads = int(fields[17])
-    return its_group == group and (state not in "ZX" or threads > 1)  # of a process that dies the others go after it
+    # of a process that dies the others go after it
+    return its_group == group and (state not in "ZX" or threads > 1)
 
 
 def send(group: int, *signals: signal.Signals) -> bool:
@@ -76,7 +86,8 @@ def send(group: int, *signals: signal.Signals) -> bool:
     try:
         for number in signals or (0,):
             os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group that holds only zombies
+    except (ProcessLookupError, PermissionError):
+        # macOS says the latter of a group that holds only zombies
         return False
     return True
 

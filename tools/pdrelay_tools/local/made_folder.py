@@ -1,4 +1,6 @@
-"""A folder that is made once: beside its place and then renamed, so that one half written is never found."""
+"""A folder that is made once: beside its place and then renamed, so that one half written is never
+found.
+"""
 
 import json
 import shutil
@@ -23,7 +25,9 @@ def make_once(directory: Path, fingerprint: Fingerprint, write: Callable[[Path],
     if is_made(directory, fingerprint):
         return False
     if directory.exists() and any(directory.iterdir()) and not (directory / FINGERPRINT).exists():
-        message = f"{directory} is neither empty nor a model written by pdrelay: choose another directory"
+        message = (
+            f"{directory} is neither empty nor a model written by pdrelay: choose another directory"
+        )
         raise LocalError(message)
     make_directory(directory.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))

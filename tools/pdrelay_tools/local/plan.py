@@ -27,7 +27,9 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """Engines and a router on this machine; engine i of a kind listens on the first port of that kind plus i."""
+    """Engines and a router on this machine; engine i of a kind listens on the first port of that
+    kind plus i.
+    """
 
     prefill: int = 1  # engines
     decode: int = 1  # engines
@@ -35,12 +37,14 @@ class LocalPlan:
     connector: Connector = Connector.PDRELAY
     mode: EngineMode = EngineMode.PULL
     return_kv: bool = False  # prefill engines read KV of earlier answers from decode engines
-    reuse_kv: bool = False  # the router uses the KV that engines have, and ours offer all that they can
+    # the router uses the KV that engines have, and ours offer all that they can
+    reuse_kv: bool = False
     port: int = 8000  # of the router
     prefill_port: int = 8100  # of the first prefill engine
     decode_port: int = 8200  # of the first decode engine
     side_channel_port: int = 5600  # of the first prefill engine; decode engines follow
-    admin_port: int | None = None  # of the router's routes for operators; None: they are at its own port
+    # of the router's routes for operators; None: they are at its own port
+    admin_port: int | None = None
     has_own_key: bool = False  # the admin key of the router is in `key_file`
     has_own_secret: bool = False  # the secret of the engines is in `secret_file`
     engine_args: tuple[str, ...] = ()  # more options of vLLM
@@ -71,7 +75,9 @@ class LocalPlan:
 
     @property
     def secret_file(self) -> Path:
-        """Where the secret of the engines' connectors is, if it was drawn here; an engine that is added needs it."""
+        """Where the secret of the engines' connectors is, if it was drawn here; an engine that is
+        added needs it.
+        """
         return self.home / "connector-secret"
 
     @property
@@ -95,16 +101,23 @@ class LocalPlan:
 
     @property
     def _returned_kv(self) -> dict[str, object]:
-        """What the connector is told: an engine that cannot return KV starts without, unless that was asked for."""
+        """What the connector is told: an engine that cannot return KV starts without, unless that
+        was asked for.
+        """
         if self.return_kv:
             return {"return_kv": True}
         return {"return_kv": "auto"} if self.reuse_kv and self._has_ours else {}
 
     def engines(self) -> tuple[EngineSpec, ...]:
         """Return all engines, prefill first; their names are those that the router gives them."""
-        kinds = ((Role.PREFILL, self.prefill, self.prefill_port), (Role.DECODE, self.decode, self.decode_port))
+        kinds = (
+            (Role.PREFILL, self.prefill, self.prefill_port),
+            (Role.DECODE, self.decode, self.decode_port),
+        )
         max_model_len, kv_cache_mib = _ROOM.get(self.model, _DEFAULT_ROOM)
-        places = [(role, index, first + index) for role, count, first in kinds for index in range(count)]
+        places = [
+            (role, index, first + index) for role, count, first in kinds for index in range(count)
+        ]
         return tuple(
             EngineSpec(
                 name=f"{role.value}-{index}",
@@ -137,9 +150,17 @@ class LocalPlan:
         if self.admin_port is not None:
             yield self.admin_port, "the router's routes for operators", "--admin-port"
         for spec in self.engines():
-            yield spec.port, spec.name, "--prefill-port" if spec.role is Role.PREFILL else "--decode-port"
+            yield (
+                spec.port,
+                spec.name,
+                "--prefill-port" if spec.role is Role.PREFILL else "--decode-port",
+            )
             if self.kind is EngineKind.VLLM and spec.side_channel_port is not None:
-                yield spec.side_channel_port, f"the side channel of {spec.name}", "--side-channel-port"
+                yield (
+                    spec.side_channel_port,
+                    f"the side channel of {spec.name}",
+                    "--side-channel-port",
+                )
 
 
 def engine_command(plan: LocalPlan, spec: EngineSpec, inherited: Mapping[str, str]) -> Command:

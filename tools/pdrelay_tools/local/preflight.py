@@ -1,4 +1,6 @@
-"""What must be true of this machine before anything is started, each in a sentence that says what to do."""
+"""What must be true of this machine before anything is started, each in a sentence that says what
+to do.
+"""
 
 import importlib.util
 import shutil
@@ -14,15 +16,18 @@ from pdrelay_tools.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
 from pdrelay_tools.local.recipe import HOST, Connector
 
 GIB = 1024**3
-ENGINE_MEMORY = int(1.4 * GIB)  # 1.1 measured with the tiny model, a connector and 128 MiB of KV cache
+# 1.1 measured with the tiny model, a connector and 128 MiB of KV cache
+ENGINE_MEMORY = int(1.4 * GIB)
 DISK = GIB // 4  # the tiny model is 5 MB; the rest is for logs
-SMOLLM2_MEMORY = int(1.7 * GIB)  # 0.8 measured in bfloat16 before its 256 MiB of KV cache fill; float32 adds 0.3
+# 0.8 measured in bfloat16 before its 256 MiB of KV cache fill; float32 adds 0.3
+SMOLLM2_MEMORY = int(1.7 * GIB)
 SMOLLM2_DISK = 3 * GIB // 4  # 269 MB, beside which its wheel is unpacked; pip keeps a copy of that
 MODULES = {  # that engines import, and where they come from
     Connector.PDRELAY: ("vllm", "nixl", "pdrelay_connector"),
     Connector.NIXL: ("vllm", "nixl"),
 }
-OWN_OPTIONS = {  # of vLLM, which differ from engine to engine or must fit the router, and what to write instead
+# of vLLM, which differ from engine to engine or must fit the router, and what to write instead
+OWN_OPTIONS = {
     "--host": "engines listen at 127.0.0.1",
     "--port": "write --prefill-port or --decode-port before the --",
     "--model": "write --model before the --",
@@ -57,12 +62,18 @@ def look(plan: LocalPlan) -> Machine:
 
 
 def check(plan: LocalPlan, machine: Machine) -> None:
-    """Raise LocalError with everything that is wrong, so that nobody fixes one thing per attempt."""
+    """Raise LocalError with everything that is wrong, so that nobody fixes one thing per
+    attempt.
+    """
     problems = [*_port_problems(plan, machine)]
     if plan.return_kv and plan.connector is not Connector.PDRELAY:
-        problems.append("--return-kv works with our connector alone: leave it out, or write --connector pdrelay")
+        problems.append(
+            "--return-kv works with our connector alone: leave it out, or write --connector pdrelay"
+        )
     if plan.mode == EngineMode.AUTO and plan.connector is not Connector.PDRELAY:
-        problems.append("--kv-transfer-mode auto works with our connector alone: write pull or push")
+        problems.append(
+            "--kv-transfer-mode auto works with our connector alone: write pull or push"
+        )
     if plan.kind is EngineKind.VLLM:
         problems += [*_engine_problems(plan, machine)]
     else:
@@ -82,18 +93,29 @@ def why_too_small(plan: LocalPlan, machine: Machine) -> str | None:
 
 
 def _memory_of(plan: LocalPlan) -> int:
-    return (plan.prefill + plan.decode) * (SMOLLM2_MEMORY if plan.model == SMOLLM2_FOLDER else ENGINE_MEMORY)
+    return (plan.prefill + plan.decode) * (
+        SMOLLM2_MEMORY if plan.model == SMOLLM2_FOLDER else ENGINE_MEMORY
+    )
 
 
 def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
     users: dict[int, str] = {}
     for port, user, option in plan.ports():
         if not 0 < port < 65536:
-            yield f"port {port} for {user} is not between 1 and 65535: choose another with {_choice(option)}"
+            yield (
+                f"port {port} for {user} is not between 1 and 65535: choose another with "
+                f"{_choice(option)}"
+            )
         elif port in users:
-            yield f"port {port} is wanted by {users[port]} and by {user}: choose another with {_choice(option)}"
+            yield (
+                f"port {port} is wanted by {users[port]} and by {user}: choose another with "
+                f"{_choice(option)}"
+            )
         elif port in machine.taken_ports:
-            yield f"port {port} for {user} is taken: stop what listens there, or choose another with {_choice(option)}"
+            yield (
+                f"port {port} for {user} is taken: stop what listens there, or choose another with "
+                f"{_choice(option)}"
+            )
         users[port] = user
 
 
@@ -118,28 +140,42 @@ def _missing_sentence(module: str) -> str:
 
 def _simulation_problems(plan: LocalPlan) -> Iterator[str]:
     if plan.kv_events:
-        yield "simulated engines have no cache to tell of: leave out --kv-events, or write --engine vllm"
+        yield (
+            "simulated engines have no cache to tell of: leave out --kv-events, or write --engine "
+            "vllm"
+        )
     if plan.engine_args:
-        yield "simulated engines have no options of vLLM: leave out what stands behind --, or write --engine vllm"
+        yield (
+            "simulated engines have no options of vLLM: leave out what stands behind --, or write "
+            "--engine vllm"
+        )
 
 
 def _engine_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
     for argument in plan.engine_args:
         if (flag := argument.partition("=")[0].replace("_", "-")) in OWN_OPTIONS:
-            yield f"{flag} is not an option for engines here, as pdrelay up says it itself: {OWN_OPTIONS[flag]}"
+            yield (
+                f"{flag} is not an option for engines here, as pdrelay up says it itself: "
+                f"{OWN_OPTIONS[flag]}"
+            )
     yield from map(_missing_sentence, sorted(machine.missing_modules))
     for name in sorted(machine.missing_programs):
-        yield f"the program {name} is not installed, and vLLM asks it about the CPU: install the package util-linux"
+        yield (
+            f"the program {name} is not installed, and vLLM asks it about the CPU: install the "
+            f"package util-linux"
+        )
     engines = plan.prefill + plan.decode
     needed = _memory_of(plan)
     if machine.free_memory is not None and machine.free_memory < needed:
         yield (
-            f"{engines} engines need about {needed / GIB:.1f} GiB of memory and {machine.free_memory / GIB:.1f} GiB "
+            f"{engines} engines need about {needed / GIB:.1f} GiB of memory and "
+            f"{machine.free_memory / GIB:.1f} GiB "
             "are free: close something, start fewer engines, or use `--engine sim`"
         )
     if machine.free_disk < DISK:
         yield (
-            f"{plan.home} needs about {DISK / GIB:.2f} GiB of disk and {machine.free_disk / GIB:.2f} GiB are free: "
+            f"{plan.home} needs about {DISK / GIB:.2f} GiB of disk and "
+            f"{machine.free_disk / GIB:.2f} GiB are free: "
             "make room"
         )
 
@@ -148,7 +184,8 @@ def _is_free(port: int) -> bool:
     if not 0 < port < 65536:
         return True  # it is reported as what it is
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; old connections do not count
+        # as servers do; old connections do not count
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((HOST, port))
         except OSError:
@@ -159,9 +196,10 @@ def _is_free(port: int) -> bool:
 def safe_dtype(root: Path = Path("/")) -> str | None:
     """Return the `--dtype` that engines need on this CPU; None where vLLM's own choice works.
 
-    vLLM 0.32.0's attention in bfloat16 uses the tiles of Intel's AMX where the CPU has them (`_get_attn_isa` in
-    vllm/v1/attention/backends/cpu_attn.py). A thread whose first work is a single token runs a tile instruction before
-    it has configured tiles, and the engine dies of an illegal instruction. A decode engine begins with one token.
+    vLLM 0.32.0's attention in bfloat16 uses the tiles of Intel's AMX where the CPU has them
+    (`_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py). A thread whose first work is a
+    single token runs a tile instruction before it has configured tiles, and the engine dies of an
+    illegal instruction. A decode engine begins with one token.
     """
     with suppress(OSError):
         if "amx_tile" in (root / "proc/cpuinfo").read_text().split():
@@ -170,10 +208,14 @@ def safe_dtype(root: Path = Path("/")) -> str | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Return how many bytes this machine, or the container we are in, can still give; None where it does not say."""
+    """Return how many bytes this machine, or the container we are in, can still give; None where it
+    does not say.
+    """
     known = list[int]()
     with suppress(OSError, KeyError, ValueError):
-        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        fields = dict(
+            line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines()
+        )
         known.append(int(fields["MemAvailable"].split()[0]) * 1024)
     with suppress(OSError, ValueError):  # no cgroup v2, or its limit is the word "max"
         cgroup = root / "sys/fs/cgroup"

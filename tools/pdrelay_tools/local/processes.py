@@ -1,7 +1,8 @@
-"""Child processes that always end: each in its own group, with a log file, gone when their parent is.
+"""Child processes that always end: each in its own group, with a log file, gone when their parent
+is.
 
-Each has a directory for temporary files (``TMPDIR``) that goes with it: vLLM leaves its sockets and its rendezvous file
-there, and removes neither.
+Each has a directory for temporary files (``TMPDIR``) that goes with it: vLLM leaves its sockets and
+its rendezvous file there, and removes neither.
 """
 
 import itertools
@@ -29,7 +30,8 @@ TAIL_BYTES = 65536
 # for this user alone: logs have prompts and addresses in them
 DIRECTORY = 0o700
 FILE = 0o600
-# The path of a Unix socket has at most 107 bytes (103 on macOS), of which vLLM's own name takes 37, ours 20.
+# The path of a Unix socket has at most 107 bytes (103 on macOS), of which vLLM's own name takes 37,
+# ours 20.
 LONGEST_TEMP = 45  # bytes
 
 
@@ -46,7 +48,9 @@ class Command:
 class Child:
     """A running (or ended) program."""
 
-    def __init__(self, command: Command, process: subprocess.Popen[bytes], log: Path, temp: Path) -> None:
+    def __init__(
+        self, command: Command, process: subprocess.Popen[bytes], log: Path, temp: Path
+    ) -> None:
         self.command = command
         self.log = log
         self.temp = temp  # its directory for temporary files
@@ -82,8 +86,12 @@ class Child:
         return "\n".join(self._end_of_log().splitlines()[-lines:])
 
     def cause(self) -> str | None:
-        """Return the first line of the log's end that names an exception: vLLM's last one is only the consequence."""
-        match = re.search(r"^(?:.*\] )?([\w.]*(?:Error|Exception|Exit): .+)$", self._end_of_log(), re.MULTILINE)
+        """Return the first line of the log's end that names an exception: vLLM's last one is only
+        the consequence.
+        """
+        match = re.search(
+            r"^(?:.*\] )?([\w.]*(?:Error|Exception|Exit): .+)$", self._end_of_log(), re.MULTILINE
+        )
         return match[1] if match else None
 
     def _end_of_log(self) -> str:
@@ -113,7 +121,9 @@ class Patience:
     """How long children are waited for: their logs show whether they get on."""
 
     def __init__(self, silence_s: float, most_s: float, *, now: float) -> None:
-        """``silence_s``: seconds without a new line; ``most_s``: seconds in all, however much is written."""
+        """``silence_s``: seconds without a new line; ``most_s``: seconds in all, however much is
+        written.
+        """
         self._silence_s = silence_s
         self._end = now + most_s
         self._moved_at = now
@@ -134,7 +144,9 @@ class Patience:
 class ProcessGroup:
     """The children of one :func:`open_fleet` block."""
 
-    def __init__(self, log_dir: Path, temp: Path, guard_input: IO[bytes], *, grace_s: float) -> None:
+    def __init__(
+        self, log_dir: Path, temp: Path, guard_input: IO[bytes], *, grace_s: float
+    ) -> None:
         self.children: list[Child] = []
         self._log_dir = log_dir
         self._temp = temp
@@ -144,7 +156,10 @@ class ProcessGroup:
         self._logs: set[Path] = set()
 
     def start(self, command: Command) -> Child:
-        """Start a program; a name that is started again continues its log. Raises OSError when it cannot be run."""
+        """Start a program; a name that is started again continues its log.
+
+        Raises OSError when it cannot be run.
+        """
         log = self._log_dir / f"{command.name}.log"
         temp = self._temp / str(next(self._numbers))
         temp.mkdir()
@@ -155,7 +170,8 @@ class ProcessGroup:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # its own group; and Ctrl-C reaches only this process, which then stops it
+                # its own group; and Ctrl-C reaches only this process, which then stops it
+                start_new_session=True,
             )
         self._logs.add(log)
         self._tell_guard(f"+{process.pid}")
@@ -171,16 +187,18 @@ class ProcessGroup:
         most_s: float | None = None,
         report: Callable[[Sequence[str], float], None] = lambda _names, _seconds: None,
     ) -> None:
-        """Return when all of them serve at the same time. Raises ChildFailed, after `timeout_s` seconds at the latest.
+        """Return when all of them serve at the same time.
 
-        With `most_s` a child that writes to its log is given more time: `timeout_s` seconds from its last line on, and
-        `most_s` in all.
+        Raises ChildFailed, after `timeout_s` seconds at the latest.
 
-        One that has served is looked at again: a router that started before its engines is healthy until it has found
-        them missing, and then not before it has found them back.
+        With `most_s` a child that writes to its log is given more time: `timeout_s` seconds from
+        its last line on, and `most_s` in all.
 
-        Children that are not waited for must live, too. `report` is called between looks with the names of those that
-        are missing, and the seconds since the wait began.
+        One that has served is looked at again: a router that started before its engines is healthy
+        until it has found them missing, and then not before it has found them back.
+
+        Children that are not waited for must live, too. `report` is called between looks with the
+        names of those that are missing, and the seconds since the wait began.
         """
         children = list(children)
         start = time.monotonic()
@@ -195,9 +213,13 @@ class ProcessGroup:
                     first = missing[0]
                     silent = ""
                     if most_s is not None:
-                        silent = f", and its log got its last line {patience.silence(now=now):.0f} s ago"
+                        silent = (
+                            f", and its log got its last line {patience.silence(now=now):.0f} s ago"
+                        )
                     raise ChildFailed(
-                        f"{first.name} is not ready after {seconds:.0f} s{silent}", first.log, first.tail()
+                        f"{first.name} is not ready after {seconds:.0f} s{silent}",
+                        first.log,
+                        first.tail(),
                     )
                 time.sleep(POLL_S)
 
@@ -207,7 +229,9 @@ class ProcessGroup:
             child.raise_if_dead()
 
     def stop(self, *children: Child) -> None:
-        """End children with all that they started: ask, and kill what is left after the grace time."""
+        """End children with all that they started: ask, and kill what is left after the grace
+        time.
+        """
         try:
             guard.end_groups(
                 [child.pid for child in children],
@@ -229,16 +253,19 @@ class ProcessGroup:
 
 @contextmanager
 def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[ProcessGroup]:
-    """Give a fleet whose children survive neither the block nor this process, however that one dies.
+    """Give a fleet whose children survive neither the block nor this process, however that one
+    dies.
 
-    Logs go to `log_dir`, which is created; only this user can read them. Children get `grace_s` seconds to end before
-    they are killed.
+    Logs go to `log_dir`, which is created; only this user can read them. Children get `grace_s`
+    seconds to end before they are killed.
     """
     make_directory(log_dir)
     usual = tempfile.gettempdir()
     where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
     with (
-        tempfile.TemporaryDirectory(prefix="pdrelay-", dir=where, ignore_cleanup_errors=True) as temp,
+        tempfile.TemporaryDirectory(
+            prefix="pdrelay-", dir=where, ignore_cleanup_errors=True
+        ) as temp,
         _guard(Path(temp)) as guard_input,
     ):
         fleet = ProcessGroup(log_dir, Path(temp), guard_input, grace_s=grace_s)
@@ -252,7 +279,9 @@ def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[ProcessGrou
 def _guard(temp: Path) -> Generator[IO[bytes]]:
     command = [sys.executable, "-P", "-m", guard.__name__, str(temp)]
     # Its own session: what kills our group does not reach it.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+    ) as process:
         if process.stdin is None:
             raise RuntimeError("Popen with stdin=PIPE has no stdin")
         yield process.stdin
@@ -266,7 +295,9 @@ def _serves(client: httpx.Client, child: Child) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing, for this user alone; one that is there stays as it is."""
+    """Make a directory and those above it that are missing, for this user alone; one that is there
+    stays as it is.
+    """
     for missing in reversed([one for one in (path, *path.parents) if not one.exists()]):
         missing.mkdir(mode=DIRECTORY, exist_ok=True)
 

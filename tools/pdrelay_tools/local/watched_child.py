@@ -35,7 +35,8 @@ def run_watched(
     report: Callable[[int, float], None],
     last_words: Callable[[str], str],
 ) -> None:
-    """Run a program to its end; `report` gets the size of its largest file, and the seconds, again and again.
+    """Run a program to its end; `report` gets the size of its largest file, and the seconds, again
+    and again.
 
     Raises LocalError with the `last_words` of its log, and with the limit that it was ended for.
     """
@@ -66,9 +67,13 @@ def run_watched(
             if most_seen > limits.most_bytes:
                 raise LocalError(f"it wrote more than {limits.most_bytes:,} bytes")
             if now - moved_at > limits.silence_s:
-                raise LocalError(f"for {limits.silence_s:.0f} s nothing came{_quoted(log, last_words)}")
+                raise LocalError(
+                    f"for {limits.silence_s:.0f} s nothing came{_quoted(log, last_words)}"
+                )
             if now - start > limits.most_s:
-                raise LocalError(f"it was not done after {limits.most_s:.0f} s{_quoted(log, last_words)}")
+                raise LocalError(
+                    f"it was not done after {limits.most_s:.0f} s{_quoted(log, last_words)}"
+                )
     finally:
         if process.poll() is None:
             process.kill()
@@ -78,9 +83,12 @@ def run_watched(
 
 
 def _sizes(folder: Path) -> list[int]:
-    """Return the sizes of all files that are there long enough to be looked at: the child removes some of them."""
+    """Return the sizes of all files that are there long enough to be looked at: the child removes
+    some of them.
+    """
     sizes = list[int]()
-    for place, _, names in os.walk(folder):  # it passes over folders that are gone, where rglob raises
+    # it passes over folders that are gone, where rglob raises
+    for place, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
                 sizes.append((Path(place) / name).stat().st_size)

@@ -1,4 +1,6 @@
-"""``pdrelay plan``: how many prefill and decode engines a traffic needs; docs/scaling.md tells how to measure rates."""
+"""``pdrelay plan``: how many prefill and decode engines a traffic needs; docs/scaling.md tells how
+to measure rates.
+"""
 
 import argparse
 import json
@@ -23,12 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     traffic = parser.add_argument_group("what clients ask for")
     arrivals = traffic.add_mutually_exclusive_group(required=True)
-    arrivals.add_argument("--requests-per-second", type=float, metavar="R", help="requests a second of all clients")
     arrivals.add_argument(
-        "--prompt-tokens-per-second", type=float, metavar="N", help="instead: prompt tokens a second of all clients"
+        "--requests-per-second", type=float, metavar="R", help="requests a second of all clients"
+    )
+    arrivals.add_argument(
+        "--prompt-tokens-per-second",
+        type=float,
+        metavar="N",
+        help="instead: prompt tokens a second of all clients",
     )
     traffic.add_argument(
-        "--prompt-lengths", metavar="FILE", help="text file with prompt lengths in tokens, instead of --prompt-tokens"
+        "--prompt-lengths",
+        metavar="FILE",
+        help="text file with prompt lengths in tokens, instead of --prompt-tokens",
     )
     add = partial(traffic.add_argument, type=float)
     spread = "their 95th percentile (default: 3 times the mean, an exponential distribution)"
@@ -36,38 +45,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens-p95", metavar="N", help=spread)
     add("--output-tokens", metavar="N", required=True, help="mean tokens of an answer")
     add("--output-tokens-p95", metavar="N", help=spread)
-    said = "share of the prompt tokens that hit the prefill engines' prefix caches, 0 to 1 (default: %(default)s)"
+    said = (
+        "share of the prompt tokens that hit the prefill engines' prefix caches, 0 to 1 (default: "
+        "%(default)s)"
+    )
     add("--cached", metavar="SHARE", default=0.0, help=said)
     _add_engines(parser)
     add = partial(parser.add_argument_group("what is wanted").add_argument, type=float)
-    add("--itl", metavar="S", required=True, help="target: most seconds between two tokens of an answer")
+    add(
+        "--itl",
+        metavar="S",
+        required=True,
+        help="target: most seconds between two tokens of an answer",
+    )
     said = "target: most seconds to the first token, 95th percentile (default: none)"
     add("--ttft", metavar="S", help=said)
     said = "mean share of a resource that may be busy, 0 to 1 (default: %(default)s)"
     add("--utilisation", metavar="SHARE", default=0.7, help=said)
-    said = "the router's prefill policy (default: %(default)s); with session and prefix requests wait longer"
-    parser.add_argument("--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said)
+    said = (
+        "the router's prefill policy (default: %(default)s); with session and prefix requests wait "
+        "longer"
+    )
+    parser.add_argument(
+        "--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said
+    )
     said = "routers in front of the same engines (default: %(default)s)"
     parser.add_argument("--routers", type=int, metavar="N", default=1, help=said)
-    said = "whether the routers share the load of engines, as with --peers of pdrelay serve (default: %(default)s)"
+    said = (
+        "whether the routers share the load of engines, as with --peers of pdrelay serve (default: "
+        "%(default)s)"
+    )
     parser.add_argument("--peers", choices=["true", "false"], default="true", help=said)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
 
 def _add_engines(parser: argparse.ArgumentParser) -> None:
-    add = partial(parser.add_argument_group("what one engine does, measured").add_argument, type=float)
+    add = partial(
+        parser.add_argument_group("what one engine does, measured").add_argument, type=float
+    )
     said = "prompt tokens a second that one busy prefill engine computes"
     add("--prefill-rate", metavar="TOKENS/S", help=said)
     said = "tokens a second that one decode engine makes at the ITL target"
     add("--decode-rate", metavar="TOKENS/S", help=said)
     said = "tokens that fit into the KV cache of one decode engine"
     add("--kv-capacity", metavar="TOKENS", help=said)
-    add("--kv-bytes-per-token", metavar="BYTES", help="bytes of KV of one token, all layers and ranks together")
+    add(
+        "--kv-bytes-per-token",
+        metavar="BYTES",
+        help="bytes of KV of one token, all layers and ranks together",
+    )
     said = "Gbit/s of one engine's link for KV transfers (default: links are no limit)"
     add("--link-gbit", metavar="GBIT/S", help=said)
-    add = partial(parser.add_argument_group("or what pdrelay replay simulates").add_argument, type=Path)
-    add("--engine", metavar="FILE", help="JSON file with the speed and the cache of an engine (docs/replay.md)")
+    add = partial(
+        parser.add_argument_group("or what pdrelay replay simulates").add_argument, type=Path
+    )
+    add(
+        "--engine",
+        metavar="FILE",
+        help="JSON file with the speed and the cache of an engine (docs/replay.md)",
+    )
     add("--decode-engine", metavar="FILE", help="the same for decode engines, if they differ")
 
 
@@ -87,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
     except (NoPlan, NoEngineModel) as exc:
         sys.stderr.write(f"pdrelay plan: {exc}\n")
         return 2
-    sys.stdout.write(json.dumps(_as_json(found), indent=2) + "\n" if args.json else _as_text(found, aims))
+    sys.stdout.write(
+        json.dumps(_as_json(found), indent=2) + "\n" if args.json else _as_text(found, aims)
+    )
     return 0
 
 
@@ -99,7 +138,9 @@ def _rates(args: argparse.Namespace, traffic: sizing.Traffic, aims: sizing.Aims)
         link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
         return sizing.Rates(*needed, args.kv_bytes_per_token, link)
     if any(value is not None for value in (*needed, args.kv_bytes_per_token, args.link_gbit)):
-        raise NoPlan("--engine has rates, KV and link of its own: leave out those that were measured")
+        raise NoPlan(
+            "--engine has rates, KV and link of its own: leave out those that were measured"
+        )
     prefill = read_engine_model(args.engine)
     decode = prefill if args.decode_engine is None else read_engine_model(args.decode_engine)
     return sizing.rates_of(prefill, decode, traffic, aims)
@@ -111,7 +152,9 @@ def _prompt(args: argparse.Namespace) -> Spread:
     if args.prompt_lengths is None:
         return sizing.lengths("prompt", args.prompt_tokens, args.prompt_tokens_p95)
     if args.prompt_tokens_p95 is not None:
-        raise NoPlan("--prompt-tokens-p95 belongs to --prompt-tokens: lengths have a p95 of their own")
+        raise NoPlan(
+            "--prompt-tokens-p95 belongs to --prompt-tokens: lengths have a p95 of their own"
+        )
     return sizing.observed("prompt", _numbers(args.prompt_lengths))
 
 
@@ -120,9 +163,13 @@ def _numbers(name: str) -> list[float]:
         with Path(name).open(encoding="utf-8") as file:
             text = file.read(_MOST_BYTES + 1)
     except (OSError, UnicodeDecodeError) as exc:
-        raise NoPlan(f"{name} cannot be read: {getattr(exc, 'strerror', None) or 'it is not text'}") from exc
+        raise NoPlan(
+            f"{name} cannot be read: {getattr(exc, 'strerror', None) or 'it is not text'}"
+        ) from exc
     if len(text) > _MOST_BYTES:
-        raise NoPlan(f"{name} is larger than {_MOST_BYTES:,} bytes: a sample of 10,000 lengths is enough")
+        raise NoPlan(
+            f"{name} is larger than {_MOST_BYTES:,} bytes: a sample of 10,000 lengths is enough"
+        )
     found = text.replace(",", " ").split()
     try:
         return [float(word) for word in found]
@@ -142,7 +189,9 @@ def _as_json(found: sizing.CapacityPlan) -> dict[str, object]:
         "traffic": [
             {
                 "factor": swing.factor,
-                "needs": None if swing.need is None else {"prefill": swing.need.prefill, "decode": swing.need.decode},
+                "needs": None
+                if swing.need is None
+                else {"prefill": swing.need.prefill, "decode": swing.need.decode},
                 **_outlook_json(swing.outlook),
             }
             for swing in found.swings
@@ -172,7 +221,9 @@ def _as_text(found: sizing.CapacityPlan, aims: sizing.Aims) -> str:
         "",
         *_table([("time to first token", "mean", "p95"), *_times(found.outlook.ttft, aims)]),
         "",
-        *_table([("traffic", "needs", "with these: busiest", "TTFT p95"), *map(_swung, found.swings)]),
+        *_table(
+            [("traffic", "needs", "with these: busiest", "TTFT p95"), *map(_swung, found.swings)]
+        ),
     ]
     return "".join(line.rstrip() + "\n" for line in lines)
 
@@ -185,7 +236,11 @@ def _ratio(need: sizing.Need) -> str:
 def _times(ttft: sizing.Ttft | None, aims: sizing.Aims) -> list[Sequence[str]]:
     if ttft is None:  # cannot be: a plan keeps every utilisation below 1
         return [("endless", "", "")]
-    parts: list[tuple[str, float]] = [("queue", ttft.queue), ("prefill", ttft.prefill), ("transfer", ttft.transfer)]
+    parts: list[tuple[str, float]] = [
+        ("queue", ttft.queue),
+        ("prefill", ttft.prefill),
+        ("transfer", ttft.transfer),
+    ]
     rows: list[Sequence[str]] = [(name, _seconds(value), "") for name, value in parts if value]
     target = "" if aims.ttft_s is None else f" of {_seconds(aims.ttft_s)}"
     last = ("sum", _seconds(ttft.mean), _seconds(ttft.p95) + target)
@@ -194,7 +249,9 @@ def _times(ttft: sizing.Ttft | None, aims: sizing.Aims) -> list[Sequence[str]]:
 
 def _swung(swing: sizing.Swing) -> Sequence[str]:
     name, share = max(swing.outlook.utilisation.items(), key=lambda item: item[1])
-    needs = "no number will do" if swing.need is None else f"{swing.need.prefill} + {swing.need.decode}"
+    needs = (
+        "no number will do" if swing.need is None else f"{swing.need.prefill} + {swing.need.decode}"
+    )
     ttft = "grows without end" if swing.outlook.ttft is None else _seconds(swing.outlook.ttft.p95)
     factor = "as planned" if swing.factor == 1 else f"{swing.factor - 1:+.0%}"
     return factor, needs, f"{name} {share:.0%}", ttft
@@ -207,4 +264,7 @@ def _seconds(value: float) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
-    return ["  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True)) for row in rows]
+    return [
+        "  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True))
+        for row in rows
+    ]

@@ -1,4 +1,6 @@
-"""An engine as ``pdrelay plan`` and ``pdrelay replay`` know it: the seconds of a step, and the rates they make."""
+"""An engine as ``pdrelay plan`` and ``pdrelay replay`` know it: the seconds of a step, and the
+rates they make.
+"""
 
 from math import inf
 from pathlib import Path
@@ -20,16 +22,18 @@ class NoEngineModel(Exception):
 class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast an engine is and what it has room for.
 
-    The defaults follow from the size of a model of 8e9 parameters in 16 bit and the data sheet of a GPU with 80 GB.
-    They are no measurement: benchmarks/replay/fit.py measures an engine.
+    The defaults follow from the size of a model of 8e9 parameters in 16 bit and the data sheet of a
+    GPU with 80 GB. They are no measurement: benchmarks/replay/fit.py measures an engine.
     """
 
     step_s: Seconds = 0.008  # of any step: reading the weights, starting the kernels
     prefill_token_s: Seconds = 5e-5  # of a prompt token that is computed
     prefill_context_s: Seconds = 1.3e-9  # of a prompt token, for each token before it: attention
     decode_request_s: Seconds = 5e-5  # of a request that gets a token
-    decode_context_s: Seconds = 5e-8  # of a request that gets a token, for each token before it: reading KV
-    leg_s: Seconds = 0.003  # of a request, outside of steps: HTTP, tokenizer, queues between processes
+    # of a request that gets a token, for each token before it: reading KV
+    decode_context_s: Seconds = 5e-8
+    # of a request, outside of steps: HTTP, tokenizer, queues between processes
+    leg_s: Seconds = 0.003
     # The API server does one thing after the other: what it does for one request, others wait for.
     api_request_s: Seconds = 0.0  # of a request, before the engine has it: HTTP, JSON
     api_prompt_token_s: Seconds = 0.0  # of a request, for each token of its prompt: the tokenizer
@@ -50,29 +54,40 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def chunk_s(self, tokens: int, before: int) -> float:
         """Return the seconds that a step takes longer for this part of a prompt."""
-        return self.prefill_request_s + tokens * (self.prefill_token_s + self.prefill_context_s * (before + tokens / 2))
+        return self.prefill_request_s + tokens * (
+            self.prefill_token_s + self.prefill_context_s * (before + tokens / 2)
+        )
 
     def batch_s(self, requests: float, context: float) -> float:
-        """Return the seconds that a step takes longer for requests that get a token; ``context``: of all of them."""
+        """Return the seconds that a step takes longer for requests that get a token; ``context``:
+        of all of them.
+        """
         return requests * self.decode_request_s + context * self.decode_context_s
 
     def prompt_s(self, tokens: float, squared: float, cached: float) -> float:
         """Return the seconds of a mean prompt where more of them always wait: every step is full.
 
-        ``tokens`` and ``squared`` are the means of a prompt's length and of its square; ``cached`` is the share that
-        is not computed. A full step ends within a prompt, which makes one part more of it.
+        ``tokens`` and ``squared`` are the means of a prompt's length and of its square; ``cached``
+        is the share that is not computed. A full step ends within a prompt, which makes one part
+        more of it.
         """
         computed = tokens * (1 - cached)
         steps = computed / self.max_num_batched_tokens
         # A token has what is cached before it, and half of what is computed.
         context = squared * (1 - cached) * (cached + (1 - cached) / 2)
         parts = (1 + steps) * self.prefill_request_s
-        engine = steps * self.step_s + parts + computed * self.prefill_token_s + context * self.prefill_context_s
+        engine = (
+            steps * self.step_s
+            + parts
+            + computed * self.prefill_token_s
+            + context * self.prefill_context_s
+        )
         server = self.api_request_s + tokens * self.api_prompt_token_s + self.api_token_s
         return max(engine, server)
 
     def decode_rate(self, context: float, itl_s: float) -> float:
-        """Return the tokens a second of the largest batch that keeps the time between tokens; 0: none does.
+        """Return the tokens a second of the largest batch that keeps the time between tokens; 0:
+        none does.
 
         ``context``: mean tokens before the next one of an answer.
         """
@@ -93,4 +108,6 @@ def read_engine_model(path: Path) -> EngineModel:
     try:
         return msgspec.json.decode(path.read_bytes()[:_MOST_BYTES], type=EngineModel)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise NoEngineModel(f"{path} does not describe an engine: {getattr(exc, 'strerror', None) or exc}") from exc
+        raise NoEngineModel(
+            f"{path} does not describe an engine: {getattr(exc, 'strerror', None) or exc}"
+        ) from exc

@@ -1,13 +1,14 @@
 """How long work waits before a set of equal servers: textbook approximations, each with its source.
 
-All of them want arrivals that are independent of each other (Poisson) and a load that lasts; a burst is worse.
-``tests/tools/planning/test_queueing.py`` compares them with a simulation.
+All of them want arrivals that are independent of each other (Poisson) and a load that lasts; a
+burst is worse. ``tests/tools/planning/test_queueing.py`` compares them with a simulation.
 """
 
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
-_Z95 = 1.6448536269514722  # 95 % of a normal distribution lie below its mean plus this many standard deviations
+# 95 % of a normal distribution lie below its mean plus this many standard deviations
+_Z95 = 1.6448536269514722
 _ROUTERS = 2.6  # see among_routers
 MOST_SKEWED = exp(_Z95**2 / 2)  # no lognormal distribution has a p95 above so many means: 3.87
 
@@ -24,8 +25,8 @@ class Spread:
     def lognormal(cls, mean: float, p95: float) -> "Spread":
         """Fit a lognormal distribution, which lengths of prompts and answers resemble.
 
-        From p95 / mean = exp(z s - s^2 / 2), z = 1.645, follows s, and cv^2 = exp(s^2) - 1. Of two solutions the
-        narrower one is meant. ``p95`` must be 1 to ``MOST_SKEWED`` times ``mean``.
+        From p95 / mean = exp(z s - s^2 / 2), z = 1.645, follows s, and cv^2 = exp(s^2) - 1. Of two
+        solutions the narrower one is meant. ``p95`` must be 1 to ``MOST_SKEWED`` times ``mean``.
         """
         sigma = _Z95 - sqrt(max(0.0, _Z95**2 - 2 * log(p95 / mean)))
         return cls(mean, exp(sigma**2) - 1, p95)
@@ -49,9 +50,11 @@ class Wait:
 
     @property
     def p95(self) -> float:
-        """Return the 95th percentile, as if those who wait did so for exponentially distributed times.
+        """Return the 95th percentile, as if those who wait did so for exponentially distributed
+        times.
 
-        That is exact for M/M/c and what Whitt (The Queueing Network Analyzer, 1983) starts from for others.
+        That is exact for M/M/c and what Whitt (The Queueing Network Analyzer, 1983) starts from for
+        others.
         """
         if self.chance <= 0.05:
             return 0.0
@@ -62,7 +65,8 @@ FOREVER = Wait(1.0, inf)
 
 
 def erlang_c(servers: int, offered: float) -> float:
-    """Return the chance that an arrival waits in M/M/c; ``offered``: mean number of busy servers, below ``servers``.
+    """Return the chance that an arrival waits in M/M/c; ``offered``: mean number of busy servers,
+    below ``servers``.
 
     Source: A. K. Erlang, 1917; by the recursion for the loss formula, which does not overflow.
     """
@@ -73,11 +77,13 @@ def erlang_c(servers: int, offered: float) -> float:
 
 
 def shared_queue(servers: int, rate: float, service: Spread) -> Wait:
-    """Return the wait in one queue before all servers (M/G/c): what choosing the least loaded engine comes close to.
+    """Return the wait in one queue before all servers (M/G/c): what choosing the least loaded
+    engine comes close to.
 
-    Source: Allen and Cunneen (A. O. Allen, Probability, Statistics and Queueing Theory, 1990), for Poisson arrivals
-    the same as Lee and Longton, 1959: the wait of M/M/c times (1 + cv^2) / 2. With one server that is the formula of
-    Pollaczek and Khinchine, which is exact; with cv^2 = 0 it is M/D/c.
+    Source: Allen and Cunneen (A. O. Allen, Probability, Statistics and Queueing Theory, 1990), for
+    Poisson arrivals the same as Lee and Longton, 1959: the wait of M/M/c times (1 + cv^2) / 2. With
+    one server that is the formula of Pollaczek and Khinchine, which is exact; with cv^2 = 0 it is
+    M/D/c.
     """
     offered = rate * service.mean
     if offered >= servers:
@@ -87,11 +93,13 @@ def shared_queue(servers: int, rate: float, service: Spread) -> Wait:
 
 
 def queues_in_turn(servers: int, rate: float, service: Spread) -> Wait:
-    """Return the wait before one of several servers that get the arrivals in turn, each with a queue of its own.
+    """Return the wait before one of several servers that get the arrivals in turn, each with a
+    queue of its own.
 
-    Every c-th arrival of a Poisson stream comes to one server: the times between are Erlang distributed, with a
-    squared coefficient of variation of 1 / c. Source of the wait of such a GI/G/1 queue: Kraemer and Langenbach-Belz,
-    1976; the chance to wait from the same, as Whitt gives it (1983). With one server it is shared_queue's.
+    Every c-th arrival of a Poisson stream comes to one server: the times between are Erlang
+    distributed, with a squared coefficient of variation of 1 / c. Source of the wait of such a
+    GI/G/1 queue: Kraemer and Langenbach-Belz, 1976; the chance to wait from the same, as Whitt
+    gives it (1983). With one server it is shared_queue's.
     """
     busy = rate * service.mean / servers
     if busy >= 1:
@@ -107,9 +115,10 @@ def queues_in_turn(servers: int, rate: float, service: Spread) -> Wait:
 def two_choices(servers: int, rate: float, service: Spread) -> Wait:
     """Return the wait before one of several servers, the shorter queue of two that chance picks.
 
-    Source: Mitzenmacher (The Power of Two Choices in Randomized Load Balancing, 1996), for exponential times and many
-    servers: the share of servers with i requests or more is r^(2^i - 1). For others (1 + cv^2) / 2 as in shared_queue;
-    1 + 1 / c for few servers is fitted to the simulation.
+    Source: Mitzenmacher (The Power of Two Choices in Randomized Load Balancing, 1996), for
+    exponential times and many servers: the share of servers with i requests or more is r^(2^i - 1).
+    For others (1 + cv^2) / 2 as in shared_queue; 1 + 1 / c for few servers is fitted to the
+    simulation.
     """
     busy = rate * service.mean / servers
     best = shared_queue(servers, rate, service)
@@ -121,16 +130,19 @@ def two_choices(servers: int, rate: float, service: Spread) -> Wait:
 
 
 def at_random(servers: int, rate: float, service: Spread) -> Wait:
-    """Return the wait before one of several servers that chance picks: M/G/1 (Pollaczek and Khinchine, exact)."""
+    """Return the wait before one of several servers that chance picks: M/G/1 (Pollaczek and
+    Khinchine, exact).
+    """
     return shared_queue(1, rate / servers, service)
 
 
 def among_routers(one: Wait, random: Wait, routers: int, busy: float) -> Wait:
     """Return the wait behind several routers that do not know of each other's requests.
 
-    Each sees its own alone, so what one router would do well becomes chance with their number. From the wait of one
-    router to that of a random choice it goes as n / (n + k), n being the number of the other routers; k grows as queues
-    last longer, and is fitted to the simulation in tests/support/several_routers.py.
+    Each sees its own alone, so what one router would do well becomes chance with their number. From
+    the wait of one router to that of a random choice it goes as n / (n + k), n being the number of
+    the other routers; k grows as queues last longer, and is fitted to the simulation in
+    tests/support/several_routers.py.
     """
     others = routers - 1
     if others == 0 or random.mean == inf:

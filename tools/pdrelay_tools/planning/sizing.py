@@ -1,8 +1,10 @@
-"""How many prefill and decode engines a traffic needs, from rates that were measured, or those of an engine's model.
+"""How many prefill and decode engines a traffic needs, from rates that were measured, or those of
+an engine's model.
 
-Each resource is judged by the utilisation law (Denning and Buzen, 1978): utilisation = arrivals a second * seconds of
-work of an arrival / number of servers. What is held for a time (KV cache) is judged by Little's law (1961): mean number
-present = arrivals a second * mean time of presence. Waiting times are approximations: planning/queueing.py.
+Each resource is judged by the utilisation law (Denning and Buzen, 1978): utilisation = arrivals a
+second * seconds of work of an arrival / number of servers. What is held for a time (KV cache) is
+judged by Little's law (1961): mean number present = arrivals a second * mean time of presence.
+Waiting times are approximations: planning/queueing.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +28,8 @@ from pdrelay_tools.planning.queueing import (
 
 MOST_ENGINES: Final = 10_000  # of a role; whoever needs more has mistaken a unit
 MOST_ROUTERS: Final = 1000
-SWINGS: Final = (0.75, 1.0, 1.25)  # traffic that a plan is looked at with, as a share of what is planned for
+# traffic that a plan is looked at with, as a share of what is planned for
+SWINGS: Final = (0.75, 1.0, 1.25)
 
 
 class NoPlan(Exception):
@@ -51,7 +54,8 @@ class Traffic:
     requests_per_s: float
     prompt: Spread  # tokens
     output: Spread  # tokens
-    cached: float = 0.0  # share of the prompt tokens that prefill engines find in their prefix caches
+    # share of the prompt tokens that prefill engines find in their prefix caches
+    cached: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,8 @@ class Rates:
     """What one engine of each role does."""
 
     prefill_tokens_per_s: float  # prompt tokens, with a queue that is never empty
-    decode_tokens_per_s: float  # generated tokens of the whole batch, at the largest batch that keeps the ITL target
+    # generated tokens of the whole batch, at the largest batch that keeps the ITL target
+    decode_tokens_per_s: float
     kv_capacity_tokens: float  # of a decode engine
     kv_bytes_per_token: float | None = None  # of all layers and ranks together
     link_bytes_per_s: float | None = None  # of one engine; None: the link is not looked at
@@ -70,7 +75,8 @@ class Aims:
     """What is wanted."""
 
     itl_s: float  # seconds between two tokens of one answer, at most
-    ttft_s: float | None = None  # 95th percentile of the seconds to the first token, at most; None: no target
+    # 95th percentile of the seconds to the first token, at most; None: no target
+    ttft_s: float | None = None
     utilisation: float = 0.7  # share of any resource that may be busy on the mean
     dispatch: PolicyName = PolicyName.ROUND_ROBIN  # how routers choose prefill engines
     routers: int = 1
@@ -132,7 +138,10 @@ class CapacityPlan:
 
 
 def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
-    """Size both pools. Raises NoPlan: the numbers make no sense, or no number of engines meets the targets."""
+    """Size both pools.
+
+    Raises NoPlan: the numbers make no sense, or no number of engines meets the targets.
+    """
     _check(traffic, rates, aims)
     need = _need(traffic, rates, aims)
     swings = list[Swing]()
@@ -143,11 +152,16 @@ def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
         except NoPlan:
             its_need = None
         swings.append(Swing(factor, its_need, _outlook(need, other, rates, aims)))
-    return CapacityPlan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), tuple(swings))
+    return CapacityPlan(
+        need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), tuple(swings)
+    )
 
 
 def rates_of(prefill: EngineModel, decode: EngineModel, traffic: Traffic, aims: Aims) -> Rates:
-    """Return the rates of engines that `pdrelay replay` simulates, in place of measured ones. Raises NoPlan."""
+    """Return the rates of engines that `pdrelay replay` simulates, in place of measured ones.
+
+    Raises NoPlan.
+    """
     _check_traffic(traffic, aims)
     prompt = traffic.prompt
     output = traffic.output
@@ -155,7 +169,10 @@ def rates_of(prefill: EngineModel, decode: EngineModel, traffic: Traffic, aims: 
     computed = prompt.mean * (1 - traffic.cached)
     decode_rate = decode.decode_rate(prompt.mean + output.mean * (1 + output.cv2) / 2, aims.itl_s)
     if not decode_rate:
-        raise NoPlan(f"a decode engine like this does not keep an ITL of {aims.itl_s:g} s, not even for one request")
+        raise NoPlan(
+            f"a decode engine like this does not keep an ITL of {aims.itl_s:g} s, not even for one "
+            f"request"
+        )
     return Rates(
         prefill_tokens_per_s=computed / prompt_s if prompt_s else inf,
         decode_tokens_per_s=decode_rate,
@@ -168,11 +185,12 @@ def rates_of(prefill: EngineModel, decode: EngineModel, traffic: Traffic, aims: 
 def _work(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[Resource, float]:
     """Return how many engines each resource would keep busy all the time.
 
-    Compute: utilisation law, with the tokens that no cache has, and with those that are generated. KV capacity:
-    Little's law; an answer of n tokens stays for n ITLs and holds prompt + n / 2 tokens on the mean of that time, which
-    with E[n^2] = mean^2 (1 + cv^2) makes mean * ITL * (prompt + mean (1 + cv^2) / 2), prompt and answer being
-    independent. Links: utilisation law with the bytes of a whole prompt (a decode engine that has a part in its own
-    cache reads less), out of a prefill engine and into a decode engine.
+    Compute: utilisation law, with the tokens that no cache has, and with those that are generated.
+    KV capacity: Little's law; an answer of n tokens stays for n ITLs and holds prompt + n / 2
+    tokens on the mean of that time, which with E[n^2] = mean^2 (1 + cv^2) makes mean * ITL *
+    (prompt + mean (1 + cv^2) / 2), prompt and answer being independent. Links: utilisation law with
+    the bytes of a whole prompt (a decode engine that has a part in its own cache reads less), out
+    of a prefill engine and into a decode engine.
     """
     rate = traffic.requests_per_s
     prompt = traffic.prompt
@@ -211,23 +229,33 @@ PREFILL_SIDE: Final = (Resource.PREFILL_COMPUTE, Resource.PREFILL_LINK)
 DECODE_SIDE: Final = (Resource.DECODE_COMPUTE, Resource.DECODE_KV, Resource.DECODE_LINK)
 
 
-def _most(work: Mapping[Resource, float], side: tuple[Resource, ...], aims: Aims) -> tuple[int, Resource]:
-    decides = max((resource for resource in side if resource in work), key=lambda resource: work[resource])
+def _most(
+    work: Mapping[Resource, float], side: tuple[Resource, ...], aims: Aims
+) -> tuple[int, Resource]:
+    decides = max(
+        (resource for resource in side if resource in work), key=lambda resource: work[resource]
+    )
     count = work[decides] / aims.utilisation
     if count > MOST_ENGINES:
-        raise NoPlan(f"{decides} would need {count:,.0f} engines, more than {MOST_ENGINES:,}: look at the units")
+        raise NoPlan(
+            f"{decides} would need {count:,.0f} engines, more than {MOST_ENGINES:,}: look at the "
+            f"units"
+        )
     return max(1, ceil(count - 1e-9)), decides
 
 
 def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
-    """Return the smallest number from ``least`` on that is enough: one that is makes every larger one enough."""
+    """Return the smallest number from ``least`` on that is enough: one that is makes every larger
+    one enough.
+    """
     most = least
     while not is_enough(most):
         least = most + 1
         most = most * 2
         if most > 2 * MOST_ENGINES:
             raise NoPlan(
-                f"the TTFT target cannot be met with {MOST_ENGINES:,} prefill engines: it leaves too little room"
+                f"the TTFT target cannot be met with {MOST_ENGINES:,} prefill engines: it leaves "
+                f"too little room"
             )
     while least < most:
         middle = (least + most) // 2
@@ -236,10 +264,12 @@ def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
 
 
 def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
-    """Return the time to the first token in pull, where nothing overlaps; None: the queue grows without end.
+    """Return the time to the first token in pull, where nothing overlaps; None: the queue grows
+    without end.
 
-    Prompts are served one after the other: an engine that computes several short ones in one step is a little faster.
-    Time in queue and time of computing are independent, so beyond their means their p95s add as squares.
+    Prompts are served one after the other: an engine that computes several short ones in one step
+    is a little faster. Time in queue and time of computing are independent, so beyond their means
+    their p95s add as squares.
     """
     service = _service(traffic, rates)
     transfer = _transfer(traffic, rates)
@@ -254,11 +284,16 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
 
 
 def _wait(x: int, rate: float, service: Spread, aims: Aims) -> Wait:
-    """Return the wait in the queues of prefill engines. Turns are each router's own, whatever it is told of others."""
+    """Return the wait in the queues of prefill engines.
+
+    Turns are each router's own, whatever it is told of others.
+    """
     one = WAITS[aims.dispatch](x, rate, service)
     if aims.routers == 1 or (aims.peers and aims.dispatch is not PolicyName.ROUND_ROBIN):
         return one
-    return among_routers(one, at_random(x, rate, service), aims.routers, min(1.0, rate * service.mean / x))
+    return among_routers(
+        one, at_random(x, rate, service), aims.routers, min(1.0, rate * service.mean / x)
+    )
 
 
 WAITS: Final[Mapping[PolicyName, Callable[[int, float, Spread], Wait]]] = {
@@ -282,13 +317,19 @@ def _transfer(traffic: Traffic, rates: Rates) -> Spread | None:
 
 def _outlook(need: Need, traffic: Traffic, rates: Rates, aims: Aims) -> Outlook:
     work = _work(traffic, rates, aims)
-    used = {name: amount / (need.prefill if name in PREFILL_SIDE else need.decode) for name, amount in work.items()}
+    used = {
+        name: amount / (need.prefill if name in PREFILL_SIDE else need.decode)
+        for name, amount in work.items()
+    }
     batch = traffic.requests_per_s * traffic.output.mean * aims.itl_s / need.decode  # Little's law
     return Outlook(used, _ttft(need.prefill, traffic, rates, aims), batch)
 
 
 def lengths(what: str, mean: float, p95: float | None) -> Spread:
-    """Return the spread of a number of tokens; without a p95, an exponential one. Raises NoPlan: it cannot be."""
+    """Return the spread of a number of tokens; without a p95, an exponential one.
+
+    Raises NoPlan: it cannot be.
+    """
     _positive(f"{what} tokens (mean)", mean)
     if p95 is None:
         return Spread.exponential(mean)
@@ -296,13 +337,21 @@ def lengths(what: str, mean: float, p95: float | None) -> Spread:
     if p95 < mean:
         raise NoPlan(f"the p95 of the {what} tokens, {p95:g}, is below their mean of {mean:g}")
     if p95 > mean * MOST_SKEWED:
-        said = f"the p95 of the {what} tokens, {p95:g}, is more than {MOST_SKEWED:.2f} times their mean of {mean:g}"
-        raise NoPlan(f"{said}: no lognormal distribution is like that, so give the lengths themselves")
+        said = (
+            f"the p95 of the {what} tokens, {p95:g}, is more than {MOST_SKEWED:.2f} times their "
+            f"mean of {mean:g}"
+        )
+        raise NoPlan(
+            f"{said}: no lognormal distribution is like that, so give the lengths themselves"
+        )
     return Spread.lognormal(mean, p95)
 
 
 def observed(what: str, values: list[float]) -> Spread:
-    """Return the spread of lengths that were observed. Raises NoPlan: there are none, or one cannot be a length."""
+    """Return the spread of lengths that were observed.
+
+    Raises NoPlan: there are none, or one cannot be a length.
+    """
     if not values:
         raise NoPlan(f"there are no {what} lengths")
     for value in values:
@@ -325,11 +374,17 @@ def _check_traffic(traffic: Traffic, aims: Aims) -> None:
         if value is not None:
             _positive(name, value)
     if not 0 <= traffic.cached < 1:
-        raise NoPlan(f"the share of cached prompt tokens must be 0 or more and below 1, not {traffic.cached:g}")
+        raise NoPlan(
+            f"the share of cached prompt tokens must be 0 or more and below 1, not "
+            f"{traffic.cached:g}"
+        )
     if not 1 <= aims.routers <= MOST_ROUTERS:
         raise NoPlan(f"there are 1 to {MOST_ROUTERS} routers, not {aims.routers}")
     if not aims.utilisation < 1:
-        raise NoPlan(f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow without end")
+        raise NoPlan(
+            f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow "
+            f"without end"
+        )
 
 
 def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
@@ -350,7 +405,8 @@ def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
     if longest > rates.kv_capacity_tokens:
         said = f"a long request (p95) has {longest:,.0f} tokens"
         raise NoPlan(f"{said}, and a decode engine has room for {rates.kv_capacity_tokens:,.0f}")
-    # By Little's law the batch at which the rate was measured is rate * ITL: one request alone makes 1 / ITL.
+    # By Little's law the batch at which the rate was measured is rate * ITL: one request alone
+    # makes 1 / ITL.
     if rates.decode_tokens_per_s * aims.itl_s < 1:
         said = f"a decode engine that makes {rates.decode_tokens_per_s:g} tokens a second"
         raise NoPlan(f"{said} does not keep an ITL of {aims.itl_s:g} s, not even for one request")

@@ -1,4 +1,6 @@
-"""What every check gets: what is under test, the reference, fresh prompts, and the means to compare."""
+"""What every check gets: what is under test, the reference, fresh prompts, and the means to
+compare.
+"""
 
 import asyncio
 import random
@@ -60,12 +62,14 @@ class Bench:
     tolerance: float = SMALLEST_TOLERANCE
     requests: int = 0  # that were sent to the service
     loads: list[Latencies] = field(default_factory=list[Latencies])
-    usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])  # what engines hold at rest
+    # what engines hold at rest
+    usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])
     down: str = ""  # which engine is down, and since when: nothing more is checked then
     uncompared: int = 0  # answers to questions that the reference did not answer
     unanswered: str = ""  # what it said to the latest of these
     _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
-    _took_s: dict[str, float] = field(default_factory=dict[str, float])  # by the reference, for an answer
+    # by the reference, for an answer
+    _took_s: dict[str, float] = field(default_factory=dict[str, float])
     _refused: set[str] = field(default_factory=set[str])
 
     @property
@@ -77,7 +81,10 @@ class Bench:
     def pairs(self) -> EnginePairs:
         """The engines, between which we are the router; raises CheckSkipped."""
         if not isinstance(self.service, EnginePairs):
-            raise CheckSkipped("it needs the engines themselves (--prefill, --decode), not a router in front of them")
+            raise CheckSkipped(
+                "it needs the engines themselves (--prefill, --decode), not a router in front of "
+                "them"
+            )
         return self.service
 
     @property
@@ -95,7 +102,9 @@ class Bench:
         self.requests += 1
         return await self.service.ask(question, timeout_s=self.limits.request_s)
 
-    async def leave(self, question: Question, *, after_s: float, after_events: int | None = None) -> Reply:
+    async def leave(
+        self, question: Question, *, after_s: float, after_events: int | None = None
+    ) -> Reply:
         """Ask the service and hang up."""
         self.requests += 1
         return await self.service.leave(
@@ -113,7 +122,9 @@ class Bench:
         return list(await asyncio.gather(*map(one, questions)))
 
     async def right_answer(self, question: Question) -> Answer | None:
-        """Ask the reference, each question once; None: there is none, or it has no answer to this (``unanswered``)."""
+        """Ask the reference, each question once; None: there is none, or it has no answer to this
+        (``unanswered``).
+        """
         if self.reference is None:
             return None
         key = repr(question)
@@ -153,11 +164,15 @@ class Bench:
     async def judge(
         self, questions: Sequence[Question], replies: Sequence[Reply], *, may_fail: bool = False
     ) -> list[Finding]:
-        """Compare replies with the reference's answers; ``uncompared`` counts those that it has none for."""
+        """Compare replies with the reference's answers; ``uncompared`` counts those that it has
+        none for.
+        """
         right = await self.right_answers(questions)
         if self.reference is not None:
             asked = zip(questions, replies, right, strict=True)
-            self.uncompared += sum(is_uncompared(question, reply, answer) for question, reply, answer in asked)
+            self.uncompared += sum(
+                is_uncompared(question, reply, answer) for question, reply, answer in asked
+            )
         found = [
             finding
             for question, reply, answer in zip(questions, replies, right, strict=True)
@@ -169,26 +184,42 @@ class Bench:
         return together(found, len(questions))
 
     def slow(self, asked: str, reply: Reply, reference_s: float | None) -> list[Finding]:
-        """Tell whether an answer waited for the end of a lease; ``reference_s``: how long the reference's took."""
-        if reference_s is None or reply.failure() or reply.seconds < max(self.limits.lease_s, _SLOW * reference_s):
+        """Tell whether an answer waited for the end of a lease; ``reference_s``: how long the
+        reference's took.
+        """
+        if (
+            reference_s is None
+            or reply.failure()
+            or reply.seconds < max(self.limits.lease_s, _SLOW * reference_s)
+        ):
             return []
-        seen = f"{reply.seconds:.1f} s, where the single engine took {reference_s:.1f} s and a lease lasts"
+        seen = (
+            f"{reply.seconds:.1f} s, where the single engine took {reference_s:.1f} s and a lease "
+            f"lasts"
+        )
         return [Finding(FindingName.SLOW_ANSWER, f"{asked}: {seen} {self.limits.lease_s:g} s")]
 
     async def calibrate(self) -> str:
-        """Find out by how much the reference differs from itself, and return what was found, in a sentence."""
+        """Find out by how much the reference differs from itself, and return what was found, in a
+        sentence.
+        """
         if self.reference is None:
             return "There is no reference: answers are compared with nothing."
         asked = self.prompts.mixed(6, longest=self.longest)
         first = [await _answer(self.reference, question, self.limits) for question in asked]
-        again = await asyncio.gather(*(_answer(self.reference, question, self.limits) for question in asked))
+        again = await asyncio.gather(
+            *(_answer(self.reference, question, self.limits) for question in asked)
+        )
         worst = max(self_difference(one, other) for one, other in zip(first, again, strict=True))
         self.tolerance = min(LARGEST_TOLERANCE, max(SMALLEST_TOLERANCE, _SAFETY * worst))
         said = (
-            f"{self.reference.name} differs from itself by {worst:.2g} in a logprob; {self.tolerance:.2g} is allowed."
+            f"{self.reference.name} differs from itself by {worst:.2g} in a logprob; "
+            f"{self.tolerance:.2g} is allowed."
         )
         return said + (
-            " So much hides wrong KV: its answers are not stable." if self.tolerance >= LARGEST_TOLERANCE else ""
+            " So much hides wrong KV: its answers are not stable."
+            if self.tolerance >= LARGEST_TOLERANCE
+            else ""
         )
 
     async def holdings(self, server: HttpServer) -> Holdings | None:
@@ -197,7 +228,9 @@ class Bench:
         return None if reply.failure() else read_holdings(reply.body.decode(errors="replace"))
 
     async def loaded(self) -> float | None:
-        """Return the tokens that decode engines have got from others so far; None: one of them does not say."""
+        """Return the tokens that decode engines have got from others so far; None: one of them does
+        not say.
+        """
         seen = [await self.holdings(server) for server in self.decode]
         counts = [None if each is None else each.loaded for each in seen]
         known = [count for count in counts if count is not None]
@@ -209,7 +242,9 @@ async def _answer(reference: Service, question: Question, limits: Limits) -> Ans
     try:
         return read_reply(question, await reference.ask(question, timeout_s=limits.request_s))
     except Malformed as exc:
-        raise CheckAborted(f"the reference {reference.name} does not answer ({question}): {exc}") from exc
+        raise CheckAborted(
+            f"the reference {reference.name} does not answer ({question}): {exc}"
+        ) from exc
 
 
 def new_prompts(seed: int) -> Prompts:

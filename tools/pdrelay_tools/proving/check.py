@@ -11,7 +11,10 @@ from pdrelay_tools.proving.peers import Deed
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a check saw. ``idle_s``: within how many seconds all blocks must be back, if not within the usual time."""
+    """What a check saw.
+
+    ``idle_s``: within how many seconds all blocks must be back, if not within the usual time.
+    """
 
     findings: Sequence[Finding] = ()
     notes: Sequence[str] = ()
@@ -30,6 +33,7 @@ class Check:
     about: str  # in a sentence, for people who read the report
     run: CheckRun
     seconds: float = 20.0  # that it usually takes: it does not begin with less
-    deeds: tuple[tuple[str, Deed], ...] = field(default=())  # what must be possible with engines, by role
+    # what must be possible with engines, by role
+    deeds: tuple[tuple[str, Deed], ...] = field(default=())
     is_direct: bool = False  # it needs the engines themselves
     needs_reference: bool = False

@@ -68,18 +68,48 @@ class Servers:
     @property
     def all(self) -> list[HttpServer]:
         """Every one of them."""
-        return [*self.prefill, *self.decode, *(each for each in (self.router, self.reference) if each is not None)]
+        return [
+            *self.prefill,
+            *self.decode,
+            *(each for each in (self.router, self.reference) if each is not None),
+        ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("--prefill", action="append", default=[], metavar="URL", help="URL of a prefill engine; repeat it for each")
-    add("--decode", action="append", default=[], metavar="URL", help="URL of a decode engine; repeat it for each")
-    add("--router", metavar="URL", help="router to send requests to (default: none; the suite routes itself)")
-    add("--reference", metavar="URL", help="single engine with the same model, whose answers are taken as right")
+    add(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="URL of a prefill engine; repeat it for each",
+    )
+    add(
+        "--decode",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="URL of a decode engine; repeat it for each",
+    )
+    add(
+        "--router",
+        metavar="URL",
+        help="router to send requests to (default: none; the suite routes itself)",
+    )
+    add(
+        "--reference",
+        metavar="URL",
+        help="single engine with the same model, whose answers are taken as right",
+    )
     add("--model", metavar="NAME", help="model to ask (default: the first that is listed)")
-    add("--start", action="append", default=[], metavar="COMMAND", help="command to start first and to stop at the end")
+    add(
+        "--start",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="command to start first and to stop at the end",
+    )
     add(
         "--start-seconds",
         type=seconds,
@@ -89,7 +119,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for role in _ROLES:
         for deed in Deed:
-            add(f"--{deed}-{role}", metavar="COMMAND", help=f"command to {deed} the first {role} engine")
+            add(
+                f"--{deed}-{role}",
+                metavar="COMMAND",
+                help=f"command to {deed} the first {role} engine",
+            )
         add(
             f"--{role}-pid",
             type=_pid,
@@ -125,13 +159,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="run only this check or group (see --list); repeat it for more",
     )
-    add("--skip", action="append", default=[], metavar="NAME", help="leave out this check or group; repeat it for more")
+    add(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out this check or group; repeat it for more",
+    )
     add("--list", action="store_true", help="print the checks and stop")
     add(
-        "--report", action="append", default=[], metavar="FILE", help="write a report to this file: .html, .md or .json"
+        "--report",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write a report to this file: .html, .md or .json",
     )
     for name, variable in _KEYS.items():
-        add(f"--{name}-key-file", metavar="FILE", help=f"file with the API key for --{name} (default: ${variable})")
+        add(
+            f"--{name}-key-file",
+            metavar="FILE",
+            help=f"file with the API key for --{name} (default: ${variable})",
+        )
     add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for https URLs")
     said = "name that the certificates of https engines must have (default: the host of each URL)"
     add("--engine-server-name", metavar="NAME", help=said)
@@ -141,7 +189,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the suite; return the exit code: 0 all green, 1 findings, 2 it could not run."""
     if args.list:
-        sys.stdout.write("".join(f"{check.group:10} {check.name:22} {check.about}\n" for check in ALL_CHECKS))
+        sys.stdout.write(
+            "".join(f"{check.group:10} {check.name:22} {check.about}\n" for check in ALL_CHECKS)
+        )
         return 0
     try:
         checks = _check_flags(args)
@@ -150,7 +200,8 @@ def run(args: argparse.Namespace) -> int:
         for path in args.report:
             _write(path, report)
     except (ConfigError, CheckAborted, ChildFailed) as exc:
-        sys.stderr.write(f"pdrelay prove: {printable(shortened(str(exc)))}\n")  # words of engines may be in it
+        # words of engines may be in it
+        sys.stderr.write(f"pdrelay prove: {printable(shortened(str(exc)))}\n")
         return COULD_NOT_RUN
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("pdrelay prove: interrupted; no page was written\n")
@@ -161,7 +212,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_flags(args: argparse.Namespace) -> list[Check]:
     if bool(args.prefill) != bool(args.decode) or not (args.prefill or args.router):
-        raise ConfigError("name engines of both roles (--prefill URL --decode URL), or a router (--router URL)")
+        raise ConfigError(
+            "name engines of both roles (--prefill URL --decode URL), or a router (--router URL)"
+        )
     for path in args.report:
         if Path(path).suffix not in _WRITERS:
             raise ConfigError(f"--report {path}: its name must end in {', '.join(_WRITERS)}")
@@ -188,7 +241,10 @@ class _Running:
             self._task = None
 
     def interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """End it well. SIGINT is not raised for that: a job in the background of a script ignores it."""
+        """End it well.
+
+        SIGINT is not raised for that: a job in the background of a script ignores it.
+        """
         if self._task is None:
             raise KeyboardInterrupt
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
@@ -198,7 +254,11 @@ class _Running:
 def _ended_like_ctrl_c() -> Generator[_Running]:
     """End well by SIGTERM and SIGHUP, too: an engine may be frozen."""
     running = _Running()
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
     for number in numbers:  # one that is ignored stays so: nohup
         signal.signal(number, running.interrupt)
     try:
@@ -223,7 +283,9 @@ def _started(args: argparse.Namespace) -> Generator[list[Child]]:
         ]
 
 
-async def _prove(args: argparse.Namespace, checks: Sequence[Check], children: Sequence[Child]) -> RunReport:
+async def _prove(
+    args: argparse.Namespace, checks: Sequence[Check], children: Sequence[Child]
+) -> RunReport:
     transport = open_transport(_tls(args))
     try:
         servers = _servers(args, transport)
@@ -233,8 +295,13 @@ async def _prove(args: argparse.Namespace, checks: Sequence[Check], children: Se
         await transport.close()
 
 
-async def _measure(args: argparse.Namespace, checks: Sequence[Check], servers: Servers, *, rest_s: float) -> RunReport:
-    """``rest_s``: until the engines must be at rest. What was started may ask first, as ``pdrelay up`` does."""
+async def _measure(
+    args: argparse.Namespace, checks: Sequence[Check], servers: Servers, *, rest_s: float
+) -> RunReport:
+    """``rest_s``: until the engines must be at rest.
+
+    What was started may ask first, as ``pdrelay up`` does.
+    """
     began = now()
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     seed = SystemRandom().randrange(10**9) if args.seed is None else args.seed
@@ -267,7 +334,10 @@ async def _bench(args: argparse.Namespace, servers: Servers, seed: int) -> Bench
     # Without one of its own: a prefill engine computes all of a prompt itself, and reads no KV.
     alone = servers.reference or (servers.prefill[0] if servers.prefill else None)
     commands = {
-        (role, deed): command for role in _ROLES for deed in Deed if (command := getattr(args, f"{deed}_{role}"))
+        (role, deed): command
+        for role in _ROLES
+        for deed in Deed
+        if (command := getattr(args, f"{deed}_{role}"))
     }
     pids = {role: pid for role in _ROLES if (pid := getattr(args, f"{role}_pid")) is not None}
     bench = Bench(
@@ -283,7 +353,11 @@ async def _bench(args: argparse.Namespace, servers: Servers, seed: int) -> Bench
         prompts=new_prompts(seed),
     )
     if args.block_size is None:
-        seen = [found.block_size for server in bench.engines if (found := await bench.holdings(server)) is not None]
+        seen = [
+            found.block_size
+            for server in bench.engines
+            if (found := await bench.holdings(server)) is not None
+        ]
         bench.block_size = next((size for size in seen if size is not None), _DEFAULT_BLOCK)
     return bench
 
@@ -308,18 +382,31 @@ async def _at_rest(bench: Bench, deadline: float) -> str:
             continue
         bench.usual[server.name] = seen
         if held := seen.beyond(None):
-            raise CheckAborted(f"{server.name} at {server.url} is not at rest: {held}. Take other clients away first")
+            raise CheckAborted(
+                f"{server.name} at {server.url} is not at rest: {held}. Take other clients away "
+                f"first"
+            )
     if not bench.engines:
-        return "Blocks are not watched: name the engines behind the router, too (--prefill, --decode)."
-    return f"Without vLLM's metrics: {', '.join(unknown)}." if unknown else "All engines are at rest."
+        return (
+            "Blocks are not watched: name the engines behind the router, too (--prefill, --decode)."
+        )
+    return (
+        f"Without vLLM's metrics: {', '.join(unknown)}." if unknown else "All engines are at rest."
+    )
 
 
 async def _wait_ready(servers: Servers, seconds: float, children: Sequence[Child]) -> None:
     """Wait until all serve; raises CheckAborted."""
     deadline = now() + seconds
     while True:
-        replies = await asyncio.gather(*(server.get("/health", timeout_s=_QUICK_S) for server in servers.all))
-        missing = [(server, reply) for server, reply in zip(servers.all, replies, strict=True) if reply.failure()]
+        replies = await asyncio.gather(
+            *(server.get("/health", timeout_s=_QUICK_S) for server in servers.all)
+        )
+        missing = [
+            (server, reply)
+            for server, reply in zip(servers.all, replies, strict=True)
+            if reply.failure()
+        ]
         if not missing:
             return
         for child in children:
@@ -332,7 +419,9 @@ async def _wait_ready(servers: Servers, seconds: float, children: Sequence[Child
 
 
 class _Progress:
-    """Says on standard error how far the run is: a line for each check, and one that moves on a terminal."""
+    """Says on standard error how far the run is: a line for each check, and one that moves on a
+    terminal.
+    """
 
     def __init__(self, checks: int, began: float, bench: Bench) -> None:
         self._checks = checks
@@ -357,9 +446,13 @@ def _servers(args: argparse.Namespace, transport: Transport) -> Servers:
 
     return Servers(
         router=None if args.router is None else named("router", args.router, "router"),
-        prefill=[named(f"prefill-{number}", url, "prefill") for number, url in enumerate(args.prefill)],
+        prefill=[
+            named(f"prefill-{number}", url, "prefill") for number, url in enumerate(args.prefill)
+        ],
         decode=[named(f"decode-{number}", url, "decode") for number, url in enumerate(args.decode)],
-        reference=None if args.reference is None else named("reference", args.reference, "reference"),
+        reference=None
+        if args.reference is None
+        else named("reference", args.reference, "reference"),
     )
 
 
@@ -393,7 +486,9 @@ def _key(args: argparse.Namespace, name: str) -> str | None:
 def _write(path: str, report: RunReport) -> None:
     """Write a page for this user alone: prompts and addresses may be in it."""
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+        ) as file:
             file.write(_WRITERS[Path(path).suffix](report))
     except OSError as exc:
         raise ConfigError(f"--report {path} cannot be written: {exc.strerror}") from exc
@@ -403,4 +498,6 @@ def _pid(text: str) -> int:
     """Read the number of one process: signals to 0, -1 and -N go to many."""
     if text.isascii() and text.isdigit() and len(text) <= _PID_DIGITS and int(text) > 1:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not the number of an engine's process: write one above 1")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not the number of an engine's process: write one above 1"
+    )

@@ -1,4 +1,6 @@
-"""A server under test over HTTP: bounded answers, and clients that hang up. httpx and its exceptions stop here."""
+"""A server under test over HTTP: bounded answers, and clients that hang up. httpx and its
+exceptions stop here.
+"""
 
 import asyncio
 import ssl
@@ -12,7 +14,8 @@ import msgspec
 
 from pdrelay_tools.proving.core.reply import Reply
 
-LARGEST_BODY: Final = 8 << 20  # bytes of an answer, of which 32 may come at once; more is cut off and told
+# bytes of an answer, of which 32 may come at once; more is cut off and told
+LARGEST_BODY: Final = 8 << 20
 _DATA: Final = b"data:"
 
 
@@ -28,7 +31,9 @@ class Transport:
 
 
 def open_transport(tls: ssl.SSLContext | None) -> Transport:
-    """Open a client without proxies, redirects and connections that are kept: engines come and go."""
+    """Open a client without proxies, redirects and connections that are kept: engines come and
+    go.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls
     return Transport(httpx.AsyncClient(trust_env=False, timeout=None, limits=limits, verify=verify))
@@ -38,21 +43,39 @@ class HttpServer:
     """An engine or a router: its name in reports, and its URL."""
 
     def __init__(
-        self, name: str, url: str, transport: Transport, key: str | None = None, *, server_name: str | None = None
+        self,
+        name: str,
+        url: str,
+        transport: Transport,
+        key: str | None = None,
+        *,
+        server_name: str | None = None,
     ) -> None:
         """``server_name``: the name that its certificate must have; None: the host of its URL."""
         self.name = name
         self.url = url
         self._client = transport.client
         self._extensions = {} if server_name is None else {"sni_hostname": server_name}
-        self._headers = {"accept-encoding": "identity"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+        self._headers = {"accept-encoding": "identity"} | (
+            {} if key is None else {"authorization": f"Bearer {key}"}
+        )
 
     async def post(
-        self, path: str, body: Mapping[str, object] | bytes, *, timeout_s: float, request_id: str | None = None
+        self,
+        path: str,
+        body: Mapping[str, object] | bytes,
+        *,
+        timeout_s: float,
+        request_id: str | None = None,
     ) -> Reply:
-        """Post a body and read the whole answer; what goes wrong is in the reply, and nothing raises."""
+        """Post a body and read the whole answer; what goes wrong is in the reply, and nothing
+        raises.
+        """
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        headers = {"content-type": "application/json", **({} if request_id is None else {"x-request-id": request_id})}
+        headers = {
+            "content-type": "application/json",
+            **({} if request_id is None else {"x-request-id": request_id}),
+        }
         return await self._exchange("POST", path, content, headers, timeout_s)
 
     async def get(self, path: str, *, timeout_s: float) -> Reply:
@@ -69,7 +92,10 @@ class HttpServer:
         request_id: str | None = None,
     ) -> Reply:
         """Post a body and hang up after so many seconds, or as soon as so many events came."""
-        headers = {"content-type": "application/json", **({} if request_id is None else {"x-request-id": request_id})}
+        headers = {
+            "content-type": "application/json",
+            **({} if request_id is None else {"x-request-id": request_id}),
+        }
         return await self._exchange(
             "POST", path, msgspec.json.encode(body), headers, after_s, after_events=after_events
         )
@@ -114,6 +140,9 @@ class HttpServer:
         except TimeoutError:
             why = f"{self.name} gave no whole answer within {timeout_s:g} s"
             is_late = True
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:  # UnicodeError: a name that is none
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
+            # UnicodeError: a name that is none
             why = f"{self.name}: {str(exc) or type(exc).__name__}"
-        return Reply(status, bytes(received), why, is_late, sent_at, time.monotonic() - sent_at, tuple(times))
+        return Reply(
+            status, bytes(received), why, is_late, sent_at, time.monotonic() - sent_at, tuple(times)
+        )

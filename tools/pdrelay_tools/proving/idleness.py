@@ -26,7 +26,10 @@ class Idleness:
 
 
 async def wait_rest(bench: Bench, server: HttpServer, deadline: float) -> Holdings | None:
-    """Wait until an engine holds nothing, or for the deadline; return what it holds then. None: it does not say."""
+    """Wait until an engine holds nothing, or for the deadline; return what it holds then.
+
+    None: it does not say.
+    """
     seen: Holdings | None = None
 
     async def look() -> Sequence[HttpServer]:
@@ -39,7 +42,9 @@ async def wait_rest(bench: Bench, server: HttpServer, deadline: float) -> Holdin
 
 
 async def seconds_until_free(bench: Bench, server: HttpServer, since: float) -> float:
-    """Return how long after ``since`` an engine holds nothing; it is watched for as long as a lease may last."""
+    """Return how long after ``since`` an engine holds nothing; it is watched for as long as a lease
+    may last.
+    """
     watch = _Watch(bench, [server], since, since)
     await _look_until(bench, watch.look, since, since + _WATCHED_LEASES * bench.limits.lease_s)
     return watch.back.get(server.name, now() - since)
@@ -50,20 +55,27 @@ async def wait_idle(
 ) -> Idleness:
     """Watch all engines until they hold nothing, from ``since`` (the last request's end) on.
 
-    What is not back within the bound is a finding. It is watched on for as long as a lease may last: blocks of a
-    prefill engine that are back when a lease that ``began`` with the check may be over were stranded. So is an engine
-    that does not show any more what it holds, unless it is ``dead`` (names), which is another finding.
+    What is not back within the bound is a finding. It is watched on for as long as a lease may
+    last: blocks of a prefill engine that are back when a lease that ``began`` with the check may be
+    over were stranded. So is an engine that does not show any more what it holds, unless it is
+    ``dead`` (names), which is another finding.
     """
     watch = _Watch(bench, bench.engines, since, began, dead)
-    await _look_until(bench, watch.look, since, since + max(bound_s, _WATCHED_LEASES * bench.limits.lease_s))
+    await _look_until(
+        bench, watch.look, since, since + max(bound_s, _WATCHED_LEASES * bench.limits.lease_s)
+    )
     findings = watch.late(bound_s) + [await _never(bench, server, watch) for server in watch.left]
-    return Idleness(max(watch.back.values(), default=None) if not watch.left else None, tuple(findings))
+    return Idleness(
+        max(watch.back.values(), default=None) if not watch.left else None, tuple(findings)
+    )
 
 
 async def _look_until(
     bench: Bench, look: Callable[[], Awaitable[Sequence[HttpServer]]], since: float, deadline: float
 ) -> None:
-    """Look again and again, until no engine holds something or the deadline is over; give a step to those that do."""
+    """Look again and again, until no engine holds something or the deadline is over; give a step to
+    those that do.
+    """
     nudged = since + _NUDGE_S
     while (left := await look()) and now() < deadline:
         if now() >= nudged:
@@ -76,7 +88,12 @@ class _Watch:
     """Who still holds something, and since when others hold nothing."""
 
     def __init__(
-        self, bench: Bench, servers: Sequence[HttpServer], since: float, began: float, dead: Collection[str] = ()
+        self,
+        bench: Bench,
+        servers: Sequence[HttpServer],
+        since: float,
+        began: float,
+        dead: Collection[str] = (),
     ) -> None:
         self.left: Sequence[HttpServer] = servers
         self.held: dict[str, str] = {}  # what was seen first, by engine
@@ -123,12 +140,19 @@ class _Watch:
 
 
 def is_strand(bench: Bench, name: str, seconds: float) -> bool:
-    """Tell whether an engine lends blocks, and held them so long after the first prompt that a lease may have ended."""
-    return name in {server.name for server in bench.prefill} and seconds >= _RENEWED * bench.limits.lease_s
+    """Tell whether an engine lends blocks, and held them so long after the first prompt that a
+    lease may have ended.
+    """
+    return (
+        name in {server.name for server in bench.prefill}
+        and seconds >= _RENEWED * bench.limits.lease_s
+    )
 
 
 async def _never(bench: Bench, server: HttpServer, watch: _Watch) -> Finding:
-    """Report what is not back, and take it as usual from now on: later checks are not blamed for it."""
+    """Report what is not back, and take it as usual from now on: later checks are not blamed for
+    it.
+    """
     if server.name in watch.unseen:
         del bench.usual[server.name]
         reply = await server.get("/metrics", timeout_s=_METRICS_S)

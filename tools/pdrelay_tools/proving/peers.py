@@ -1,4 +1,6 @@
-"""What can be done to an engine's process: by a command of the user, or by signals to a process of this machine."""
+"""What can be done to an engine's process: by a command of the user, or by signals to a process of
+this machine.
+"""
 
 import asyncio
 import os
@@ -26,12 +28,18 @@ class DeedFailed(Exception):
     """It could not be done; the message says why."""
 
 
-_SIGNALS: Final = {Deed.KILL: signal.SIGKILL, Deed.FREEZE: signal.SIGSTOP, Deed.THAW: signal.SIGCONT}
+_SIGNALS: Final = {
+    Deed.KILL: signal.SIGKILL,
+    Deed.FREEZE: signal.SIGSTOP,
+    Deed.THAW: signal.SIGCONT,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """How the first prefill and the first decode engine are killed, frozen and restarted; by role."""
+    """How the first prefill and the first decode engine are killed, frozen and restarted; by
+    role.
+    """
 
     commands: Mapping[tuple[str, Deed], str] = field(default_factory=dict[tuple[str, Deed], str])
     pids: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -39,7 +47,9 @@ class Peers:
     def can(self, role: str, *deeds: Deed) -> bool:
         """Tell whether all of it can be done."""
         by_signal = role in self.pids
-        return all((role, deed) in self.commands or (by_signal and deed in _SIGNALS) for deed in deeds)
+        return all(
+            (role, deed) in self.commands or (by_signal and deed in _SIGNALS) for deed in deeds
+        )
 
     async def do(self, role: str, deed: Deed) -> None:
         """Do it; raises DeedFailed."""
@@ -48,7 +58,9 @@ class Peers:
         elif role in self.pids and deed in _SIGNALS:
             _signal(self.pids[role], _SIGNALS[deed])
         else:
-            raise DeedFailed(f"nothing says how to {deed} the {role} engine: --{deed}-{role} COMMAND")
+            raise DeedFailed(
+                f"nothing says how to {deed} the {role} engine: --{deed}-{role} COMMAND"
+            )
 
 
 async def _run(command: str, flag: str) -> None:

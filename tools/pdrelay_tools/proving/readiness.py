@@ -1,4 +1,6 @@
-"""Looks at engines before traffic: whether they live and fit, and one request for each of them whose KV must move."""
+"""Looks at engines before traffic: whether they live and fit, and one request for each of them
+whose KV must move.
+"""
 
 import asyncio
 import random
@@ -92,8 +94,14 @@ async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[Readi
     for warning in fleet_warnings(engines.registry):
         yield ReadinessLine(Sign.FAILED, "engines", warning.text)
     for (decode, prefill), why in pair_differences(alive).items():
-        yield ReadinessLine(Sign.FAILED, f"{decode} with {prefill}", f"they share no request: {why}")
-    slow = [member.instance.role for member, line in zip(members, lines, strict=True) if line.is_unfinished]
+        yield ReadinessLine(
+            Sign.FAILED, f"{decode} with {prefill}", f"they share no request: {why}"
+        )
+    slow = [
+        member.instance.role
+        for member, line in zip(members, lines, strict=True)
+        if line.is_unfinished
+    ]
     async for line in check.exchange_kv(_first_ranks(alive), slow=slow):
         yield line
 
@@ -112,7 +120,10 @@ class _ReadinessCheck:
 
     def _unfinished(self, about: str, text: str) -> ReadinessLine:
         """Say what the time was over for: engines that are slow or busy may be well."""
-        more = f"that is no proof of a fault, so allow more time (--seconds {self._seconds * _MORE_TIME:g})"
+        more = (
+            f"that is no proof of a fault, so allow more time (--seconds "
+            f"{self._seconds * _MORE_TIME:g})"
+        )
         return ReadinessLine(Sign.UNKNOWN, about, f"{text}: {more}", is_unfinished=True)
 
     async def look(self, member: Member) -> ReadinessLine:
@@ -122,17 +133,23 @@ class _ReadinessCheck:
         try:
             async with asyncio.timeout(self._left(_LOOK_SHARE)):
                 self._engines.registry.learn(instance.id, await self._engines.checks.look(instance))
-                with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
+                # it lives, and an engine may keep its metrics to itself
+                with suppress(ProbeFailed):
                     numbers = await self._engines.checks.numbers(instance)
                     self._engines.registry.learn(instance.id, shown_facts(numbers))
         except ProbeFailed as sick:
             return ReadinessLine(Sign.FAILED, instance.id, f"{instance.address.url} {sick}")
         except TimeoutError:
-            said = f"{instance.address.url} has not said all of itself within {self._seconds * _LOOK_SHARE:g} s"
+            said = (
+                f"{instance.address.url} has not said all of itself within "
+                f"{self._seconds * _LOOK_SHARE:g} s"
+            )
             return self._unfinished(instance.id, said)
         return engine_line(member, has_key=has_key)
 
-    async def exchange_kv(self, members: Sequence[Member], *, slow: Sequence[Role]) -> AsyncGenerator[ReadinessLine]:
+    async def exchange_kv(
+        self, members: Sequence[Member], *, slow: Sequence[Role]
+    ) -> AsyncGenerator[ReadinessLine]:
         """Send a request through each pair, and look whether its KV has moved.
 
         ``slow``: roles of engines that have not said what they are.
@@ -150,7 +167,11 @@ class _ReadinessCheck:
         if not pairs:
             return
         before = await self._read_all(pairs)
-        sizes = [seen.holdings.block_size for seen in before.values() if seen.holdings and seen.holdings.block_size]
+        sizes = [
+            seen.holdings.block_size
+            for seen in before.values()
+            if seen.holdings and seen.holdings.block_size
+        ]
         asked = await self._ask_all(pairs, prompt_length(sizes))
         counts = Counter(each.pair[1].instance.id for each in asked if not each.reply.failure())
         waiting = list(asked)
@@ -184,19 +205,26 @@ class _ReadinessCheck:
         def server(member: Member) -> HttpServer:
             instance = member.instance
             key = self._engines.outbound.key_of(instance.pool)
-            return HttpServer(instance.id, instance.address.url, transport, key, server_name=tls.server_name)
+            return HttpServer(
+                instance.id, instance.address.url, transport, key, server_name=tls.server_name
+            )
 
         async def ask(pair: MemberPair) -> _Exchange:
             prefill, decode = map(server, pair)
             model = common_model(pair[0].facts, pair[1].facts) or ""
-            question = Question(Shape.IDS, prompts.ids(length), max_tokens=_FEW_TOKENS, logprobs=False)
+            question = Question(
+                Shape.IDS, prompts.ids(length), max_tokens=_FEW_TOKENS, logprobs=False
+            )
             service = EnginePairs([prefill], [decode], model)
             names = [member.instance.id for member in pair]
             # All take the lock of a prefill engine first, so that no two wait for each other.
             async with locks[names[0]], locks[names[1]]:
-                others_wait = any(waiting[name] > 1 for name in names)  # one that hangs leaves half of the time to them
+                # one that hangs leaves half of the time to them
+                others_wait = any(waiting[name] > 1 for name in names)
                 timeout_s = self._left(_ASK_SHARE) / (2 if others_wait else 1)
-                reply = await service.ask_pair(question, prefill, decode, timeout_s=round(timeout_s, 2))
+                reply = await service.ask_pair(
+                    question, prefill, decode, timeout_s=round(timeout_s, 2)
+                )
                 waiting.subtract(names)
             return _Exchange(pair, question, reply)
 
@@ -218,13 +246,18 @@ class _ReadinessCheck:
             async with asyncio.timeout(self._left()):
                 text = await self._engines.checks.metrics(member.instance)
                 is_read = True
-        failures = {peer: trouble.why or str(trouble.reason) for peer, trouble in read_failures(text).items()}
+        failures = {
+            peer: trouble.why or str(trouble.reason)
+            for peer, trouble in read_failures(text).items()
+        }
         words = text.decode(errors="replace")
         holdings = read_holdings(words)
         moved_bytes = None
         with suppress(ValueError, OverflowError):  # a counter that is no number
             moved_bytes = metric_total(words)
-        counters = KvCounters(read_moved(text), moved_bytes, None if holdings is None else holdings.loaded)
+        counters = KvCounters(
+            read_moved(text), moved_bytes, None if holdings is None else holdings.loaded
+        )
         return _EngineMetrics(counters, failures, holdings, is_read)
 
     def _judge(
@@ -259,18 +292,25 @@ class _ReadinessCheck:
         if moved:
             said = f"{moved} moved, answered in {asked.reply.seconds * 1000:.0f} ms"
             return ReadinessLine(Sign.OK, asked.about, said)
-        has_metrics = all(now[each.instance.id].holdings is not None for each in asked.pair)  # what lacks will not come
+        # what lacks will not come
+        has_metrics = all(now[each.instance.id].holdings is not None for each in asked.pair)
         if not why and not is_last and not (moved is None and has_metrics):
             return None
         if moved is None:
-            said = "answered, and neither engine counts what moves: whether KV moved cannot be known"
+            said = (
+                "answered, and neither engine counts what moves: whether KV moved cannot be known"
+            )
             return ReadinessLine(Sign.UNKNOWN, asked.about, said)
         if not why and is_cut:
             return self._unfinished(
                 asked.about, "answered, and no engine had counted what moved when the time was over"
             )
         said = f"answered, and no KV moved: {decode.instance.id} computed the prompt itself"
-        return ReadinessLine(Sign.FAILED, asked.about, f"{said}, because {why}" if why else f"{said}; its log says why")
+        return ReadinessLine(
+            Sign.FAILED,
+            asked.about,
+            f"{said}, because {why}" if why else f"{said}; its log says why",
+        )
 
 
 def _malformed(asked: _Exchange) -> str:
@@ -282,6 +322,10 @@ def _malformed(asked: _Exchange) -> str:
 
 
 def _first_ranks(members: Sequence[Member]) -> Sequence[Member]:
-    """Leave out all data-parallel ranks of an engine but the first: they have one address and one secret."""
-    of_engine = groupby(members, key=lambda each: (each.instance.role is Role.PREFILL, each.instance.address))
+    """Leave out all data-parallel ranks of an engine but the first: they have one address and one
+    secret.
+    """
+    of_engine = groupby(
+        members, key=lambda each: (each.instance.role is Role.PREFILL, each.instance.address)
+    )
     return [next(ranks) for _, ranks in of_engine]

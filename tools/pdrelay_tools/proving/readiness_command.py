@@ -34,21 +34,31 @@ _FLAGS: Final = (  # of pdrelay serve, which says how it reaches its engines
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_flags(parser, _FLAGS)
-    file = "the TOML file of pdrelay serve, which names its engines and how it reaches them (default: none)"
+    file = (
+        "the TOML file of pdrelay serve, which names its engines and how it reaches them (default: "
+        "none)"
+    )
     parser.add_argument("--config", metavar="FILE", help=file)
     said = "seconds for all of it (default: %(default)g)"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=said)
     parser.usage = "pdrelay check --prefill URL... --decode URL... [OPTION VALUE]..."
-    parser.epilog = "Keys are no flags: name files, or set PDRELAY_PREFILL_API_KEY and PDRELAY_DECODE_API_KEY."
+    parser.epilog = (
+        "Keys are no flags: name files, or set PDRELAY_PREFILL_API_KEY and PDRELAY_DECODE_API_KEY."
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; return the exit code: 0 ready, 1 not ready or not known, 2 it could not be asked so."""
+    """Print the findings; return the exit code: 0 ready, 1 not ready or not known, 2 it could not
+    be asked so.
+    """
     try:
         lines = asyncio.run(_print_findings(_settings(args), args.seconds))
     except (ConfigError, AddressError, AlreadyKnown) as exc:
-        sys.stderr.write(f"pdrelay check: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
+        sys.stderr.write(
+            f"pdrelay check: "
+            f"{exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n"
+        )
         return WRONG_USE
     sys.stdout.write(f"{verdict(lines)}\n")
     return READY if is_ready(lines) else NOT_READY

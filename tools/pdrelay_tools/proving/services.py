@@ -1,4 +1,6 @@
-"""Who serves a request: one engine, a router, or two engines between which the suite is the router."""
+"""Who serves a request: one engine, a router, or two engines between which the suite is the
+router.
+"""
 
 import asyncio
 import itertools
@@ -44,7 +46,12 @@ class Service(Protocol):
         ...
 
     async def leave(
-        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+        self,
+        question: Question,
+        *,
+        timeout_s: float,
+        after_s: float,
+        after_events: int | None = None,
     ) -> Reply:
         """Ask, and hang up after so many seconds, or as soon as so many events of the stream came.
 
@@ -68,24 +75,41 @@ class OneServer:
     async def ask(self, question: Question, *, timeout_s: float) -> Reply:
         """Post it."""
         return await self.server.post(
-            question.path, question.body(self._model), timeout_s=timeout_s, request_id=new_request_id()
+            question.path,
+            question.body(self._model),
+            timeout_s=timeout_s,
+            request_id=new_request_id(),
         )
 
     async def leave(
-        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+        self,
+        question: Question,
+        *,
+        timeout_s: float,
+        after_s: float,
+        after_events: int | None = None,
     ) -> Reply:
         """Post it and hang up."""
         del timeout_s  # a router keeps its own
         body = question.body(self._model)
         return await self.server.leave(
-            question.path, body, after_s=after_s, after_events=after_events, request_id=new_request_id()
+            question.path,
+            body,
+            after_s=after_s,
+            after_events=after_events,
+            request_id=new_request_id(),
         )
 
 
 class EnginePairs:
-    """Prefill and decode engines in turn, and the two legs of each request. Pushing engines get both at once."""
+    """Prefill and decode engines in turn, and the two legs of each request.
 
-    def __init__(self, prefill: Sequence[HttpServer], decode: Sequence[HttpServer], model: str) -> None:
+    Pushing engines get both at once.
+    """
+
+    def __init__(
+        self, prefill: Sequence[HttpServer], decode: Sequence[HttpServer], model: str
+    ) -> None:
         self.prefill = prefill
         self.decode = decode
         self.model = model
@@ -111,17 +135,23 @@ class EnginePairs:
         prefill, decode = next(self._turns)
         return await self.ask_pair(question, prefill, decode, timeout_s=timeout_s)
 
-    async def ask_pair(self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float) -> Reply:
+    async def ask_pair(
+        self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float
+    ) -> Reply:
         """Send both legs to a certain pair."""
         if (where := self._where.get(prefill.name)) is not None:
             return await self._at_once(question, prefill, decode, where, timeout_s=timeout_s)
         return await self._in_turn(question, prefill, decode, timeout_s=timeout_s)
 
-    async def _in_turn(self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float) -> Reply:
+    async def _in_turn(
+        self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float
+    ) -> Reply:
         request = new_request_id()
         transfer = new_transfer()
         try:
-            first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
+            first, handover = await self.prefill_leg(
+                question, prefill, request, transfer, timeout_s=timeout_s
+            )
         except PrefillFailed as exc:
             return exc.reply
         params = with_transfer(handover, transfer)
@@ -130,12 +160,20 @@ class EnginePairs:
         return replace(reply, sent_at=first.sent_at, seconds=first.seconds + reply.seconds)
 
     async def _at_once(
-        self, question: Question, prefill: HttpServer, decode: HttpServer, where: Json, *, timeout_s: float
+        self,
+        question: Question,
+        prefill: HttpServer,
+        decode: HttpServer,
+        where: Json,
+        *,
+        timeout_s: float,
     ) -> Reply:
         request = new_request_id()
         transfer = new_transfer()
         params = push_params(where, question, request, transfer)
-        answering = asyncio.create_task(self.decode_leg(question, decode, params, request, timeout_s=timeout_s))
+        answering = asyncio.create_task(
+            self.decode_leg(question, decode, params, request, timeout_s=timeout_s)
+        )
         try:
             await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
             return await answering
@@ -146,9 +184,17 @@ class EnginePairs:
             await asyncio.wait([answering])
 
     async def prefill_leg(
-        self, question: Question, prefill: HttpServer, request: str, transfer: str, *, timeout_s: float
+        self,
+        question: Question,
+        prefill: HttpServer,
+        request: str,
+        transfer: str,
+        *,
+        timeout_s: float,
     ) -> tuple[Reply, Handover]:
-        """Have a prompt computed, and return how a decode engine gets its KV; raises PrefillFailed."""
+        """Have a prompt computed, and return how a decode engine gets its KV; raises
+        PrefillFailed.
+        """
         body = prefill_body(question, self.model, transfer)
         reply = await prefill.post(question.path, body, timeout_s=timeout_s, request_id=request)
         if reply.failure():
@@ -162,25 +208,40 @@ class EnginePairs:
         return reply, handover
 
     async def decode_leg(
-        self, question: Question, decode: HttpServer, params: Json | msgspec.Raw, request: str, *, timeout_s: float
+        self,
+        question: Question,
+        decode: HttpServer,
+        params: Json | msgspec.Raw,
+        request: str,
+        *,
+        timeout_s: float,
     ) -> Reply:
         """Ask a decode engine."""
         body = decode_body(question, self.model, params)
         return await decode.post(question.path, body, timeout_s=timeout_s, request_id=request)
 
     async def leave(
-        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+        self,
+        question: Question,
+        *,
+        timeout_s: float,
+        after_s: float,
+        after_events: int | None = None,
     ) -> Reply:
         """Send both legs and close them both: a router whose client hangs up."""
         prefill, decode = next(self._turns)
         request = new_request_id()
         transfer = new_transfer()
         try:
-            first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
+            first, handover = await self.prefill_leg(
+                question, prefill, request, transfer, timeout_s=timeout_s
+            )
         except PrefillFailed as exc:
             return exc.reply
         body = decode_body(question, self.model, with_transfer(handover, transfer))
-        reply = await decode.leave(question.path, body, after_s=after_s, after_events=after_events, request_id=request)
+        reply = await decode.leave(
+            question.path, body, after_s=after_s, after_events=after_events, request_id=request
+        )
         return replace(reply, sent_at=first.sent_at)
 
 

@@ -32,7 +32,9 @@ class UsageSamples:
     """How much of each engine's KV cache was in use, over the run."""
 
     began: float
-    of: dict[str, list[tuple[float, float]]] = field(default_factory=dict[str, list[tuple[float, float]]])
+    of: dict[str, list[tuple[float, float]]] = field(
+        default_factory=dict[str, list[tuple[float, float]]]
+    )
 
     async def take(self, bench: Bench) -> None:
         """Look at all engines again and again, until cancelled."""
@@ -45,7 +47,9 @@ class UsageSamples:
 
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> list[Check]:
-    """Return the checks that names of checks or groups leave; raises KeyError for a name that is none."""
+    """Return the checks that names of checks or groups leave; raises KeyError for a name that is
+    none.
+    """
     names = {check.name for check in ALL_CHECKS} | {check.group for check in ALL_CHECKS}
     for name in (*only, *skip):
         if name not in names:
@@ -53,14 +57,20 @@ def chosen(only: Sequence[str], skip: Sequence[str]) -> list[Check]:
     return [
         check
         for check in ALL_CHECKS
-        if (not only or {check.name, check.group} & set(only)) and not {check.name, check.group} & set(skip)
+        if (not only or {check.name, check.group} & set(only))
+        and not {check.name, check.group} & set(skip)
     ]
 
 
 async def run_checks(
-    bench: Bench, checks: Sequence[Check], samples: UsageSamples, told: Callable[[int, Check, CheckReport | None], None]
+    bench: Bench,
+    checks: Sequence[Check],
+    samples: UsageSamples,
+    told: Callable[[int, Check, CheckReport | None], None],
 ) -> list[CheckReport]:
-    """Run checks one after the other; ``told`` hears of each when it begins (None) and when it has ended."""
+    """Run checks one after the other; ``told`` hears of each when it begins (None) and when it has
+    ended.
+    """
     sampling = asyncio.create_task(samples.take(bench))
     reports: list[CheckReport] = []
     try:
@@ -81,13 +91,22 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
     uncompared = bench.uncompared
     if (missing := _missing(bench, check)) or (missing := _no_time(bench, check, start - began)):
         return CheckReport(
-            check.name, check.group, check.about, CheckState.SKIPPED, start - began, 0.0, 0, reason=missing
+            check.name,
+            check.group,
+            check.about,
+            CheckState.SKIPPED,
+            start - began,
+            0.0,
+            0,
+            reason=missing,
         )
     state = CheckState.PASSED
     reason = ""
     seen = Seen()
     try:
-        async with asyncio.timeout(max(check.seconds, bench.limits.seconds - (start - began)) + bench.limits.request_s):
+        async with asyncio.timeout(
+            max(check.seconds, bench.limits.seconds - (start - began)) + bench.limits.request_s
+        ):
             seen = await check.run(bench)
     except CheckSkipped as exc:
         state = CheckState.SKIPPED
@@ -100,7 +119,10 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
         reason = f"it took more than {now() - start:.0f} s"
     if state is CheckState.PASSED and (missed := bench.uncompared - uncompared):
         state = CheckState.ABORTED
-        reason = f"{missed} of {bench.requests - before} answers were compared with nothing, as the reference did not "
+        reason = (
+            f"{missed} of {bench.requests - before} answers were compared with nothing, as the "
+            f"reference did not "
+        )
         reason += f"answer: {bench.unanswered}"
     ended = now()
     dead = await _dead(bench)
@@ -109,7 +131,11 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
     findings = [*seen.findings, *dead]
     bound_s = bench.limits.idle_s if seen.idle_s is None else seen.idle_s
     idle = await wait_idle(
-        bench, ended, began=start, bound_s=bound_s, dead={each.seen.partition(":")[0] for each in dead}
+        bench,
+        ended,
+        began=start,
+        bound_s=bound_s,
+        dead={each.seen.partition(":")[0] for each in dead},
     )
     findings += idle.findings
     if findings:
@@ -154,7 +180,9 @@ def _no_time(bench: Bench, check: Check, spent_s: float) -> str:
 
 async def _dead(bench: Bench) -> list[Finding]:
     servers = [*bench.engines, *([bench.router] if bench.router is not None else [])]
-    replies = await asyncio.gather(*(server.get("/health", timeout_s=_HEALTH_S) for server in servers))
+    replies = await asyncio.gather(
+        *(server.get("/health", timeout_s=_HEALTH_S) for server in servers)
+    )
     return [
         Finding(FindingName.ENGINE_DOWN, f"{server.name}: {reply.failure()}")
         for server, reply in zip(servers, replies, strict=True)

@@ -1,7 +1,9 @@
-"""A pretended vLLM engine: its HTTP shapes, its rules for the two legs, text made from the prompt, faults on demand.
+"""A pretended vLLM engine: its HTTP shapes, its rules for the two legs, text made from the prompt,
+faults on demand.
 
-Run one with ``python -m pdrelay_tools.simulated.engine --role prefill --port 8100 --model tiny``. ``POST /sim/faults``
-sets a :class:`SimulatedFault` (``null`` clears it), and ``GET /sim/log`` tells what the engine received.
+Run one with ``python -m pdrelay_tools.simulated.engine --role prefill --port 8100 --model tiny``.
+``POST /sim/faults`` sets a :class:`SimulatedFault` (``null`` clears it), and ``GET /sim/log`` tells
+what the engine received.
 """
 
 import argparse
@@ -26,14 +28,22 @@ from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_tools.simulated import rules
 from pdrelay_tools.simulated.loads import SimulatedLoads
 from pdrelay_tools.simulated.prefix_cache import PrefixCache
-from pdrelay_tools.simulated.replies import MessagesReplies, Replies, ResponsesReplies, TokensReplies, error, event
+from pdrelay_tools.simulated.replies import (
+    MessagesReplies,
+    Replies,
+    ResponsesReplies,
+    TokensReplies,
+    error,
+    event,
+)
 from pdrelay_tools.simulated.rules import Json
 
 AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies | TokensReplies
 
 _AUTO: Final = "auto"
 _TRANSPORT: Final = "pdrelay.sim.transport"
-_TOO_MANY: Final = 200_000  # tokens of all answers that no engine has room for; so many take a fifth of a second
+# tokens of all answers that no engine has room for; so many take a fifth of a second
+_TOO_MANY: Final = 200_000
 # What each path calls the number of tokens, and what must be 1 in a prefill leg.
 _LIMITS: Final = {
     "/v1/completions": ("max_tokens", "min_tokens"),
@@ -64,7 +74,8 @@ class SimulatedFault:
     """One way to fail, at one point of an answer."""
 
     kind: FaultKind
-    after: int | None = None  # events that are sent first; None: not even a head. A whole body: half of it is sent
+    # events that are sent first; None: not even a head. A whole body: half of it is sent
+    after: int | None = None
     status: int = 500  # of STATUS, and inside ERROR_EVENT
     body: str | None = None  # of STATUS; None: what vLLM would say
     names: tuple[str, ...] = ()
@@ -92,13 +103,17 @@ class KvNetwork:
 
 
 class Sim:
-    """One engine, as an ASGI application. Delays are seconds. ``offers``: clients may see a prefill engine's token.
+    """One engine, as an ASGI application.
 
-    In push mode ``pushed`` plays the network between the engines: what the prefill sims have written, by the engine and
-    the transfer. Decode sims that share it wait for that. Without it (in other processes) they believe what they are
-    told, and answer at once. With a ``cache`` it tells routers what it has in it. In auto mode the prefill leg says
-    whether it pushes. ``moves_s``: how long KV is under way to a decode engine, by the way it goes (pull, push).
-    One of role both (kv_both) takes legs of both kinds. ``aliases`` are more names that clients may say for its model.
+    Delays are seconds. ``offers``: clients may see a prefill engine's token.
+
+    In push mode ``pushed`` plays the network between the engines: what the prefill sims have
+    written, by the engine and the transfer. Decode sims that share it wait for that. Without it (in
+    other processes) they believe what they are told, and answer at once. With a ``cache`` it tells
+    routers what it has in it. In auto mode the prefill leg says whether it pushes. ``moves_s``: how
+    long KV is under way to a decode engine, by the way it goes (pull, push). One of role both
+    (kv_both) takes legs of both kinds. ``aliases`` are more names that clients may say for its
+    model.
     """
 
     def __init__(
@@ -119,10 +134,12 @@ class Sim:
         self.engine_id = _new_engine_id()
         self.log: list[LogEntry] = []
         self.violations: list[str] = []
-        self.granted: list[tuple[str, str | None]] = []  # leases of a prefill engine: its request, and the transfer
+        # leases of a prefill engine: its request, and the transfer
+        self.granted: list[tuple[str, str | None]] = []
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
         self.abandoned: list[str] = []  # transfers that nobody will come for
-        # What it noted of each request, as the connector's route shows it; None: it has no such route.
+        # What it noted of each request, as the connector's route shows it; None: it has no such
+        # route.
         self.timelines: dict[str, list[Json]] | None = None
         self.loads = SimulatedLoads()
         self._names = (model, *aliases)  # the first one is in its answers
@@ -143,7 +160,10 @@ class Sim:
             Route("/v1/pdrelay/kv_events", self._kv_events),
             Route("/v1/pdrelay/requests/{name}", self._timeline),
             *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
-            *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
+            *(
+                Route(path, self._run, methods=["POST"])
+                for path in ENDPOINTS.keys() - _LIMITS.keys()
+            ),
             Route("/sim/faults", self._set_fault, methods=["POST"]),
             Route("/sim/log", self._show_log),
         ]
@@ -175,8 +195,15 @@ class Sim:
             return Response(status_code=500)
         running = sum(entry.state == "open" for entry in self.log)
         labels = f'{{model_name="{self._names[0]}",engine="0"}}'
-        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": self._held_share()}
-        lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
+        gauges = {
+            "num_requests_running": running,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": self._held_share(),
+        }
+        lines = [
+            f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n"
+            for name, value in gauges.items()
+        ]
         lines.append(self.loads.exposition(self.engine_id, labels[1:-1]))
         if self._mode == _AUTO:
             info = f'vllm:pdrelay_connector_info{{{labels[1:-1]},engine_id="{self.engine_id}",mode="{_AUTO}"}} 1.0\n'
@@ -201,7 +228,9 @@ class Sim:
             return _json(error(404, "this engine keeps no timelines"), 404)
         name = request.path_params["name"]
         found = self.timelines.get(name)
-        return _json({"requests": [] if found is None else [{"id": f"cmpl-{name}-0", "events": found}]})
+        return _json(
+            {"requests": [] if found is None else [{"id": f"cmpl-{name}-0", "events": found}]}
+        )
 
     async def _set_fault(self, request: Request) -> Response:
         try:
@@ -211,7 +240,9 @@ class Sim:
         return _json({"fault": self._fault})
 
     async def _show_log(self, _: Request) -> Response:
-        return _json({"requests": [asdict(entry) for entry in self.log], "violations": self.violations})
+        return _json(
+            {"requests": [asdict(entry) for entry in self.log], "violations": self.violations}
+        )
 
     async def _generate(self, request: Request) -> Response:
         try:
@@ -290,10 +321,14 @@ class Sim:
             case "/inference/v1/generate":
                 return TokensReplies(body, name, self._names[0], created)
             case path:
-                return Replies(body, name, self._names[0], created, path.startswith("/v1/chat/"), made)
+                return Replies(
+                    body, name, self._names[0], created, path.startswith("/v1/chat/"), made
+                )
 
     def _refuse(self, body: Json) -> Response:
-        """There is no room for so many tokens: tell the prefill engine that its blocks will not be read."""
+        """There is no room for so many tokens: tell the prefill engine that its blocks will not be
+        read.
+        """
         params: Json = body.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill"):
             self.released.append(params["remote_request_id"])
@@ -302,13 +337,20 @@ class Sim:
     async def _run(self, request: Request) -> Response:
         """Do what has no second leg: say what was asked."""
         raw, entry = await self._logged(request)
-        if (fault := self._due()) is not None and (failed := await _fail_at_once(request, fault)) is not None:
+        if (fault := self._due()) is not None and (
+            failed := await _fail_at_once(request, fault)
+        ) is not None:
             return failed
         entry.state = "done"
         return _json({"object": "list", "path": request.url.path, "bytes": len(raw)})
 
     async def _prefill(
-        self, request: Request, replies: AnyReplies, fault: SimulatedFault | None, *, abandoned: str | None
+        self,
+        request: Request,
+        replies: AnyReplies,
+        fault: SimulatedFault | None,
+        *,
+        abandoned: str | None,
     ) -> Response:
         if abandoned:
             self.abandoned.append(abandoned)
@@ -317,11 +359,19 @@ class Sim:
         forget = fault.names if fault is not None else ()
         body = replies.body
         name = self.engine_id
-        mode = body["kv_transfer_params"].get("transfer_mode", "pull") if self._mode == _AUTO else self._mode
+        mode = (
+            body["kv_transfer_params"].get("transfer_mode", "pull")
+            if self._mode == _AUTO
+            else self._mode
+        )
         offers = self._offers and (self._mode, mode) != (_AUTO, "push")
-        params = rules.make_params(body, replies.request_id, name=name, mode=mode, offers=offers, forget=forget)
+        params = rules.make_params(
+            body, replies.request_id, name=name, mode=mode, offers=offers, forget=forget
+        )
         lease: Json = msgspec.json.decode(params)
-        self.granted.append((lease.get("remote_request_id", ""), body["kv_transfer_params"].get("transfer_id")))
+        self.granted.append(
+            (lease.get("remote_request_id", ""), body["kv_transfer_params"].get("transfer_id"))
+        )
         if self._network.pushed is not None and mode == "push":
             transfer = replies.body["kv_transfer_params"]["transfer_id"]
             self._network.pushed[self.engine_id, transfer] = rules.identity(replies.body)
@@ -348,12 +398,18 @@ class Sim:
         if not isinstance(body.get("stream_options"), dict | None):
             raise TypeError("stream_options is no object")
         if self._prefills(body):
-            rules.check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
-        elif body.get("kv_transfer_params") is not None and [*body["kv_transfer_params"]] != ["prompt_token_ids"]:
+            rules.check_prefill_leg(
+                body, pushes=self._mode == "push", limits=_LIMITS[request.url.path]
+            )
+        elif body.get("kv_transfer_params") is not None and [*body["kv_transfer_params"]] != [
+            "prompt_token_ids"
+        ]:
             self._check_decode(raw, body, _request_id(request))
 
     def _prefills(self, body: Json) -> bool:
-        """Tell whether a request is a prefill leg: one engine that is both gets those of both kinds."""
+        """Tell whether a request is a prefill leg: one engine that is both gets those of both
+        kinds.
+        """
         if self.role != "both":
             return self.role == "prefill"
         params: Json = body.get("kv_transfer_params") or {}
@@ -398,9 +454,15 @@ async def _fail_at_once(request: Request, fault: SimulatedFault) -> Response | N
 
 
 async def _events(
-    request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None, token_s: Callable[[], float]
+    request: Request,
+    replies: AnyReplies,
+    entry: LogEntry,
+    fault: SimulatedFault | None,
+    token_s: Callable[[], float],
 ) -> AsyncGenerator[bytes]:
-    """Stream an answer up to its end, its fault, or the client's hanging up, and note which it was."""
+    """Stream an answer up to its end, its fault, or the client's hanging up, and note which it
+    was.
+    """
     try:
         for place, piece in enumerate(replies.events()):
             if fault is not None and place == (fault.after or 0):
@@ -424,7 +486,9 @@ async def _events(
             entry.state = "hung up"
 
 
-def _whole(request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None) -> Response:
+def _whole(
+    request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None
+) -> Response:
     body = msgspec.json.encode(replies.whole() | {"kv_transfer_params": None})
     if fault is None or fault.kind is not FaultKind.DROP:
         return Response(body, media_type="application/json")
@@ -434,7 +498,9 @@ def _whole(request: Request, replies: AnyReplies, entry: LogEntry, fault: Simula
         await _drop(request)
         entry.state = "done"
 
-    return StreamingResponse(half(), headers={"content-length": str(len(body))}, media_type="application/json")
+    return StreamingResponse(
+        half(), headers={"content-length": str(len(body))}, media_type="application/json"
+    )
 
 
 async def _pause(request: Request, seconds: float | None) -> None:
@@ -478,9 +544,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="sim")
     parser.add_argument("--mode", choices=["pull", "push", _AUTO], default="pull")
-    parser.add_argument("--prefill-delay", type=float, default=0.0, metavar="S", help="seconds a prompt takes")
-    parser.add_argument("--token-delay", type=float, default=0.0, metavar="S", help="seconds a token takes")
-    parser.add_argument("--cache-blocks", type=int, default=0, metavar="N", help="of a prefix cache that is told of")
+    parser.add_argument(
+        "--prefill-delay", type=float, default=0.0, metavar="S", help="seconds a prompt takes"
+    )
+    parser.add_argument(
+        "--token-delay", type=float, default=0.0, metavar="S", help="seconds a token takes"
+    )
+    parser.add_argument(
+        "--cache-blocks", type=int, default=0, metavar="N", help="of a prefix cache that is told of"
+    )
     args = parser.parse_args(argv)
     sim = Sim(
         args.role,

@@ -1,4 +1,6 @@
-"""The loads of a pretended decode engine: whose KV cache it gets, and what it shows of that in its metrics."""
+"""The loads of a pretended decode engine: whose KV cache it gets, and what it shows of that in its
+metrics.
+"""
 
 from collections import Counter
 
@@ -14,17 +16,20 @@ class SimulatedLoads:
     """Loads succeed at once, but for those from ``unmet`` engines."""
 
     def __init__(self) -> None:
-        self.unmet: dict[
-            str, str
-        ] = {}  # prefill engines by id, and why: handshake, secret, transfer or another of PairFailure
-        self.recomputes = True  # what it cannot load (kv_load_failure_policy); else such requests fail
+        # prefill engines by id, and why: handshake, secret, transfer or another of PairFailure
+        self.unmet: dict[str, str] = {}
+        # what it cannot load (kv_load_failure_policy); else such requests fail
+        self.recomputes = True
         self.are_shown = False  # as our connector does, by prefill engine, and the engine's own id
         self.info = dict[str, str]()  # what more the connector says of itself, such as its kv_role
-        self.moved = dict[str, tuple[float, float]]()  # by the other engine's id: bytes of KV, and seconds for them
+        # by the other engine's id: bytes of KV, and seconds for them
+        self.moved = dict[str, tuple[float, float]]()
         self._counts = Counter[tuple[str, str]]()  # by prefill engine and outcome
 
     def load(self, body: Json) -> bool:
-        """Load the KV cache of a request, and count that; False: it cannot, and does not compute the prompt either."""
+        """Load the KV cache of a request, and count that; False: it cannot, and does not compute
+        the prompt either.
+        """
         params: Json = body.get("kv_transfer_params") or {}
         peer = params.get("remote_engine_id") if params.get("do_remote_prefill") else None
         if peer is None:
@@ -47,7 +52,8 @@ class SimulatedLoads:
             return ""
         failing = {peer for peer, outcome in self._counts if outcome != "loaded"}
         lines = [
-            f'vllm:pdrelay_peer_loads_total{{{labels},peer="{peer}",outcome="{outcome}"}} {count}.0\n'
+            f'vllm:pdrelay_peer_loads_total{{{labels},peer="{peer}",outcome="{outcome}"}} '
+            f"{count}.0\n"
             for (peer, outcome), count in self._counts.items()
             if peer in failing
         ]
@@ -58,6 +64,10 @@ class SimulatedLoads:
         ]
         for peer, (moved, seconds) in self.moved.items():
             lines.append(f'vllm:pdrelay_peer_bytes_total{{{labels},peer="{peer}"}} {moved}\n')
-            lines.append(f'vllm:pdrelay_peer_transfer_seconds_total{{{labels},peer="{peer}"}} {seconds}\n')
-        own = "".join([f',{name}="{value}"' for name, value in {"engine_id": engine_id, **self.info}.items()])
+            lines.append(
+                f'vllm:pdrelay_peer_transfer_seconds_total{{{labels},peer="{peer}"}} {seconds}\n'
+            )
+        own = "".join(
+            [f',{name}="{value}"' for name, value in {"engine_id": engine_id, **self.info}.items()]
+        )
         return "".join([f"vllm:pdrelay_connector_info{{{labels}{own}}} 1.0\n", *lines])

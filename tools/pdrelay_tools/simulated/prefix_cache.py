@@ -1,4 +1,6 @@
-"""A pretended engine's prefix cache: blocks of token ids, the least recently used ones evicted, told as vLLM does."""
+"""A pretended engine's prefix cache: blocks of token ids, the least recently used ones evicted,
+told as vLLM does.
+"""
 
 import asyncio
 import hashlib
@@ -23,7 +25,8 @@ class PrefixCache:
         self.readers: list[deque[bytes]] = []  # batches that each connection has yet to send
         self._most = blocks
         self._size = size
-        self._held: OrderedDict[bytes, Json] = OrderedDict()  # how each was stored, the next to go first
+        # how each was stored, the next to go first
+        self._held: OrderedDict[bytes, Json] = OrderedDict()
         self._lock = threading.Lock()
 
     def use(self, ids: Sequence[int], salt: str | None = None) -> int:
@@ -31,7 +34,9 @@ class PrefixCache:
         with self._lock:
             blocks = self._blocks(ids, salt)
             names = list(blocks)[: self._most]
-            hit = next((place for place, name in enumerate(names) if name not in self._held), len(names))
+            hit = next(
+                (place for place, name in enumerate(names) if name not in self._held), len(names)
+            )
             new = [name for name in names[hit:] if name not in self._held]
             for name in reversed(names):  # the end of a prompt goes before its beginning
                 self._held[name] = blocks[name]
@@ -72,7 +77,9 @@ class PrefixCache:
             while True:
                 while waiting:
                     payload = waiting.popleft()
-                    yield (len(payload) + 8).to_bytes(4, "big") + number.to_bytes(8, "big") + payload
+                    yield (
+                        (len(payload) + 8).to_bytes(4, "big") + number.to_bytes(8, "big") + payload
+                    )
                     number = number + 1
                     silent_s = 0.0
                 await asyncio.sleep(_POLL_S)
@@ -88,7 +95,9 @@ class PrefixCache:
             for waiting in self.readers:
                 waiting.append(_batch(events))
 
-    def _name(self, ids: Sequence[int], start: int, parent: bytes | None, salt: str | None) -> bytes:
+    def _name(
+        self, ids: Sequence[int], start: int, parent: bytes | None, salt: str | None
+    ) -> bytes:
         """Return the hash of the block that begins there."""
         tokens = array("I", ids[start : start + self._size]).tobytes()
         keys = b"" if start or salt is None else salt.encode()

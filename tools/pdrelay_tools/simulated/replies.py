@@ -1,4 +1,6 @@
-"""The answers of a pretended engine, in vLLM's shapes; those to /v1/responses and /v1/messages for one prompt."""
+"""The answers of a pretended engine, in vLLM's shapes; those to /v1/responses and /v1/messages for
+one prompt.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,13 +49,19 @@ class Replies(_Answered):
         choices = list[Json]()
         for index, words in enumerate(self._texts()):
             text = "".join(words)
-            said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            said = (
+                {"message": {"role": "assistant", "content": text}}
+                if self.is_chat
+                else {"text": text}
+            )
             ends = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
             choices.append({"index": index, **said, **ends})
         kind = "chat.completion" if self.is_chat else "text_completion"
         answer = self._head(kind) | {"choices": choices, "usage": self._usage()}
         if self._shows_ids:
-            choices[0]["token_ids"] = [self._word_id(place) for place in range(token_limit(self.body))]
+            choices[0]["token_ids"] = [
+                self._word_id(place) for place in range(token_limit(self.body))
+            ]
             (answer if self.is_chat else choices[0])["prompt_token_ids"] = self._prompt_ids()
         return answer
 
@@ -63,14 +71,22 @@ class Replies(_Answered):
         asked = {"prompt_token_ids": self._prompt_ids()} if self._shows_ids else {}
         if self.is_chat:
             for index in range(len(texts)):
-                yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}}, asked)
+                yield self._event(
+                    {"index": index, "delta": {"role": "assistant", "content": ""}}, asked
+                )
         for place in range(token_limit(self.body)):
             for index, words in enumerate(texts):
-                said: Json = {"delta": {"content": words[place]}} if self.is_chat else {"text": words[place]}
+                said: Json = (
+                    {"delta": {"content": words[place]}} if self.is_chat else {"text": words[place]}
+                )
                 if self._shows_ids:
-                    said |= {"token_ids": [self._word_id(place)]} | ({} if self.is_chat or place else asked)
+                    said |= {"token_ids": [self._word_id(place)]} | (
+                        {} if self.is_chat or place else asked
+                    )
                 finish = "length" if place + 1 == len(words) else None
-                yield self._event({"index": index, **said, "logprobs": None, "finish_reason": finish})
+                yield self._event(
+                    {"index": index, **said, "logprobs": None, "finish_reason": finish}
+                )
         options: Json = self.body.get("stream_options") or {}
         if options.get("include_usage"):
             yield event(self._head(self._chunk_kind()) | {"choices": [], "usage": self._usage()})
@@ -99,7 +115,12 @@ class Replies(_Answered):
 
     def _head(self, kind: str) -> Json:
         prefix = "chatcmpl" if self.is_chat else "cmpl"
-        return {"id": f"{prefix}-{self.request_id}", "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": f"{prefix}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
 
     def _usage(self) -> Json:
         asked = prompt_tokens(self.body) + self.made
@@ -128,7 +149,11 @@ class ResponsesReplies(_Answered):
     def whole(self) -> Json:
         """Return the answer in one piece."""
         text = "".join(self.words)
-        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+        said = {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": text}],
+        }
         return self._response("completed") | {"output": [said], "usage": self._usage()}
 
     def events(self) -> Iterator[bytes]:
@@ -141,7 +166,13 @@ class ResponsesReplies(_Answered):
 
     def _response(self, status: str) -> Json:
         name = self.body.get("request_id", self.request_id)
-        return {"id": name, "object": "response", "status": status, "model": self.model, "created_at": self.created}
+        return {
+            "id": name,
+            "object": "response",
+            "status": status,
+            "model": self.model,
+            "created_at": self.created,
+        }
 
     def _usage(self) -> Json:
         asked = prompt_tokens(self.body)
@@ -164,15 +195,26 @@ class MessagesReplies(_Answered):
     def events(self) -> Iterator[bytes]:
         """Return the answer as server-sent events."""
         yield named("message_start", {"message": self._message() | {"content": []}})
-        yield named("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
+        yield named(
+            "content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}
+        )
         for word in self.words:
-            yield named("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": word}})
+            yield named(
+                "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": word}}
+            )
         yield named("content_block_stop", {"index": 0})
-        yield named("message_delta", {"delta": {"stop_reason": "max_tokens"}, "usage": self._usage()})
+        yield named(
+            "message_delta", {"delta": {"stop_reason": "max_tokens"}, "usage": self._usage()}
+        )
         yield named("message_stop", {})
 
     def _message(self) -> Json:
-        return {"id": f"chatcmpl-{self.request_id}", "type": "message", "role": "assistant", "model": self.model}
+        return {
+            "id": f"chatcmpl-{self.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+        }
 
     def _usage(self) -> Json:
         asked = prompt_tokens(self.body)
@@ -188,7 +230,12 @@ class TokensReplies(_Answered):
 
     def whole(self) -> Json:
         """Return the answer in one piece."""
-        head: Json = {"request_id": self._id, "output_mode": "tokens", "model": self.model, "created": self.created}
+        head: Json = {
+            "request_id": self._id,
+            "output_mode": "tokens",
+            "model": self.model,
+            "created": self.created,
+        }
         return head | {"choices": [self._choice(self._ids, is_last=True)], "usage": self._usage()}
 
     def events(self) -> Iterator[bytes]:
@@ -198,7 +245,14 @@ class TokensReplies(_Answered):
             yield event({"request_id": self._id, "output_mode": "tokens", "choices": [choice]})
         options: Json = self.body.get("stream_options") or {}
         if options.get("include_usage"):
-            yield event({"request_id": self._id, "output_mode": "tokens", "choices": [], "usage": self._usage()})
+            yield event(
+                {
+                    "request_id": self._id,
+                    "output_mode": "tokens",
+                    "choices": [],
+                    "usage": self._usage(),
+                }
+            )
 
     @property
     def _ids(self) -> list[int]:
@@ -209,7 +263,12 @@ class TokensReplies(_Answered):
         return f"generate-tokens-{self.request_id}"
 
     def _choice(self, ids: list[int], *, is_last: bool) -> Json:
-        return {"index": 0, "token_ids": ids, "finish_reason": "length" if is_last else None, "logprobs": None}
+        return {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "length" if is_last else None,
+            "logprobs": None,
+        }
 
     def _usage(self) -> Json:
         asked = prompt_tokens(self.body)

@@ -1,8 +1,8 @@
 """What a pretended engine computes and what it insists on: pure functions of the requests it gets.
 
-A prefill engine signs the parameters it hands out, byte for byte, together with the request they were made for and
-its id. So a decode engine that shares the secret can tell whether they came through untouched, and belong to the
-request they came with.
+A prefill engine signs the parameters it hands out, byte for byte, together with the request they
+were made for and its id. So a decode engine that shares the secret can tell whether they came
+through untouched, and belong to the request they came with.
 """
 
 import hashlib
@@ -22,13 +22,46 @@ _SIGNATURE: Final = re.compile(r'"signature": "([0-9a-f]{64})"')
 _TOKENS: Final = re.compile(r',"prompt_token_ids":\[[0-9, ]*\]}$')
 _PROMPT: Final = 10_000  # the id before those of a prompt; below are its bytes
 _WORD: Final = 20_000  # and the words from here on
-_SYLLABLES: Final = ("am", "be", "cor", "da", "el", "fi", "gro", "hu", "in", "jo", "ka", "lu", "mo", "ni", "or", "pri")
+_SYLLABLES: Final = (
+    "am",
+    "be",
+    "cor",
+    "da",
+    "el",
+    "fi",
+    "gro",
+    "hu",
+    "in",
+    "jo",
+    "ka",
+    "lu",
+    "mo",
+    "ni",
+    "or",
+    "pri",
+)
 # A router may change these on the prefill leg; in everything else the two legs must agree.
+# The model of a request without one may be known from the prefill engine's answer; each engine
+# checks it.
 _OF_ONE_LEG: Final = frozenset(
-    {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stream", "stream_options", "n"}
-    | {"best_of", "store", "return_token_ids"}
-    | {"model"}  # that of a request without one may be known from the prefill engine's answer; each engine checks it
-    | {"use_beam_search", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"}
+    {
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "min_tokens",
+        "stream",
+        "stream_options",
+        "n",
+    }
+    | {"best_of", "store", "return_token_ids", "model"}
+    | {
+        "use_beam_search",
+        "logprobs",
+        "top_logprobs",
+        "logprob_token_ids",
+        "prompt_logprobs",
+        "kv_transfer_params",
+    }
 )
 
 _PUSH_PARAMS: Final = {
@@ -48,7 +81,9 @@ def expected_text(body: Json) -> str:
 
 def tokens(prompt: object, count: int) -> list[str]:
     """Return so many words, each decided by the prompt and its place."""
-    return [f" {_SYLLABLES[token // 16]}{_SYLLABLES[token % 16]}" for token in token_ids(prompt, count)]
+    return [
+        f" {_SYLLABLES[token // 16]}{_SYLLABLES[token % 16]}" for token in token_ids(prompt, count)
+    ]
 
 
 def token_ids(prompt: object, count: int) -> list[int]:
@@ -64,18 +99,24 @@ def prompt_ids(prompt: object) -> list[int]:
 
 
 def continued(body: Json) -> tuple[Json, int]:
-    """Return a request as its client has sent it, and how many of its words are made: its prompt may end in them."""
+    """Return a request as its client has sent it, and how many of its words are made: its prompt
+    may end in them.
+    """
     told: Json = body.get("kv_transfer_params") or {}
     ids: object = told.get("prompt_token_ids") or body.get("prompt")
     if not isinstance(ids, list) or not ids or cast("list[object]", ids)[0] != _PROMPT:
         return body, 0
     given = cast("list[int]", ids)[1:]
     text = bytes(each for each in given if each < _WORD)
-    return (body | {"prompt": json.loads(text)} if "prompt" in body else body), len(given) - len(text)
+    return (body | {"prompt": json.loads(text)} if "prompt" in body else body), len(given) - len(
+        text
+    )
 
 
 def prompts_of(body: Json) -> list[object]:
-    """Return the prompts of a request: its messages, a text, one list of token ids, or several of these."""
+    """Return the prompts of a request: its messages, a text, one list of token ids, or several of
+    these.
+    """
     for name in ("messages", "input", "token_ids"):
         if name in body:
             return [body[name]]
@@ -94,19 +135,25 @@ def of_another_prompt(body: Json) -> Json:
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], int):
         return body | {"prompt": [*cast("list[int]", prompt)[:-1], prompt[-1] ^ 1]}
     if "messages" in body:
-        return body | {"messages": [*body["messages"][:-1], {**body["messages"][-1], "role": "nobo"}]}
+        return body | {
+            "messages": [*body["messages"][:-1], {**body["messages"][-1], "role": "nobo"}]
+        }
     return body
 
 
 def token_limit(body: Json) -> int:
     """Return how many tokens a request asks for; 16 when it does not say."""
     asked = body.get("sampling_params", body)
-    limits = [asked.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+    limits = [
+        asked.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    ]
     return next((int(limit) for limit in limits if limit is not None), 16)
 
 
 def answer_tokens(body: Json) -> int:
-    """Return how many tokens all answers to a request have; raises ValueError: ``n`` is no number of them."""
+    """Return how many tokens all answers to a request have; raises ValueError: ``n`` is no number
+    of them.
+    """
     answers = body.get("n") or 1
     if not isinstance(answers, int) or answers < 1:
         raise ValueError("n is no number of answers")
@@ -124,7 +171,9 @@ def word_id(prompt: object, place: int) -> int:
 
 
 def ids_of(body: Json, made: int) -> list[int]:
-    """Return the first prompt of a request as an engine's cache knows it, with the words that are made."""
+    """Return the first prompt of a request as an engine's cache knows it, with the words that are
+    made.
+    """
     prompt = prompts_of(body)[0]
     given = cast("list[object]", prompt) if isinstance(prompt, list) else []
     if given and all(isinstance(each, int) for each in given):
@@ -139,14 +188,21 @@ def made_ids(body: Json, made: int) -> list[int]:
     return [word_id(prompt, made + place) for place in range(token_limit(body))]
 
 
-def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str] = ("max_tokens",)) -> None:
-    """Raise Violation unless a body asks for nothing but the KV cache of its prompt; ``limits`` must all be there."""
+def check_prefill_leg(
+    body: Json, *, pushes: bool = False, limits: Sequence[str] = ("max_tokens",)
+) -> None:
+    """Raise Violation unless a body asks for nothing but the KV cache of its prompt; ``limits``
+    must all be there.
+    """
     params: Json = body.get("kv_transfer_params") or {}
     if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") is not False:
         raise Violation("a prefill leg must ask for do_remote_decode")
     asked = body.get("sampling_params", body)
-    may_end = asked.get("return_token_ids") and asked.get("min_tokens") == 0  # its token is the client's
-    if {asked.get(name) for name in limits} - ({0} if may_end else set()) != {1} or token_limit(body) != 1:
+    # its token is the client's
+    may_end = asked.get("return_token_ids") and asked.get("min_tokens") == 0
+    if {asked.get(name) for name in limits} - ({0} if may_end else set()) != {1} or token_limit(
+        body
+    ) != 1:
         raise Violation("a prefill leg must ask for exactly one token")
     if body.get("stream") is not False or body.get("stream_options") is not None:
         raise Violation("a prefill leg must not be streamed")
@@ -171,7 +227,9 @@ def make_params(
     offers: bool = False,
     forget: Sequence[str] = (),
 ) -> msgspec.Raw:
-    """Return the signed parameters of a prefilled request, as JSON text; ``offers``: a client may see its token."""
+    """Return the signed parameters of a prefilled request, as JSON text; ``offers``: a client may
+    see its token.
+    """
     blocks = list(range(1, prompt_tokens(body) // 16 + 2))
     params: Json = {
         "do_remote_prefill": True,
@@ -188,7 +246,11 @@ def make_params(
         "remote_blocks_expiry_time": None,
         "transfer_mode": mode,
         "remote_prefill_cached_tokens": 0,
-        "of_a_later_version": {"escaped": "\u00e9", "request": identity(body), "signature": _UNSIGNED},
+        "of_a_later_version": {
+            "escaped": "\u00e9",
+            "request": identity(body),
+            "signature": _UNSIGNED,
+        },
     }
     if offers:
         params["pdrelay_first_token"] = {"apis": ["completions", "chat"], "max_model_len": _WORD}
@@ -197,8 +259,11 @@ def make_params(
 
 
 def check_decode_leg(raw: msgspec.Raw, body: Json, request_id: str) -> None:
-    """Raise Violation unless the parameters are a prefill sim's, untouched, and of this very request."""
-    text = _TOKENS.sub("}", bytes(raw).decode())  # these a router may add, from the answer of the prefill engine
+    """Raise Violation unless the parameters are a prefill sim's, untouched, and of this very
+    request.
+    """
+    # these a router may add, from the answer of the prefill engine
+    text = _TOKENS.sub("}", bytes(raw).decode())
     found = _SIGNATURE.search(text)
     if found is None or not hmac.compare_digest(found[1], _sign(text.replace(found[1], _UNSIGNED))):
         raise Violation("the kv_transfer_params were changed on their way")
@@ -210,9 +275,11 @@ def check_decode_leg(raw: msgspec.Raw, body: Json, request_id: str) -> None:
 
 
 def check_push_leg(body: Json, request_id: str) -> None:
-    """Raise Violation unless the parameters are such that a decode engine knows from where to expect the KV cache.
+    """Raise Violation unless the parameters are such that a decode engine knows from where to
+    expect the KV cache.
 
-    A real engine dies of some of these. It finds them one by one, by name; so it must get them all, of the right type.
+    A real engine dies of some of these. It finds them one by one, by name; so it must get them all,
+    of the right type.
     """
     params: Json = body["kv_transfer_params"]
     if params.get("do_remote_prefill") is not True or params.get("do_remote_decode") is not False:
@@ -240,7 +307,9 @@ def identity(body: Json) -> str:
 
 def _of_both_legs(body: Json) -> Json:
     shared = {key: value for key, value in body.items() if key not in _OF_ONE_LEG}
-    return shared | {key: _of_both_legs(shared[key]) for key in ("sampling_params",) if key in shared}
+    return shared | {
+        key: _of_both_legs(shared[key]) for key in ("sampling_params",) if key in shared
+    }
 
 
 def _canonical(value: object) -> bytes:

@@ -1,1 +1,3 @@
-"""KV of earlier answers, which a prefill engine (P) reads from the prefix cache of a decode engine (D)."""
+"""KV of earlier answers, which a prefill engine (P) reads from the prefix cache of a decode engine
+(D).
+"""

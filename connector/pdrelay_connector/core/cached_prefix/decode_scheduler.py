@@ -1,9 +1,11 @@
 """D's scheduler: leases blocks of its prefix cache to prefill engines that ask for a prompt.
 
-Nothing is kept for them in advance. D looks a prompt up when P asks, pins what is still there, and leases exactly that
-to the connection that has asked. The engine thread owns the prefix cache, so a question goes there and comes back.
+Nothing is kept for them in advance. D looks a prompt up when P asks, pins what is still there, and
+leases exactly that to the connection that has asked. The engine thread owns the prefix cache, so a
+question goes there and comes back.
 
-To hash a long prompt takes a tenth of a second. It is done piece by piece, so that heartbeats are answered in between.
+To hash a long prompt takes a tenth of a second. It is done piece by piece, so that heartbeats are
+answered in between.
 """
 
 from collections import deque
@@ -46,10 +48,17 @@ class _Hashing:
 
 
 class PrefixLender:
-    """Runs on the control thread, where ``hash_blocks`` is called, too: one step of it in each turn."""
+    """Runs on the control thread, where ``hash_blocks`` is called, too: one step of it in each
+    turn.
+    """
 
     def __init__(
-        self, link: Link, lease_manager: LeaseManager, counters: Counters, own: Reachable, hash_blocks: HashBlocks
+        self,
+        link: Link,
+        lease_manager: LeaseManager,
+        counters: Counters,
+        own: Reachable,
+        hash_blocks: HashBlocks,
     ) -> None:
         self._link = link
         self._lease_manager = lease_manager
@@ -80,7 +89,9 @@ class PrefixLender:
             self._hashing.append(_Hashing(question, self._hash_blocks(message)))
 
     def advance(self, *, now: float) -> float | None:
-        """Hash a piece; return when to be called again at the latest: at once as long as there is more."""
+        """Hash a piece; return when to be called again at the latest: at once as long as there is
+        more.
+        """
         while self._hashing and self._hashing[0].question not in self._open:
             self._hashing.popleft()  # its connection has closed
         if self._hashing:
@@ -95,7 +106,8 @@ class PrefixLender:
     def lend(self, question: Question, lease: RequestId, *, now: float) -> None:
         """Lease pinned blocks to the connection that has asked, unless it has closed since.
 
-        The lease begins before the answer: it ends with the connection like any other, and is not another engine's.
+        The lease begins before the answer: it ends with the connection like any other, and is not
+        another engine's.
         """
         self._lease_manager.grant(lease, now=now)
         if question in self._open:
@@ -103,14 +115,18 @@ class PrefixLender:
         else:
             self._lease_manager.drop((lease,))
 
-    def answer(self, question: Question, lease: RequestId, block_size: int, blocks: Sequence[BlockId]) -> None:
+    def answer(
+        self, question: Question, lease: RequestId, block_size: int, blocks: Sequence[BlockId]
+    ) -> None:
         """Send the blocks of a lease that still holds: all of them are computed."""
         if question not in self._open:
             return
         del self._open[question]
         if blocks and self._lease_manager.holds(lease):
             self._counters.count("prefixes_leased")
-            self._link.send(question.conn, PrefixFound(question.request, lease, block_size, tuple(blocks)))
+            self._link.send(
+                question.conn, PrefixFound(question.request, lease, block_size, tuple(blocks))
+            )
         else:
             self._link.send(question.conn, PrefixFound(question.request))
 

@@ -1,8 +1,9 @@
 """P's scheduler: asks a decode engine which blocks of a prompt its prefix cache has.
 
-P asks only an engine that has connected to P, and at the address that this engine has named over that connection: the
-params of a request name an engine and no address. What a search finds is a lease of D, and P reads it as D reads P's.
-A search that does not end in time costs P the computation that it would have done anyway.
+P asks only an engine that has connected to P, and at the address that this engine has named over
+that connection: the params of a request name an engine and no address. What a search finds is a
+lease of D, and P reads it as D reads P's. A search that does not end in time costs P the
+computation that it would have done anyway.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 from pdrelay_connector.core.sleep import known_as
 from pdrelay_connector.core.state_machine import transition
 
-PAUSE: Final = 10.0  # s without a question to an engine that has not answered in time: each costs a prefill its timeout
+# s without a question to an engine that has not answered in time: each costs a prefill its timeout
+PAUSE: Final = 10.0
 
 
 class SearchState(Enum):
@@ -40,7 +42,10 @@ class SearchEvent(Enum):
 
 
 TRANSITIONS: Final[Mapping[SearchState, Mapping[SearchEvent, SearchState]]] = {
-    SearchState.CONNECTING: {SearchEvent.SENT: SearchState.ASKED, SearchEvent.ENDED: SearchState.OVER},
+    SearchState.CONNECTING: {
+        SearchEvent.SENT: SearchState.ASKED,
+        SearchEvent.ENDED: SearchState.OVER,
+    },
     SearchState.ASKED: {SearchEvent.ENDED: SearchState.OVER},
     SearchState.OVER: {},
 }
@@ -61,7 +66,9 @@ class _Search:
     state: SearchState = SearchState.CONNECTING
 
     def on(self, event: SearchEvent) -> None:
-        self.state = transition(TRANSITIONS, self.state, event, f"the search for {self.question.request}")
+        self.state = transition(
+            TRANSITIONS, self.state, event, f"the search for {self.question.request}"
+        )
 
 
 @dataclass(slots=True)
@@ -136,7 +143,9 @@ class PrefixFinder:
         """A decode engine has said over its own connection where it listens."""
         engine = self._link.engine_of(conn)
         if engine is not None:
-            self._engines[known_as(engine)] = _DecodeEngine(engine, conn, Address(message.host, message.port))
+            self._engines[known_as(engine)] = _DecodeEngine(
+                engine, conn, Address(message.host, message.port)
+            )
 
     def lost(self, conn: ConnId) -> None:
         """A connection that was opened to us has closed."""
@@ -146,14 +155,21 @@ class PrefixFinder:
 
     def peer_changed(self, peer: Peer) -> None:
         """A decode engine was met, refused or lost."""
-        for search in [search for search in self._searches.values() if search.engine == peer.engine]:
+        for search in [
+            search for search in self._searches.values() if search.engine == peer.engine
+        ]:
             self._ask(search, peer)
 
     def answered(self, conn: ConnId, answer: PrefixFound) -> None:
         """Take an answer in, and give back what nobody here waits for."""
         search = self._searches.get(answer.request)
         peer = self._peers.find(conn)
-        if search is None or peer is None or peer.engine != search.engine or search.state is not SearchState.ASKED:
+        if (
+            search is None
+            or peer is None
+            or peer.engine != search.engine
+            or search.state is not SearchState.ASKED
+        ):
             if answer.lease:
                 self._link.send(conn, DropLeases((answer.lease,)))
             return

@@ -1,1 +1,3 @@
-"""``pdrelay doctor``: what two machines find out about the network between them, and what follows from it."""
+"""``pdrelay doctor``: what two machines find out about the network between them, and what follows
+from it.
+"""

@@ -15,7 +15,9 @@ BYTES_OF: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides the size; ``content`` is the values that a layer keeps of one token and one head."""
+    """What decides the size; ``content`` is the values that a layer keeps of one token and one
+    head.
+    """
 
     layers: int
     kv_heads: int
@@ -23,7 +25,8 @@ class ModelShape:
     dtype: str
 
     def block_bytes(self, *, block_size: int, ranks: int) -> int:
-        """Return the bytes of a block's run: vLLM keeps K and V of a block together (its layout LBHNC).
+        """Return the bytes of a block's run: vLLM keeps K and V of a block together (its layout
+        LBHNC).
 
         ``block_size``: tokens. ``ranks``: tensor-parallel size.
         """
@@ -32,20 +35,32 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, Any], *, cache_dtype: str = "auto") -> ModelShape:
-    """Read a model's ``config.json`` (transformers' names); raises :exc:`~pdrelay_connector.errors.SettingsError`."""
+    """Read a model's ``config.json`` (transformers' names); raises
+    :exc:`~pdrelay_connector.errors.SettingsError`.
+    """
     text = config.get("text_config")
-    found: Mapping[str, Any] = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else config
-    dtype = str(found.get("dtype") or found.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
+    found: Mapping[str, Any] = (
+        cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else config
+    )
+    dtype = str(
+        found.get("dtype") or found.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"
+    )
     dtype = dtype if cache_dtype == "auto" else cache_dtype
     if dtype not in BYTES_OF:
-        raise SettingsError(f"the KV cache's type is {dtype!r}; known are {', '.join(sorted(BYTES_OF))}")
+        raise SettingsError(
+            f"the KV cache's type is {dtype!r}; known are {', '.join(sorted(BYTES_OF))}"
+        )
     try:
         layers = int(found["num_hidden_layers"])
         heads = int(found["num_attention_heads"])
         if (latent := found.get("kv_lora_rank")) is not None:  # MLA: one latent for all heads
-            return ModelShape(layers, 1, int(latent) + int(found.get("qk_rope_head_dim") or 0), dtype)
+            return ModelShape(
+                layers, 1, int(latent) + int(found.get("qk_rope_head_dim") or 0), dtype
+            )
         kv_heads = int(found.get("num_key_value_heads") or heads)
         head_size = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as exc:
-        raise SettingsError(f"the model's config.json does not say its shape ({exc!r}); give --block-bytes") from exc
+        raise SettingsError(
+            f"the model's config.json does not say its shape ({exc!r}); give --block-bytes"
+        ) from exc
     return ModelShape(layers, kv_heads, 2 * head_size, dtype)

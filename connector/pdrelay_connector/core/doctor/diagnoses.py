@@ -12,9 +12,11 @@ from pdrelay_connector.core.lease.signatures import CLOCK_SKEW
 from pdrelay_connector.core.session.data_plane import CUDA_IPC_READS
 from pdrelay_connector.core.session.peers import mismatch
 
-SLOWER: Final = 2.0  # times, in every round; other differences come and go with the load of a machine
+# times, in every round; other differences come and go with the load of a machine
+SLOWER: Final = 2.0
 CLOCK_WARNING: Final = CLOCK_SKEW / 10  # s: such a clock is not kept by NTP, and goes on to drift
-SLOW_REGISTRATION: Final = 1.0  # s for 10^9 bytes: a cache of 64 GB then delays the start by a minute
+# s for 10^9 bytes: a cache of 64 GB then delays the start by a minute
+SLOW_REGISTRATION: Final = 1.0
 
 
 def diagnose(facts: PairFacts) -> list[Finding]:
@@ -27,7 +29,9 @@ def _meeting(facts: PairFacts) -> Iterator[Finding]:
         yield refusal(facts.connect_failure)
     if facts.lost:
         yield Finding(
-            "lost", f"the examination ended early: {facts.lost}", "look at the other end's output and try again"
+            "lost",
+            f"the examination ended early: {facts.lost}",
+            "look at the other end's output and try again",
         )
 
 
@@ -40,8 +44,10 @@ def _data_plane(facts: PairFacts) -> Iterator[Finding]:
             yield Finding(
                 "data-plane",
                 f"NIXL at {one} moves nothing to or from {other}: {failed[0].failure}",
-                f"open the TCP ports of UCX of {other} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes them; "
-                f"UCX_NET_DEVICES is {chosen}), or set UCX_NET_DEVICES to an interface that this network leads to",
+                f"open the TCP ports of UCX of {other} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes "
+                f"them; "
+                f"UCX_NET_DEVICES is {chosen}), or set UCX_NET_DEVICES to an interface that this "
+                f"network leads to",
             )
 
 
@@ -51,7 +57,8 @@ def _way_back(facts: PairFacts) -> Iterator[Finding]:
         yield Finding(
             "blocked-port",
             f"{other} cannot connect to {one} at {facts.back_address}: {facts.back_failure}",
-            f"open that port towards {one}: decode engines are dialled where return_kv is on or roles change",
+            f"open that port towards {one}: decode engines are dialled where return_kv is on or "
+            f"roles change",
         )
 
 
@@ -63,7 +70,10 @@ def _memory(facts: PairFacts) -> Iterator[Finding]:
     used = (*facts.transports_here, *facts.transports_there)
     if not is_over_tcp(used):
         return
-    what = f"both ends run on one machine, and UCX moves bytes between them over TCP ({', '.join(used)})"
+    what = (
+        f"both ends run on one machine, and UCX moves bytes between them over TCP "
+        f"({', '.join(used)})"
+    )
     yield Finding("tcp-on-one-machine", what, _memory_mend(facts.here, there, used))
 
 
@@ -73,7 +83,8 @@ def _memory_mend(here: EndFacts, there: EndFacts, used: Sequence[str]) -> str:
             reads = end.variable(CUDA_IPC_READS) or "auto"
             if reads not in {"on", "y", "yes", "1"}:
                 return (
-                    f"set {CUDA_IPC_READS}=on at {end.host} ({reads}): UCX WRITEs over CUDA IPC, and does not READ so"
+                    f"set {CUDA_IPC_READS}=on at {end.host} ({reads}): "
+                    "UCX WRITEs over CUDA IPC, and does not READ so"
                 )
     for end in (here, there):
         chosen = end.variable("UCX_TLS")
@@ -91,20 +102,26 @@ def _memory_mend(here: EndFacts, there: EndFacts, used: Sequence[str]) -> str:
         docker = " ".join(f"--{kind.lower()} host" for kind in apart)
         pods = " and ".join(f"host{kind}" for kind in apart)
         return (
-            f"give both containers one {' and one '.join(apart)} namespace (docker {docker}; {pods} of pods, which the "
-            "chart sets by engine.hostNamespaces)"
+            f"give both containers one {' and one '.join(apart)} namespace (docker {docker}; "
+            f"{pods} of pods, which the chart sets by engine.hostNamespaces)"
         )
     smallest = min(here, there, key=lambda end: end.shared_memory)
     if smallest.shared_memory < 64 << 20:
         free = smallest.shared_memory >> 20
         return (
-            f"enlarge /dev/shm at {smallest.host}, of which {free} MiB are free (docker --shm-size, a Memory emptyDir)"
+            f"enlarge /dev/shm at {smallest.host}, of which {free} MiB are free "
+            "(docker --shm-size, a Memory emptyDir)"
         )
-    return "allow process_vm_readv (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope=0) and let UCX_TLS be unset at both"
+    return (
+        "allow process_vm_readv (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope=0) and let UCX_TLS be "
+        "unset at both"
+    )
 
 
 def _allows_memory(chosen: str) -> bool:
-    """Whether a value of UCX_TLS allows shared memory; a list that begins with ``^`` names what is forbidden."""
+    """Whether a value of UCX_TLS allows shared memory; a list that begins with ``^`` names what is
+    forbidden.
+    """
     names = {name.strip() for name in chosen.removeprefix("^").split(",")}
     memory = names & {"sm", "shm", "posix", "sysv", "cma", "knem", "xpmem", "mm"}
     return not memory if chosen.startswith("^") else bool(memory or "all" in names)
@@ -118,15 +135,19 @@ def _rdma(facts: PairFacts) -> Iterator[Finding]:
     if is_over_tcp(used):
         yield Finding(
             "tcp-despite-rdma",
-            f"both ends have active RDMA ports ({', '.join((*facts.here.rdma, *there.rdma))}) and UCX uses "
+            f"both ends have active RDMA ports ({', '.join((*facts.here.rdma, *there.rdma))}) and "
+            f"UCX uses "
             f"{', '.join(used)}",
-            "set UCX_TLS=rc,ud,self,sm,cuda_copy,cuda_ipc at both, and UCX_NET_DEVICES, if you set it, to those ports; "
+            "set UCX_TLS=rc,ud,self,sm,cuda_copy,cuda_ipc at both, and UCX_NET_DEVICES, if you set "
+            "it, to those ports; "
             "containers need /dev/infiniband and an unlimited memlock",
         )
 
 
 def _modes(facts: PairFacts) -> Iterator[Finding]:
-    """KV goes from prefill to decode in both modes: in pull the decode engine READs, in push the other one WRITEs."""
+    """KV goes from prefill to decode in both modes: in pull the decode engine READs, in push the
+    other one WRITEs.
+    """
     for source in ("here", "there"):
         prefill, decode = _names(facts, source)
         read = facts.kept(_other(source), "READ")
@@ -156,8 +177,10 @@ def _directions(facts: PairFacts) -> Iterator[Finding]:
         source, target = (here, there) if out > back else (there, here)
         yield Finding(
             "asymmetric-link",
-            f"bytes go from {source} to {target} at {fast:.3g} GB/s and the other way at {slow:.3g} GB/s at best",
-            f"mend the slow direction (routes, duplex, shaping, NIC), or let {source} prefill and {target} decode: "
+            f"bytes go from {source} to {target} at {fast:.3g} GB/s and the other way at "
+            f"{slow:.3g} GB/s at best",
+            f"mend the slow direction (routes, duplex, shaping, NIC), or let {source} prefill and "
+            f"{target} decode: "
             "KV goes that way in pull and in push, so mode does not change it",
         )
 
@@ -168,10 +191,15 @@ def _clock(facts: PairFacts) -> Iterator[Finding]:
     here, there = _names(facts, "here")
     seconds = facts.clock.seconds
     order = "ahead of" if seconds > 0 else "behind"
-    state = "signed leases are refused from" if abs(seconds) > CLOCK_SKEW else "signed leases bear at most"
+    state = (
+        "signed leases are refused from"
+        if abs(seconds) > CLOCK_SKEW
+        else "signed leases bear at most"
+    )
     yield Finding(
         "clock",
-        f"the clock of {there} is {abs(seconds):.3f} s {order} that of {here} (to within {facts.clock.error:.3f} s), "
+        f"the clock of {there} is {abs(seconds):.3f} s {order} that of {here} (to within "
+        f"{facts.clock.error:.3f} s), "
         f"and {state} {CLOCK_SKEW:g} s",
         "let NTP (chrony, systemd-timesyncd) set both clocks",
     )
@@ -190,7 +218,8 @@ def _versions(facts: PairFacts) -> Iterator[Finding]:
             yield Finding(
                 f"version-{name.lower()}",
                 f"{name} is {our} at {facts.here.host} and {their} at {there.host}",
-                f"install one version of {name} at both (engines with different vLLM versions refuse each other)"
+                f"install one version of {name} at both (engines with different vLLM versions "
+                f"refuse each other)"
                 if name == "vLLM"
                 else f"install one version of {name} at both, from one image",
             )
@@ -214,9 +243,11 @@ def _mtu(facts: PairFacts) -> Iterator[Finding]:
         return
     yield Finding(
         "mtu",
-        f"the MTU is {facts.here.mtu} at {facts.here.host} ({facts.here.interface}) and {there.mtu} at {there.host} "
+        f"the MTU is {facts.here.mtu} at {facts.here.host} ({facts.here.interface}) and "
+        f"{there.mtu} at {there.host} "
         f"({there.interface})",
-        "set one MTU on both interfaces and on every switch between them (ip link set DEVICE mtu N)",
+        "set one MTU on both interfaces and on every switch between them (ip link set DEVICE mtu "
+        "N)",
     )
 
 
@@ -228,15 +259,22 @@ def _registration(facts: PairFacts) -> Iterator[Finding]:
         if per_gigabyte > SLOW_REGISTRATION and end.registration_seconds > 0.1:
             yield Finding(
                 "registration",
-                f"registering memory takes {per_gigabyte:.3g} s for each GB at {end.host}, so an engine with a cache "
+                f"registering memory takes {per_gigabyte:.3g} s for each GB at {end.host}, so an "
+                f"engine with a cache "
                 f"of 64 GB starts {64 * per_gigabyte:.0f} s later",
-                "raise memlock (ulimit -l unlimited), use huge pages, and look for other load on that machine",
+                "raise memlock (ulimit -l unlimited), use huge pages, and look for other load on "
+                "that machine",
             )
 
 
 def _loopback(facts: PairFacts) -> Iterator[Finding]:
     there = facts.there
-    if there is None or not there.address or facts.here.machine == there.machine or not is_loopback(there.address):
+    if (
+        there is None
+        or not there.address
+        or facts.here.machine == there.machine
+        or not is_loopback(there.address)
+    ):
         return
     yield Finding(
         "loopback",
@@ -264,7 +302,9 @@ def _end(facts: PairFacts, end: End) -> EndFacts:
 
 
 def _names(facts: PairFacts, end: End) -> tuple[str, str]:
-    """Return what the end and the other one are called; by their addresses if their hosts have one name."""
+    """Return what the end and the other one are called; by their addresses if their hosts have one
+    name.
+    """
     there = facts.there or EndFacts(facts.address)
     ends = (facts.here, there) if end == "here" else (there, facts.here)
     if facts.here.host != there.host:
@@ -274,10 +314,15 @@ def _names(facts: PairFacts, end: End) -> tuple[str, str]:
 
 
 def _rates(facts: PairFacts, source: End) -> tuple[float, float]:
-    """Return the best rate at which bytes leave an end, and what its better operation reached in every round.
+    """Return the best rate at which bytes leave an end, and what its better operation reached in
+    every round.
 
     0: not known.
     """
-    found = [each for each in (facts.kept(source, "WRITE"), facts.kept(_other(source), "READ")) if each is not None]
+    found = [
+        each
+        for each in (facts.kept(source, "WRITE"), facts.kept(_other(source), "READ"))
+        if each is not None
+    ]
     best = max((each.measurement.rate for each in found), default=0.0)
     return best, max((each.worst_rate for each in found), default=0.0)

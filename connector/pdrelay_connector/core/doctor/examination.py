@@ -1,4 +1,6 @@
-"""What the two ends of ``pdrelay doctor`` send each other, inside the side channel's ``Examination`` messages."""
+"""What the two ends of ``pdrelay doctor`` send each other, inside the side channel's
+``Examination`` messages.
+"""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -111,7 +113,9 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     transports: ShortTexts
 
 
-Content: TypeAlias = Introduction | ClockProbe | ClockReply | DialBack | DialedBack | Measure | Measured
+Content: TypeAlias = (
+    Introduction | ClockProbe | ClockReply | DialBack | DialedBack | Measure | Measured
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Content] = msgspec.msgpack.Decoder(Content)
@@ -131,14 +135,18 @@ def unwrap(message: messages.Examination) -> Content:
 
 
 def shortened(text: str, most: int = 1024) -> str:
-    """Return text that another end may have written as one printable line of at most ``most`` characters."""
+    """Return text that another end may have written as one printable line of at most ``most``
+    characters.
+    """
     return "".join(char if char.isprintable() else "?" for char in text)[:most]
 
 
 def printable(facts: EndFacts) -> EndFacts:
     """Return facts of another end without what could steer a terminal."""
     cleaned = {
-        name: shortened(value) for name in EndFacts.__struct_fields__ if isinstance(value := getattr(facts, name), str)
+        name: shortened(value)
+        for name in EndFacts.__struct_fields__
+        if isinstance(value := getattr(facts, name), str)
     }
     return msgspec.structs.replace(
         facts,

@@ -1,4 +1,6 @@
-"""The end of ``pdrelay doctor`` that dials: it goes through a list of steps and notes what it finds."""
+"""The end of ``pdrelay doctor`` that dials: it goes through a list of steps and notes what it
+finds.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +29,14 @@ from pdrelay_connector.core.doctor.pair_facts import ClockOffset, End, MeasuredB
 from pdrelay_connector.core.doctor.probe import Probe, ScratchPair
 from pdrelay_connector.core.doctor.respondent import RESPONDENT
 from pdrelay_connector.core.ids import Address, ConnId
-from pdrelay_connector.core.messages import Examination, Message, RankInfo, RankMemory, Refusal, Welcome
+from pdrelay_connector.core.messages import (
+    Examination,
+    Message,
+    RankInfo,
+    RankMemory,
+    Refusal,
+    Welcome,
+)
 from pdrelay_connector.core.ports import (
     ConnectFailed,
     ConnectionLost,
@@ -92,13 +101,15 @@ class Examiner:
         self.facts = facts
         self.is_done = False
         self._conn: ConnId | None = None  # absent before start()
-        self._memory: ScratchPair | None = None  # absent before the other end's Welcome, or if it cannot be reached
+        # absent before the other end's Welcome, or if it cannot be reached
+        self._memory: ScratchPair | None = None
         self._objection = ""  # why it cannot
         self._probe: Probe | None = None  # a measurement of this end
         self._steps = deque(_steps(plan))
         self._step: _AskClock | _AskBack | _Test | None = None  # that waits for an answer
         self._deadline: float | None = None  # of what is waited for
-        self._asked: tuple[float, float] = (0.0, 0.0)  # when the clock was asked for: monotonic, wall
+        # when the clock was asked for: monotonic, wall
+        self._asked: tuple[float, float] = (0.0, 0.0)
 
     def start(self, address: Address, *, now: float) -> None:
         """Begin to connect."""
@@ -143,7 +154,9 @@ class Examiner:
         if len(welcome.ranks) != 1:
             raise ProtocolViolation(f"an end of {len(welcome.ranks)} memories")
         try:
-            self._memory = ScratchPair.of(self._agent.attach(welcome.ranks[0]), welcome.ranks[0], self._own)
+            self._memory = ScratchPair.of(
+                self._agent.attach(welcome.ranks[0]), welcome.ranks[0], self._own
+            )
         except TransferError as exc:  # the side channel works all the same: find out what else does
             self._objection = str(exc)
         self._link.send(conn, RankMemory(self._own))
@@ -169,7 +182,10 @@ class Examiner:
                 self.facts.back_failure = shortened(failure)
             case Measured(measurement, transports), _Test("there"):
                 self.facts.transports_there = tuple(map(shortened, transports))
-                self._note("there", msgspec.structs.replace(measurement, failure=shortened(measurement.failure)))
+                self._note(
+                    "there",
+                    msgspec.structs.replace(measurement, failure=shortened(measurement.failure)),
+                )
             case _:
                 raise ProtocolViolation(f"{type(content).__name__} came out of turn")
         self._next(now=now, wall=wall)
@@ -199,9 +215,13 @@ class Examiner:
             is_kept = measurement.failure or measurement.rate > before.measurement.rate
             kept = measurement if is_kept else before.measurement
             worst = min(measurement.rate, before.worst_rate)
-            self.facts.measurements[self.facts.measurements.index(before)] = MeasuredBy(end, kept, worst)
+            self.facts.measurements[self.facts.measurements.index(before)] = MeasuredBy(
+                end, kept, worst
+            )
         if measurement.failure:
-            self._steps = deque(each for each in self._steps if not (isinstance(each, _Test) and each.end == end))
+            self._steps = deque(
+                each for each in self._steps if not (isinstance(each, _Test) and each.end == end)
+            )
 
     def _next(self, *, now: float, wall: float) -> None:
         """Begin the next step, or end."""
@@ -225,7 +245,9 @@ class Examiner:
 
     def _begin(self, order: Measure, *, now: float, wall: float) -> None:
         if self._memory is None:
-            failed = Measurement(order.operation, order.block_bytes, failure=shortened(self._objection))
+            failed = Measurement(
+                order.operation, order.block_bytes, failure=shortened(self._objection)
+            )
             self._measured("here", failed, now=now, wall=wall)
             return
         probe = Probe(self._agent, self._memory, order, now=now)

@@ -7,7 +7,10 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """``name`` never changes its meaning: scripts may compare it. ``what`` has the value, ``mend`` the setting."""
+    """``name`` never changes its meaning: scripts may compare it.
+
+    ``what`` has the value, ``mend`` the setting.
+    """
 
     name: str
     what: str
@@ -20,7 +23,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class _Refused(NamedTuple):
-    """How a failure to connect is recognised: by words of ``session/handshake.py`` or ``io/connect.py``."""
+    """How a failure to connect is recognised: by words of ``session/handshake.py`` or
+    ``io/connect.py``.
+    """
 
     words: str
     name: str
@@ -40,19 +45,25 @@ REFUSALS: Final[Sequence[_Refused]] = (
     _Refused(
         "does not answer here (any more)",
         "other-process",
-        "dial a waiting pdrelay doctor (port 5690), or name the engine as ENGINE_ID@HOST:PORT with its present id "
+        "dial a waiting pdrelay doctor (port 5690), or name the engine as ENGINE_ID@HOST:PORT with "
+        "its present id "
         "(label engine_id of its metric vllm:pdrelay_connector_info)",
     ),
     _Refused(
         "this engine does not listen there",
         "address",
-        "set VLLM_NIXL_SIDE_CHANNEL_HOST there to the address that is dialled, or remove the relay in between",
+        "set VLLM_NIXL_SIDE_CHANNEL_HOST there to the address that is dialled, or remove the relay "
+        "in between",
     ),
     _Refused(
-        "the certificate of", "certificate", "set tls_ca and tls_server_name here so that they fit its certificate"
+        "the certificate of",
+        "certificate",
+        "set tls_ca and tls_server_name here so that they fit its certificate",
     ),
     _Refused(
-        "does not accept our TLS 1.3", "tls", "set tls_cert and tls_ca here as they are there, or dial the right port"
+        "does not accept our TLS 1.3",
+        "tls",
+        "set tls_cert and tls_ca here as they are there, or dial the right port",
     ),
     _Refused(
         "NIXL listens on loopback only",
@@ -62,17 +73,20 @@ REFUSALS: Final[Sequence[_Refused]] = (
     _Refused(
         "Connection refused",
         "not-listening",
-        "start it there, or correct the host and port: its machine answers, and nothing listens at that port",
+        "start it there, or correct the host and port: its machine answers, and nothing listens at "
+        "that port",
     ),
     _Refused(
         "no handshake with",
         "no-handshake",
-        "dial the side channel's port (VLLM_NIXL_SIDE_CHANNEL_PORT, 5600), not HTTP's, and look at that process's log",
+        "dial the side channel's port (VLLM_NIXL_SIDE_CHANNEL_PORT, 5600), not HTTP's, and look at "
+        "that process's log",
     ),
     _Refused(
         "cannot connect to",
         "unreachable",
-        "open that TCP port in firewalls, security groups and NetworkPolicies on the way, or correct the address",
+        "open that TCP port in firewalls, security groups and NetworkPolicies on the way, or "
+        "correct the address",
     ),
 )
 

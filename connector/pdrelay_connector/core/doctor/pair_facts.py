@@ -11,7 +11,9 @@ End: TypeAlias = Literal["here", "there"]
 
 
 class ClockOffset(msgspec.Struct, frozen=True):
-    """By how much the clock there is ahead of the one here; the truth lies within ``error`` of it."""
+    """By how much the clock there is ahead of the one here; the truth lies within ``error`` of
+    it.
+    """
 
     seconds: float
     error: float

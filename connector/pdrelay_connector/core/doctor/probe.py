@@ -1,8 +1,9 @@
 """Measures one operation (READ or WRITE) on the memory of the other end, over a transfer agent.
 
-Three phases: one small transfer, which opens UCX's connection; small transfers one after the other, for the latency;
-transfers of more and more descriptors, for the throughput. Descriptors lie in opposite orders at both ends, so that
-none can be merged with its neighbour: they are as scattered as the blocks of a cache.
+Three phases: one small transfer, which opens UCX's connection; small transfers one after the other,
+for the latency; transfers of more and more descriptors, for the throughput. Descriptors lie in
+opposite orders at both ends, so that none can be merged with its neighbour: they are as scattered
+as the blocks of a cache.
 """
 
 import statistics
@@ -59,24 +60,32 @@ class ScratchPair:
 
     @classmethod
     def of(cls, handle: str, remote: RankInfo, local: RankInfo) -> "ScratchPair":
-        """Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if the other end's cannot be memory."""
+        """Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if the other end's cannot be
+        memory.
+        """
         theirs = remote.regions[0]
         ours = local.regions[0]
         sizes = [region.width * region.count for region in (theirs, ours)]
         if theirs.base + sizes[0] > HIGHEST_END or min(sizes) < SMALLEST:
-            raise ProtocolViolation(f"memory of {sizes[0]} bytes at {theirs.base:#x} cannot be measured with")
+            raise ProtocolViolation(
+                f"memory of {sizes[0]} bytes at {theirs.base:#x} cannot be measured with"
+            )
         return cls(handle, theirs.base, ours.base, min(sizes))
 
     def spans(self, count: int, size: int) -> Spans:
         """Return ``count`` descriptors of ``size`` bytes; both must fit."""
         places = np.arange(count, dtype=np.int64) * size
-        return np.stack([self.remote + places, self.local + places[::-1], np.full_like(places, size)], axis=1)
+        return np.stack(
+            [self.remote + places, self.local + places[::-1], np.full_like(places, size)], axis=1
+        )
 
 
 class Probe:
     """One measurement under way. :meth:`on` and :meth:`advance` return its result once."""
 
-    def __init__(self, agent: TransferAgent, memory: ScratchPair, order: Measure, *, now: float) -> None:
+    def __init__(
+        self, agent: TransferAgent, memory: ScratchPair, order: Measure, *, now: float
+    ) -> None:
         self._agent = agent
         self._memory = memory
         self._order = order
@@ -135,7 +144,9 @@ class Probe:
         return self._post(1, SMALLEST)
 
     def _grow(self, ended: XferEnded) -> None:
-        """Double the descriptors until a transfer takes long; only transfers of the last number count."""
+        """Double the descriptors until a transfer takes long; only transfers of the last number
+        count.
+        """
         most = min(MOST_DESCRIPTORS, self._memory.bytes // self._size)
         if ended.seconds < STEADY and self._count < most:
             self._count = min(2 * self._count, most)

@@ -1,4 +1,6 @@
-"""The end of ``pdrelay doctor`` that waits: it answers one partner at a time, which has proven the secret."""
+"""The end of ``pdrelay doctor`` that waits: it answers one partner at a time, which has proven the
+secret.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +66,9 @@ class Respondent:
         transports: Callable[[], tuple[str, ...]],
         say: Callable[[str], None],
     ) -> None:
-        """``transports`` says what UCX has used here so far; ``say`` gets a line for the operator."""
+        """``transports`` says what UCX has used here so far; ``say`` gets a line for the
+        operator.
+        """
         self._link = link
         self._agent = agent
         self._own = own
@@ -82,7 +86,9 @@ class Respondent:
                 if visit is None:
                     visit = self._visit = _Visit(conn, now + LONGEST_VISIT)
                 if conn != visit.conn:
-                    self._turn_away(conn, "this end examines another machine; try again when it is done")
+                    self._turn_away(
+                        conn, "this end examines another machine; try again when it is done"
+                    )
                     return
                 self._received(visit, message, now=now, wall=wall)
             case ConnectionLost(conn, reason) if visit is not None and conn == visit.conn:
@@ -93,7 +99,8 @@ class Respondent:
             case ConnectFailed(conn, reason) if visit is not None and conn == visit.back:
                 self._dialed_back(visit, reason)
             case _:
-                pass  # of a partner that was turned away, or of a connection back that has had its answer
+                # of a partner that was turned away, or of a connection back that has had its answer
+                pass
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""
@@ -120,7 +127,9 @@ class Respondent:
                 case Examination():
                     self._examined(visit, unwrap(message), now=now, wall=wall)
                 case _:
-                    raise ProtocolViolation(f"{type(message).__name__} is no message of an examination")
+                    raise ProtocolViolation(
+                        f"{type(message).__name__} is no message of an examination"
+                    )
         except ConnectorError as exc:
             self._turn_away(visit.conn, str(exc))
             self._end(f"{visit.name or 'the other end'} was turned away: {exc}")
@@ -144,7 +153,9 @@ class Respondent:
             case DialBack(host, port, engine) if visit.back is None:
                 visit.back = self._link.connect(Address(host, port), EngineId(engine))
             case Measure() if visit.objection:
-                failed = Measurement(content.operation, content.block_bytes, failure=shortened(visit.objection))
+                failed = Measurement(
+                    content.operation, content.block_bytes, failure=shortened(visit.objection)
+                )
                 self._answer(visit, Measured(failed, self._transports()))
             case Measure() if visit.memory is not None and visit.probe is None:
                 probe = Probe(self._agent, visit.memory, content, now=now)

@@ -20,15 +20,19 @@ class RouterTimes:
 
 
 def diagnose_router(times: RouterTimes) -> list[Finding]:
-    """Compare the engines' lease with what a router needs: nobody renews it between the two legs."""
+    """Compare the engines' lease with what a router needs: nobody renews it between the two
+    legs.
+    """
     found: list[Finding] = []
     handoff = times.lease * HANDOFF_SHARE
     if handoff + DECODE_STEP > times.lease:
         found.append(
             Finding(
                 "lease-handoff",
-                f"a lease lasts {times.lease:g} s, and the router may hand a request over {handoff:g} s "
-                f"after its prefill, which leaves less than {DECODE_STEP:g} s to a step of the decode engine",
+                f"a lease lasts {times.lease:g} s, and the router may hand a request over "
+                f"{handoff:g} s "
+                f"after its prefill, which leaves less than {DECODE_STEP:g} s to a step of the "
+                f"decode engine",
                 f"set kv_lease_duration to {DECODE_STEP / (1 - HANDOFF_SHARE):g} or more",
             )
         )
@@ -36,7 +40,8 @@ def diagnose_router(times: RouterTimes) -> list[Finding]:
         found.append(
             Finding(
                 "slow-handoffs",
-                f"the router took longer than {times.slow:g} s for {times.slow_handoffs} of {times.handoffs} "
+                f"the router took longer than {times.slow:g} s for {times.slow_handoffs} of "
+                f"{times.handoffs} "
                 f"hand-overs, and a lease lasts {times.lease:g} s",
                 "give the router more CPU (--workers) or set kv_lease_duration higher",
             )

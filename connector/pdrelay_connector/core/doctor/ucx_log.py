@@ -1,4 +1,5 @@
-"""Which transports UCX really uses: read from the tables that it logs with ``UCX_PROTO_INFO=y`` (UCX 1.23).
+"""Which transports UCX really uses: read from the tables that it logs with ``UCX_PROTO_INFO=y``
+(UCX 1.23).
 
 A table has the connection and the operation above, and a row for each range of sizes::
 
@@ -16,14 +17,17 @@ from collections.abc import Iterable
 from typing import Final
 
 MOST: Final = 16  # transports that are named
-_PEER: Final = re.compile(r"\| .*(?:intra|inter)-node cfg#\d+ *\|")  # not "self": that is no way to another process
+# not "self": that is no way to another process
+_PEER: Final = re.compile(r"\| .*(?:intra|inter)-node cfg#\d+ *\|")
 _OPERATION: Final = re.compile(r"\| remote memory (read|write) by ucp_")
 _ROW: Final = re.compile(r"\|[^|]*\|[^|]*\|([^|]*)\|")
 _TRANSPORT: Final = re.compile(r"[a-z][a-z0-9_]*/[\w:.-]+")
 
 
 def transports_in(log: str) -> tuple[str, ...]:
-    """Return each operation on a peer's memory with a transport and device that it uses: ``WRITE tcp/eth0``."""
+    """Return each operation on a peer's memory with a transport and device that it uses: ``WRITE
+    tcp/eth0``.
+    """
     found: dict[str, None] = {}  # in their order
     is_peer = False
     operation = ""
@@ -35,7 +39,9 @@ def transports_in(log: str) -> tuple[str, ...]:
                 is_peer = _PEER.search(line) is not None
                 operation = ""
         elif operation and (row := _ROW.search(line)) is not None:
-            found.update(dict.fromkeys(f"{operation} {each}" for each in _TRANSPORT.findall(row[1])))
+            found.update(
+                dict.fromkeys(f"{operation} {each}" for each in _TRANSPORT.findall(row[1]))
+            )
     return tuple(found)[:MOST]
 
 

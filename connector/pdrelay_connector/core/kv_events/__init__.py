@@ -1,1 +1,3 @@
-"""What the engine publishes about its prefix cache, kept and passed on to routers that read it over HTTP."""
+"""What the engine publishes about its prefix cache, kept and passed on to routers that read it over
+HTTP.
+"""

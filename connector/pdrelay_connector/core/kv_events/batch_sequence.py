@@ -1,7 +1,8 @@
 """The order of the batches of one publisher: what is missing is asked for once, and then given up.
 
-vLLM numbers its batches from 0 and keeps the last ones for replay (``ZmqEventPublisher``). Subscribed batches may begin
-late or leave some out, and a replay may overlap them and leave some out, too.
+vLLM numbers its batches from 0 and keeps the last ones for replay (``ZmqEventPublisher``).
+Subscribed batches may begin late or leave some out, and a replay may overlap them and leave some
+out, too.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ Step: TypeAlias = bytes | Gap
 
 
 class BatchSequence:
-    """Puts the batches of one publisher in order. The caller replays when :meth:`missing` tells from where."""
+    """Puts the batches of one publisher in order.
+
+    The caller replays when :meth:`missing` tells from where.
+    """
 
     def __init__(self, max_waiting: int = MAX_WAITING_BYTES) -> None:
         self._max_waiting = max_waiting  # bytes
@@ -35,7 +39,9 @@ class BatchSequence:
         self._steps: list[Step] = []
 
     def live(self, number: int, payload: bytes) -> None:
-        """Take a batch as it is published; numbers that begin anew are those of another publisher."""
+        """Take a batch as it is published; numbers that begin anew are those of another
+        publisher.
+        """
         if self._last_live is not None and number <= self._last_live:
             self._begin_anew()
         self._last_live = number
@@ -52,7 +58,9 @@ class BatchSequence:
             self._give_up()
 
     def missing(self) -> int | None:
-        """Return from which batch on to replay, as some are missing; the replay is under way then."""
+        """Return from which batch on to replay, as some are missing; the replay is under way
+        then.
+        """
         return self.begin_replay() if self._waiting else None
 
     def begin_replay(self) -> int:

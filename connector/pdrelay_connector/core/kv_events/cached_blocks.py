@@ -1,8 +1,9 @@
 """The blocks that one data-parallel rank has cached, by its events.
 
-A block is named by its hash and its place: medium, KV cache group, locality, ownership. A ``BlockRemoved`` takes what
-was stored with the same four. The names are a set, as vLLM's events do not tell copies of a block apart: with two
-copies, the first that is evicted takes the name. A block may then be cached and unknown, never the other way round.
+A block is named by its hash and its place: medium, KV cache group, locality, ownership. A
+``BlockRemoved`` takes what was stored with the same four. The names are a set, as vLLM's events do
+not tell copies of a block apart: with two copies, the first that is evicted takes the name. A block
+may then be cached and unknown, never the other way round.
 """
 
 from array import array
@@ -29,7 +30,8 @@ MAX_BATCH_BYTES = 256 << 10  # of one batch of a snapshot
 _FIELDS_BYTES = 400  # of an event besides its blocks and texts, at most
 _NIL = b"\xc0"
 
-Place: TypeAlias = tuple[str | None, int | None, str | None, str | None]  # medium, group, locality, ownership
+# medium, group, locality, ownership
+Place: TypeAlias = tuple[str | None, int | None, str | None, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class CachedBlocks:
     def apply(self, events: Sequence[KVEvent]) -> bool:
         """Follow a batch; return False if there were too many blocks, and all were forgotten.
 
-        Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` for impossible tokens; some events are applied then.
+        Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` for impossible tokens; some events
+        are applied then.
         """
         for event in events:
             match event:
@@ -98,13 +101,21 @@ class CachedBlocks:
         self._blocks = {}  # the old table may be long, and a snapshot may have it
 
     def snapshot(self, *, ts: float, rank: int) -> Iterator[bytes]:
-        """Return batches that store all blocks as they are now, parents first, composed as they are taken."""
+        """Return batches that store all blocks as they are now, parents first, composed as they are
+        taken.
+        """
         return _compose(dict(self._blocks), ts, rank)
 
     def _store(self, event: BlockStored) -> None:
         place = (event.medium, event.group_idx, event.locality, event.ownership)
         spec = (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
-        texts = (event.lora_name, event.kv_cache_spec_kind, event.medium, event.locality, event.ownership)
+        texts = (
+            event.lora_name,
+            event.kv_cache_spec_kind,
+            event.medium,
+            event.locality,
+            event.ownership,
+        )
         size = _FIELDS_BYTES + sum(4 * len(text) for text in texts if text is not None)
         kind = BlockKind(event.block_size, event.lora_id, event.lora_name, *spec, place, size)
         parents: Iterator[BlockHash | None] = iter([event.parent_block_hash, *event.block_hashes])
@@ -140,7 +151,9 @@ class CachedBlocks:
 
 
 def _tokens(event: BlockStored) -> Iterator[bytes]:
-    """Yield the tokens of each block; none where it is not clear which are whose (groups leave blocks out)."""
+    """Yield the tokens of each block; none where it is not clear which are whose (groups leave
+    blocks out).
+    """
     size = event.block_size
     if size <= 0 or len(event.token_ids) != size * len(event.block_hashes):
         return repeat(b"", len(event.block_hashes))
@@ -153,7 +166,9 @@ def _tokens(event: BlockStored) -> Iterator[bytes]:
 
 
 def _each(event: BlockStored, values: list[msgspec.Raw] | None) -> Iterable[bytes | None]:
-    """Return a value for each block; None for nil, and for all if they are not as many as the blocks."""
+    """Return a value for each block; None for nil, and for all if they are not as many as the
+    blocks.
+    """
     if values is None or len(values) != len(event.block_hashes):
         return repeat(None, len(event.block_hashes))
     return (None if data == _NIL else data for data in map(bytes, values))
@@ -161,7 +176,11 @@ def _each(event: BlockStored, values: list[msgspec.Raw] | None) -> Iterable[byte
 
 def _size(name: BlockHash, block: CachedBlock) -> int:
     """Return the most bytes that a block takes in an event of its own."""
-    hashes = sum(len(each) if isinstance(each, bytes) else 9 for each in (name, block.parent) if each is not None)
+    hashes = sum(
+        len(each) if isinstance(each, bytes) else 9
+        for each in (name, block.parent)
+        if each is not None
+    )
     extras = len(block.extra_key or b"") + len(block.lookahead or b"")
     return block.kind.size + hashes + 10 + len(block.tokens) // 4 * 5 + extras
 
@@ -223,13 +242,16 @@ def _continues(block: CachedBlock, before: BlockHash, other: CachedBlock) -> boo
     return same and bool(block.tokens) and bool(other.tokens) and block.parent == before
 
 
-def _parents_first(blocks: dict[BlockHash, CachedCopies]) -> Iterator[tuple[BlockHash, CachedBlock]]:
+def _parents_first(
+    blocks: dict[BlockHash, CachedCopies],
+) -> Iterator[tuple[BlockHash, CachedBlock]]:
     """Yield all blocks, each after its parent if that is there; the table is used up."""
     for first in list(blocks):
         chain: list[BlockHash] = []
         seen: set[BlockHash] = set()
         name: BlockHash | None = first
-        while name is not None and name in blocks and name not in seen:  # seen: a loop is no tree, and must end
+        # seen: a loop is no tree, and must end
+        while name is not None and name in blocks and name not in seen:
             chain.append(name)
             seen.add(name)
             name = next((copy.parent for copy in blocks[name] if copy.parent is not None), None)

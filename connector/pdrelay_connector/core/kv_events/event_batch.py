@@ -1,6 +1,8 @@
-"""Batches of KV events in the form in which vLLM publishes them (``vllm/distributed/kv_events.py``, ``KVEventBatch``).
+"""Batches of KV events in the form in which vLLM publishes them (``vllm/distributed/kv_events.py``,
+``KVEventBatch``).
 
-A batch is the msgpack array ``[ts, [event, ...], data_parallel_rank]``, an event a map with its class under "type".
+A batch is the msgpack array ``[ts, [event, ...], data_parallel_rank]``, an event a map with its
+class under "type".
 """
 
 from dataclasses import dataclass
@@ -77,7 +79,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Return a batch; raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if it is not of vLLM's form."""
+    """Return a batch; raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if it is not of
+    vLLM's form.
+    """
     try:
         envelope = _ENVELOPE.decode(payload)
         events = [_decode_event(raw) for raw in envelope.events]
@@ -102,6 +106,8 @@ def encode_batch(ts: float, events: list[KVEvent], rank: int) -> bytes:
 
 
 def with_rank(payload: bytes, rank: int) -> bytes:
-    """Return a batch that names this rank; its events are as they were, those of unknown types too."""
+    """Return a batch that names this rank; its events are as they were, those of unknown types
+    too.
+    """
     envelope = _ENVELOPE.decode(payload)
     return _ENCODER.encode((envelope.ts, envelope.events, rank))

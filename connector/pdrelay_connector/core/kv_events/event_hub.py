@@ -1,4 +1,6 @@
-"""All ranks of an engine and all readers: every batch changes the state of its rank and goes to every reader."""
+"""All ranks of an engine and all readers: every batch changes the state of its rank and goes to
+every reader.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +66,9 @@ class KVEventHub:
         return self._ranks[rank].blocks
 
     def add_rank(self, rank: int, groups: Sequence[BlockStored] = ()) -> None:
-        """Begin with a rank of which nothing is known but its KV cache groups, or not even these."""
+        """Begin with a rank of which nothing is known but its KV cache groups, or not even
+        these.
+        """
         self._ranks[rank] = _Rank(CachedBlocks(self.max_blocks), GroupAnnouncements(groups))
 
     def remove_rank(self, rank: int) -> None:
@@ -75,7 +79,8 @@ class KVEventHub:
     def publish(self, rank: int, payload: bytes) -> None:
         """Take the next batch of a rank, in the form in which vLLM published it.
 
-        A batch that cannot be understood or passed on is lost, and with it what is known of the rank.
+        A batch that cannot be understood or passed on is lost, and with it what is known of the
+        rank.
         """
         self.counts.batches += 1
         state = self._ranks[rank]
@@ -112,7 +117,9 @@ class KVEventHub:
         self._send(encode_batch(state.ts, _beginning(state), rank))
 
     def join(self, wake: Callable[[], None]) -> ReaderQueue | None:
-        """Return the queue of a new reader, which begins with the state as it is now; None if there are too many."""
+        """Return the queue of a new reader, which begins with the state as it is now; None if there
+        are too many.
+        """
         if len(self._readers) >= MAX_READERS:
             self.counts.refused_readers += 1
             return None
@@ -133,7 +140,9 @@ class KVEventHub:
                 self._readers.remove(queue)
 
     def _state(self) -> Iterator[bytes]:
-        """Return the batches that tell the state; it is that of this moment, whenever they are taken."""
+        """Return the batches that tell the state; it is that of this moment, whenever they are
+        taken.
+        """
         pieces = [
             (rank, state.ts, _beginning(state), state.blocks.snapshot(ts=state.ts, rank=rank))
             for rank, state in sorted(self._ranks.items())
@@ -142,7 +151,9 @@ class KVEventHub:
 
 
 def _beginning(state: _Rank) -> list[KVEvent]:
-    """Return the events with which a state begins: there is no block, and there are these groups."""
+    """Return the events with which a state begins: there is no block, and there are these
+    groups.
+    """
     return [AllBlocksCleared(), *state.groups.events()]
 
 

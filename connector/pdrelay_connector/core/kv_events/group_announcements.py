@@ -1,7 +1,9 @@
-"""The KV cache groups of a rank, which a reader learns before their first block: it may have none for long.
+"""The KV cache groups of a rank, which a reader learns before their first block: it may have none
+for long.
 
 A group is announced by a ``BlockStored`` without blocks. What groups there are, vLLM says itself
-(``EngineCore.get_kv_cache_group_metadata``, ``vllm/v1/engine/core.py``), and so does each event that stores a block.
+(``EngineCore.get_kv_cache_group_metadata``, ``vllm/v1/engine/core.py``), and so does each event
+that stores a block.
 """
 
 from collections.abc import Iterable
@@ -15,9 +17,9 @@ from pdrelay_connector.errors import ProtocolViolation
 MAX_GROUPS = 64  # of a rank; numbers are below that
 MAX_KIND = 64  # characters
 MEDIUM = "GPU"  # a BlockPool says so on every platform
-# vLLM announces groups that it leaves out of prefix caching (``prefix_cacheable``, ``vllm/v1/kv_cache_interface.py``),
-# and no block of theirs ever comes, so that a reader would wait for ever. They have these kinds; others of these kinds
-# are known by their first block.
+# vLLM announces groups that it leaves out of prefix caching (``prefix_cacheable``,
+# ``vllm/v1/kv_cache_interface.py``), and no block of theirs ever comes, so that a reader would wait
+# for ever. They have these kinds; others of these kinds are known by their first block.
 _UNCERTAIN = frozenset({"unknown", "sliding_window_mla"})
 _WINDOW = "sliding_window"
 
@@ -42,7 +44,8 @@ class GroupAnnouncements:
     def add(self, event: BlockStored) -> bool:
         """Learn the group of an event; return whether something is new.
 
-        Smaller blocks than known ones are parts of those (``cache_partial_block``, ``vllm/v1/core/block_pool.py``).
+        Smaller blocks than known ones are parts of those (``cache_partial_block``,
+        ``vllm/v1/core/block_pool.py``).
         """
         group = event.group_idx
         kind = event.kv_cache_spec_kind
@@ -75,12 +78,15 @@ def announcement(group: int, kind: str, block_size: int, window: int | None) -> 
 
 
 def read_group_metadata(answer: object) -> tuple[BlockStored, ...]:
-    """Return an announcement for each group of which vLLM's answer says enough; the others are known by their blocks.
+    """Return an announcement for each group of which vLLM's answer says enough; the others are
+    known by their blocks.
 
     Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if it has another form.
     """
     try:
-        groups = msgspec.convert(answer, Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)])
+        groups = msgspec.convert(
+            answer, Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)]
+        )
     except msgspec.ValidationError as exc:
         raise ProtocolViolation(f"KV cache groups of another form: {exc}") from exc
     return tuple(

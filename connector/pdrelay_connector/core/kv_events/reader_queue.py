@@ -1,7 +1,9 @@
-"""What one reader is still to get: the state as it was when the reader came, then the batches since.
+"""What one reader is still to get: the state as it was when the reader came, then the batches
+since.
 
-On the wire a frame is the length of what follows (4 bytes, big endian), the number of the batch on this connection
-(8 bytes, big endian, from 0 without gaps), and the batch. A length of 0 is a sign of life, and nothing follows it.
+On the wire a frame is the length of what follows (4 bytes, big endian), the number of the batch on
+this connection (8 bytes, big endian, from 0 without gaps), and the batch. A length of 0 is a sign
+of life, and nothing follows it.
 """
 
 import struct
@@ -19,7 +21,9 @@ _HEAD = struct.Struct(">IQ")
 class ReaderQueue:
     """Frames for one reader. It is closed when the reader is too slow, and frees what it held."""
 
-    def __init__(self, state: Iterator[bytes], wake: Callable[[], None], max_behind: int = MAX_BEHIND_BYTES) -> None:
+    def __init__(
+        self, state: Iterator[bytes], wake: Callable[[], None], max_behind: int = MAX_BEHIND_BYTES
+    ) -> None:
         self.closed = False
         self._state: Iterator[bytes] = state
         self._max_behind = max_behind  # bytes

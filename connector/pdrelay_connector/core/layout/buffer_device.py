@@ -1,4 +1,6 @@
-"""Through which memory an engine's KV may travel: its device's own, where NIXL can register it, or the host's."""
+"""Through which memory an engine's KV may travel: its device's own, where NIXL can register it, or
+the host's.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -6,8 +8,9 @@ from typing import Final
 from pdrelay_connector.errors import UnsupportedCache
 
 HOST: Final = "cpu"
-# Device type -> where its KV may be registered. Fewer than in vLLM 0.32 (kv_connector/v1/nixl/utils.py): of Intel's
-# GPUs, NIXL would have to register memory that we have never seen it register.
+# Device type -> where its KV may be registered. Fewer than in vLLM 0.32
+# (kv_connector/v1/nixl/utils.py): of Intel's GPUs, NIXL would have to register memory that we have
+# never seen it register.
 BUFFERS: Final[Mapping[str, Sequence[str]]] = {
     "cuda": ("cuda", "cpu"),
     "xpu": ("cpu",),
@@ -16,11 +19,15 @@ BUFFERS: Final[Mapping[str, Sequence[str]]] = {
 
 
 def check_buffer(device: str, buffer: str, buffers: Mapping[str, Sequence[str]] = BUFFERS) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless KV on that device may pass that buffer."""
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless KV on that device may pass
+    that buffer.
+    """
     if buffer not in buffers.get(device, ()):
         known = " or ".join(repr(each) for each in buffers.get(device, ()))
         what = f"it must be {known}" if known else f"known devices are {', '.join(sorted(buffers))}"
-        raise UnsupportedCache(f"kv_buffer_device {buffer!r} does not go with a KV cache on {device!r}; {what}")
+        raise UnsupportedCache(
+            f"kv_buffer_device {buffer!r} does not go with a KV cache on {device!r}; {what}"
+        )
 
 
 def with_platform(theirs: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
@@ -32,12 +39,17 @@ def with_platform(theirs: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[
 
 
 def is_staged(
-    device: str, buffer: str, *, host_staging: bool | None, buffers: Mapping[str, Sequence[str]] = BUFFERS
+    device: str,
+    buffer: str,
+    *,
+    host_staging: bool | None,
+    buffers: Mapping[str, Sequence[str]] = BUFFERS,
 ) -> bool:
     """Return whether KV goes through a host buffer.
 
-    ``host_staging`` decides (true even where the device is the host); None means: if ``buffer`` (vLLM's
-    kv_buffer_device) says so. Raises :exc:`~pdrelay_connector.errors.UnsupportedCache` for what the device cannot do.
+    ``host_staging`` decides (true even where the device is the host); None means: if ``buffer``
+    (vLLM's kv_buffer_device) says so. Raises :exc:`~pdrelay_connector.errors.UnsupportedCache` for
+    what the device cannot do.
     """
     check_buffer(device, buffer, buffers)
     staged = (buffer == HOST != device) if host_staging is None else host_staging

@@ -1,9 +1,10 @@
-"""Which tokens of a prompt a KV cache group keeps, and which of them a decode engine lacks: pure arithmetic.
+"""Which tokens of a prompt a KV cache group keeps, and which of them a decode engine lacks: pure
+arithmetic.
 
-vLLM puts layers that need the same tokens into one group with block tables of its own: those that look at everything,
-those that look back over a sliding window, those that look at their chunk only, and those that keep a state, which is
-kept in the block of the last token that it covers, or, where it is a ring of the last tokens, in the request's only
-block (``vllm/v1/kv_cache_interface.py``).
+vLLM puts layers that need the same tokens into one group with block tables of its own: those that
+look at everything, those that look back over a sliding window, those that look at their chunk only,
+and those that keep a state, which is kept in the block of the last token that it covers, or, where
+it is a ring of the last tokens, in the request's only block (``vllm/v1/kv_cache_interface.py``).
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,8 @@ class CacheGroup:
     state: str = ""  # what a state consists of, for layers that keep one instead of KV
     is_ring: bool = False  # the state is a ring of the last tokens, in a request's only block
     forgets_answers: bool = False  # tokens behind the prompt are freed while their request runs
-    is_replayed: bool = False  # vLLM caches no block of the window: it computes it anew after a hit, or loads all of it
+    # vLLM caches no block of the window: it computes it anew after a hit, or loads all of it
+    is_replayed: bool = False
 
     @property
     def frees_early(self) -> bool:
@@ -41,8 +43,9 @@ class CacheGroup:
     def missing_tokens(self, prompt_tokens: int, external_tokens: int) -> tuple[int, int]:
         """Return the first token that must come from elsewhere and the one after the last.
 
-        The last ``external_tokens`` of the first ``prompt_tokens - 1`` are missing here, less those that nothing looks
-        at any more: vLLM always computes the last prompt token itself, because it needs its logits.
+        The last ``external_tokens`` of the first ``prompt_tokens - 1`` are missing here, less those
+        that nothing looks at any more: vLLM always computes the last prompt token itself, because
+        it needs its logits.
         """
         computed = prompt_tokens - 1
         cached = 0 if self.is_replayed and external_tokens else computed - external_tokens
@@ -55,11 +58,15 @@ class CacheGroup:
         return slice(start // self.block_size, -(-stop // self.block_size))
 
     def new_blocks(self, tokens: int, computed: int) -> int:
-        """Return how many blocks a request of so many ``tokens`` needs beside those of its ``computed`` ones."""
+        """Return how many blocks a request of so many ``tokens`` needs beside those of its
+        ``computed`` ones.
+        """
         return 1 if self.state else -(-tokens // self.block_size) - computed // self.block_size
 
     def loaded_blocks(self, tokens: int, computed: int) -> int:
-        """Return how many blocks a load of the first ``tokens`` fills, if ``computed`` of them are cached here."""
+        """Return how many blocks a load of the first ``tokens`` fills, if ``computed`` of them are
+        cached here.
+        """
         start, stop = self.missing_tokens(tokens + 1, tokens - computed)
         if self.state:
             return int(start < stop)
@@ -67,17 +74,22 @@ class CacheGroup:
 
 
 def left_out_tokens(groups: Iterable[CacheGroup], lookahead: int) -> int:
-    """Return how many of the last prompt tokens a prefill engine must not compute for another engine.
+    """Return how many of the last prompt tokens a prefill engine must not compute for another
+    engine.
 
-    A decode engine computes the last prompt token itself. KV of that token does no harm; a state that has taken it in
-    cannot be stepped back, and a window that vLLM replays must be laid out for that token. Drafts whose modules look
-    ``lookahead`` tokens ahead (MTP) would have guesses in their KV, which a decode engine would keep. As vLLM's
-    ``_prefill_backoff`` (``kv_connector/v1/nixl/base_scheduler.py``, 0.32).
+    A decode engine computes the last prompt token itself. KV of that token does no harm; a state
+    that has taken it in cannot be stepped back, and a window that vLLM replays must be laid out for
+    that token. Drafts whose modules look ``lookahead`` tokens ahead (MTP) would have guesses in
+    their KV, which a decode engine would keep. As vLLM's ``_prefill_backoff``
+    (``kv_connector/v1/nixl/base_scheduler.py``, 0.32).
     """
     has_exact = any(group.state or group.is_replayed for group in groups)
     return max(1 if has_exact else 0, lookahead - 1)
 
 
 def moved_tokens(prompt_tokens: int, left_out: int) -> int:
-    """Return up to which token a prompt's KV is made for another engine. A prompt of so few tokens is not moved."""
+    """Return up to which token a prompt's KV is made for another engine.
+
+    A prompt of so few tokens is not moved.
+    """
     return prompt_tokens - left_out if prompt_tokens > left_out else prompt_tokens

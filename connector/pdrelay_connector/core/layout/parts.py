@@ -6,11 +6,15 @@ from pdrelay_connector.core.ids import BlockId
 from pdrelay_connector.core.layout.transfer_plan import TokenRange, shared_regions
 from pdrelay_connector.core.messages import MAX_PART, RankInfo, Region
 
-SHARE = 4  # a part takes at most one such share of a staging buffer: several loads are under way at the same time
+# a part takes at most one such share of a staging buffer: several loads are under way at the same
+# time
+SHARE = 4
 
 
 def steps(ours: RankInfo, theirs: RankInfo) -> dict[int, int]:
-    """Return how many tokens of each KV cache group fit into one part; groups without a limit are left out."""
+    """Return how many tokens of each KV cache group fit into one part; groups without a limit are
+    left out.
+    """
     found: dict[int, int] = {}
     for our, their in shared_regions(ours, theirs):
         whole = max(our.block_size, their.block_size)
@@ -36,18 +40,25 @@ def share_of(region: Region) -> int:
 
 
 def block_sizes(*ranks: RankInfo) -> dict[int, int]:
-    """Return the tokens of one block of each KV cache group that one of an engine's ranks has layers of."""
+    """Return the tokens of one block of each KV cache group that one of an engine's ranks has
+    layers of.
+    """
     return {region.group: region.block_size for rank in ranks for region in rank.regions}
 
 
 def of_rank(token_ranges: Iterable[TokenRange], rank: RankInfo) -> list[TokenRange]:
-    """Return the token ranges of the KV cache groups that a rank has layers of: a pipeline stage may lack some."""
+    """Return the token ranges of the KV cache groups that a rank has layers of: a pipeline stage
+    may lack some.
+    """
     groups = {region.group for region in rank.regions}
     return [each for each in token_ranges if each.group in groups]
 
 
-def cut(token_ranges: Sequence[TokenRange], ours: RankInfo, theirs: RankInfo) -> list[list[TokenRange]]:
-    """Cut token ranges into parts that fit into both engines' host buffers; one part where there is none.
+def cut(
+    token_ranges: Sequence[TokenRange], ours: RankInfo, theirs: RankInfo
+) -> list[list[TokenRange]]:
+    """Cut token ranges into parts that fit into both engines' host buffers; one part where there is
+    none.
 
     Parts begin and end with whole blocks on both sides, but for the first and the last.
     """
@@ -55,11 +66,14 @@ def cut(token_ranges: Sequence[TokenRange], ours: RankInfo, theirs: RankInfo) ->
     here = block_sizes(ours)
     there = block_sizes(theirs)
     pieces = [
-        list(_pieces(each, limits[each.group], here[each.group], there[each.group])) if each.group in limits else [each]
+        list(_pieces(each, limits[each.group], here[each.group], there[each.group]))
+        if each.group in limits
+        else [each]
         for each in token_ranges
     ]
     return [
-        [group[number] for group in pieces if number < len(group)] for number in range(max(map(len, pieces), default=0))
+        [group[number] for group in pieces if number < len(group)]
+        for number in range(max(map(len, pieces), default=0))
     ]
 
 
@@ -68,10 +82,14 @@ def _pieces(whole: TokenRange, step: int, here: int, there: int) -> Iterator[Tok
     while start < whole.stop:
         stop = min(whole.stop, (start // step + 1) * step)
         remote = _blocks(whole.remote, whole.start, start, stop, there)
-        yield TokenRange(whole.group, start, stop, remote, _blocks(whole.local, whole.start, start, stop, here))
+        yield TokenRange(
+            whole.group, start, stop, remote, _blocks(whole.local, whole.start, start, stop, here)
+        )
         start = stop
 
 
-def _blocks(blocks: Sequence[BlockId], origin: int, start: int, stop: int, size: int) -> Sequence[BlockId]:
+def _blocks(
+    blocks: Sequence[BlockId], origin: int, start: int, stop: int, size: int
+) -> Sequence[BlockId]:
     first = origin // size
     return blocks[start // size - first : -(-stop // size) - first]

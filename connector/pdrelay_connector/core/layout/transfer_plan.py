@@ -1,9 +1,9 @@
 """Plans the byte runs of a transfer between two engines that keep the same KV in different shapes.
 
-Engines may differ in tensor and pipeline parallelism, block size and layout. A plan is one table of runs: remote
-address, local address, bytes. Runs that are adjacent on both sides are merged, across blocks and layers. Block 0,
-vLLM's null block (``v1/core/block_pool.py``), is never transferred, so no run reaches from one layer's tensor into the
-tensor behind it.
+Engines may differ in tensor and pipeline parallelism, block size and layout. A plan is one table of
+runs: remote address, local address, bytes. Runs that are adjacent on both sides are merged, across
+blocks and layers. Block 0, vLLM's null block (``v1/core/block_pool.py``), is never transferred, so
+no run reaches from one layer's tensor into the tensor behind it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,24 +49,31 @@ def heads_of(all_heads: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return the first head of a rank, and the one after its last, as vLLM 0.32 shards them.
 
     With fewer heads than ranks, consecutive ranks keep the same head (``QKVParallelLinear`` in
-    ``model_executor/layers/linear.py``). Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if neither number is
-    a multiple of the other.
+    ``model_executor/layers/linear.py``). Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer`
+    if neither number is a multiple of the other.
     """
     if not 0 <= rank < ranks:
-        raise IncompatiblePeer(f"rank {rank} of an engine of {ranks} ranks; they are numbered from 0")
+        raise IncompatiblePeer(
+            f"rank {rank} of an engine of {ranks} ranks; they are numbered from 0"
+        )
     if max(all_heads, ranks) % min(all_heads, ranks):
         raise IncompatiblePeer(
-            f"{all_heads} KV heads on {ranks} tensor-parallel ranks; one must be a multiple of the other"
+            f"{all_heads} KV heads on {ranks} tensor-parallel ranks; one must be a multiple of the "
+            f"other"
         )
     first = rank * all_heads // ranks
     return first, first + max(all_heads // ranks, 1)
 
 
-def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) -> tuple[HeadSource, ...]:
-    """Return which of ``ranks`` remote ranks provides each head of one of ``ranks_here`` local ranks.
+def head_sources(
+    all_heads: int, ranks: int, ranks_here: int, rank_here: int
+) -> tuple[HeadSource, ...]:
+    """Return which of ``ranks`` remote ranks provides each head of one of ``ranks_here`` local
+    ranks.
 
-    If several remote ranks keep a head, the local ranks with that head spread over them; equal engines pair up by rank.
-    Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` like :func:`heads_of`.
+    If several remote ranks keep a head, the local ranks with that head spread over them; equal
+    engines pair up by rank. Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` like
+    :func:`heads_of`.
     """
     first, last = heads_of(all_heads, ranks_here, rank_here)
     _, each = heads_of(all_heads, ranks, 0)
@@ -74,7 +81,9 @@ def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) ->
     copies_here = max(ranks_here // all_heads, 1)
     copy = rank_here % copies_here * copies // copies_here
     if copies > 1:
-        return tuple(HeadSource(head * copies + copy, head, head + 1) for head in range(first, last))
+        return tuple(
+            HeadSource(head * copies + copy, head, head + 1) for head in range(first, last)
+        )
     cuts = [first, *range((first // each + 1) * each, last, each), last]
     return tuple(HeadSource(begin // each, begin, end) for begin, end in pairwise(cuts))
 
@@ -82,7 +91,8 @@ def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) ->
 def provides(source: RankInfo, target: RankInfo) -> bool:
     """Return whether a prefill engine's rank has KV that a decode engine's rank gets from it.
 
-    Not if they are stages without a layer in common, or if other ranks with the same heads serve the target.
+    Not if they are stages without a layer in common, or if other ranks with the same heads serve
+    the target.
     """
     return any(
         owner.rank == source.rank
@@ -94,7 +104,8 @@ def provides(source: RankInfo, target: RankInfo) -> bool:
 def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
     """Return the ranks of a prefill engine that our rank, of a decode engine, reads from.
 
-    Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if they do not have all of our layers and heads.
+    Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if they do not have all of our layers
+    and heads.
     """
     known = {(layer, info.rank): info for info in theirs for layer in _by_layer(info)}
     found: dict[int, RankInfo] = {}
@@ -102,16 +113,23 @@ def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, 
         for owner in head_sources(heads, theirs[0].ranks, ours.ranks, ours.rank):
             if (info := known.get((layer, owner.rank))) is None:
                 raise IncompatiblePeer(
-                    f"it says nothing of {layer or 'the layers'} on its rank {owner.rank}, which is needed here"
+                    f"it says nothing of {layer or 'the layers'} on its rank {owner.rank}, which "
+                    f"is needed here"
                 )
             found[info.worker] = info
     return tuple(found[worker] for worker in sorted(found))
 
 
 def shared_regions(ours: RankInfo, theirs: RankInfo) -> list[tuple[Region, Region]]:
-    """Return the regions of the layers that both ranks have, in our order: ranks of two pipelines share a part."""
+    """Return the regions of the layers that both ranks have, in our order: ranks of two pipelines
+    share a part.
+    """
     there = _by_layer(theirs)
-    return [pair for layer, here in _by_layer(ours).items() for pair in zip(here, there.get(layer, ()), strict=False)]
+    return [
+        pair
+        for layer, here in _by_layer(ours).items()
+        for pair in zip(here, there.get(layer, ()), strict=False)
+    ]
 
 
 def _by_layer(info: RankInfo) -> dict[str, list[Region]]:
@@ -122,8 +140,12 @@ def _by_layer(info: RankInfo) -> dict[str, list[Region]]:
 
 
 def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless both have the same layers in all stages."""
-    here, there = ({region.layer for info in infos for region in info.regions} for infos in (ours, theirs))
+    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless both have the same layers in
+    all stages.
+    """
+    here, there = (
+        {region.layer for info in infos for region in info.regions} for infos in (ours, theirs)
+    )
     if here != there:
         odd = min(here ^ there)
         having, lacking = ("we have", "it lacks") if odd in here else ("it has", "we lack")
@@ -131,17 +153,21 @@ def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
 
 
 def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer`, with both values, unless they can exchange KV.
+    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer`, with both values, unless they can
+    exchange KV.
 
     Check every pair of ranks before a :class:`Route` is built for it.
     """
     if (ours.staged or theirs.staged) and max(ours.stages, theirs.stages) > 1:
-        raise IncompatiblePeer("an engine with pipeline stages exchanges no KV with one that has host staging")
+        raise IncompatiblePeer(
+            "an engine with pipeline stages exchanges no KV with one that has host staging"
+        )
     there = _by_layer(theirs)
     for layer, regions in _by_layer(ours).items():
         if layer in there and len(regions) != len(there[layer]):
             raise IncompatiblePeer(
-                f"its cache has {len(there[layer])} regions of {layer or 'all layers'}, ours has {len(regions)}; they "
+                f"its cache has {len(there[layer])} regions of {layer or 'all layers'}, ours has "
+                f"{len(regions)}; they "
                 "must be equal"
             )
     for number, (our, their) in enumerate(shared_regions(ours, theirs)):
@@ -151,7 +177,10 @@ def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
 
 
 def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Yield the reasons against a transfer between two regions. Each test relies on those before it."""
+    """Yield the reasons against a transfer between two regions.
+
+    Each test relies on those before it.
+    """
     yield from _state_faults(ours, our, theirs, their)
     for text, here, there in (
         ("entries in {} parts", our.parts, their.parts),
@@ -173,43 +202,67 @@ def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Ite
     for whose, info, region in (("our", ours, our), ("its", theirs, their)):
         first, last = heads_of(region.all_heads, info.ranks, info.rank)
         if region.heads != last - first:
-            yield f"{whose} rank {info.rank} of {info.ranks} keeps {region.heads} KV heads, not {last - first}"
+            yield (
+                f"{whose} rank {info.rank} of {info.ranks} keeps {region.heads} KV heads, not "
+                f"{last - first}"
+            )
         if (end := _end(region)) > HIGHEST_END:
             yield f"{whose} memory would end at address {end}; the highest is {HIGHEST_END}"
     smallest = _smallest_run(ours, our, theirs, their)
     if smallest < SMALLEST_RUN:
-        yield f"KV would move in runs of {smallest} bytes; the least is {SMALLEST_RUN}: use the same KV cache layout"
+        yield (
+            f"KV would move in runs of {smallest} bytes; the least is {SMALLEST_RUN}: use the same "
+            f"KV cache layout"
+        )
 
 
 def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Yield the reasons against a transfer that hold for a state only: its ranks have parts of the kernel's choice."""
+    """Yield the reasons against a transfer that hold for a state only: its ranks have parts of the
+    kernel's choice.
+    """
     if our.state != their.state:
-        yield f"it keeps {'a state' if their.state else 'KV'}, ours {'a state' if our.state else 'KV'}"
+        yield (
+            f"it keeps {'a state' if their.state else 'KV'}, ours "
+            f"{'a state' if our.state else 'KV'}"
+        )
     if our.state and ours.ranks != theirs.ranks:
-        yield f"it keeps a state on {theirs.ranks} tensor-parallel ranks, ours on {ours.ranks}; they must be equal"
+        yield (
+            f"it keeps a state on {theirs.ranks} tensor-parallel ranks, ours on {ours.ranks}; they "
+            f"must be equal"
+        )
     if our.state and (our.head_stride, our.token_stride) != (their.head_stride, their.token_stride):
         yield (
-            f"the heads and tokens of its state are {their.head_stride} and {their.token_stride} bytes apart, of ours "
-            f"{our.head_stride} and {our.token_stride}; they must be equal: use the same KV cache layout"
+            f"the heads and tokens of its state are {their.head_stride} and {their.token_stride} "
+            f"bytes apart, of ours "
+            f"{our.head_stride} and {our.token_stride}; they must be equal: use the same KV cache "
+            f"layout"
         )
 
 
 def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Yield the differences that are not allowed if an attention kernel's order within a block is unknown.
+    """Yield the differences that are not allowed if an attention kernel's order within a block is
+    unknown.
 
-    Where the layer has one head over all ranks, each rank has the same rows, and ranks need not be equal.
+    Where the layer has one head over all ranks, each rank has the same rows, and ranks need not be
+    equal.
     """
     ranks = (ours.ranks, theirs.ranks) if our.all_heads > 1 else (1, 1)
     strides = (our.head_stride, their.head_stride) if max(our.heads, their.heads) > 1 else (0, 0)
     for text, here, there in (
         ("its blocks have {} tokens", our.block_size, their.block_size),
-        ("its kernel's blocks have {} tokens", our.tokens * our.covers, their.tokens * their.covers),
+        (
+            "its kernel's blocks have {} tokens",
+            our.tokens * our.covers,
+            their.tokens * their.covers,
+        ),
         ("it has {} tensor-parallel ranks", *ranks),
         ("its heads are {} bytes apart", *strides),
         ("its tokens are {} bytes apart", our.token_stride, their.token_stride),
     ):
         if here != there:
-            kept = "must be equal, because the order within its attention kernel's blocks is unknown"
+            kept = (
+                "must be equal, because the order within its attention kernel's blocks is unknown"
+            )
             yield f"{text.format(there)}, ours {here}; they {kept}"
 
 
@@ -235,7 +288,9 @@ def _smallest_run(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
 
 
 class _BlockGeometry(NamedTuple):
-    """How regions of one side are divided into blocks, heads and tokens, without their addresses."""
+    """How regions of one side are divided into blocks, heads and tokens, without their
+    addresses.
+    """
 
     whose: str
     blocks: int
@@ -250,21 +305,31 @@ class _BlockGeometry(NamedTuple):
     covers: int
 
     def held(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
-        """Return the blocks of the tokens; raises ``ProtocolViolation`` for a missing block or the null block."""
+        """Return the blocks of the tokens; raises ``ProtocolViolation`` for a missing block or the
+        null block.
+        """
         size = self.rows * self.tokens * self.covers
         what = f"tokens {token_range.start} to {token_range.stop} of group {token_range.group}"
         count = -(-token_range.stop // size) - token_range.start // size
         if len(blocks) < count:
-            raise ProtocolViolation(f"{what} need {count} of {self.whose} blocks of {size} tokens; {len(blocks)} named")
+            raise ProtocolViolation(
+                f"{what} need {count} of {self.whose} blocks of {size} tokens; {len(blocks)} named"
+            )
         try:
             ids = np.asarray(blocks[:count], dtype=np.int64)
         except OverflowError as exc:
-            raise ProtocolViolation(f"a block for {what} is beyond {self.whose} {self.blocks} blocks") from exc
+            raise ProtocolViolation(
+                f"a block for {what} is beyond {self.whose} {self.blocks} blocks"
+            ) from exc
         for wrong in (int(ids.min()), int(ids.max())):
             if not 0 <= wrong < self.blocks:
-                raise ProtocolViolation(f"block {wrong}, for {what}, is not one of {self.whose} {self.blocks} blocks")
+                raise ProtocolViolation(
+                    f"block {wrong}, for {what}, is not one of {self.whose} {self.blocks} blocks"
+                )
         if not ids.all():
-            raise ProtocolViolation(f"{what} are not held: one of {self.whose} blocks is 0, the null block")
+            raise ProtocolViolation(
+                f"{what} are not held: one of {self.whose} blocks is 0, the null block"
+            )
         return ids
 
     def offsets(self, token_range: TokenRange, ids: Integers, tokens: Integers) -> Integers:
@@ -276,7 +341,9 @@ class _BlockGeometry(NamedTuple):
 
 
 class _SameLayout(NamedTuple):
-    """Layers of one group with the same geometry: one computation serves all; only their base addresses differ."""
+    """Layers of one group with the same geometry: one computation serves all; only their base
+    addresses differ.
+    """
 
     there: _BlockGeometry
     here: _BlockGeometry
@@ -301,36 +368,53 @@ class _SameLayout(NamedTuple):
 class Route:
     """The transfer between one of our ranks and one of the peer's. Built once per pair of ranks."""
 
-    def __init__(self, ours: RankInfo, theirs: RankInfo, *, source: RankInfo, target: RankInfo) -> None:
-        """Transfer what ``target`` gets from ``source``, which are these two, after :func:`check_shapes`."""
-        alike: dict[tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]] = {}
+    def __init__(
+        self, ours: RankInfo, theirs: RankInfo, *, source: RankInfo, target: RankInfo
+    ) -> None:
+        """Transfer what ``target`` gets from ``source``, which are these two, after
+        :func:`check_shapes`.
+        """
+        alike: dict[
+            tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]
+        ] = {}
         for our, their in shared_regions(ours, theirs):
             first, last = _shared_heads(our, source, target)
             if first < last:
-                key = (our.group, _geometry("the peer's", their), _geometry("our", our), last - first)
+                key = (
+                    our.group,
+                    _geometry("the peer's", their),
+                    _geometry("our", our),
+                    last - first,
+                )
                 base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
                 alike.setdefault(key, []).append(base)
         self._groups: dict[int, list[_SameLayout]] = {region.group: [] for region in ours.regions}
         for (group, there, here, count), bases in alike.items():
-            layers = _SameLayout(there, here, _pattern(there, here, count), np.array(sorted(bases), dtype=np.int64))
+            layers = _SameLayout(
+                there, here, _pattern(there, here, count), np.array(sorted(bases), dtype=np.int64)
+            )
             self._groups[group].append(layers)
 
     def spans(self, token_ranges: Sequence[TokenRange]) -> Spans:
-        """Return the runs of these token ranges, merged and ordered by remote address, as int64 of shape (runs, 3).
+        """Return the runs of these token ranges, merged and ordered by remote address, as int64 of
+        shape (runs, 3).
 
-        Both ends of a range are rounded outwards to whole rows of the side with the smaller rows. They stay within the
-        same blocks. Two ranges of one group must not share such a row. Raises
-        :exc:`~pdrelay_connector.errors.ProtocolViolation` for blocks that do not exist, are not held, or are too few.
+        Both ends of a range are rounded outwards to whole rows of the side with the smaller rows.
+        They stay within the same blocks. Two ranges of one group must not share such a row. Raises
+        :exc:`~pdrelay_connector.errors.ProtocolViolation` for blocks that do not exist, are not
+        held, or are too few.
         """
         runs: list[Spans] = [np.empty((0, 3), dtype=np.int64)]
         for token_range in token_ranges:
             if token_range.group not in self._groups:
                 raise ProtocolViolation(
-                    f"group {token_range.group} of a cache that has the groups {sorted(self._groups)}"
+                    f"group {token_range.group} of a cache that has the groups "
+                    f"{sorted(self._groups)}"
                 )
             if not 0 <= token_range.start <= token_range.stop:
                 raise ProtocolViolation(
-                    f"tokens {token_range.start} to {token_range.stop} of a prompt; they must be in order"
+                    f"tokens {token_range.start} to {token_range.stop} of a prompt; they must be "
+                    f"in order"
                 )
             if token_range.start < token_range.stop:
                 runs += [layers.runs(token_range) for layers in self._groups[token_range.group]]
@@ -338,17 +422,22 @@ class Route:
 
 
 def pull_route(ours: RankInfo, theirs: RankInfo) -> Route:
-    """Return the route from a prefill engine's rank to our rank, of a decode engine; it may be empty."""
+    """Return the route from a prefill engine's rank to our rank, of a decode engine; it may be
+    empty.
+    """
     return Route(ours, theirs, source=theirs, target=ours)
 
 
 def push_route(ours: RankInfo, theirs: RankInfo) -> Route:
-    """Return the route from our rank, of a prefill engine, to a decode engine's rank; it may be empty."""
+    """Return the route from our rank, of a prefill engine, to a decode engine's rank; it may be
+    empty.
+    """
     return Route(ours, theirs, source=ours, target=theirs)
 
 
 def runs_per_block(own: RankInfo) -> int:
-    """Return in how many runs a block of the first KV cache group lies, over all its layers: one descriptor each.
+    """Return in how many runs a block of the first KV cache group lies, over all its layers: one
+    descriptor each.
 
     It is 1 where vLLM keeps the layers of a block side by side (its layouts that begin with B).
     """
@@ -358,13 +447,17 @@ def runs_per_block(own: RankInfo) -> int:
 
 
 def row_runs(region: Region) -> list[tuple[int, int]]:
-    """Return the runs (offset from the row's first byte, bytes) that a row of a region consists of, in order."""
+    """Return the runs (offset from the row's first byte, bytes) that a row of a region consists of,
+    in order.
+    """
     own = _geometry("our", region)
     return [(offset, length) for _, offset, length in _pattern(own, own, region.heads).tolist()]
 
 
 def merge(runs: Spans) -> Spans:
-    """Return the runs ordered by remote address, with runs merged that are adjacent on both sides."""
+    """Return the runs ordered by remote address, with runs merged that are adjacent on both
+    sides.
+    """
     if not runs.size:
         return runs
     there, here, length = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
@@ -374,7 +467,9 @@ def merge(runs: Spans) -> Spans:
 
 
 def _shared_heads(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
-    """Return the heads that ``target`` needs from ``source``: adjacent ones, because ranks keep adjacent heads."""
+    """Return the heads that ``target`` needs from ``source``: adjacent ones, because ranks keep
+    adjacent heads.
+    """
     for owner in head_sources(region.all_heads, source.ranks, target.ranks, target.rank):
         if owner.rank == source.rank:
             return owner.first, owner.last
@@ -382,7 +477,10 @@ def _shared_heads(region: Region, source: RankInfo, target: RankInfo) -> tuple[i
 
 
 def _head_address(info: RankInfo, region: Region, head: int) -> int:
-    return region.base + (head - heads_of(region.all_heads, info.ranks, info.rank)[0]) * region.head_stride
+    return (
+        region.base
+        + (head - heads_of(region.all_heads, info.ranks, info.rank)[0]) * region.head_stride
+    )
 
 
 def _geometry(whose: str, region: Region) -> _BlockGeometry:
@@ -393,8 +491,13 @@ def _geometry(whose: str, region: Region) -> _BlockGeometry:
 
 
 def _pattern(there: _BlockGeometry, here: _BlockGeometry, heads: int) -> Spans:
-    """Return the runs of ``heads`` heads of the tokens that share a row on both sides, relative to the first token."""
+    """Return the runs of ``heads`` heads of the tokens that share a row on both sides, relative to
+    the first token.
+    """
     shape = heads, min(there.tokens, here.tokens), here.parts
     head, token, part = np.indices(shape, dtype=np.int64).reshape(3, -1)
-    places = [head * side.head_stride + token * side.token_stride + part * side.part_stride for side in (there, here)]
+    places = [
+        head * side.head_stride + token * side.token_stride + part * side.part_stride
+        for side in (there, here)
+    ]
     return merge(np.stack((*places, np.full_like(token, here.width)), axis=1))

@@ -1,8 +1,8 @@
 """D's scheduler: renews the leases of the requests that wait here for another engine's blocks.
 
-Renewals begin when a request enters the scheduler, queued or not, so an overloaded decode engine loses no lease. A
-lease is dropped as soon as its request no longer needs it. If the engine's loop hangs, nothing is renewed after a
-while: this engine would not read the blocks.
+Renewals begin when a request enters the scheduler, queued or not, so an overloaded decode engine
+loses no lease. A lease is dropped as soon as its request no longer needs it. If the engine's loop
+hangs, nothing is renewed after a while: this engine would not read the blocks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,24 +29,32 @@ from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 
 RequestSet = dict[RequestId, None]  # a set that keeps its order
 Params: TypeAlias = PullParams | PushParams
-BEATS: Final = 6  # in the duration of a lease, of which a renewal adds two thirds: three may be lost
-_LISTENS: Final = (PeerState.CONNECTED, PeerState.INCOMPATIBLE)  # P takes leases back in either state
+# in the duration of a lease, of which a renewal adds two thirds: three may be lost
+BEATS: Final = 6
+# P takes leases back in either state
+_LISTENS: Final = (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
 
 
 @dataclass(slots=True)
 class _EngineLeases:
     """The leases we need of one engine, and P's ids of those to drop and of those being read."""
 
-    params: dict[RequestId, Params] = field(default_factory=dict[RequestId, Params])  # by our own id
-    by_remote: dict[RequestId, RequestSet] = field(default_factory=dict[RequestId, RequestSet])  # P's id -> ours
-    loading: RequestSet = field(default_factory=RequestSet)  # our ids of those whose load is queued or running
-    to_drop: dict[RequestId, bool] = field(default_factory=dict[RequestId, bool])  # whether they were to be read
+    # by our own id
+    params: dict[RequestId, Params] = field(default_factory=dict[RequestId, Params])
+    # P's id -> ours
+    by_remote: dict[RequestId, RequestSet] = field(default_factory=dict[RequestId, RequestSet])
+    # our ids of those whose load is queued or running
+    loading: RequestSet = field(default_factory=RequestSet)
+    # whether they were to be read
+    to_drop: dict[RequestId, bool] = field(default_factory=dict[RequestId, bool])
     to_read: RequestSet = field(default_factory=RequestSet)
     beat_at: float = inf  # when the next heartbeat is due
 
     def is_pulled(self, remote: RequestId) -> bool:
         """Whether one of P's requests was offered to be read."""
-        return any(isinstance(self.params[own], PullParams) for own in self.by_remote.get(remote, ()))
+        return any(
+            isinstance(self.params[own], PullParams) for own in self.by_remote.get(remote, ())
+        )
 
     @property
     def read(self) -> RequestSet:
@@ -76,7 +84,8 @@ class _EngineLeases:
 class LeaseRenewer:
     """Runs on the control thread of the decode engine's scheduler process.
 
-    ``last_turn`` returns when the engine's loop last turned (s); after ``loop_timeout`` without a turn, renewals stop.
+    ``last_turn`` returns when the engine's loop last turned (s); after ``loop_timeout`` without a
+    turn, renewals stop.
     """
 
     def __init__(
@@ -90,7 +99,9 @@ class LeaseRenewer:
         last_turn: Callable[[], float] = lambda: inf,
         tells_pulled: bool = False,
     ) -> None:
-        """``tells_pulled``: P may have been asked to push or to be read, and is told which (mode auto)."""
+        """``tells_pulled``: P may have been asked to push or to be read, and is told which (mode
+        auto).
+        """
         self._tells_pulled = tells_pulled
         self._link = link
         self._peers = peers
@@ -113,13 +124,17 @@ class LeaseRenewer:
         """Start renewing the lease of a request that has arrived here."""
         leases = self._leases_by_engine.setdefault(params.remote_engine_id, _EngineLeases())
         leases.add(request, params)
-        peer = self._peers.ensure_connected(params.remote_engine_id, params.address, now=now, is_offer=True)
+        peer = self._peers.ensure_connected(
+            params.remote_engine_id, params.address, now=now, is_offer=True
+        )
         if peer.state is PeerState.CONNECTED:
             self._renew(peer, leases, (params.remote_request_id,), now)
         leases.beat_at = min(leases.beat_at, now + self._interval_of(peer))
 
     def report_handshake(self, engine: EngineId, *, now: float) -> None:
-        """Report the end of an engine's handshake, which :meth:`start_renewing` has begun, also if it has ended."""
+        """Report the end of an engine's handshake, which :meth:`start_renewing` has begun, also if
+        it has ended.
+        """
         self._awaited.add(engine)
         self._report(self._peers.get(engine), now)
 
@@ -140,7 +155,9 @@ class LeaseRenewer:
 
         The lease stays if another request here (one prompt, n answers) needs the same blocks.
         """
-        if (leases := self._leases_by_engine.get(engine)) is None or (params := leases.remove(request)) is None:
+        if (leases := self._leases_by_engine.get(engine)) is None or (
+            params := leases.remove(request)
+        ) is None:
             return
         if params.remote_request_id not in leases.by_remote:
             self._counters.count("drops_sent")
@@ -149,16 +166,20 @@ class LeaseRenewer:
         self._prune(engine, leases)
 
     def give_up(self) -> None:
-        """Drop all leases: this engine goes to sleep, and its requests compute their own prompts when it wakes."""
+        """Drop all leases: this engine goes to sleep, and its requests compute their own prompts
+        when it wakes.
+        """
         for engine, leases in list(self._leases_by_engine.items()):
             for request in list(leases.params):
                 self._lost.append(LeaseLost(request))
                 self.release(request, engine)
 
     def read_started(self, request: RequestId, engine: EngineId) -> None:
-        """Tell P, with this turn and each heartbeat until the load is over, that our workers read a request's blocks.
+        """Tell P, with this turn and each heartbeat until the load is over, that our workers read a
+        request's blocks.
 
-        P believes it for ``transfer_timeout``; a load that queues for room in host memory takes longer.
+        P believes it for ``transfer_timeout``; a load that queues for room in host memory takes
+        longer.
         """
         leases = self._leases_by_engine.get(engine)
         if leases is not None and (params := leases.params.get(request)) is not None:
@@ -190,36 +211,52 @@ class LeaseRenewer:
                     peer.last_heard_at = now
             case MessageReceived(conn, _):
                 self._link.close(conn)
-                changed = self._peers.on(ConnectionLost(conn, "it broke the protocol", silent=True), now=now)
+                changed = self._peers.on(
+                    ConnectionLost(conn, "it broke the protocol", silent=True), now=now
+                )
             case _:
                 changed = self._peers.on(event, now=now)
         self._on_peer_changed(changed, now)
         return changed
 
     def advance(self, *, now: float) -> float | None:
-        """Say what is to be said, and send the heartbeats that are due; return when the next one is."""
+        """Say what is to be said, and send the heartbeats that are due; return when the next one
+        is.
+        """
         self._send_pending()
         self._peers.forget_refused(self._leases_by_engine, now=now)
         patience_ends = self._lose_patience(now)
         if not self._leases_by_engine:
             self.is_withholding = False
             return patience_ends
-        due = [(engine, leases) for engine, leases in self._leases_by_engine.items() if now >= leases.beat_at]
+        due = [
+            (engine, leases)
+            for engine, leases in self._leases_by_engine.items()
+            if now >= leases.beat_at
+        ]
         if due:
             self.is_withholding = now - self._last_turn() >= self._loop_timeout
         for engine, leases in due:
             self._send_heartbeat(engine, leases, now)
             peer = self._peers.get(engine)
             leases.beat_at = now + (self._interval if peer is None else self._interval_of(peer))
-        dues = [leases.beat_at for leases in self._leases_by_engine.values() if leases.beat_at < inf]
+        dues = [
+            leases.beat_at for leases in self._leases_by_engine.values() if leases.beat_at < inf
+        ]
         return min([*dues, *([] if patience_ends is None else [patience_ends])], default=None)
 
     def _lose_patience(self, now: float) -> float | None:
         """Report peers that requests have waited for long enough; return when to look again."""
-        awaited = [peer for engine in list(self._awaited) if (peer := self._peers.get(engine)) is not None]
+        awaited = [
+            peer for engine in list(self._awaited) if (peer := self._peers.get(engine)) is not None
+        ]
         for peer in awaited:
             self._report(peer, now)
-        ends = [peer.patience_ends for peer in awaited if peer.engine in self._awaited and peer.patience_ends < inf]
+        ends = [
+            peer.patience_ends
+            for peer in awaited
+            if peer.engine in self._awaited and peer.patience_ends < inf
+        ]
         return min(ends, default=None)
 
     def _interval_of(self, peer: Peer) -> float:
@@ -279,7 +316,10 @@ class LeaseRenewer:
         self._prune(engine, leases)
 
     def _on_leases_lost(self, conn: ConnId, requests: Iterable[RequestId]) -> None:
-        """Renew no more what P does not hold. The fence decides about a read that has begun; others must not begin."""
+        """Renew no more what P does not hold.
+
+        The fence decides about a read that has begun; others must not begin.
+        """
         peer = self._peers.find(conn)
         leases = self._leases_by_engine.get(peer.engine) if peer is not None else None
         for request in requests:
@@ -298,15 +338,23 @@ class LeaseRenewer:
             return
         self._awaited.discard(peer.engine)
         if peer.state is PeerState.CONNECTING:
-            ended = HandshakeEnded(peer.engine, failure="it does not answer, and did not before", is_final=False)
+            ended = HandshakeEnded(
+                peer.engine, failure="it does not answer, and did not before", is_final=False
+            )
         elif peer.state is PeerState.CONNECTED:
             ended = HandshakeEnded(peer.engine)
         elif peer.is_incompatible:
             ended = HandshakeEnded(
-                peer.engine, objection=peer.reason, is_final=peer.is_final, cause=peer.cause, is_absent=peer.has_ended
+                peer.engine,
+                objection=peer.reason,
+                is_final=peer.is_final,
+                cause=peer.cause,
+                is_absent=peer.has_ended,
             )
         else:
-            ended = HandshakeEnded(peer.engine, failure=peer.reason, is_final=False, cause=peer.cause, is_absent=True)
+            ended = HandshakeEnded(
+                peer.engine, failure=peer.reason, is_final=False, cause=peer.cause, is_absent=True
+            )
         self._handshakes.append(ended)
 
     def _on_peer_changed(self, peer: Peer | None, now: float) -> None:
@@ -326,7 +374,9 @@ class LeaseRenewer:
             self._say(peer, leases)
         self._clear_pending(peer.engine, leases)
 
-    def _renew(self, peer: Peer, leases: _EngineLeases, requests: Iterable[RequestId], now: float) -> None:
+    def _renew(
+        self, peer: Peer, leases: _EngineLeases, requests: Iterable[RequestId], now: float
+    ) -> None:
         sent = 0
         for pulled, some in self._divided(requests, leases.is_pulled):
             for names in _in_pieces(some):

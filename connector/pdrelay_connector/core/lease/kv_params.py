@@ -1,13 +1,15 @@
 """The ``kv_transfer_params`` that routers carry between prefill (P) and decode (D) engines.
 
-Pull: P writes them, the router passes them on, D reads them. They are a superset of those of vLLM 0.32's NixlConnector
-(``vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py``), so stock routers work.
+Pull: P writes them, the router passes them on, D reads them. They are a superset of those of vLLM
+0.32's NixlConnector (``vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py``), so
+stock routers work.
 
-Push: the router sends both legs at once. It knows P's coordinates from an earlier response, and sets the transfer id.
-Without one, the transfer is named by the request id less the suffix that vLLM adds on each engine, as in vLLM's
-NixlPushConnector.
+Push: the router sends both legs at once. It knows P's coordinates from an earlier response, and
+sets the transfer id. Without one, the transfer is named by the request id less the suffix that vLLM
+adds on each engine, as in vLLM's NixlPushConnector.
 
-Auto: engines take both. The router says ``"transfer_mode": "push"`` to P and D of a request that it wants pushed.
+Auto: engines take both. The router says ``"transfer_mode": "push"`` to P and D of a request that it
+wants pushed.
 """
 
 import hashlib
@@ -19,7 +21,14 @@ import msgspec
 from msgspec import Meta
 
 from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId
-from pdrelay_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT, MAX_RANKS, MAX_TOKENS, RequestName
+from pdrelay_connector.core.messages import (
+    MAX_BLOCKS,
+    MAX_ID,
+    MAX_PROMPT,
+    MAX_RANKS,
+    MAX_TOKENS,
+    RequestName,
+)
 from pdrelay_connector.errors import (
     AdapterMismatch,
     ExpiredKvParams,
@@ -54,20 +63,27 @@ class PullParams(msgspec.Struct, frozen=True):
     remote_request_id: RequestName
     remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
     remote_port: int
-    # One tuple per KV cache group, from the prompt's first token on; 0: not held (out of a sliding window).
+    # One tuple per KV cache group, from the prompt's first token on; 0: not held (out of a sliding
+    # window).
     remote_block_ids: tuple[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], ...]
     remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
     tp_size: Size = 1
     dcp_size: Size = 1
     pp_size: Size = 1
     transfer_mode: str = "pull"
-    remote_blocks_expiry_time: float | None = None  # vLLM 0.32: of blocks that D lends, on its own monotonic clock
+    # vLLM 0.32: of blocks that D lends, on its own monotonic clock
+    remote_blocks_expiry_time: float | None = None
     pdrelay_prompt: str | None = None  # digest of the prompt; None when the prompt has no token ids
-    pdrelay_adapter: Annotated[str, Meta(max_length=MAX_ADAPTER)] | None = None  # LoRA: its name and what it is
-    transfer_id: str | None = None  # push: the transfer id, for routers that wait for P before they call D
-    pdrelay_block_sizes: tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...] = ()  # tokens, one per KV cache group
-    pdrelay_expires_at: Annotated[int, Meta(ge=0, le=MAX_TIME)] | None = None  # s since the epoch, on P's clock
-    pdrelay_signature: Annotated[str, Meta(max_length=MAX_SIGNATURE)] | None = None  # core/lease/signatures.py
+    # LoRA: its name and what it is
+    pdrelay_adapter: Annotated[str, Meta(max_length=MAX_ADAPTER)] | None = None
+    # push: the transfer id, for routers that wait for P before they call D
+    transfer_id: str | None = None
+    # tokens, one per KV cache group
+    pdrelay_block_sizes: tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...] = ()
+    # s since the epoch, on P's clock
+    pdrelay_expires_at: Annotated[int, Meta(ge=0, le=MAX_TIME)] | None = None
+    # core/lease/signatures.py
+    pdrelay_signature: Annotated[str, Meta(max_length=MAX_SIGNATURE)] | None = None
     # The host that was signed. It is not signed itself, and only tells why another one is refused.
     pdrelay_host: Annotated[str, Meta(max_length=255)] | None = None
 
@@ -98,18 +114,21 @@ class PushParams(msgspec.Struct, frozen=True):
 
 
 def parse_push_params(params: Mapping[str, Any], own: str) -> PushParams:
-    """Parse what a router tells D about a push; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`.
+    """Parse what a router tells D about a push; raises
+    :exc:`~pdrelay_connector.errors.InvalidKvParams`.
 
     ``own`` is vLLM's id of the request on this engine.
     """
     try:
         parsed = _convert({k: v for k, v in params.items() if k != "remote_request_id"}, PushParams)
         f"{parsed.remote_engine_id}{parsed.transfer_id}{parsed.remote_host}".encode()
-    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half a surrogate pair is valid JSON but not text
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+        # half a surrogate pair is valid JSON but not text
         raise InvalidKvParams(f"kv_transfer_params: {exc}") from exc
     if params.get("transfer_mode", "push") != "push":
         raise InvalidKvParams(
-            f"kv_transfer_params: transfer_mode is {params['transfer_mode']!r}, this engine takes 'push' only"
+            f"kv_transfer_params: transfer_mode is {params['transfer_mode']!r}, this engine takes "
+            f"'push' only"
         )
     name = parsed.transfer_id or common_id(own)
     if len(name) > MAX_ID:
@@ -118,7 +137,10 @@ def parse_push_params(params: Mapping[str, Any], own: str) -> PushParams:
 
 
 def says_push(params: Mapping[str, Any]) -> bool:
-    """Whether a router has chosen push, for engines with ``"mode": "auto"``. Others say nothing, and mean pull."""
+    """Whether a router has chosen push, for engines with ``"mode": "auto"``.
+
+    Others say nothing, and mean pull.
+    """
     return params.get("transfer_mode") == "push"
 
 
@@ -129,7 +151,9 @@ def parse_transfer_id(params: Mapping[str, Any], own: str) -> RequestId:
     """
     name = params.get("transfer_id") or common_id(own)
     if not isinstance(name, str) or len(name) > MAX_ID or not name.isprintable():
-        raise InvalidKvParams(f"kv_transfer_params: transfer_id must be printable text of at most {MAX_ID} characters")
+        raise InvalidKvParams(
+            f"kv_transfer_params: transfer_id must be printable text of at most {MAX_ID} characters"
+        )
     return RequestId(name)
 
 
@@ -139,7 +163,9 @@ def common_id(own: str) -> str:
 
 
 def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
-    """Parse what P wrote and the router carried; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
+    """Parse what P wrote and the router carried; raises
+    :exc:`~pdrelay_connector.errors.InvalidKvParams`.
+    """
     try:
         parsed = _convert(params, PullParams)
         texts = (
@@ -152,29 +178,41 @@ def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
             parsed.pdrelay_host,
         )
         "".join(text for text in texts if text is not None).encode()
-    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half a surrogate pair is valid JSON but not text
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+        # half a surrogate pair is valid JSON but not text
         raise InvalidKvParams(f"kv_transfer_params: {exc}") from exc
     if parsed.transfer_mode != "pull":
         raise InvalidKvParams(
-            f"kv_transfer_params: transfer_mode is {parsed.transfer_mode!r}, this engine reads 'pull' only"
+            f"kv_transfer_params: transfer_mode is {parsed.transfer_mode!r}, this engine reads "
+            f"'pull' only"
         )
     if not 0 < parsed.remote_port < 65536:
-        raise InvalidKvParams(f"kv_transfer_params: remote_port is {parsed.remote_port}, not a TCP port")
+        raise InvalidKvParams(
+            f"kv_transfer_params: remote_port is {parsed.remote_port}, not a TCP port"
+        )
     if not 0 < sum(map(len, parsed.remote_block_ids)) <= MAX_BLOCKS:
-        raise InvalidKvParams(f"kv_transfer_params: remote_block_ids names no block, or more than {MAX_BLOCKS}")
+        raise InvalidKvParams(
+            f"kv_transfer_params: remote_block_ids names no block, or more than {MAX_BLOCKS}"
+        )
     return parsed
 
 
 def _convert(params: Mapping[str, Any], wanted: type[_Params]) -> _Params:
-    """Convert params, in which a router whose language has no integers may have written 5600 as 5600.0."""
+    """Convert params, in which a router whose language has no integers may have written 5600 as
+    5600.0.
+    """
     try:
         return msgspec.convert(params, wanted)
     except msgspec.ValidationError:
-        return msgspec.convert({name: _with_integers(value) for name, value in params.items()}, wanted)
+        return msgspec.convert(
+            {name: _with_integers(value) for name, value in params.items()}, wanted
+        )
 
 
 def _with_integers(value: object, depth: int = 2) -> object:
-    """Return a value with integers for whole floats, also in lists of lists: nothing in the params is deeper."""
+    """Return a value with integers for whole floats, also in lists of lists: nothing in the params
+    is deeper.
+    """
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
         return int(value)
     if isinstance(value, list | tuple):
@@ -183,11 +221,13 @@ def _with_integers(value: object, depth: int = 2) -> object:
     return value
 
 
-def digest_prompt(token_ids: Sequence[int] | None, features: Iterable[str], salt: str | None) -> str | None:
+def digest_prompt(
+    token_ids: Sequence[int] | None, features: Iterable[str], salt: str | None
+) -> str | None:
     """Return a digest of all that decides the prompt's KV; None for a prompt without token ids.
 
-    P sends it and D compares it: if a router mixes up prompts, retries or ids, D computes the prompt itself.
-    ``features`` are vLLM's hashes of multimodal inputs.
+    P sends it and D compares it: if a router mixes up prompts, retries or ids, D computes the
+    prompt itself. ``features`` are vLLM's hashes of multimodal inputs.
     """
     if token_ids is None:
         return None

@@ -1,8 +1,8 @@
 """How long a prefill engine (P) keeps the KV blocks of a finished request.
 
-P grants a lease when the request finishes. The first decode engine that renews it owns it from then on, and the lease
-also ends when that engine's connection closes. P may revoke a lease that nothing reads. Every call costs O(log n), or
-as much as the number of requests it names.
+P grants a lease when the request finishes. The first decode engine that renews it owns it from then
+on, and the lease also ends when that engine's connection closes. P may revoke a lease that nothing
+reads. Every call costs O(log n), or as much as the number of requests it names.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,8 +66,8 @@ class LeaseEnded(NamedTuple):
     why: LeaseEvent
 
 
-# Whether two connections are of one engine, as far as both have proven who they are. A decode engine has several: its
-# scheduler renews, its workers say what they have read.
+# Whether two connections are of one engine, as far as both have proven who they are. A decode
+# engine has several: its scheduler renews, its workers say what they have read.
 SameEngine: TypeAlias = Callable[[ConnId, ConnId], bool]
 
 
@@ -77,7 +77,8 @@ class _Lease:
     state: LeaseState = LeaseState.GRANTED
     holder: ConnId | None = None
     read_until: float = -inf  # a decode engine may read until then
-    ranks_done: dict[RequestId, set[int]] = field(default_factory=dict[RequestId, set[int]])  # by reader
+    # by reader
+    ranks_done: dict[RequestId, set[int]] = field(default_factory=dict[RequestId, set[int]])
 
     def on(self, event: LeaseEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, "a lease")
@@ -86,13 +87,19 @@ class _Lease:
 class LeaseTable:
     """All leases of one engine. Time (seconds, monotonic) only enters through ``now`` arguments.
 
-    ``reading`` is how long (s) a lease is kept after a decode engine began to read. Without ``same_engine``
-    no connection is known to be of the same engine as another: then only the connection that claimed a lease may renew
-    it, and any may say that it has read it or does not want it.
+    ``reading`` is how long (s) a lease is kept after a decode engine began to read. Without
+    ``same_engine`` no connection is known to be of the same engine as another: then only the
+    connection that claimed a lease may renew it, and any may say that it has read it or does not
+    want it.
     """
 
     def __init__(
-        self, *, duration: float, extension: float, reading: float = 30.0, same_engine: SameEngine | None = None
+        self,
+        *,
+        duration: float,
+        extension: float,
+        reading: float = 30.0,
+        same_engine: SameEngine | None = None,
     ) -> None:
         self._duration = duration
         self._extension = extension
@@ -100,9 +107,12 @@ class LeaseTable:
         self._same_engine = same_engine
         self._leases: dict[RequestId, _Lease] = {}
         self._deadlines: Deadlines[RequestId] = Deadlines()
-        self._by_holder: dict[ConnId, dict[RequestId, None]] = {}  # a dict, because it keeps their order
-        self._late_reads: Deadlines[RequestId] = Deadlines()  # of leases that ended while they were read
-        self._late_ranks: dict[RequestId, set[int]] = {}  # of those: the ranks that have read their part
+        # a dict, because it keeps their order
+        self._by_holder: dict[ConnId, dict[RequestId, None]] = {}
+        # of leases that ended while they were read
+        self._late_reads: Deadlines[RequestId] = Deadlines()
+        # of those: the ranks that have read their part
+        self._late_ranks: dict[RequestId, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -125,9 +135,10 @@ class LeaseTable:
     def renew(self, request: RequestId, holder: ConnId, *, now: float) -> bool:
         """Apply a heartbeat; false if there is no such lease, or if it is another's.
 
-        It can only lengthen a lease, never shorten one. An engine that has connected again takes over what it held. A
-        lease that is due, but not expired yet, is kept: its blocks are still held, and that we look so late at a
-        heartbeat that came in time (a starved thread, a stopped process) is no fault of the decode engine.
+        It can only lengthen a lease, never shorten one. An engine that has connected again takes
+        over what it held. A lease that is due, but not expired yet, is kept: its blocks are still
+        held, and that we look so late at a heartbeat that came in time (a starved thread, a stopped
+        process) is no fault of the decode engine.
         """
         lease = self._leases.get(request)
         if lease is None:
@@ -158,17 +169,22 @@ class LeaseTable:
         return holder is None or self._same_engine is None or self.is_same(holder, conn)
 
     def read(self, request: RequestId, *, now: float) -> None:
-        """Note that a decode engine reads the blocks from now on: the lease is not revoked meanwhile."""
+        """Note that a decode engine reads the blocks from now on: the lease is not revoked
+        meanwhile.
+        """
         self._leases[request].read_until = now + self._reading
 
     def is_read(self, request: RequestId, *, now: float) -> bool:
         """Whether a decode engine reads the blocks of a lease, as far as we know."""
         return now < self._leases[request].read_until
 
-    def done(self, request: RequestId, reader: RequestId, rank: int, ranks: int) -> LeaseEnded | None:
+    def done(
+        self, request: RequestId, reader: RequestId, rank: int, ranks: int
+    ) -> LeaseEnded | None:
         """Record that one of a reader's ranks has read its part; the last one ends the lease.
 
-        Several readers may share a lease (one prompt, n answers): ranks of two of them do not add up to one.
+        Several readers may share a lease (one prompt, n answers): ranks of two of them do not add
+        up to one.
         """
         by_reader = self._leases[request].ranks_done
         if reader not in by_reader and len(by_reader) >= MAX_IDS:
@@ -178,10 +194,15 @@ class LeaseTable:
 
     def lose(self, holder: ConnId) -> list[LeaseEnded]:
         """End every lease claimed over a connection that closed."""
-        return [self.end(request, LeaseEvent.PEER_LOST) for request in list(self._by_holder.get(holder, ()))]
+        return [
+            self.end(request, LeaseEvent.PEER_LOST)
+            for request in list(self._by_holder.get(holder, ()))
+        ]
 
     def has_late_reads(self, *, now: float) -> bool:
-        """Whether a decode engine may still read blocks whose lease is over: they may be another's, but not go away."""
+        """Whether a decode engine may still read blocks whose lease is over: they may be another's,
+        but not go away.
+        """
         self._forget_late_reads(now)
         return bool(self._late_ranks)
 
@@ -202,7 +223,9 @@ class LeaseTable:
     def expire(self, *, now: float) -> list[LeaseEnded]:
         """End the leases that were not renewed in time."""
         self._forget_late_reads(now)
-        return [self.end(request, LeaseEvent.EXPIRED) for request in self._deadlines.take_due(now=now)]
+        return [
+            self.end(request, LeaseEvent.EXPIRED) for request in self._deadlines.take_due(now=now)
+        ]
 
     def next_expiry(self) -> float | None:
         """Return when the first lease expires unless renewed; None when there is none."""

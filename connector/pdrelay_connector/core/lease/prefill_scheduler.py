@@ -1,4 +1,6 @@
-"""P's scheduler: keeps blocks leased until they have been read, and answers whether a lease outlived a read."""
+"""P's scheduler: keeps blocks leased until they have been read, and answers whether a lease
+outlived a read.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +43,8 @@ class RevocableLease(NamedTuple):
     blocks: int
 
 
-MAX_WAITING = MAX_RANKS  # ranks that wait for the checksums of one lease; beyond it they are answered without any
+# ranks that wait for the checksums of one lease; beyond it they are answered without any
+MAX_WAITING = MAX_RANKS
 
 
 @dataclass(slots=True)
@@ -69,7 +72,8 @@ class _SampledLease:
                 self.waiting[key] = None, done
 
     def of(self, rank: int) -> RankSums | None:
-        """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of some other one.
+        """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of
+        some other one.
 
         The reader sees that they are of another shape, and counts that.
         """
@@ -78,10 +82,16 @@ class _SampledLease:
 
 
 class LeaseManager:
-    """Runs on the control thread, which answers decode engines; the engine only takes the leases that ended."""
+    """Runs on the control thread, which answers decode engines; the engine only takes the leases
+    that ended.
+    """
 
-    def __init__(self, link: Link, leases: LeaseTable, counters: Counters, *, sums_timeout: float = 5.0) -> None:
-        """``sums_timeout``: s that the first fence result of a sampled lease waits for its checksums, at most."""
+    def __init__(
+        self, link: Link, leases: LeaseTable, counters: Counters, *, sums_timeout: float = 5.0
+    ) -> None:
+        """``sums_timeout``: s that the first fence result of a sampled lease waits for its
+        checksums, at most.
+        """
         self._link = link
         self.leases = leases
         self._counters = counters
@@ -89,10 +99,13 @@ class LeaseManager:
         self._objections: list[PeerObjects] = []
         self._sampled: dict[RequestId, _SampledLease] = {}
         self._sums_timeout = sums_timeout
-        self._sums_due: Deadlines[RequestId] = Deadlines()  # of sampled leases for whose checksums readers wait
+        # of sampled leases for whose checksums readers wait
+        self._sums_due: Deadlines[RequestId] = Deadlines()
 
     def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
-        """Lease the blocks of a finished request; if ``sampled``, fence results wait a while for :meth:`add_sums`."""
+        """Lease the blocks of a finished request; if ``sampled``, fence results wait a while for
+        :meth:`add_sums`.
+        """
         self.leases.grant(request, now=now)
         if sampled:
             self._sampled[request] = _SampledLease()
@@ -100,7 +113,9 @@ class LeaseManager:
         self._counters.note(request, TimelineStep.LEASE_GRANTED, now)
 
     def add_sums(self, request: RequestId, sums: Sequence[RankSums], *, now: float) -> None:
-        """Take the checksums of all workers in; readers that have waited for them get their fence results."""
+        """Take the checksums of all workers in; readers that have waited for them get their fence
+        results.
+        """
         self.advance(now=now)
         if (sampled := self._sampled.get(request)) is None:
             return  # its lease has ended, or its readers could not wait any longer
@@ -124,7 +139,10 @@ class LeaseManager:
         self._release(self.leases.expire(now=now))
         for request in self._sums_due.take_due(now=now):
             self._give_up_sums(request, now)
-        return min((due for due in (self.leases.next_expiry(), self._sums_due.next()) if due is not None), default=None)
+        return min(
+            (due for due in (self.leases.next_expiry(), self._sums_due.next()) if due is not None),
+            default=None,
+        )
 
     def objected(self, conn: ConnId, reason: str) -> None:
         """A decode engine will load no KV of this engine."""
@@ -159,7 +177,8 @@ class LeaseManager:
         return is_foreign
 
     def drop(self, requests: Iterable[RequestId], conn: ConnId | None = None) -> list[RequestId]:
-        """End leases that the decode engine behind ``conn`` does not want; return those that have none.
+        """End leases that the decode engine behind ``conn`` does not want; return those that have
+        none.
 
         Leases of another engine stay. Without ``conn`` it is our own wish.
         """
@@ -173,7 +192,9 @@ class LeaseManager:
         return unknown
 
     def read(self, conn: ConnId, request: RequestId, *, now: float) -> None:
-        """Keep a lease from being revoked for a while, because the engine behind ``conn`` reads its blocks."""
+        """Keep a lease from being revoked for a while, because the engine behind ``conn`` reads its
+        blocks.
+        """
         if request not in self.leases:
             self._counters.count("unknown_transfer_messages")
         elif not self.refuses(request, conn):
@@ -187,16 +208,22 @@ class LeaseManager:
         now: float,
         is_busy: Callable[[RequestId], bool] = lambda _: False,
     ) -> None:
-        """Revoke unread leases in the given order until so many blocks are free, and tell their holders.
+        """Revoke unread leases in the given order until so many blocks are free, and tell their
+        holders.
 
-        A decode engine may have begun to read without our knowing: its word may be under way. What it reads is then
-        overwritten, and the fence throws it away: the lease is over before its ReadDone comes.
+        A decode engine may have begun to read without our knowing: its word may be under way. What
+        it reads is then overwritten, and the fence throws it away: the lease is over before its
+        ReadDone comes.
         """
         lost: dict[ConnId, list[RequestId]] = {}
         for request, gain in candidates:
             if blocks <= 0:
                 break
-            if request not in self.leases or self.leases.is_read(request, now=now) or is_busy(request):
+            if (
+                request not in self.leases
+                or self.leases.is_read(request, now=now)
+                or is_busy(request)
+            ):
                 continue
             if (holder := self.leases.holder(request)) is not None:
                 lost.setdefault(holder, []).append(request)
@@ -221,7 +248,9 @@ class LeaseManager:
             self._release([self.leases.end(request, LeaseEvent.DONE)])
 
     def on_connection_lost(self, conn: ConnId) -> None:
-        """End every lease claimed over a connection that closed; whoever waited behind it is answered no more."""
+        """End every lease claimed over a connection that closed; whoever waited behind it is
+        answered no more.
+        """
         for sampled in self._sampled.values():
             sampled.lose(conn)
         self._release(self.leases.lose(conn))
@@ -236,7 +265,9 @@ class LeaseManager:
         match message:
             case RenewLeases(requests):
                 lost = self.renew(conn, requests, now=now)
-                self._counters.count("unknown_transfer_messages", sum(request not in self.leases for request in lost))
+                self._counters.count(
+                    "unknown_transfer_messages", sum(request not in self.leases for request in lost)
+                )
                 self.send_leases_lost(conn, lost)
             case ReadsStarted(requests):
                 for request in requests:
@@ -265,12 +296,16 @@ class LeaseManager:
             return
         sampled = self._sampled.get(done.request)
         is_first = sampled is not None and not sampled.waiting
-        if sampled is not None and sampled.waits(conn, done):  # the lease is kept: its blocks are not summed yet
+        # the lease is kept: its blocks are not summed yet
+        if sampled is not None and sampled.waits(conn, done):
             self.leases.read(done.request, now=now)
             if is_first:
                 self._sums_due.set(done.request, now + self._sums_timeout)
             return
-        self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank) if sampled else None))
+        self._link.send(
+            conn,
+            FenceResult(done.reader, held=True, sums=sampled.of(done.rank) if sampled else None),
+        )
         self._note_read(done, now)
 
     def _note_read(self, done: ReadDone, now: float) -> None:
@@ -282,17 +317,25 @@ class LeaseManager:
             self.leases.read(done.request, now=now)  # its other ranks do
 
     def _give_up_sums(self, request: RequestId, now: float) -> None:
-        """Answer without checksums. A reader that waits longer takes us for hung, and fails all it loads from us."""
+        """Answer without checksums.
+
+        A reader that waits longer takes us for hung, and fails all it loads from us.
+        """
         self._counters.count("sums_late")
         self._answer(self._sampled.pop(request), now)
 
     def _answer(self, sampled: _SampledLease, now: float) -> None:
-        """Confirm the reads that have waited: the lease has held until now. They were allowed when they came."""
+        """Confirm the reads that have waited: the lease has held until now.
+
+        They were allowed when they came.
+        """
         waiting = list(sampled.waiting.values())
         sampled.waiting = {}
         for conn, done in waiting:
             if conn is not None:
-                self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank)))
+                self._link.send(
+                    conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank))
+                )
         for _, done in waiting:
             self._note_read(done, now)
 

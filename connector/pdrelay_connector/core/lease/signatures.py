@@ -1,13 +1,17 @@
-"""Signatures of pull parameters: made by an engine that knows the connector's secret, and not older than the lease.
+"""Signatures of pull parameters: made by an engine that knows the connector's secret, and not older
+than the lease.
 
-Parameters pass through places where others may change them: a client that may send ``kv_transfer_params`` to a decode
-engine could otherwise name any block of any request. P signs every field that D acts on; D checks the signature first.
+Parameters pass through places where others may change them: a client that may send
+``kv_transfer_params`` to a decode engine could otherwise name any block of any request. P signs
+every field that D acts on; D checks the signature first.
 
-A loopback or wildcard host is not signed, because a router may replace it by the host it knows the engine by; with
-``sign_host: false`` no host is. The handshake of the side channel proves which engine answers there.
+A loopback or wildcard host is not signed, because a router may replace it by the host it knows the
+engine by; with ``sign_host: false`` no host is. The handshake of the side channel proves which
+engine answers there.
 
-Who replaces a signed host makes each transfer fail. So the offer says once more which host was signed, in a field that
-is not signed itself: if the signature is right with that host, nothing else was changed, and D can say so.
+Who replaces a signed host makes each transfer fail. So the offer says once more which host was
+signed, in a field that is not signed itself: if the signature is right with that host, nothing else
+was changed, and D can say so.
 """
 
 import hashlib
@@ -24,9 +28,12 @@ from pdrelay_connector.core.lease.kv_params import PullParams
 from pdrelay_connector.core.session.handshake import Secrets
 from pdrelay_connector.errors import ExpiredKvParams, ForgedKvParams, ReplacedHost, UnsignedKvParams
 
-LABEL: Final = b"pdrelay connector: offer of a prefill engine, version 1"  # the key is for nothing else
-_SIGNED: Final = PullParams.__struct_fields__.index("pdrelay_host")  # fields; the last is the signature, empty
-CLOCK_SKEW: Final = 300.0  # s that the clocks of two engines may differ (as Kerberos allows, RFC 4120, section 1.6)
+# the key is for nothing else
+LABEL: Final = b"pdrelay connector: offer of a prefill engine, version 1"
+# fields; the last is the signature, empty
+_SIGNED: Final = PullParams.__struct_fields__.index("pdrelay_host")
+# s that the clocks of two engines may differ (as Kerberos allows, RFC 4120, section 1.6)
+CLOCK_SKEW: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,8 @@ class Signatures:
         return replace(offer, pdrelay_signature=signature, pdrelay_host=host or None)
 
     def check(self, offer: PullParams, *, now: float) -> bool:
-        """Return whether there is a secret, and so a proof; ``now`` is s since the epoch, on this engine's clock.
+        """Return whether there is a secret, and so a proof; ``now`` is s since the epoch, on this
+        engine's clock.
 
         Raises:
             UnsignedKvParams: There is a secret and no signature.
@@ -59,14 +67,16 @@ class Signatures:
             return False
         if offer.pdrelay_signature is None or offer.pdrelay_expires_at is None:
             raise UnsignedKvParams(
-                f"the offer of {offer.remote_request_id} is not signed; PDRELAY_CONNECTOR_SECRET is set here, "
+                f"the offer of {offer.remote_request_id} is not signed; PDRELAY_CONNECTOR_SECRET "
+                f"is set here, "
                 f"and must be set on engine {offer.remote_engine_id}, too"
             )
         if not _is_signed(secrets, offer, offer.pdrelay_signature):
             raise _refusal(secrets, offer, offer.pdrelay_signature)
         if now > offer.pdrelay_expires_at + CLOCK_SKEW:
             raise ExpiredKvParams(
-                f"the offer of {offer.remote_request_id} expired {now - offer.pdrelay_expires_at:.0f} s ago; "
+                f"the offer of {offer.remote_request_id} expired "
+                f"{now - offer.pdrelay_expires_at:.0f} s ago; "
                 f"the clocks of two engines may differ by {CLOCK_SKEW:.0f} s"
             )
         return True
@@ -76,25 +86,32 @@ def _is_signed(secrets: Sequence[bytes], offer: PullParams, signature: str) -> b
     given = signature.encode(errors="replace")
     variants = (offer, replace(offer, remote_host=""))
     expected = [_signature(secret, variant) for secret in secrets for variant in variants]
-    return any(hmac.compare_digest(given, each) for each in expected)  # a list: all of them, in equal time
+    # a list: all of them, in equal time
+    return any(hmac.compare_digest(given, each) for each in expected)
 
 
-def _refusal(secrets: Sequence[bytes], offer: PullParams, signature: str) -> ForgedKvParams | ReplacedHost:
+def _refusal(
+    secrets: Sequence[bytes], offer: PullParams, signature: str
+) -> ForgedKvParams | ReplacedHost:
     signed = offer.pdrelay_host
     if signed is not None and _is_signed(secrets, replace(offer, remote_host=signed), signature):
         return ReplacedHost(
-            f"the offer of {offer.remote_request_id} names the host {offer.remote_host}, and engine "
-            f'{offer.remote_engine_id} has signed {signed}: a router replaces remote_host; set "sign_host": false in '
+            f"the offer of {offer.remote_request_id} names the host {offer.remote_host}, and "
+            f"engine "
+            f"{offer.remote_engine_id} has signed {signed}: a router replaces remote_host; set "
+            f'"sign_host": false in '
             "kv_connector_extra_config of the prefill engines"
         )
     return ForgedKvParams(
-        f"the signature of the offer of {offer.remote_request_id} is wrong; it was changed on its way, "
+        f"the signature of the offer of {offer.remote_request_id} is wrong; it was changed on its "
+        f"way, "
         f"or PDRELAY_CONNECTOR_SECRET of engine {offer.remote_engine_id} differs"
     )
 
 
 def _signature(secret: bytes, offer: PullParams) -> bytes:
-    """Return the signature in hexadecimal digits: over the fields before it, in their order, in MessagePack.
+    """Return the signature in hexadecimal digits: over the fields before it, in their order, in
+    MessagePack.
 
     Numbers, texts and their lengths have one encoding each there, as msgspec writes them.
     """

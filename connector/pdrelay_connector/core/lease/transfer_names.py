@@ -1,4 +1,6 @@
-"""P's transfers by the router's names: it may abandon one before it knows whether blocks are leased."""
+"""P's transfers by the router's names: it may abandon one before it knows whether blocks are
+leased.
+"""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -7,15 +9,17 @@ from pdrelay_connector.core.ids import RequestId
 from pdrelay_connector.core.messages import MAX_ID
 from pdrelay_connector.errors import InvalidKvParams
 
-ABANDONED = "abandoned_transfer_id"  # in the kv_transfer_params of a request whose only purpose is to say so
+# in the kv_transfer_params of a request whose only purpose is to say so
+ABANDONED = "abandoned_transfer_id"
 MAX_ABANDONED = 1024  # transfers
 
 
 class TransferNames:
     """The leases of transfers, and the abandoned transfers that may still finish.
 
-    A client may leave at the moment when P finishes its prompt. The router then closes its connection to P without P's
-    answer, and vLLM does not tell a connector that a finished request was aborted.
+    A client may leave at the moment when P finishes its prompt. The router then closes its
+    connection to P without P's answer, and vLLM does not tell a connector that a finished request
+    was aborted.
     """
 
     def __init__(self) -> None:
@@ -31,7 +35,8 @@ class TransferNames:
     def ended(self, lease: RequestId) -> None:
         """A lease is over."""
         transfer = self._transfers.pop(lease, None)
-        if transfer is not None and self._leases[transfer] == lease:  # not if another lease came by the same name
+        # not if another lease came by the same name
+        if transfer is not None and self._leases[transfer] == lease:
             del self._leases[transfer]
 
     def abandon(self, transfer: str) -> RequestId | None:
@@ -44,7 +49,9 @@ class TransferNames:
         return None
 
     def take_abandoned(self, transfer: str) -> bool:
-        """Tell whether a transfer that has just been computed was abandoned, and forget that it was."""
+        """Tell whether a transfer that has just been computed was abandoned, and forget that it
+        was.
+        """
         return self._abandoned.pop(transfer, self) is None
 
 
@@ -55,12 +62,16 @@ def abandoned_transfer(params: Mapping[str, Any]) -> str | None:
     """
     name = params.get(ABANDONED)
     if name is not None and not _is_name(name):
-        raise InvalidKvParams(f"kv_transfer_params: {ABANDONED} must be printable text of 1 to {MAX_ID} characters")
+        raise InvalidKvParams(
+            f"kv_transfer_params: {ABANDONED} must be printable text of 1 to {MAX_ID} characters"
+        )
     return name
 
 
 def transfer_of(params: Mapping[str, Any]) -> str | None:
-    """Return the transfer that a prefill is for; None if it has no name by which it could be abandoned."""
+    """Return the transfer that a prefill is for; None if it has no name by which it could be
+    abandoned.
+    """
     name = params.get("transfer_id")
     return name if _is_name(name) else None
 

@@ -1,12 +1,14 @@
-"""The decode worker in pull: read blocks, and report them as loaded only if the lease outlived the read.
+"""The decode worker in pull: read blocks, and report them as loaded only if the lease outlived the
+read.
 
-A load waits for its peer, reads, asks P for the fence result, and ends. Its deadline covers all of that. When the
-deadline passes the load fails at once, but its blocks stay quarantined until NIXL has ended every read: a hung peer may
-write into them much later.
+A load waits for its peer, reads, asks P for the fence result, and ends. Its deadline covers all of
+that. When the deadline passes the load fails at once, but its blocks stay quarantined until NIXL
+has ended every read: a hung peer may write into them much later.
 
-If NIXL cannot reach the cache of either engine, the load goes through host memory, part by part. It takes slots of our
-host buffer first, then asks P to stage the part in P's, reads it, and copies it into our cache. P's slots come last and
-need nothing after them, so no two loads wait for each other in a circle.
+If NIXL cannot reach the cache of either engine, the load goes through host memory, part by part. It
+takes slots of our host buffer first, then asks P to stage the part in P's, reads it, and copies it
+into our cache. P's slots come last and need nothing after them, so no two loads wait for each other
+in a circle.
 """
 
 from collections import deque
@@ -27,7 +29,14 @@ from pdrelay_connector.core.messages import (
     ReadDone,
     StagePart,
 )
-from pdrelay_connector.core.ports import CacheReader, ConnectionLost, Link, LinkEvent, MessageReceived, TransferAgent
+from pdrelay_connector.core.ports import (
+    CacheReader,
+    ConnectionLost,
+    Link,
+    LinkEvent,
+    MessageReceived,
+    TransferAgent,
+)
 from pdrelay_connector.core.pull.load import UNDER_WAY, Load, LoadEvent, LoadOrder, LoadState
 from pdrelay_connector.core.results import BlocksReleased, LoadResult
 from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
@@ -35,11 +44,17 @@ from pdrelay_connector.core.staging.host_buffer import HostBuffer
 from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.core.timeline import TimelineStep
 from pdrelay_connector.core.transfer.remote_memory import RemoteEngines
-from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, StepEnded, Transfers
+from pdrelay_connector.core.transfer.transfers import (
+    POLL_INTERVAL,
+    QUARANTINE_POLL_INTERVAL,
+    StepEnded,
+    Transfers,
+)
 from pdrelay_connector.core.verify.comparison import compare, count
 from pdrelay_connector.errors import ConnectorError, IllegalTransition
 
-STAGING_TIMEOUT_FACTOR = 4  # times the timeout: P stages for others first, and for all of our ranks at once
+# times the timeout: P stages for others first, and for all of our ranks at once
+STAGING_TIMEOUT_FACTOR = 4
 
 
 class PullReader:
@@ -78,8 +93,8 @@ class PullReader:
     def load(self, order: LoadOrder, *, now: float) -> None:
         """Start a load; its result comes out of :meth:`take_results`.
 
-        ``timeout`` covers the whole load. A staged load has ``timeout`` for each step, and waits for slots without a
-        limit, because other loads free them.
+        ``timeout`` covers the whole load. A staged load has ``timeout`` for each step, and waits
+        for slots without a limit, because other loads free them.
         """
         if order.request in self._loads:
             raise IllegalTransition(f"request {order.request} is loaded twice")
@@ -101,8 +116,8 @@ class PullReader:
     def _start_granted(self, slots: Slots[RequestId], now: float) -> None:
         """Start the loads that have got their slots.
 
-        A load keeps its slots to its end. Each rank has a buffer of its own: if loads released slots and asked again,
-        two of them could each hold on one rank what the other needs.
+        A load keeps its slots to its end. Each rank has a buffer of its own: if loads released
+        slots and asked again, two of them could each hold on one rank what the other needs.
         """
         while granted := slots.take_granted():  # a load that fails at once frees slots for the next
             for request, its_slots in granted:
@@ -148,7 +163,9 @@ class PullReader:
                     self._fail(load, "loads_failed_staging", f"it was not staged: {reason}", now)
             case MessageReceived(conn, _):
                 self._link.close(conn)
-                self._on_peer_changed(self._peers.on(ConnectionLost(conn, "it broke the protocol"), now=now), now)
+                self._on_peer_changed(
+                    self._peers.on(ConnectionLost(conn, "it broke the protocol"), now=now), now
+                )
             case _:
                 self._on_peer_changed(self._peers.on(event, now=now), now)
 
@@ -157,10 +174,12 @@ class PullReader:
         for step in self._transfers.poll():
             self._on_step_ended(step, now)
         for load in [load for load in self._loads.values() if now >= load.due]:
-            if load.state is not LoadState.OVER:  # the timeout of another load may have ended it with their peer
+            # the timeout of another load may have ended it with their peer
+            if load.state is not LoadState.OVER:
                 self._time_out(load, now)
         if self._staging is not None:
-            self._start_granted(self._staging.slots, now)  # last: everything above may have freed slots
+            # last: everything above may have freed slots
+            self._start_granted(self._staging.slots, now)
         self._peers.forget_refused(self._remote_engines, now=now)
         return min((self._due(load, now) for load in self._loads.values()), default=None)
 
@@ -181,7 +200,8 @@ class PullReader:
         if peer is None:
             return
         loads = [load for load in self._loads.values() if load.order.engine == peer.engine]
-        # Loads that are ABORTING were connected before: NIXL decides when they end, not this handshake.
+        # Loads that are ABORTING were connected before: NIXL decides when they end, not this
+        # handshake.
         waiting = [load for load in loads if load.state is LoadState.WAITING]
         if peer.state is PeerState.CONNECTED:
             self._attach(peer, now)
@@ -194,7 +214,9 @@ class PullReader:
                 self._fail_unmet(load, peer, now)
         elif peer.state is PeerState.GONE:
             for load in loads:
-                self._abort_once(load, "loads_failed_peer", f"{peer.address} is gone: {peer.reason}", now)
+                self._abort_once(
+                    load, "loads_failed_peer", f"{peer.address} is gone: {peer.reason}", now
+                )
             self._remote_engines.detach(peer.engine)
 
     def _attach(self, peer: Peer, now: float) -> None:
@@ -209,11 +231,15 @@ class PullReader:
 
     def _begin(self, load: Load, now: float) -> None:
         token_ranges = of_rank(load.order.token_ranges, self._own)
-        load.parts = deque(cut(token_ranges, self._own, self._remote_engines[load.order.engine].theirs))
+        load.parts = deque(
+            cut(token_ranges, self._own, self._remote_engines[load.order.engine].theirs)
+        )
         self._read_next_part(load, now)
 
     def _read_next_part(self, load: Load, now: float) -> None:
-        """Read the next part, which P may have to stage first; after the last part, ask P for the fence result."""
+        """Read the next part, which P may have to stage first; after the last part, ask P for the
+        fence result.
+        """
         order = load.order
         own = self._own
         theirs = self._remote_engines[load.order.engine].theirs
@@ -234,18 +260,29 @@ class PullReader:
         for tokens in load.parts[0]:
             groups[tokens.group] = tuple(tokens.remote)
         self._send(
-            load, StagePart(order.remote_request, order.request, own.rank, own.ranks, load.number, tuple(groups))
+            load,
+            StagePart(
+                order.remote_request, order.request, own.rank, own.ranks, load.number, tuple(groups)
+            ),
         )
 
     def _extend(self, load: Load, now: float) -> None:
-        """Give the next step of a staged load its time; any other load has one deadline from its start."""
+        """Give the next step of a staged load its time; any other load has one deadline from its
+        start.
+        """
         if self._staging is not None or self._remote_engines[load.order.engine].theirs.staged:
             load.deadline = now + self._timeout
 
     def _load_asking(self, conn: ConnId, request: RequestId, part: int) -> Load | None:
-        """Return the load that P answers; None if it has been aborted or belongs to another peer."""
+        """Return the load that P answers; None if it has been aborted or belongs to another
+        peer.
+        """
         load = self._load_of(conn, request)
-        return load if load is not None and load.state is LoadState.ASKING and load.number == part else None
+        return (
+            load
+            if load is not None and load.state is LoadState.ASKING and load.number == part
+            else None
+        )
 
     def _read(self, load: Load, part: Sequence[TokenRange], now: float) -> None:
         if self._staging is not None:
@@ -257,7 +294,9 @@ class PullReader:
             self._abort(load, "loads_failed_transfer", str(exc), now, LoadEvent.STARTED)
         else:
             load.on(LoadEvent.STARTED)
-            self._counters.note(load.order.request, TimelineStep.READING, now, sum(len(each.local) for each in part))
+            self._counters.note(
+                load.order.request, TimelineStep.READING, now, sum(len(each.local) for each in part)
+            )
             self._extend(load, now)
 
     def _on_step_ended(self, step: StepEnded[RequestId], now: float) -> None:
@@ -324,17 +363,25 @@ class PullReader:
     def _load_of(self, conn: ConnId, request: RequestId) -> Load | None:
         load = self._loads.get(request)
         peer = self._peers.find(conn)
-        return load if load is not None and peer is not None and peer.engine == load.order.engine else None
+        return (
+            load
+            if load is not None and peer is not None and peer.engine == load.order.engine
+            else None
+        )
 
     def _time_out(self, load: Load, now: float) -> None:
-        """Abort a load; if it was reading or waiting for the fence result, its peer hangs: disconnect."""
+        """Abort a load; if it was reading or waiting for the fence result, its peer hangs:
+        disconnect.
+        """
         peer = self._peers.get(load.order.engine)
         if load.state is LoadState.WAITING and now < load.deadline:
             why = f"{load.order.address} was not met: it does not answer, and did not before"
             self._fail(load, "loads_failed_handshake", why, now)
             return
         is_hung = load.state in (LoadState.READING, LoadState.CONFIRMING)
-        self._abort_once(load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s", now)
+        self._abort_once(
+            load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s", now
+        )
         if is_hung and peer is not None and peer.state is PeerState.CONNECTED:
             self._peers.disconnect(peer, "it does not answer")
             self._on_peer_changed(peer, now)
@@ -343,8 +390,13 @@ class PullReader:
         if load.state is not LoadState.ABORTING:
             self._abort(load, counter, why, now)
 
-    def _abort(self, load: Load, counter: str, why: str, now: float, before: LoadEvent | None = None) -> None:
-        """Fail a load. Quarantine its blocks if something may still write into them; ``before`` happened first."""
+    def _abort(
+        self, load: Load, counter: str, why: str, now: float, before: LoadEvent | None = None
+    ) -> None:
+        """Fail a load.
+
+        Quarantine its blocks if something may still write into them; ``before`` happened first.
+        """
         self._send_drop(load)
         if not self._transfers.is_active(load.order.request):
             self._fail(load, counter, why, now)
@@ -375,7 +427,10 @@ class PullReader:
     def _count_failure(self, load: Load, counter: str, now: float, *, cause: str = "") -> None:
         self._counters.count_load(counter, load.order.engine, cause=cause)
         self._counters.note(
-            load.order.request, TimelineStep.LOAD_FAILED, now, note=cause or LOAD_OUTCOMES.get(counter, "")
+            load.order.request,
+            TimelineStep.LOAD_FAILED,
+            now,
+            note=cause or LOAD_OUTCOMES.get(counter, ""),
         )
 
     def _end(self, load: Load, failure: str) -> None:
@@ -396,6 +451,11 @@ class PullReader:
             self._link.send(peer.conn, message)
 
 
-def _from_slots(part: Sequence[TokenRange], groups: Sequence[Sequence[BlockId]]) -> list[TokenRange]:
+def _from_slots(
+    part: Sequence[TokenRange], groups: Sequence[Sequence[BlockId]]
+) -> list[TokenRange]:
     """Replace P's blocks by the slots that P has staged them in."""
-    return [tokens._replace(remote=groups[tokens.group] if tokens.group < len(groups) else ()) for tokens in part]
+    return [
+        tokens._replace(remote=groups[tokens.group] if tokens.group < len(groups) else ())
+        for tokens in part
+    ]

@@ -46,8 +46,12 @@ NEXT_PART: Final[Mapping[LoadEvent, LoadState]] = {
     LoadEvent.FAILED: LoadState.OVER,
 }
 TRANSITIONS: Final[Mapping[LoadState, Mapping[LoadEvent, LoadState]]] = {
-    LoadState.WAITING: {**NEXT_PART, LoadEvent.READ: LoadState.CONFIRMING},  # the latter if nothing is lacking
-    LoadState.QUEUED: {LoadEvent.SLOTS_GRANTED: LoadState.WAITING, LoadEvent.FAILED: LoadState.OVER},
+    # the latter if nothing is lacking
+    LoadState.WAITING: {**NEXT_PART, LoadEvent.READ: LoadState.CONFIRMING},
+    LoadState.QUEUED: {
+        LoadEvent.SLOTS_GRANTED: LoadState.WAITING,
+        LoadEvent.FAILED: LoadState.OVER,
+    },
     LoadState.ASKING: {LoadEvent.STARTED: LoadState.READING, LoadEvent.FAILED: LoadState.OVER},
     LoadState.READING: {
         LoadEvent.ASKED: LoadState.ASKING,
@@ -86,14 +90,17 @@ class Load:
     state: LoadState = LoadState.WAITING
     deadline: float = inf  # of the step that is under way
     meet_by: float = inf  # while it waits for a peer that did not answer before
-    parts: deque[list[TokenRange]] = field(default_factory=deque[list[TokenRange]])  # left to read, once P is met
+    # left to read, once P is met
+    parts: deque[list[TokenRange]] = field(default_factory=deque[list[TokenRange]])
     number: int = 0  # of the part that is under way
     slots: GroupSlots = ()  # of our staging buffer
 
     @property
     def due(self) -> float:
         """When it fails unless something happens."""
-        return min(self.deadline, self.meet_by) if self.state is LoadState.WAITING else self.deadline
+        return (
+            min(self.deadline, self.meet_by) if self.state is LoadState.WAITING else self.deadline
+        )
 
     def on(self, event: LoadEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""

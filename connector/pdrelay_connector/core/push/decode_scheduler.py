@@ -1,19 +1,22 @@
-"""D's scheduler in push: lend blocks to a prefill engine (P) until it has written them, or never will.
+"""D's scheduler in push: lend blocks to a prefill engine (P) until it has written them, or never
+will.
 
-P answers each registration with PushDone or PushStopped. If we abort one before (request aborted, timeout, P silent),
-the load fails at once, but its blocks stay unused because P may still write into them. They are free when P sends
-PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`). A connection
-that was reset may be that of a P that has died; of one that lives, cut off for so long that its kernel has given up;
-or something between has reset it. D asks at P's address, at once and again until it knows: P has died if its port is
-closed or another engine listens there. How long ago it answered proves nothing: D may have been stopped, and what it
-reads is old. A P that is back is asked for PushStopped: it alone knows whether its workers still write.
+P answers each registration with PushDone or PushStopped. If we abort one before (request aborted,
+timeout, P silent), the load fails at once, but its blocks stay unused because P may still write
+into them. They are free when P sends PushStopped; or, if P's connection closed, when all that P had
+sent must have arrived (:data:`QUARANTINE`). A connection that was reset may be that of a P that has
+died; of one that lives, cut off for so long that its kernel has given up; or something between has
+reset it. D asks at P's address, at once and again until it knows: P has died if its port is closed
+or another engine listens there. How long ago it answered proves nothing: D may have been stopped,
+and what it reads is old. A P that is back is asked for PushStopped: it alone knows whether its
+workers still write.
 
-A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
-that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,
-P has not received the registration, and we connect again.
+A registration sent over a connection that ended must not be sent again. P closes idle connections,
+though: over one that has been idle for long, a push is registered only when P has answered a
+heartbeat. If the connection ends before, P has not received the registration, and we connect again.
 
-Where NIXL cannot reach the cache, D lends slots of a host buffer, as soon as there are enough, and copies them into
-the cache when P is done.
+Where NIXL cannot reach the cache, D lends slots of a host buffer, as soon as there are enough, and
+copies them into the cache when P is done.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,13 +51,17 @@ from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
 from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.errors import ConnectorError, IllegalTransition
 
-# How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks, not a span of time: a
-# process that was stopped meanwhile must run for a while before what lies in its sockets has been taken in.
-LOCAL_QUARANTINE: Final = 0.1, 50  # P's scheduler is dead, its workers follow, and what is left is in our sockets
-# The same on another machine: what P had sent into a cut, its kernel sends again for 102 s (Linux, tcp_orphan_retries:
-# 200 ms, doubled eight times). Measured: 11 s after the end of P, when a cut of 14 s had just mended.
+# How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks,
+# not a span of time: a process that was stopped meanwhile must run for a while before what lies in
+# its sockets has been taken in.
+# P's scheduler is dead, its workers follow, and what is left is in our sockets
+LOCAL_QUARANTINE: Final = 0.1, 50
+# The same on another machine: what P had sent into a cut, its kernel sends again for 102 s (Linux,
+# tcp_orphan_retries: 200 ms, doubled eight times). Measured: 11 s after the end of P, when a cut of
+# 14 s had just mended.
 QUARANTINE: Final = 2.0, 60
-LONG_QUARANTINE: Final = 10.0, 110  # cut off: TCP sends again for 15 minutes (Linux, tcp_retries2) once the cut mends
+# cut off: TCP sends again for 15 minutes (Linux, tcp_retries2) once the cut mends
+LONG_QUARANTINE: Final = 10.0, 110
 
 
 class ReceiveState(Enum):
@@ -85,7 +92,10 @@ class ReceiveEvent(Enum):
 
 
 TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]]] = {
-    ReceiveState.QUEUED: {ReceiveEvent.SLOTS_GRANTED: ReceiveState.WAITING, ReceiveEvent.FAILED: ReceiveState.OVER},
+    ReceiveState.QUEUED: {
+        ReceiveEvent.SLOTS_GRANTED: ReceiveState.WAITING,
+        ReceiveEvent.FAILED: ReceiveState.OVER,
+    },
     ReceiveState.WAITING: {
         ReceiveEvent.REGISTERED: ReceiveState.REGISTERED,
         ReceiveEvent.FAILED: ReceiveState.OVER,
@@ -116,7 +126,12 @@ TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]]] =
 
 
 # What P says or does makes no difference any more, or not yet.
-_IGNORES_PEER: Final = (ReceiveState.QUEUED, ReceiveState.QUARANTINED, ReceiveState.COPYING, ReceiveState.ABORTING)
+_IGNORES_PEER: Final = (
+    ReceiveState.QUEUED,
+    ReceiveState.QUARANTINED,
+    ReceiveState.COPYING,
+    ReceiveState.ABORTING,
+)
 
 
 class PushOrder(NamedTuple):
@@ -141,7 +156,8 @@ class _ExpectedPush:
     is_silent: bool = False  # P has not closed its connection: we ask whether it lives
     is_reset: bool = False  # nor has the network cut it: a closed port shows that P has died
     is_elsewhere: bool = False  # P is, or was, on another machine
-    peer_ranks: Sequence[RankInfo] = ()  # of P: another process has others, also under the same engine id
+    # of P: another process has others, also under the same engine id
+    peer_ranks: Sequence[RankInfo] = ()
 
     def on(self, event: ReceiveEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
@@ -174,9 +190,12 @@ class PushReceiver:
         self._contention_timeout = contention_timeout
         self._staging_receiver = staging_receiver  # absent unless our cache is out of NIXL's reach
         self._pushes: dict[RequestId, _ExpectedPush] = {}
-        self._by_engine: dict[EngineId, dict[RequestId, None]] = {}  # dicts, because they keep their order
-        self._awaiting_reply: dict[EngineId, dict[RequestId, None]] = {}  # WAITING for P to answer, in their order
-        self._deadlines: Deadlines[RequestId] = Deadlines()  # of those that P is to write; of the quarantined, looks
+        # dicts, because they keep their order
+        self._by_engine: dict[EngineId, dict[RequestId, None]] = {}
+        # WAITING for P to answer, in their order
+        self._awaiting_reply: dict[EngineId, dict[RequestId, None]] = {}
+        # of those that P is to write; of the quarantined, looks
+        self._deadlines: Deadlines[RequestId] = Deadlines()
         self._contention_deadlines: Deadlines[RequestId] = Deadlines()
         self._results: list[LoadResult | BlocksReleased] = []
 
@@ -195,7 +214,9 @@ class PushReceiver:
             return
         push.state = ReceiveState.QUEUED
         try:
-            self._staging_receiver.slots.ask(order.request, [len(lent.blocks) for lent in order.groups])
+            self._staging_receiver.slots.ask(
+                order.request, [len(lent.blocks) for lent in order.groups]
+            )
         except ConnectorError as exc:
             self._lease_renewer.release(order.request, order.engine)
             self._fail(push, "loads_failed_staging", str(exc))
@@ -209,7 +230,8 @@ class PushReceiver:
             self._deadlines.set(request, now + self._timeout)
             self._contention_deadlines.set(request, now + self._contention_timeout)
             push.lent = [
-                LentBlocks(lent.start, lent.stop, slots) for lent, slots in zip(push.lent, groups, strict=True)
+                LentBlocks(lent.start, lent.stop, slots)
+                for lent, slots in zip(push.lent, groups, strict=True)
             ]
             self._approach(push, now)
 
@@ -222,7 +244,12 @@ class PushReceiver:
         elif peer.state is PeerState.CONNECTED:
             self._register(push, peer)
         elif peer.is_refused:
-            self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", cause=peer.cause)
+            self._fail(
+                push,
+                "loads_failed_handshake",
+                f"{peer.address} was not met: {peer.reason}",
+                cause=peer.cause,
+            )
 
     def stop(self, request: RequestId) -> None:
         """The request is aborted."""
@@ -272,7 +299,10 @@ class PushReceiver:
                 self._register(push, peer)
             elif peer.is_refused and push.state is ReceiveState.WAITING:
                 self._fail(
-                    push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", cause=peer.cause
+                    push,
+                    "loads_failed_handshake",
+                    f"{peer.address} was not met: {peer.reason}",
+                    cause=peer.cause,
                 )
             elif peer.state is PeerState.GONE:
                 self._on_peer_lost(push, peer, now)
@@ -288,16 +318,26 @@ class PushReceiver:
             if push.state is ReceiveState.QUARANTINED:
                 self._check_quarantine(push, now)
             else:
-                self._abort(push, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s")
+                self._abort(
+                    push, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s"
+                )
         for peer in self._awaited_peers():
             if now >= (peer.unanswered_since or 0.0) + self._peer_timeout:
                 self._abort_all_of(peer)
         for request in self._contention_deadlines.take_due(now=now) if self._is_contended else ():
-            why = f"nothing came for {self._contention_timeout:g} s, and others wait for its slots of host memory"
+            why = (
+                f"nothing came for {self._contention_timeout:g} s, and others wait for its slots "
+                f"of host memory"
+            )
             self._abort(self._pushes[request], "loads_failed_staging", why)
-        dues = [self._deadlines.next(), self._contention_deadlines.next() if self._is_contended else None]
+        dues = [
+            self._deadlines.next(),
+            self._contention_deadlines.next() if self._is_contended else None,
+        ]
         dues += [
-            due for peer in self._awaited_peers() if (due := (peer.unanswered_since or 0.0) + self._peer_timeout) > now
+            due
+            for peer in self._awaited_peers()
+            if (due := (peer.unanswered_since or 0.0) + self._peer_timeout) > now
         ]
         return min((due for due in dues if due is not None), default=None)
 
@@ -314,7 +354,9 @@ class PushReceiver:
     def _abort_all_of(self, peer: Peer) -> None:
         for request in list(self._by_engine.get(peer.engine, ())):
             if self._pushes[request].state in (ReceiveState.REGISTERED, ReceiveState.WAITING):
-                self._abort(self._pushes[request], "loads_failed_timeout", f"{peer.address} does not answer")
+                self._abort(
+                    self._pushes[request], "loads_failed_timeout", f"{peer.address} does not answer"
+                )
 
     def take_results(self) -> list[LoadResult | BlocksReleased]:
         """Return what ended since the last call, in order."""
@@ -335,7 +377,10 @@ class PushReceiver:
         push.on(ReceiveEvent.REGISTERED)
         order = push.order
         self._counters.count("registrations_sent")
-        self._link.send(peer.conn, RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)))
+        self._link.send(
+            peer.conn,
+            RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)),
+        )
 
     def _found(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
         """Return the push that P answers; None if it is over or another peer's."""
@@ -346,7 +391,9 @@ class PushReceiver:
             return None
         return push
 
-    def _on_push_done(self, conn: ConnId, reader: RequestId, sums: Sequence[RankSums], *, held: bool) -> None:
+    def _on_push_done(
+        self, conn: ConnId, reader: RequestId, sums: Sequence[RankSums], *, held: bool
+    ) -> None:
         push = self._found(conn, reader)
         if push is None:
             return
@@ -357,24 +404,33 @@ class PushReceiver:
             push.on(ReceiveEvent.STAGED)
             self._clear_deadlines(push)
             self._lease_renewer.stop_renewing(reader, push.order.engine)
-            slots, blocks = ([lent.blocks for lent in groups] for groups in (push.lent, push.order.groups))
+            slots, blocks = (
+                [lent.blocks for lent in groups] for groups in (push.lent, push.order.groups)
+            )
             self._staging_receiver.copy_in(reader, slots, blocks)
         elif push.state is ReceiveState.REGISTERED and held:
             self._succeed(push)
         elif push.state is ReceiveState.REGISTERED:
             self._counters.count("reads_discarded")
-            self._fail(push, "loads_failed_lease", "its lease was over before everything was written")
+            self._fail(
+                push, "loads_failed_lease", "its lease was over before everything was written"
+            )
 
     def _on_copied_in(self, push: _ExpectedPush, failure: str) -> None:
         if push.state is ReceiveState.ABORTING:
             self._release(push)
         elif failure:
-            self._fail(push, "loads_failed_staging", f"it was not copied out of host memory: {failure}")
+            self._fail(
+                push, "loads_failed_staging", f"it was not copied out of host memory: {failure}"
+            )
         else:
             self._succeed(push)
 
     def _succeed(self, push: _ExpectedPush) -> None:
-        """The blocks hold KV. If P has sampled the prefill, our workers compare them before they count as loaded."""
+        """The blocks hold KV.
+
+        If P has sampled the prefill, our workers compare them before they count as loaded.
+        """
         push.on(ReceiveEvent.DONE)
         if push.sums:
             token_ranges = [
@@ -398,7 +454,8 @@ class PushReceiver:
             self._fail(push, counter, f"P stopped: {message.reason}")
 
     def _on_peer_lost(self, push: _ExpectedPush, peer: Peer, now: float) -> None:
-        if push.state is ReceiveState.WAITING:  # once: over a new connection it is registered at once
+        # once: over a new connection it is registered at once
+        if push.state is ReceiveState.WAITING:
             self._counters.count("registrations_resent")
             self._approach(push, now)
             return
@@ -429,7 +486,9 @@ class PushReceiver:
         self._deadlines.set(push.order.request, now + push.check_interval)
 
     def _ask_about_quarantined(self, peer: Peer) -> None:
-        """P lives and is back: it alone knows whether its workers still write, and one of them may hang for long."""
+        """P lives and is back: it alone knows whether its workers still write, and one of them may
+        hang for long.
+        """
         asked: list[RequestId] = []
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
             if push.state is ReceiveState.QUARANTINED and push.peer_ranks == peer.ranks:
@@ -440,13 +499,16 @@ class PushReceiver:
             self._link.send(peer.conn, CancelPushes(tuple(asked[start : start + MAX_IDS])))
 
     def _judge_resets(self, peer: Peer, now: float) -> None:
-        """See whether an engine's answer, or its absence, shows that a P has died whose connection was reset."""
+        """See whether an engine's answer, or its absence, shows that a P has died whose connection
+        was reset.
+        """
         answers = peer.state in (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
         for push in self._pushes.values():
             if not push.is_reset or push.state is not ReceiveState.QUARANTINED:
                 continue
             is_there = push.order.address == peer.address
-            # P itself, if it answers, is asked and no longer quarantined: another process may have its engine id.
+            # P itself, if it answers, is asked and no longer quarantined: another process may have
+            # its engine id.
             if is_there and (answers or (peer.has_ended and push.order.engine == peer.engine)):
                 push.is_silent = push.is_reset = False
                 self._outlast_dead(push, now)
@@ -467,11 +529,17 @@ class PushReceiver:
         self._report(push, why)
         self._lease_renewer.release(order.request, order.engine)
         peer = self._peers.get(order.engine)
-        if was is ReceiveState.REGISTERED and peer is not None and peer.state is PeerState.CONNECTED:
+        if (
+            was is ReceiveState.REGISTERED
+            and peer is not None
+            and peer.state is PeerState.CONNECTED
+        ):
             self._link.send(peer.conn, CancelPushes((order.request,)))
 
     def _report(self, push: _ExpectedPush, failure: str) -> None:
-        """Report a failed push whose memory may still be written into; a staged one has no such blocks yet."""
+        """Report a failed push whose memory may still be written into; a staged one has no such
+        blocks yet.
+        """
         quarantined = self._staging_receiver is None or push.state is ReceiveState.ABORTING
         self._results.append(LoadResult(push.order.request, failure, quarantined=quarantined))
 

@@ -1,4 +1,6 @@
-"""Parts of a push on their way to the decode engine: straight from the cache, or through a host buffer."""
+"""Parts of a push on their way to the decode engine: straight from the cache, or through a host
+buffer.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +16,12 @@ from pdrelay_connector.core.ports import TransferAgent
 from pdrelay_connector.core.staging.host_buffer import HostBuffer
 from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.core.transfer.remote_memory import RemoteRank
-from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, StepEnded, Transfers
+from pdrelay_connector.core.transfer.transfers import (
+    POLL_INTERVAL,
+    QUARANTINE_POLL_INTERVAL,
+    StepEnded,
+    Transfers,
+)
 from pdrelay_connector.errors import ConnectorError, ProtocolViolation
 
 PartWriteId = NewType("PartWriteId", int)
@@ -65,7 +72,9 @@ TRANSITIONS: Final[Mapping[PartWriteState, Mapping[PartWriteEvent, PartWriteStat
 
 
 class PartWriteEnded(NamedTuple):
-    """The write of a part is over; ``failure`` is empty if all of it is in the decode engine's memory."""
+    """The write of a part is over; ``failure`` is empty if all of it is in the decode engine's
+    memory.
+    """
 
     part: PartWriteId
     failure: str
@@ -117,7 +126,8 @@ class PartWriter:
         engine: str = "",
         now: float,
     ) -> PartWriteId:
-        """Write these tokens to every rank of ``engine`` that takes heads of ours; :class:`PartWriteEnded` follows.
+        """Write these tokens to every rank of ``engine`` that takes heads of ours;
+        :class:`PartWriteEnded` follows.
 
         Raises a ``ConnectorError`` if nothing was started.
         """
@@ -161,7 +171,10 @@ class PartWriter:
         """Return when to poll again; None while nothing is in flight."""
         if self._ended:
             return now
-        if any(part.state in (PartWriteState.COPYING, PartWriteState.WRITING) for part in self._parts.values()):
+        if any(
+            part.state in (PartWriteState.COPYING, PartWriteState.WRITING)
+            for part in self._parts.values()
+        ):
             return now + POLL_INTERVAL
         return now + QUARANTINE_POLL_INTERVAL if self._parts else None
 
@@ -169,7 +182,9 @@ class PartWriter:
         counts = [0] * staging.slots.groups
         for tokens in part.token_ranges:
             if 0 in tokens.local:
-                raise ProtocolViolation(f"tokens {tokens.start} to {tokens.stop} of group {tokens.group} are not held")
+                raise ProtocolViolation(
+                    f"tokens {tokens.start} to {tokens.stop} of group {tokens.group} are not held"
+                )
             counts[tokens.group] = len(tokens.local)
         staging.slots.ask(part.number, counts)
         part.on(PartWriteEvent.QUEUED)
@@ -181,7 +196,9 @@ class PartWriter:
             blocks: list[Sequence[BlockId]] = [()] * staging.slots.groups
             for tokens in part.token_ranges:
                 blocks[tokens.group] = tokens.local
-            part.token_ranges = [tokens._replace(local=granted[tokens.group]) for tokens in part.token_ranges]
+            part.token_ranges = [
+                tokens._replace(local=granted[tokens.group]) for tokens in part.token_ranges
+            ]
             part.on(PartWriteEvent.COPYING)
             self._transfers.add_copy(number, staging.copier.out(blocks, granted))
             part.deadline = now + self._timeout
@@ -194,7 +211,12 @@ class PartWriter:
     def _on_step_ended(self, step: StepEnded[PartWriteId], now: float) -> None:
         part = self._parts[step.owner]
         if step.failure and part.state in (PartWriteState.COPYING, PartWriteState.WRITING):
-            self._abort(part, f"it was not copied into host memory: {step.failure}" if step.is_copy else step.failure)
+            self._abort(
+                part,
+                f"it was not copied into host memory: {step.failure}"
+                if step.is_copy
+                else step.failure,
+            )
             return
         if part.state is PartWriteState.COPYING:
             self._counters.count("bytes_staged_out", step.copied_bytes)

@@ -1,11 +1,12 @@
 """P's scheduler in push: brings registrations of decode engines and this engine's workers together.
 
-A registration may come before, during or after its prefill. P answers it once: PushDone, when every worker has written
-everything and the lease was still held, or PushStopped. Until then the decode engine uses its blocks for nothing else.
-If its connection ends before, it may ask over the next one: it hears PushStopped when no worker writes any more.
+A registration may come before, during or after its prefill. P answers it once: PushDone, when every
+worker has written everything and the lease was still held, or PushStopped. Until then the decode
+engine uses its blocks for nothing else. If its connection ends before, it may ask over the next
+one: it hears PushStopped when no worker writes any more.
 
-A transfer belongs to the first decode engine that names it, while its connection lasts: other engines can neither claim
-nor end it, nor get its KV.
+A transfer belongs to the first decode engine that names it, while its connection lasts: other
+engines can neither claim nor end it, nor get its KV.
 """
 
 from collections import Counter, OrderedDict
@@ -47,9 +48,11 @@ from pdrelay_connector.core.state_machine import transition
 
 T = TypeVar("T")
 
-# Registrations, and transfers heard of before their prefill: beyond it they are refused, or forgotten.
+# Registrations, and transfers heard of before their prefill: beyond it they are refused, or
+# forgotten.
 MAX_PUSHES = 65536
-MAX_PUSHES_PER_PEER = MAX_PUSHES // 4  # of one connection, so that one engine does not use up what others need
+# of one connection, so that one engine does not use up what others need
+MAX_PUSHES_PER_PEER = MAX_PUSHES // 4
 
 
 class PushState(Enum):
@@ -120,8 +123,10 @@ class _DecodePeer:
     engine: EngineId | None = None
     ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])  # by worker
     pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
-    lent: Counter[int] = field(default_factory=Counter[int])  # blocks of all pushes, by KV cache group
-    capacity: dict[int, int] = field(default_factory=dict[int, int])  # blocks that there are, by KV cache group
+    # blocks of all pushes, by KV cache group
+    lent: Counter[int] = field(default_factory=Counter[int])
+    # blocks that there are, by KV cache group
+    capacity: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def is_known(self) -> bool:
@@ -156,7 +161,9 @@ class _DecodePeer:
     def remove(self, push: _Push) -> None:
         """Forget one that is over."""
         del self.pushes[push.order.reader]
-        self.lent.subtract({group: len(lent.blocks) for group, lent in enumerate(push.order.groups)})
+        self.lent.subtract(
+            {group: len(lent.blocks) for group, lent in enumerate(push.order.groups)}
+        )
 
 
 class PushCoordinator:
@@ -175,17 +182,21 @@ class PushCoordinator:
         self._lease_manager = lease_manager
         self._counters = counters
         self._workers = WorkerLinks(link, tokens)
-        self._registration_timeout = registration_timeout  # s that a transfer without a prefill is remembered
+        # s that a transfer without a prefill is remembered
+        self._registration_timeout = registration_timeout
         self._seen_ranks: set[int] = set()  # ranks that may write, connected or not
         self._peers: dict[ConnId, _DecodePeer] = {}
         self._draining: dict[_PushKey, _Draining] = {}
         self._open = 0  # pushes of all decode engines
         self._leased: set[RequestId] = set()  # transfers whose lease has yet to be released
         self._by_request: dict[RequestId, dict[_PushKey, _Push]] = {}
-        # These two are emptied from the front, which takes a plain dict longer the more it has lost.
-        self._early: OrderedDict[RequestId, _EarlyInterest] = OrderedDict()  # the longest unheard of first
+        # These two are emptied from the front, which takes a plain dict longer the more it has
+        # lost.
+        # the longest unheard of first
+        self._early: OrderedDict[RequestId, _EarlyInterest] = OrderedDict()
         self._early_by_conn: dict[ConnId, dict[RequestId, None]] = {}
-        self._over: OrderedDict[RequestId, float] = OrderedDict()  # transfers that are over -> remembered until
+        # transfers that are over -> remembered until
+        self._over: OrderedDict[RequestId, float] = OrderedDict()
 
     def __len__(self) -> int:
         tables = (self._by_request, self._early, self._peers, self._over, self._draining)
@@ -194,7 +205,9 @@ class PushCoordinator:
     # ---- the engine
 
     def granted(self, request: RequestId, *, now: float) -> None:
-        """The prefill is done and its blocks are leased: the lease is for the engine that named the transfer before."""
+        """The prefill is done and its blocks are leased: the lease is for the engine that named the
+        transfer before.
+        """
         self._leased.add(request)
         self._over.pop(request, None)
         early = self._forget_early(request)
@@ -238,7 +251,8 @@ class PushCoordinator:
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a connection that we accepted."""
-        self._lease_manager.advance(now=now)  # first, so that nothing below sees a lease that is over
+        # first, so that nothing below sees a lease that is over
+        self._lease_manager.advance(now=now)
         match event:
             case MessageReceived(conn, message):
                 self._on_message(conn, message, now)
@@ -257,7 +271,9 @@ class PushCoordinator:
     def _on_message(self, conn: ConnId, message: Message, now: float) -> None:
         match message:
             case RenewLeases(requests, pulled=True):
-                self._lease_manager.send_leases_lost(conn, self._lease_manager.renew(conn, requests, now=now))
+                self._lease_manager.send_leases_lost(
+                    conn, self._lease_manager.renew(conn, requests, now=now)
+                )
                 self._link.send(conn, HeartbeatReply())
             case DropLeases(requests, pulled=True):
                 self._lease_manager.drop(requests, conn)
@@ -265,7 +281,9 @@ class PushCoordinator:
                 self._lease_manager.send_leases_lost(conn, self._renewed(conn, requests, now))
                 self._link.send(conn, HeartbeatReply())
             case DropLeases(requests):
-                self._note_interest(self._lease_manager.drop(requests, conn), conn, now, wants=False)
+                self._note_interest(
+                    self._lease_manager.drop(requests, conn), conn, now, wants=False
+                )
             case RankMemory(rank):
                 self._on_rank_memory(conn, rank, now)
             case RegisterPush():
@@ -274,7 +292,9 @@ class PushCoordinator:
                 self._stop_for(conn, readers)
             case WorkerHello():
                 self._on_worker_hello(conn, message, now)
-            case PushWritten() | PushAborted() | WriteStalled() if (worker := self._workers.rank_of(conn)) is not None:
+            case PushWritten() | PushAborted() | WriteStalled() if (
+                worker := self._workers.rank_of(conn)
+            ) is not None:
                 self._on_worker_message(worker, message)
             case _:
                 self._link.close(conn)  # nothing that a decode engine or a worker says
@@ -294,7 +314,9 @@ class PushCoordinator:
             self._unlist(push)
             if ranks := push.writing_ranks & self._seen_ranks:
                 self._draining[_PushKey(conn, push.order.reader)] = _Draining(peer.engine, ranks)
-            if push.order.request not in self._by_request and not self._lease_manager.holds(push.order.request):
+            if push.order.request not in self._by_request and not self._lease_manager.holds(
+                push.order.request
+            ):
                 self._note_interest([push.order.request], conn, now, wants=False)
         self._send_to_workers(PeerGone(conn))
 
@@ -303,7 +325,11 @@ class PushCoordinator:
     def _renewed(self, conn: ConnId, requests: Sequence[RequestId], now: float) -> list[RequestId]:
         """Take in a heartbeat; return the transfers that are over, or another engine's."""
         without = self._lease_manager.renew(conn, requests, now=now)
-        lease_lost = [request for request in without if request in self._over or self._lease_manager.holds(request)]
+        lease_lost = [
+            request
+            for request in without
+            if request in self._over or self._lease_manager.holds(request)
+        ]
         return lease_lost + self._note_interest(
             [request for request in without if not self._lease_manager.holds(request)], conn, now
         )
@@ -327,7 +353,8 @@ class PushCoordinator:
     def _note_interest(
         self, requests: Iterable[RequestId], conn: ConnId, now: float, *, wants: bool = True
     ) -> list[RequestId]:
-        """Remember messages about transfers whose prefill is not done; return the transfers of other engines.
+        """Remember messages about transfers whose prefill is not done; return the transfers of
+        other engines.
 
         The latest word is at the end of the dict.
         """
@@ -340,7 +367,9 @@ class PushCoordinator:
             else:
                 self._counters.count("early_transfer_messages")
                 self._forget_early(request)
-                self._early[request] = _EarlyInterest(conn if wants else None, now + self._registration_timeout)
+                self._early[request] = _EarlyInterest(
+                    conn if wants else None, now + self._registration_timeout
+                )
                 if wants:
                     self._early_by_conn.setdefault(conn, {})[request] = None
         return foreign
@@ -355,35 +384,52 @@ class PushCoordinator:
         return early
 
     def _on_rank_memory(self, conn: ConnId, rank: RankInfo, now: float) -> None:
-        # After a silent cut D is back before our kernel gives its earlier connection up. Workers must hear the end of
-        # that first: NIXL attaches an agent once. D has renewed what it still wants over this one before.
+        # After a silent cut D is back before our kernel gives its earlier connection up. Workers
+        # must hear the end of that first: NIXL attaches an agent once. D has renewed what it still
+        # wants over this one before.
         for earlier in [
-            known for known in self._peers if known != conn and self._lease_manager.leases.is_same(known, conn)
+            known
+            for known in self._peers
+            if known != conn and self._lease_manager.leases.is_same(known, conn)
         ]:
             self._link.close(earlier)
             self._lost(earlier, now)
         if self._peers.setdefault(conn, _DecodePeer(self._link.engine_of(conn))).add_rank(rank):
-            self._send_to_workers(PeerMemory(conn, rank, self._link.engine_of(conn) or EngineId("")))
+            self._send_to_workers(
+                PeerMemory(conn, rank, self._link.engine_of(conn) or EngineId(""))
+            )
         else:
             self._counters.count("unknown_transfer_messages")
 
     def _register(self, conn: ConnId, order: RegisterPush, now: float) -> None:
         peer = self._peers.get(conn)
         if peer is None or not peer.is_known:
-            self._link.send(conn, PushStopped(order.reader, "the memory of the decode engine's ranks is not known"))
+            self._link.send(
+                conn,
+                PushStopped(order.reader, "the memory of the decode engine's ranks is not known"),
+            )
         elif order.reader in peer.pushes:
             self._counters.count("unknown_transfer_messages")
         elif order.request in self._over:
             self._counters.count("unknown_transfer_messages")
             self._link.send(conn, PushStopped(order.reader, f"transfer {order.request} is over"))
         elif self._is_foreign(order.request, conn):
-            self._link.send(conn, PushStopped(order.reader, f"transfer {order.request} is another decode engine's"))
+            self._link.send(
+                conn,
+                PushStopped(order.reader, f"transfer {order.request} is another decode engine's"),
+            )
         elif not peer.can_lend(order):
             self._counters.count("pushes_refused")
-            self._link.send(conn, PushStopped(order.reader, "more blocks are registered than the decode engine has"))
+            self._link.send(
+                conn,
+                PushStopped(order.reader, "more blocks are registered than the decode engine has"),
+            )
         elif len(peer.pushes) >= MAX_PUSHES_PER_PEER:
             self._counters.count("pushes_refused")
-            self._link.send(conn, PushStopped(order.reader, f"{len(peer.pushes)} registrations of yours are open"))
+            self._link.send(
+                conn,
+                PushStopped(order.reader, f"{len(peer.pushes)} registrations of yours are open"),
+            )
         elif self._open + len(self._draining) >= MAX_PUSHES:
             self._counters.count("pushes_refused")
             self._link.send(conn, PushStopped(order.reader, f"{MAX_PUSHES} registrations are open"))
@@ -393,13 +439,18 @@ class PushCoordinator:
             self._by_request.setdefault(order.request, {})[_PushKey(conn, order.reader)] = push
             self._counters.count("registrations")
             if self._lease_manager.holds(order.request):
-                self._lease_manager.renew(conn, (order.request,), now=now)  # it is this engine's from now on
+                # it is this engine's from now on
+                self._lease_manager.renew(conn, (order.request,), now=now)
             self._send_to_workers(StartPush(conn, order))
 
     def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:
         peer = self._peers.get(conn, _DecodePeer())
         engine = self._link.engine_of(conn)
-        draining = {key.reader: each for key, each in self._draining.items() if each.engine == engine is not None}
+        draining = {
+            key.reader: each
+            for key, each in self._draining.items()
+            if each.engine == engine is not None
+        }
         for reader in readers:
             if (push := peer.pushes.get(reader)) is not None:
                 self._stop(push, "the decode engine does not want it")
@@ -407,7 +458,8 @@ class PushCoordinator:
                 draining[reader].asker = conn
             else:
                 self._counters.count("unknown_transfer_messages")
-                self._link.send(conn, PushStopped(reader, ""))  # never registered, or answered before
+                # never registered, or answered before
+                self._link.send(conn, PushStopped(reader, ""))
 
     # ---- our workers
 
@@ -419,8 +471,11 @@ class PushCoordinator:
         self._seen_ranks.add(hello.rank)
         for number, peer in self._peers.items():
             for info in peer.ranks.values():
-                self._link.send(conn, PeerMemory(number, info, self._link.engine_of(number) or EngineId("")))
-            # A rank that has said what became of its part must not write again: the others' word may end the push.
+                self._link.send(
+                    conn, PeerMemory(number, info, self._link.engine_of(number) or EngineId(""))
+                )
+            # A rank that has said what became of its part must not write again: the others' word
+            # may end the push.
             for push in [each for each in peer.pushes.values() if hello.rank in each.writing_ranks]:
                 self._link.send(conn, StartPush(number, push.order))
                 if push.state is PushState.STOPPING:
@@ -429,7 +484,9 @@ class PushCoordinator:
             if hello.rank in draining.writing_ranks:
                 self._link.send(conn, StopPush(key.peer, key.reader))
 
-    def _on_worker_message(self, rank: int, event: PushWritten | PushAborted | WriteStalled) -> None:
+    def _on_worker_message(
+        self, rank: int, event: PushWritten | PushAborted | WriteStalled
+    ) -> None:
         peer = self._peers.get(event.peer)
         push = peer.pushes.get(event.reader) if peer is not None else None
         if push is None:
@@ -459,7 +516,9 @@ class PushCoordinator:
         if not draining.writing_ranks:
             del self._draining[key]
             if draining.asker is not None:
-                self._link.send(draining.asker, PushStopped(event.reader, "the connection was lost"))
+                self._link.send(
+                    draining.asker, PushStopped(event.reader, "the connection was lost")
+                )
 
     def _stop(self, push: _Push, reason: str) -> None:
         if push.state is not PushState.OPEN:
@@ -484,8 +543,11 @@ class PushCoordinator:
             self._link.send(push.peer, PushStopped(reader, push.reason, push.lease_lost))
             return
         push.on(PushEvent.WRITTEN)
-        self._link.send(push.peer, PushDone(reader, self._lease_manager.holds(request), tuple(push.sums)))
-        if request not in self._by_request:  # several readers may share a prompt: the last one ends the lease
+        self._link.send(
+            push.peer, PushDone(reader, self._lease_manager.holds(request), tuple(push.sums))
+        )
+        # several readers may share a prompt: the last one ends the lease
+        if request not in self._by_request:
             self._lease_manager.finish(request)
 
     def _unlist(self, push: _Push) -> None:
@@ -494,7 +556,9 @@ class PushCoordinator:
         if not pushes:
             del self._by_request[push.order.request]
 
-    def _stop_all(self, request: RequestId, reason: str, now: float, *, lease_lost: bool = False) -> None:
+    def _stop_all(
+        self, request: RequestId, reason: str, now: float, *, lease_lost: bool = False
+    ) -> None:
         self._over.pop(request, None)
         self._over[request] = now + self._registration_timeout
         for push in list(self._by_request.get(request, {}).values()):
@@ -506,7 +570,9 @@ class PushCoordinator:
             self._workers.send(rank, message)
 
 
-def _old(entries: OrderedDict[RequestId, T], now: float, until: Callable[[T], float]) -> Iterator[RequestId]:
+def _old(
+    entries: OrderedDict[RequestId, T], now: float, until: Callable[[T], float]
+) -> Iterator[RequestId]:
     """Name the first entries, for the caller to drop, whose time is over or that are too many."""
     while entries:
         request, entry = next(iter(entries.items()))

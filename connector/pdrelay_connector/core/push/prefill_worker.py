@@ -1,11 +1,12 @@
 """The prefill worker in push: writes blocks into decode engines as they are computed.
 
-The engine reports computed blocks step by step. The scheduler process reports registrations over a connection of its
-own, so neither waits for an engine step. Whichever comes first waits here for the other.
+The engine reports computed blocks step by step. The scheduler process reports registrations over a
+connection of its own, so neither waits for an engine step. Whichever comes first waits here for the
+other.
 
-Only complete blocks are written; a later step completes the others. A state, which every step changes, is written with
-the last part. A preempted prefill starts again as another ``attempt``, which overwrites what the first one wrote, after
-its writes have ended.
+Only complete blocks are written; a later step completes the others. A state, which every step
+changes, is written with the last part. A preempted prefill starts again as another ``attempt``,
+which overwrites what the first one wrote, after its writes have ended.
 """
 
 from collections import deque
@@ -15,7 +16,13 @@ from math import lcm
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId, ConnId, EngineEndpoint, RequestId
 from pdrelay_connector.core.layout.parts import block_sizes, cut
-from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, provides, push_route, shared_regions
+from pdrelay_connector.core.layout.transfer_plan import (
+    TokenRange,
+    check_shapes,
+    provides,
+    push_route,
+    shared_regions,
+)
 from pdrelay_connector.core.messages import (
     MAX_REASON,
     LentBlocks,
@@ -31,7 +38,13 @@ from pdrelay_connector.core.messages import (
     WorkerHello,
     WriteStalled,
 )
-from pdrelay_connector.core.ports import CacheReader, Link, LinkEvent, MessageReceived, TransferAgent
+from pdrelay_connector.core.ports import (
+    CacheReader,
+    Link,
+    LinkEvent,
+    MessageReceived,
+    TransferAgent,
+)
 from pdrelay_connector.core.push.part_writer import PartWriteEnded, PartWriteId, PartWriter
 from pdrelay_connector.core.push.push_job import (
     ComputedBlocks,
@@ -74,7 +87,8 @@ class PushWriter:
         self._counters = counters
         self._own = own
         self._block_sizes = block_sizes(own)
-        self._states = {region.group for region in own.regions if region.state}  # the groups that keep one
+        # the groups that keep one
+        self._states = {region.group for region in own.regions if region.state}
         self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.worker, token))
         self._timeout = timeout
         self._sampling = sampling  # absent, as is the cache: no checksums are taken
@@ -83,17 +97,26 @@ class PushWriter:
         self._sources: dict[RequestId, PromptBlocks] = {}
         self._peers: dict[ConnId, DecodeTarget] = {}
         self._jobs: dict[tuple[ConnId, RequestId], PushJob] = {}
-        self._by_request: dict[RequestId, list[PushJob]] = {}  # the same, by the name of the transfer
+        # the same, by the name of the transfer
+        self._by_request: dict[RequestId, list[PushJob]] = {}
         self._by_part: dict[PartWriteId, PushJob] = {}
-        self._awaiting_device: deque[tuple[ComputedBlocks | TransferOver, Callable[[], bool]]] = deque()
+        self._awaiting_device: deque[tuple[ComputedBlocks | TransferOver, Callable[[], bool]]] = (
+            deque()
+        )
 
     def __len__(self) -> int:
         return len(self._sources) + len(self._jobs) + len(self._peers)
 
     def add_computed(
-        self, event: ComputedBlocks | TransferOver, *, now: float, ready: Callable[[], bool] | None = None
+        self,
+        event: ComputedBlocks | TransferOver,
+        *,
+        now: float,
+        ready: Callable[[], bool] | None = None,
     ) -> None:
-        """Add what the engine has computed; ``ready`` returns whether its device has finished writing it."""
+        """Add what the engine has computed; ``ready`` returns whether its device has finished
+        writing it.
+        """
         if ready is None and not self._awaiting_device:
             self._accept(event, now)
         else:
@@ -132,11 +155,17 @@ class PushWriter:
             self._on_part_ended(ended, now)
         for part in self._part_writer.overdue(now=now):
             self._stall(self._by_part[part])
-        dues = [call_at, now + POLL_INTERVAL if self._awaiting_device else None, self._part_writer.due(now=now)]
+        dues = [
+            call_at,
+            now + POLL_INTERVAL if self._awaiting_device else None,
+            self._part_writer.due(now=now),
+        ]
         return min((due for due in dues if due is not None), default=None)
 
     def _on_scheduler_lost(self) -> None:
-        """Our scheduler is gone: the engine ends, or the scheduler reconnects and repeats its orders."""
+        """Our scheduler is gone: the engine ends, or the scheduler reconnects and repeats its
+        orders.
+        """
         self._counters.count("peers_lost")
         for job in self._jobs.values():
             job.is_forgotten = True
@@ -147,12 +176,15 @@ class PushWriter:
         match message:
             case PeerMemory(peer, rank, engine):
                 self._attach(self._peers.setdefault(peer, DecodeTarget(engine)), rank)
-            case StartPush(peer, order) if peer in self._peers and (peer, order.reader) not in self._jobs:
+            case StartPush(peer, order) if (
+                peer in self._peers and (peer, order.reader) not in self._jobs
+            ):
                 job = self._jobs[peer, order.reader] = PushJob(peer, order)
                 self._by_request.setdefault(order.request, []).append(job)
                 self._write_computed(job, now)
             case StartPush(peer, order) if (peer, order.reader) in self._jobs:
-                self._jobs[peer, order.reader].is_forgotten = False  # our scheduler is back and waits for its end
+                # our scheduler is back and waits for its end
+                self._jobs[peer, order.reader].is_forgotten = False
             case StopPush(peer, reader) if (peer, reader) in self._jobs:
                 self._jobs[peer, reader].is_forgotten = False
                 self._stop(self._jobs[peer, reader], "")
@@ -192,7 +224,9 @@ class PushWriter:
         source = self._sources.get(piece.request)
         if source is None or source.attempt != piece.attempt:
             groups: list[list[BlockId]] = [[] for _ in piece.groups]
-            source = self._sources[piece.request] = PromptBlocks(piece.prompt, piece.attempt, groups)
+            source = self._sources[piece.request] = PromptBlocks(
+                piece.prompt, piece.attempt, groups
+            )
         for known, new in zip(source.groups, piece.groups, strict=True):
             known += new
         source.tokens = piece.tokens
@@ -209,7 +243,8 @@ class PushWriter:
     def _write_computed(self, job: PushJob, now: float) -> None:
         """Write what is computed and not written; tell when that was all.
 
-        A push is complete only when its prefill is: until then the prefill may be preempted, and its blocks another's.
+        A push is complete only when its prefill is: until then the prefill may be preempted, and
+        its blocks another's.
         """
         source = self._sources.get(job.order.request)
         if job.is_over or source is None:
@@ -236,7 +271,9 @@ class PushWriter:
         self._end(job, PushWritten(job.peer, job.order.reader, self._sums(job, source)))
 
     def _sums(self, job: PushJob, source: PromptBlocks) -> RankSums | None:
-        """Take checksums of what was written, if the transfer is sampled: the lease still keeps its blocks."""
+        """Take checksums of what was written, if the transfer is sampled: the lease still keeps its
+        blocks.
+        """
         order = job.order
         sampling = self._sampling
         cache = self._cache
@@ -254,12 +291,15 @@ class PushWriter:
         return sums_of(self._own.worker, blocks, cache)
 
     def _writable(self, job: PushJob, source: PromptBlocks) -> int:
-        """Return up to which token the blocks, ours and the decode engine's, are complete: nothing is written twice."""
+        """Return up to which token the blocks, ours and the decode engine's, are complete: nothing
+        is written twice.
+        """
         wanted = max(lent.stop for lent in job.order.groups)
         if source.complete:
             return wanted
         step = lcm(*self._block_sizes.values(), *self._peers[job.peer].block_sizes.values())
-        computed = min(source.tokens, wanted - 1) if self._states else source.tokens  # a state belongs to the last part
+        # a state belongs to the last part
+        computed = min(source.tokens, wanted - 1) if self._states else source.tokens
         return computed // step * step
 
     def _objection(self, job: PushJob, source: PromptBlocks) -> str:
@@ -272,7 +312,9 @@ class PushWriter:
         if order.prompt != source.prompt:
             return f"transfer {order.request} belongs to another prompt"
         if len(order.groups) != len(source.groups):
-            return f"it registers {len(order.groups)} KV cache groups, there are {len(source.groups)}"
+            return (
+                f"it registers {len(order.groups)} KV cache groups, there are {len(source.groups)}"
+            )
         if source.complete and source.tokens < wanted:
             return f"transfer {order.request} has {source.tokens} tokens, {wanted} are wanted"
         if self._states and source.complete and source.tokens != wanted:
@@ -292,13 +334,19 @@ class PushWriter:
         token_ranges = [
             _state(group, lent, until, source.groups[group])
             if group in self._states
-            else _stretch(group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group]))
+            else _stretch(
+                group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group])
+            )
             for group, lent in enumerate(job.order.groups)
             if group in sizes and group in theirs  # a pipeline stage may have no layer of a group
         ]
         try:
-            for part in cut([each for each in token_ranges if each.start < each.stop], self._own, peer.rank):
-                number = self._part_writer.write(tuple(peer.remote_ranks.values()), part, engine=peer.engine, now=now)
+            for part in cut(
+                [each for each in token_ranges if each.start < each.stop], self._own, peer.rank
+            ):
+                number = self._part_writer.write(
+                    tuple(peer.remote_ranks.values()), part, engine=peer.engine, now=now
+                )
                 job.parts.add(number)
                 self._by_part[number] = job
         except ConnectorError as exc:
@@ -349,9 +397,15 @@ class PushWriter:
 
 
 def _stretch(
-    group: int, lent: LentBlocks, span: tuple[int, int], blocks: Sequence[BlockId], sizes: tuple[int, int]
+    group: int,
+    lent: LentBlocks,
+    span: tuple[int, int],
+    blocks: Sequence[BlockId],
+    sizes: tuple[int, int],
 ) -> TokenRange:
-    """Return what is to be written of a group between two tokens, and the blocks it is in, of our size and theirs."""
+    """Return what is to be written of a group between two tokens, and the blocks it is in, of our
+    size and theirs.
+    """
     start = max(lent.start, span[0])
     stop = min(lent.stop, span[1])
     ours, theirs = sizes

@@ -21,13 +21,15 @@ class ComputedBlocks(NamedTuple):
     request: RequestId  # the transfer's name
     prompt: str | None  # its digest
     attempt: int  # grows when the prefill starts again: what came before is void
-    groups: Sequence[Sequence[BlockId]]  # of each KV cache group, the blocks after those of earlier pieces
+    # of each KV cache group, the blocks after those of earlier pieces
+    groups: Sequence[Sequence[BlockId]]
     tokens: int  # how many are computed, from the first on
     last: bool  # the prompt is complete
 
 
 class TransferOver(NamedTuple):
-    """A transfer or its prefill is over: its blocks must not be read any more, and its id may be used again.
+    """A transfer or its prefill is over: its blocks must not be read any more, and its id may be
+    used again.
 
     It travels with the engine's steps, as :class:`ComputedBlocks` do, and so never before them.
     """
@@ -83,7 +85,8 @@ class PushJob:
     sent: int = 0  # tokens from the first on that have been written or are being written
     parts: set[PartWriteId] = field(default_factory=set[PartWriteId])  # under way
     reason: str = ""  # why it ceases
-    is_forgotten: bool = False  # our scheduler has lost us: report nothing unless it speaks of the job again
+    # our scheduler has lost us: report nothing unless it speaks of the job again
+    is_forgotten: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -104,5 +107,6 @@ class DecodeTarget:
         default_factory=dict[int, RemoteRank]
     )  # its ranks that take something of ours
     rank: RankInfo | None = None  # one of its ranks that have layers of ours
-    block_sizes: dict[int, int] = field(default_factory=dict[int, int])  # tokens, by KV cache group, of these ranks
+    # tokens, by KV cache group, of these ranks
+    block_sizes: dict[int, int] = field(default_factory=dict[int, int])
     objection: str = ""  # why its memory cannot be used

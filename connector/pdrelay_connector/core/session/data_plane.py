@@ -1,7 +1,8 @@
 """Which network devices NIXL may use: where peers read and write this process's memory.
 
-Over TCP, UCX listens on each device that it may use. A program that reaches such a port reads and writes any memory of
-the process: no secret protects it. So UCX gets the side channel's interface, and RDMA devices, whose NICs check keys.
+Over TCP, UCX listens on each device that it may use. A program that reaches such a port reads and
+writes any memory of the process: no secret protects it. So UCX gets the side channel's interface,
+and RDMA devices, whose NICs check keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,30 +12,39 @@ from pdrelay_connector.core.addresses import is_loopback, is_wildcard
 from pdrelay_connector.errors import SettingsError
 
 DEVICES_VARIABLE = "UCX_NET_DEVICES"
-CUDA_IPC_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"  # whether UCX reads GPUs by it without NVLink; "on" by our default
+# whether UCX reads GPUs by it without NVLink; "on" by our default
+CUDA_IPC_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 ALLOW = "allow_open_data_plane"
 
 
 class NetworkInterfaces(NamedTuple):
     """What this machine has."""
 
-    address: str  # IP address it uses towards the side channel's host: its own, if the side channel is here
+    # IP address it uses towards the side channel's host: its own, if the side channel is here
+    address: str
     interfaces: Mapping[str, frozenset[str]]  # name -> IP addresses
     rdma: Sequence[str] = ()  # active ports, as UCX names them: "mlx5_0:1"
 
 
 def choose_devices(
-    host: str, look: Callable[[], NetworkInterfaces], chosen: str | None, backends: Sequence[str], *, allow_open: bool
+    host: str,
+    look: Callable[[], NetworkInterfaces],
+    chosen: str | None,
+    backends: Sequence[str],
+    *,
+    allow_open: bool,
 ) -> str | None:
     """Return what ``UCX_NET_DEVICES`` is to be set to, None to leave it as it is.
 
-    ``host``: of the side channel; ``chosen``: what the operator has set the variable to, None if not.
-    Raises :exc:`~pdrelay_connector.errors.SettingsError` if NIXL would listen on more than that host's interface.
+    ``host``: of the side channel; ``chosen``: what the operator has set the variable to, None if
+    not. Raises :exc:`~pdrelay_connector.errors.SettingsError` if NIXL would listen on more than
+    that host's interface.
     """
     others = [name for name in backends if name != "UCX"]
     if others and not allow_open:
         raise SettingsError(
-            f"NIXL's backend {others[0]} chooses by itself on which interfaces it listens, and whoever reaches it may "
+            f"NIXL's backend {others[0]} chooses by itself on which interfaces it listens, and "
+            f"whoever reaches it may "
             f"read this engine's memory; set {ALLOW} to true if its network is closed"
         )
     if "UCX" not in backends:
@@ -42,31 +52,45 @@ def choose_devices(
     if chosen is not None:
         if not allow_open and (wide := _wide(chosen)) is not None:
             raise SettingsError(
-                f"{DEVICES_VARIABLE} is {chosen!r}: with {wide!r} NIXL would listen on all interfaces, and whoever "
-                f"reaches it reads and writes this engine's memory; name the devices, or set {ALLOW} to true"
+                f"{DEVICES_VARIABLE} is {chosen!r}: with {wide!r} NIXL would listen on all "
+                f"interfaces, and whoever "
+                f"reaches it reads and writes this engine's memory; name the devices, or set "
+                f"{ALLOW} to true"
             )
         return None
     if allow_open:
         return None
     if is_wildcard(host):
         raise SettingsError(
-            f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}: NIXL would listen on all interfaces, and whoever reaches it "
-            f"reads and writes this engine's memory; set it to one address of this machine, or {ALLOW} to true"
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}: NIXL would listen on all interfaces, and "
+            f"whoever reaches it "
+            f"reads and writes this engine's memory; set it to one address of this machine, or "
+            f"{ALLOW} to true"
         )
     return ",".join(_devices(host, look()))
 
 
 def _wide(chosen: str) -> str | None:
-    """Return the part of a device list that means more than what it names; UCX knows "all" and "^but,these"."""
+    """Return the part of a device list that means more than what it names; UCX knows "all" and
+    "^but,these".
+    """
     parts = [part.strip() for part in chosen.split(",")]
-    return next((part for part in parts if part in ("", "all") or part[:1] == "^" or set("*?[") & set(part)), None)
+    return next(
+        (
+            part
+            for part in parts
+            if part in ("", "all") or part[:1] == "^" or set("*?[") & set(part)
+        ),
+        None,
+    )
 
 
 def _devices(host: str, machine: NetworkInterfaces) -> list[str]:
     own = [name for name, addresses in machine.interfaces.items() if machine.address in addresses]
     if not own:
         raise SettingsError(
-            f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, and no interface of this machine has the address "
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, and no interface of this machine has the "
+            f"address "
             f"{machine.address!r} that leads there; set it to an address of this machine"
         )
     if is_loopback(machine.address):

@@ -1,9 +1,10 @@
 """How two engines authenticate each other before any message about blocks.
 
-The connection is TLS 1.3. The server (P) sends a nonce. The client (D, or a worker of the server's own engine) sends
-who it is, the engine it expects, the address it dialled, and a proof that it knows the shared secret. The server proves
-the same, and only then sends its Welcome. Both proofs cover the fingerprint of the server's certificate (as the channel
-binding "tls-server-end-point" of RFC 5929 does), so a relay, which has another certificate, cannot pass them on.
+The connection is TLS 1.3. The server (P) sends a nonce. The client (D, or a worker of the server's
+own engine) sends who it is, the engine it expects, the address it dialled, and a proof that it
+knows the shared secret. The server proves the same, and only then sends its Welcome. Both proofs
+cover the fingerprint of the server's certificate (as the channel binding "tls-server-end-point" of
+RFC 5929 does), so a relay, which has another certificate, cannot pass them on.
 """
 
 import hashlib
@@ -30,7 +31,8 @@ from pdrelay_connector.core.messages import (
 from pdrelay_connector.errors import AnotherEngine, IncompatiblePeer, ProtocolViolation
 
 NONCE_BYTES = 32
-Secrets: TypeAlias = Callable[[], tuple[bytes, ...]]  # those in force now, the one to use first; empty: none is set
+# those in force now, the one to use first; empty: none is set
+Secrets: TypeAlias = Callable[[], tuple[bytes, ...]]
 
 
 class ProcessRole(StrEnum):
@@ -72,17 +74,22 @@ class Accepted(NamedTuple):
 
 
 def badge_of(token: bytes) -> bytes:
-    """Return what a worker shows other engines: its token stays between it and its own scheduler."""
+    """Return what a worker shows other engines: its token stays between it and its own
+    scheduler.
+    """
     return hashlib.sha256(b"badge of a worker" + token).digest()
 
 
 def hash_of(badge: bytes) -> bytes:
-    """Return what a scheduler tells other engines of a worker's badge, so that they know the worker when it comes."""
+    """Return what a scheduler tells other engines of a worker's badge, so that they know the worker
+    when it comes.
+    """
     return hashlib.sha256(badge).digest()[:HASH_BYTES]
 
 
 def are_of_one_engine(one: Hello, other: Hello) -> bool:
-    """Whether two connections were opened by processes of one engine: its scheduler, and a worker that it names.
+    """Whether two connections were opened by processes of one engine: its scheduler, and a worker
+    that it names.
 
     A scheduler that connects again names the same workers.
     """
@@ -108,25 +115,37 @@ class HandshakeClient:
         if not isinstance(message, Challenge):
             raise ProtocolViolation(f"expected a challenge, got {type(message).__name__}")
         if message.protocol != PROTOCOL:
-            raise AnotherEngine(f"it speaks protocol {message.protocol}, we speak {PROTOCOL}", "version")
+            raise AnotherEngine(
+                f"it speaks protocol {message.protocol}, we speak {PROTOCOL}", "version"
+            )
         hello = Hello(
             PROTOCOL, self.engine, self.role.value, call.expects, call.dialled.host, call.dialled.port, call.reached,
             call.nonce, (), self.badge, self.workers,
         )  # fmt: skip
         proofs = tuple(
-            _prove(secret, _ProofLabel.CLIENT, message.nonce, hello, call.certificate) for secret in self.secrets()
+            _prove(secret, _ProofLabel.CLIENT, message.nonce, hello, call.certificate)
+            for secret in self.secrets()
         )
         return msgspec.structs.replace(hello, proofs=proofs)
 
-    def check(self, proof: ServerProof, challenge: Challenge, hello: Hello, certificate: bytes) -> None:
-        """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless the host knows a secret of ours, too."""
+    def check(
+        self, proof: ServerProof, challenge: Challenge, hello: Hello, certificate: bytes
+    ) -> None:
+        """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless the host knows a secret of
+        ours, too.
+        """
         secrets = self.secrets()
         if not secrets and not hello.proofs:
             return
-        right = (_prove(secret, _ProofLabel.SERVER, challenge.nonce, hello, certificate) for secret in secrets)
+        right = (
+            _prove(secret, _ProofLabel.SERVER, challenge.nonce, hello, certificate)
+            for secret in secrets
+        )
         if not any(hmac.compare_digest(proof.proof, each) for each in right):
             raise IncompatiblePeer(
-                "it does not prove the shared secret (PDRELAY_CONNECTOR_SECRET); set the same on both", "secret"
+                "it does not prove the shared secret (PDRELAY_CONNECTOR_SECRET); set the same on "
+                "both",
+                "secret",
             )
 
 
@@ -140,32 +159,50 @@ class HandshakeServer:
     closed: str = ""  # why nobody is accepted, if so
 
     def answer(self, message: Message, arrival: ServerConnection) -> Accepted | Refusal:
-        """Check a client's Hello. A refusal reveals nothing that a client without the secret does not know."""
+        """Check a client's Hello.
+
+        A refusal reveals nothing that a client without the secret does not know.
+        """
         if not isinstance(message, Hello):
             return Refusal("the first message must be a hello")
         if message.protocol != PROTOCOL:
-            return Refusal(f"this engine speaks protocol {PROTOCOL}, you speak {message.protocol}", cause="version")
+            return Refusal(
+                f"this engine speaks protocol {PROTOCOL}, you speak {message.protocol}",
+                cause="version",
+            )
         secrets = self.secrets()
-        matching = next((secret for secret in secrets if self._proves(secret, message, arrival)), None)
+        matching = next(
+            (secret for secret in secrets if self._proves(secret, message, arrival)), None
+        )
         if secrets and matching is None:
-            return Refusal("the shared secret (PDRELAY_CONNECTOR_SECRET) is missing or differs", cause="secret")
+            return Refusal(
+                "the shared secret (PDRELAY_CONNECTOR_SECRET) is missing or differs", cause="secret"
+            )
         if not secrets and message.proofs:
             return Refusal(
-                "you have a shared secret (PDRELAY_CONNECTOR_SECRET), this engine has none; set the same on both",
+                "you have a shared secret (PDRELAY_CONNECTOR_SECRET), this engine has none; set "
+                "the same on both",
                 cause="secret",
             )
         if self.closed:
             return Refusal(self.closed)
         if message.expects != self.welcome.engine:
             return Refusal(
-                f"engine {message.expects} does not answer here (any more), another one does", is_another=True
+                f"engine {message.expects} does not answer here (any more), another one does",
+                is_another=True,
             )
         if not self._is_ours(message, arrival.reached):
             return Refusal(
-                f"you dialled {message.host}:{message.port} and reached {message.reached}, this engine does not listen "
-                "there; set VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach it at"
+                f"you dialled {message.host}:{message.port} and reached {message.reached}, this "
+                f"engine does not listen "
+                "there; set VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach it "
+                "at"
             )
-        proof = _prove(matching, _ProofLabel.SERVER, arrival.nonce, message, arrival.certificate) if matching else b""
+        proof = (
+            _prove(matching, _ProofLabel.SERVER, arrival.nonce, message, arrival.certificate)
+            if matching
+            else b""
+        )
         return Accepted(message, ServerProof(proof), self.welcome)
 
     @staticmethod
@@ -180,7 +217,13 @@ class HandshakeServer:
         return hello.host == self.advertised or plain_ip(hello.reached) == plain_ip(reached.host)
 
 
-def _prove(secret: bytes, prover: _ProofLabel, nonce: bytes, hello: Hello, certificate: bytes) -> bytes:
-    """Return a proof of the secret over all that both sides know of each other: HMAC-SHA256 (RFC 2104)."""
+def _prove(
+    secret: bytes, prover: _ProofLabel, nonce: bytes, hello: Hello, certificate: bytes
+) -> bytes:
+    """Return a proof of the secret over all that both sides know of each other: HMAC-SHA256 (RFC
+    2104).
+    """
     said = msgspec.structs.replace(hello, proofs=())
-    return hmac.digest(secret, msgspec.msgpack.encode((prover.value, nonce, said, certificate)), hashlib.sha256)
+    return hmac.digest(
+        secret, msgspec.msgpack.encode((prover.value, nonce, said, certificate)), hashlib.sha256
+    )

@@ -1,8 +1,9 @@
 """The frame of NIXL's agent metadata, checked before NIXL's C++ parses it.
 
-NIXL 1.5 writes ``nixlSerDes|`` and then fields: a tag (which may be empty), 8 bytes of length, that many bytes and
-``|`` (``src/utils/serdes`` in NIXL). A truncated or altered blob can abort the process that loads it, so that of a peer
-is only looked at after the peer has proven itself, and only loaded if its frame is whole.
+NIXL 1.5 writes ``nixlSerDes|`` and then fields: a tag (which may be empty), 8 bytes of length, that
+many bytes and ``|`` (``src/utils/serdes`` in NIXL). A truncated or altered blob can abort the
+process that loads it, so that of a peer is only looked at after the peer has proven itself, and
+only loaded if its frame is whole.
 """
 
 import struct
@@ -20,27 +21,47 @@ _UCX_ADDRESS_VERSIONS = 2  # the low bits of a UCX worker address say which; UCX
 
 
 def check_metadata(data: bytes) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.ProtocolViolation` unless this can be the metadata of one agent."""
+    """Raise :exc:`~pdrelay_connector.errors.ProtocolViolation` unless this can be the metadata of
+    one agent.
+    """
     if len(data) > MAX_METADATA:
-        raise ProtocolViolation(f"NIXL metadata of {len(data)} bytes; at most {MAX_METADATA} are allowed")
+        raise ProtocolViolation(
+            f"NIXL metadata of {len(data)} bytes; at most {MAX_METADATA} are allowed"
+        )
     if not data.startswith(MAGIC):
-        raise ProtocolViolation(f"NIXL metadata begins with {data[:11]!r}; it must begin with {MAGIC!r}")
+        raise ProtocolViolation(
+            f"NIXL metadata begins with {data[:11]!r}; it must begin with {MAGIC!r}"
+        )
     fields = list(_fields(data))
     tags = [tag for tag, _ in fields]
-    if tags[:2] != [b"Agent", b"Conns"] or not 0 < len(fields[0][1]) <= MAX_NAME or len(fields[1][1]) != _LENGTH.size:
-        raise ProtocolViolation("NIXL metadata does not begin with one agent and the number of its backends")
+    if (
+        tags[:2] != [b"Agent", b"Conns"]
+        or not 0 < len(fields[0][1]) <= MAX_NAME
+        or len(fields[1][1]) != _LENGTH.size
+    ):
+        raise ProtocolViolation(
+            "NIXL metadata does not begin with one agent and the number of its backends"
+        )
     (backends,) = _LENGTH.unpack(fields[1][1])
     if not 0 < backends <= MAX_BACKENDS or tags[2 : 2 + 2 * backends] != [b"t", b"c"] * backends:
-        raise ProtocolViolation(f"NIXL metadata says that it has {backends} backends, and has others")
+        raise ProtocolViolation(
+            f"NIXL metadata says that it has {backends} backends, and has others"
+        )
     if fields[2 + 2 * backends : 3 + 2 * backends] != [(b"", b"MemSection")]:
         raise ProtocolViolation("NIXL metadata has no section that names memory")
-    for (_, name), (_, address) in zip(fields[2 : 2 + 2 * backends : 2], fields[3 : 3 + 2 * backends : 2], strict=True):
+    for (_, name), (_, address) in zip(
+        fields[2 : 2 + 2 * backends : 2], fields[3 : 3 + 2 * backends : 2], strict=True
+    ):
         if not address or (name == b"UCX" and address[0] & 0x0F >= _UCX_ADDRESS_VERSIONS):
-            raise ProtocolViolation(f"NIXL metadata has an address of backend {name!r} that no version of it writes")
+            raise ProtocolViolation(
+                f"NIXL metadata has an address of backend {name!r} that no version of it writes"
+            )
 
 
 def _fields(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield tags and values; raises :exc:`~pdrelay_connector.errors.ProtocolViolation` where no field can begin."""
+    """Yield tags and values; raises :exc:`~pdrelay_connector.errors.ProtocolViolation` where no
+    field can begin.
+    """
     place = len(MAGIC)
     while place < len(data):
         for tag in _TAGS:
@@ -53,4 +74,6 @@ def _fields(data: bytes) -> Iterator[tuple[bytes, bytes]]:
                 place = stop + 1
                 break
         else:
-            raise ProtocolViolation(f"NIXL metadata has no whole field at byte {place} of {len(data)}")
+            raise ProtocolViolation(
+                f"NIXL metadata has no whole field at byte {place} of {len(data)}"
+            )

@@ -13,14 +13,21 @@ from pdrelay_connector.core.counters import UNREACHABLE, Counters
 from pdrelay_connector.core.ids import Address, ConnId, EngineId
 from pdrelay_connector.core.layout.transfer_plan import check_layers, check_shapes
 from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
-from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkEvent, PeerConnected
+from pdrelay_connector.core.ports import (
+    ConnectFailed,
+    ConnectionLost,
+    Link,
+    LinkEvent,
+    PeerConnected,
+)
 from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.errors import IncompatiblePeer
 
-QUIET = 1800.0  # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
+# s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
+QUIET = 1800.0
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
-# S that requests wait for a peer that did not answer before: a handshake takes milliseconds, and one that hangs its
-# whole timeout. The attempt goes on without them.
+# S that requests wait for a peer that did not answer before: a handshake takes milliseconds, and
+# one that hangs its whole timeout. The attempt goes on without them.
 PATIENCE = 0.5
 MAX_SILENT = 1024  # peers remembered for not having answered
 
@@ -30,7 +37,8 @@ class PeerState(Enum):
 
     CONNECTING = auto()
     CONNECTED = auto()
-    INCOMPATIBLE = auto()  # connected, only to give leases back: its KV is not loaded as long as it runs
+    # connected, only to give leases back: its KV is not loaded as long as it runs
+    INCOMPATIBLE = auto()
     REFUSED = auto()  # kept only to remember when to try again
     GONE = auto()
 
@@ -52,8 +60,14 @@ TRANSITIONS: Final[Mapping[PeerState, Mapping[PeerEvent, PeerState]]] = {
         PeerEvent.REFUSED: PeerState.REFUSED,
     },
     PeerState.INCOMPATIBLE: {PeerEvent.DISCONNECTED: PeerState.GONE},
-    PeerState.CONNECTED: {PeerEvent.REFUSED: PeerState.REFUSED, PeerEvent.DISCONNECTED: PeerState.GONE},
-    PeerState.REFUSED: {PeerEvent.RETRIED: PeerState.CONNECTING, PeerEvent.DISCONNECTED: PeerState.GONE},
+    PeerState.CONNECTED: {
+        PeerEvent.REFUSED: PeerState.REFUSED,
+        PeerEvent.DISCONNECTED: PeerState.GONE,
+    },
+    PeerState.REFUSED: {
+        PeerEvent.RETRIED: PeerState.CONNECTING,
+        PeerEvent.DISCONNECTED: PeerState.GONE,
+    },
     PeerState.GONE: {},
 }
 
@@ -71,7 +85,8 @@ class Peer:
     cause: str = UNREACHABLE  # the same as vllm:pdrelay_peer_loads names it
     is_incompatible: bool = False  # it answers, and that is the reason
     is_final: bool = False  # a reason that does not change while it runs
-    has_ended: bool = False  # if it has been met before: its port is closed, or another engine listens there
+    # if it has been met before: its port is closed, or another engine listens there
+    has_ended: bool = False
     is_elsewhere: bool = False  # on another machine
     tried_at: float = 0.0  # when the latest attempt to meet it began
     is_doubted: bool = False  # it did not answer before
@@ -80,7 +95,8 @@ class Peer:
     last_heard_at: float = -inf  # when it last answered
     unanswered_since: float | None = None  # when the oldest unanswered heartbeat was sent (push)
     is_silent: bool = False  # gone without closing its connection: it may still run
-    is_reset: bool = False  # silent, and its kernel, or something between, has answered that there is no connection
+    # silent, and its kernel, or something between, has answered that there is no connection
+    is_reset: bool = False
 
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
@@ -93,7 +109,9 @@ class Peer:
 
     @property
     def patience_ends(self) -> float:
-        """When requests stop to wait for it to be met; while it is not doubted, its attempt ends by itself."""
+        """When requests stop to wait for it to be met; while it is not doubted, its attempt ends by
+        itself.
+        """
         is_late = self.is_doubted and self.state is PeerState.CONNECTING
         return self.tried_at + PATIENCE if is_late else inf
 
@@ -113,7 +131,8 @@ class Peer:
 
 
 class PeerTable:
-    """Connects to peers on demand, once however many requests wait, and again after a pause if they refuse.
+    """Connects to peers on demand, once however many requests wait, and again after a pause if they
+    refuse.
 
     With ``ranks``, what this engine reads into, it refuses peers of other shapes, too.
     """
@@ -135,23 +154,30 @@ class PeerTable:
         self._peers: dict[EngineId, Peer] = {}
         self._by_conn: dict[ConnId, Peer] = {}  # those that are met, or being met
         self._refused: dict[EngineId, Peer] = {}
-        self._silent: dict[EngineId, None] = {}  # that were met once, and did not answer; oldest first
+        # that were met once, and did not answer; oldest first
+        self._silent: dict[EngineId, None] = {}
         self._look_at = inf  # when the first of the refused may be forgotten
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def ensure_connected(self, engine: EngineId, address: Address, *, now: float, is_offer: bool = False) -> Peer:
-        """Return the peer; connect if it is new, if its pause is over, or if its address has changed.
+    def ensure_connected(
+        self, engine: EngineId, address: Address, *, now: float, is_offer: bool = False
+    ) -> Peer:
+        """Return the peer; connect if it is new, if its pause is over, or if its address has
+        changed.
 
-        An offer ends the pause of one that could not be reached: it has computed a prompt since, so it lives.
+        An offer ends the pause of one that could not be reached: it has computed a prompt since, so
+        it lives.
         """
         peer = self._peers.get(engine)
         if peer is None:
             peer = Peer(engine, address, self._link.connect(address, engine), tried_at=now)
             peer.is_doubted = engine in self._silent
             self._peers[engine] = self._by_conn[peer.conn] = peer
-        elif peer.state is PeerState.REFUSED and self._may_retry(peer, address, now, is_offer=is_offer):
+        elif peer.state is PeerState.REFUSED and self._may_retry(
+            peer, address, now, is_offer=is_offer
+        ):
             peer.on(PeerEvent.RETRIED)
             del self._refused[engine]
             peer.is_doubted = not peer.is_incompatible
@@ -164,7 +190,11 @@ class PeerTable:
 
     @staticmethod
     def _may_retry(peer: Peer, address: Address, now: float, *, is_offer: bool) -> bool:
-        return now >= peer.retry_at or address != peer.address or (is_offer and not peer.is_incompatible)
+        return (
+            now >= peer.retry_at
+            or address != peer.address
+            or (is_offer and not peer.is_incompatible)
+        )
 
     def get(self, engine: EngineId) -> Peer | None:
         """Return a peer that is known, in whatever state."""
@@ -185,7 +215,9 @@ class PeerTable:
                     peer.is_incompatible = peer.is_final = peer.has_ended = True
                     peer.cause = "version" if welcome.protocol != PROTOCOL else "refused"
                     self.refuse(peer, reason, now=now)
-                elif reason := mismatch(self._own, welcome.fingerprint) or self._difference(welcome):
+                elif reason := mismatch(self._own, welcome.fingerprint) or self._difference(
+                    welcome
+                ):
                     peer.on(PeerEvent.DIFFERS)
                     peer.reason = reason
                     peer.is_incompatible = True
@@ -239,13 +271,17 @@ class PeerTable:
         self._counters.count("peers_lost")
 
     def _doubt(self, peer: Peer) -> None:
-        """Remember that a peer did not answer: the next request must not wait for a handshake's whole timeout."""
+        """Remember that a peer did not answer: the next request must not wait for a handshake's
+        whole timeout.
+        """
         self._silent[peer.engine] = None
         if len(self._silent) > MAX_SILENT:
             del self._silent[next(iter(self._silent))]
 
     def forget_refused(self, wanted: Iterable[EngineId], *, now: float) -> None:
-        """Drop refused peers whose pause is long over and that no request needs: engines come and go."""
+        """Drop refused peers whose pause is long over and that no request needs: engines come and
+        go.
+        """
         if now < self._look_at:
             return
         keep = set(wanted)
@@ -253,7 +289,9 @@ class PeerTable:
             if peer.engine not in keep and now >= peer.retry_at + MAX_BACKOFF:
                 self._forget(peer)
                 peer.on(PeerEvent.DISCONNECTED)
-        self._look_at = min((peer.retry_at + MAX_BACKOFF for peer in self._refused.values()), default=inf)
+        self._look_at = min(
+            (peer.retry_at + MAX_BACKOFF for peer in self._refused.values()), default=inf
+        )
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.engine]
@@ -298,7 +336,8 @@ def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
         if name in _OF_THE_MODEL:
             verb, others = ("are", "ours are") if name == "weights" else ("is", "ours is")
             return (
-                f"it serves another model, or another revision of it: its {name} {verb} {their!r}, {others} {our!r}; "
+                f"it serves another model, or another revision of it: its {name} {verb} {their!r}, "
+                f"{others} {our!r}; "
                 "they must be equal"
             )
         return f"its {name.replace('_', ' ')} is {their!r}, ours is {our!r}; they must be equal"

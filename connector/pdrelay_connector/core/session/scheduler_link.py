@@ -1,14 +1,24 @@
-"""A worker's connection to its own scheduler process: opened, authenticated, and opened again when it is lost."""
+"""A worker's connection to its own scheduler process: opened, authenticated, and opened again when
+it is lost.
+"""
 
 from pdrelay_connector.core.ids import ConnId, EngineEndpoint
 from pdrelay_connector.core.messages import Message, WorkerHello
-from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkEvent, PeerConnected
+from pdrelay_connector.core.ports import (
+    ConnectFailed,
+    ConnectionLost,
+    Link,
+    LinkEvent,
+    PeerConnected,
+)
 
 RETRY = 0.2  # s between attempts: our own scheduler starts to listen after us
 
 
 class SchedulerLink:
-    """The scheduler's orders hold until the connection is lost; it repeats them after a reconnection."""
+    """The scheduler's orders hold until the connection is lost; it repeats them after a
+    reconnection.
+    """
 
     def __init__(self, link: Link, scheduler_endpoint: EngineEndpoint, hello: WorkerHello) -> None:
         self._link = link

@@ -1,4 +1,6 @@
-"""A scheduler process's connections to the workers of its own engine: one for each rank, authenticated by token."""
+"""A scheduler process's connections to the workers of its own engine: one for each rank,
+authenticated by token.
+"""
 
 import hmac
 from collections.abc import Mapping, Set
@@ -24,7 +26,9 @@ class WorkerLinks:
 
     def add(self, conn: ConnId, hello: WorkerHello) -> bool:
         """Accept a worker's connection in place of an earlier one; false if its token is wrong."""
-        if hello.rank not in self._tokens or not hmac.compare_digest(hello.token, self._tokens[hello.rank]):
+        if hello.rank not in self._tokens or not hmac.compare_digest(
+            hello.token, self._tokens[hello.rank]
+        ):
             return False
         self.remove(conn)  # a worker is of one rank, and a rank has one worker
         if (before := self._conns.get(hello.rank)) is not None:
@@ -43,6 +47,8 @@ class WorkerLinks:
         return self._ranks.get(conn)
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to a worker, if it is connected; else it must be sent when the worker connects."""
+        """Send a message to a worker, if it is connected; else it must be sent when the worker
+        connects.
+        """
         if rank in self._conns:
             self._link.send(self._conns[rank], message)

@@ -1,4 +1,6 @@
-"""D's scheduler in staged push: the slots that it lends, and the copies from them into the cache."""
+"""D's scheduler in staged push: the slots that it lends, and the copies from them into the
+cache.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,16 +18,22 @@ BlocksByGroup = Sequence[Sequence[BlockId]]  # of each KV cache group
 
 @dataclass(slots=True)
 class _PendingCopies:
-    """One request's copies into the cache; ``left`` are those not done, and the ranks that must still report them."""
+    """One request's copies into the cache; ``left`` are those not done, and the ranks that must
+    still report them.
+    """
 
-    left: dict[PartId, tuple[CopyIn, set[int]]] = field(default_factory=dict[PartId, tuple[CopyIn, set[int]]])
+    left: dict[PartId, tuple[CopyIn, set[int]]] = field(
+        default_factory=dict[PartId, tuple[CopyIn, set[int]]]
+    )
     failure: str = ""
 
 
 class StagingReceiver:
     """Runs on the control thread; connections of our own workers end here."""
 
-    def __init__(self, link: Link, counters: Counters, workers: WorkerLinks, slots: Slots[RequestId]) -> None:
+    def __init__(
+        self, link: Link, counters: Counters, workers: WorkerLinks, slots: Slots[RequestId]
+    ) -> None:
         self.slots = slots
         self._link = link
         self._counters = counters
@@ -47,7 +55,9 @@ class StagingReceiver:
                 self._workers.send(rank, order)
 
     def take_copied(self) -> list[tuple[RequestId, str]]:
-        """Return the requests whose copies have all ended since the last call, and why one of them failed, or ''."""
+        """Return the requests whose copies have all ended since the last call, and why one of them
+        failed, or ''.
+        """
         unpacked = self._copied_in
         self._copied_in = []
         return unpacked
@@ -55,11 +65,13 @@ class StagingReceiver:
     def on(self, event: LinkEvent) -> None:
         """Take in what our workers say."""
         match event:
-            case MessageReceived(conn, WorkerHello() as hello) if hello.receives_pushes and self._workers.add(
-                conn, hello
+            case MessageReceived(conn, WorkerHello() as hello) if (
+                hello.receives_pushes and self._workers.add(conn, hello)
             ):
                 self._resend_copies(hello.rank)
-            case MessageReceived(conn, CopyEnded(number, reason)) if (rank := self._workers.rank_of(conn)) is not None:
+            case MessageReceived(conn, CopyEnded(number, reason)) if (
+                rank := self._workers.rank_of(conn)
+            ) is not None:
                 self._copied(number, rank, reason)
             case MessageReceived(conn, _):
                 self._link.close(conn)
@@ -70,7 +82,9 @@ class StagingReceiver:
                 pass
 
     def is_from_worker(self, event: LinkEvent) -> bool:
-        """Whether one of our workers is at the other end, or says that it is and copies pushed KV."""
+        """Whether one of our workers is at the other end, or says that it is and copies pushed
+        KV.
+        """
         match event:
             case MessageReceived(_, WorkerHello(receives_pushes=True)):
                 return True

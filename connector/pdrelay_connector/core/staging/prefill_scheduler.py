@@ -1,8 +1,10 @@
-"""P's scheduler in staged pull: copy parts of a request into host memory, for a decode engine to read.
+"""P's scheduler in staged pull: copy parts of a request into host memory, for a decode engine to
+read.
 
-A part gets slots when every rank of the decode engine has asked for it. It then waits for nothing else, so slots always
-become free again: when every rank has gone on to the next part or sent ReadDone, or when the lease ends. After the
-lease's end the fence rejects what was read. While a worker still copies into slots, they stay taken.
+A part gets slots when every rank of the decode engine has asked for it. It then waits for nothing
+else, so slots always become free again: when every rank has gone on to the next part or sent
+ReadDone, or when the lease ends. After the lease's end the fence rejects what was read. While a
+worker still copies into slots, they stay taken.
 """
 
 import itertools
@@ -32,7 +34,13 @@ from pdrelay_connector.core.messages import (
 from pdrelay_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
 from pdrelay_connector.core.session.worker_links import WorkerLinks
 from pdrelay_connector.core.staging.slots import Slots
-from pdrelay_connector.core.staging.staged_read import PartEvent, PartState, StagedPart, StagedRead, StagedReadId
+from pdrelay_connector.core.staging.staged_read import (
+    PartEvent,
+    PartState,
+    StagedPart,
+    StagedRead,
+    StagedReadId,
+)
 from pdrelay_connector.errors import HostBufferTooSmall
 
 NameT = TypeVar("NameT", bound=Hashable)
@@ -41,7 +49,9 @@ MAX_PARTS = 65536  # parts that are asked for or staged; beyond it they are refu
 
 
 class StagingCoordinator:
-    """Runs on the control thread, in front of the lease manager: decode engines and our own workers connect here."""
+    """Runs on the control thread, in front of the lease manager: decode engines and our own workers
+    connect here.
+    """
 
     def __init__(
         self,
@@ -60,11 +70,14 @@ class StagingCoordinator:
         self._workers = workers
         self._slots = slots
         self._blocks = blocks  # of our cache
-        self._read_timeout = read_timeout  # s for a decode engine to read a part: longer than its own patience
+        # s for a decode engine to read a part: longer than its own patience
+        self._read_timeout = read_timeout
         self._numbers = map(PartId, itertools.count(1))
         self._reads: dict[StagedReadId, StagedRead] = {}
-        self._by_request: dict[RequestId, dict[StagedReadId, None]] = {}  # dicts, because they keep their order
-        self._by_conn: dict[ConnId, dict[StagedReadId, None]] = {}  # those that may have a rank there
+        # dicts, because they keep their order
+        self._by_request: dict[RequestId, dict[StagedReadId, None]] = {}
+        # those that may have a rank there
+        self._by_conn: dict[ConnId, dict[StagedReadId, None]] = {}
         self._parts: dict[PartId, StagedPart] = {}  # all that are not over
         self._deadlines: Deadlines[PartId] = Deadlines()
 
@@ -73,7 +86,8 @@ class StagingCoordinator:
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a connection that we accepted."""
-        self._lease_manager.advance(now=now)  # first, so that nothing below sees a lease that is over
+        # first, so that nothing below sees a lease that is over
+        self._lease_manager.advance(now=now)
         match event:
             case MessageReceived(conn, message):
                 self._on_message(conn, message, now)
@@ -94,13 +108,19 @@ class StagingCoordinator:
         self._give_room()
 
     def advance(self, *, now: float) -> float | None:
-        """End what takes too long: others wait for its slots. Return when to be called again at the latest."""
+        """End what takes too long: others wait for its slots.
+
+        Return when to be called again at the latest.
+        """
         for part in [self._parts[number] for number in self._deadlines.take_due(now=now)]:
             if part.state is PartState.GATHERING:
-                self._end(part, f"only {len(part.ranks)} of {part.order.ranks} ranks asked for it in time")
+                self._end(
+                    part, f"only {len(part.ranks)} of {part.order.ranks} ranks asked for it in time"
+                )
             else:
                 part.until = inf
-                self._lease_manager.drop([part.order.request])  # so that the fence tells what became of its slots
+                # so that the fence tells what became of its slots
+                self._lease_manager.drop([part.order.request])
         self._give_room()
         return self._deadlines.next()
 
@@ -135,13 +155,19 @@ class StagingCoordinator:
         self._workers.remove(conn)
         for key in list(self._by_conn.get(conn, ())):
             read = self._reads.get(key)
-            for rank in [rank for rank, its in read.ranks.items() if its == conn] if read is not None else ():
+            for rank in (
+                [rank for rank, its in read.ranks.items() if its == conn]
+                if read is not None
+                else ()
+            ):
                 self._drop_rank(key, rank, f"the connection of its rank {rank} is lost")
 
     # ---- decode engines
 
     def _on_read_done(self, conn: ConnId, key: StagedReadId, rank: int) -> None:
-        """Believe it only over the rank's own connection: another's word would free slots that the rank still reads."""
+        """Believe it only over the rank's own connection: another's word would free slots that the
+        rank still reads.
+        """
         read = self._reads.get(key)
         if read is None:
             return
@@ -194,7 +220,9 @@ class StagingCoordinator:
         except HostBufferTooSmall as exc:
             return str(exc)
         # A device that is asked to copy a block it does not have may never copy again.
-        wrong = [block for blocks in order.groups for block in blocks if not 0 < block < self._blocks]
+        wrong = [
+            block for blocks in order.groups for block in blocks if not 0 < block < self._blocks
+        ]
         return f"block {wrong[0]} is asked for; there are 1 to {self._blocks - 1}" if wrong else ""
 
     def _part_read(self, part: StagedPart, rank: int) -> None:
@@ -204,7 +232,9 @@ class StagingCoordinator:
             self._end(part, "")
 
     def _drop_rank(self, key: StagedReadId, rank: int, why: str) -> None:
-        """A rank asks for nothing more, so the others will get nothing more; what is staged they may read."""
+        """A rank asks for nothing more, so the others will get nothing more; what is staged they
+        may read.
+        """
         if (read := self._reads.get(key)) is None:
             return
         read.broken = why
@@ -256,7 +286,9 @@ class StagingCoordinator:
                 self._order_copy(part, rank)
 
     def _resend_copies(self, rank: int) -> None:
-        """A worker attends, perhaps again: a copy it has ended unheard is made once more, into slots still kept."""
+        """A worker attends, perhaps again: a copy it has ended unheard is made once more, into
+        slots still kept.
+        """
         for part in self._parts.values():
             if rank in part.copying:
                 self._order_copy(part, rank)

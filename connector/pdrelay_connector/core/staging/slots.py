@@ -1,7 +1,7 @@
 """Slots of a host buffer: who holds which, and who waits, first come first served.
 
-A slot has room for one of vLLM's blocks in all layers of one KV cache group; each group has its own slots. Slot 0 is
-never granted, because block id 0 means "not held" (vLLM's null block).
+A slot has room for one of vLLM's blocks in all layers of one KV cache group; each group has its own
+slots. Slot 0 is never granted, because block id 0 means "not held" (vLLM's null block).
 """
 
 import heapq
@@ -32,7 +32,8 @@ class Slots(Generic[OwnerT]):
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts = tuple(counts)
         self._free = [[BlockId(slot) for slot in range(1, count + 1)] for count in counts]  # heaps
-        # In the order of asking; emptied from the front, which takes a plain dict longer the more it has lost.
+        # In the order of asking; emptied from the front, which takes a plain dict longer the more
+        # it has lost.
         self._waiting: OrderedDict[OwnerT, tuple[int, ...]] = OrderedDict()
         self._held: dict[OwnerT, GroupSlots] = {}
 
@@ -55,7 +56,9 @@ class Slots(Generic[OwnerT]):
         return sum(self._counts) - sum(map(len, self._free))
 
     def check(self, wanted: Sequence[int]) -> None:
-        """Raise :exc:`~pdrelay_connector.errors.HostBufferTooSmall` if so many slots of each group can never be had."""
+        """Raise :exc:`~pdrelay_connector.errors.HostBufferTooSmall` if so many slots of each group
+        can never be had.
+        """
         if len(wanted) != self.groups:
             raise HostBufferTooSmall(
                 f"slots of {len(wanted)} KV cache groups are wanted; there are {self.groups} groups"
@@ -77,7 +80,9 @@ class Slots(Generic[OwnerT]):
         self._waiting[ticket] = tuple(wanted)
 
     def take_granted(self) -> list[SlotsGranted[OwnerT]]:
-        """Grant slots to the owners at the head of the queue, as far as they last, and return the grants."""
+        """Grant slots to the owners at the head of the queue, as far as they last, and return the
+        grants.
+        """
         granted: list[SlotsGranted[OwnerT]] = []
         while self._waiting:
             ticket, wanted = next(iter(self._waiting.items()))
@@ -85,7 +90,8 @@ class Slots(Generic[OwnerT]):
                 break
             del self._waiting[ticket]
             slots = tuple(
-                tuple(heapq.heappop(free) for _ in range(want)) for want, free in zip(wanted, self._free, strict=True)
+                tuple(heapq.heappop(free) for _ in range(want))
+                for want, free in zip(wanted, self._free, strict=True)
             )
             self._held[ticket] = slots
             granted.append(SlotsGranted(ticket, slots))
@@ -94,6 +100,8 @@ class Slots(Generic[OwnerT]):
     def release(self, ticket: OwnerT) -> None:
         """Free an owner's slots or its place in the queue, if it has either."""
         self._waiting.pop(ticket, None)
-        for free, slots in zip(self._free, self._held.pop(ticket, ((),) * self.groups), strict=True):
+        for free, slots in zip(
+            self._free, self._held.pop(ticket, ((),) * self.groups), strict=True
+        ):
             for slot in slots:
                 heapq.heappush(free, slot)

@@ -57,9 +57,11 @@ class StagedPart:
     order: StagePart  # the first rank's
     until: float  # GATHERING or STAGED: when that must be over
     state: PartState = PartState.GATHERING
-    ranks: dict[int, ConnId] = field(default_factory=dict[int, ConnId])  # who has asked, and not gone on
+    # who has asked, and not gone on
+    ranks: dict[int, ConnId] = field(default_factory=dict[int, ConnId])
     slots: GroupSlots = ()
-    copying: set[int] = field(default_factory=set[int])  # our ranks that have not said that they are done
+    # our ranks that have not said that they are done
+    copying: set[int] = field(default_factory=set[int])
 
     @property
     def read_id(self) -> StagedReadId:
@@ -68,12 +70,16 @@ class StagedPart:
 
     def on(self, event: PartEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
-        self.state = transition(TRANSITIONS, self.state, event, f"part {self.order.part} of {self.order.request}")
+        self.state = transition(
+            TRANSITIONS, self.state, event, f"part {self.order.part} of {self.order.request}"
+        )
 
 
 @dataclass(slots=True)
 class StagedRead:
-    """One request of a decode engine: which of its ranks are at it, and the parts they ask for or read."""
+    """One request of a decode engine: which of its ranks are at it, and the parts they ask for or
+    read.
+    """
 
     ranks: dict[int, ConnId] = field(default_factory=dict[int, ConnId])
     parts: dict[int, StagedPart] = field(default_factory=dict[int, StagedPart])
@@ -90,10 +96,15 @@ class StagedRead:
         if self.ranks.get(rank, conn) != conn:
             return f"rank {rank} asks over a second connection"
         for part in self.parts.values():
-            if rank in part.ranks and (part.state is not PartState.STAGED or part.order.part >= number):
+            if rank in part.ranks and (
+                part.state is not PartState.STAGED or part.order.part >= number
+            ):
                 return f"rank {rank} asks for part {number}; it has asked for part {part.order.part} before"
         same = self.parts.get(number)
-        if same is not None and (same.order.groups, same.order.ranks) != (order.groups, order.ranks):
+        if same is not None and (same.order.groups, same.order.ranks) != (
+            order.groups,
+            order.ranks,
+        ):
             return f"another rank has asked for other blocks of part {number}"
         if same is not None and same.state is not PartState.GATHERING:
             return f"rank {rank} has gone on from part {number} before"

@@ -4,24 +4,39 @@ from collections import deque
 
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import CopyId, EngineEndpoint, PartId
-from pdrelay_connector.core.messages import MAX_REASON, CopyEnded, CopyIn, CopyOut, Message, WorkerHello
+from pdrelay_connector.core.messages import (
+    MAX_REASON,
+    CopyEnded,
+    CopyIn,
+    CopyOut,
+    Message,
+    WorkerHello,
+)
 from pdrelay_connector.core.ports import Copier, Link, LinkEvent, MessageReceived
 from pdrelay_connector.core.session.scheduler_link import SchedulerLink
 
-MAX_REPORTED = 1024  # more than are ever between a scheduler's order and what it hears of an earlier one
+# more than are ever between a scheduler's order and what it hears of an earlier one
+MAX_REPORTED = 1024
 
 
 class StagingWorker:
     """A copy cannot be stopped, and need not be: its slots stay taken until it has ended."""
 
     def __init__(
-        self, link: Link, copier: Copier, counters: Counters, *, scheduler_endpoint: EngineEndpoint, hello: WorkerHello
+        self,
+        link: Link,
+        copier: Copier,
+        counters: Counters,
+        *,
+        scheduler_endpoint: EngineEndpoint,
+        hello: WorkerHello,
     ) -> None:
         self._copier = copier
         self._counters = counters
         self._scheduler = SchedulerLink(link, scheduler_endpoint, hello)
         self._running: dict[CopyId, CopyOut | CopyIn] = {}
-        self._reported: deque[PartId] = deque(maxlen=MAX_REPORTED)  # copies that ended, over this connection
+        # copies that ended, over this connection
+        self._reported: deque[PartId] = deque(maxlen=MAX_REPORTED)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -32,7 +47,8 @@ class StagingWorker:
             case MessageReceived(_, message):
                 self._on_message(message)
             case _ if self._scheduler.on(event, now=now):
-                # The reports may be lost; copies that run are reported over the next connection, which asks for them.
+                # The reports may be lost; copies that run are reported over the next connection,
+                # which asks for them.
                 self._reported.clear()
                 self._counters.count("peers_lost")
             case _:
@@ -44,7 +60,8 @@ class StagingWorker:
             order = self._running.pop(copied.copy)
             if not copied.reason:
                 self._counters.count(
-                    "bytes_staged_out" if isinstance(order, CopyOut) else "bytes_staged_in", copied.bytes
+                    "bytes_staged_out" if isinstance(order, CopyOut) else "bytes_staged_in",
+                    copied.bytes,
                 )
             if self._scheduler.is_connected:
                 self._reported.append(order.number)
@@ -53,9 +70,12 @@ class StagingWorker:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case CopyOut(number) | CopyIn(number) if number in self._reported or self._is_running(number):
-                # Our scheduler is back: it hears of the one that runs, or will have heard of the one that ended. Copied
-                # again, bytes would move into slots that have another owner by then.
+            case CopyOut(number) | CopyIn(number) if number in self._reported or self._is_running(
+                number
+            ):
+                # Our scheduler is back: it hears of the one that runs, or will have heard of the
+                # one that ended. Copied again, bytes would move into slots that have another owner
+                # by then.
                 self._counters.count("unknown_transfer_messages")
             case CopyOut(_, blocks, slots):
                 self._running[self._copier.out(blocks, slots)] = message

@@ -4,7 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pdrelay_connector.core.ids import EngineId
-from pdrelay_connector.core.layout.transfer_plan import Route, Spans, TokenRange, check_shapes, needed_ranks, pull_route
+from pdrelay_connector.core.layout.transfer_plan import (
+    Route,
+    Spans,
+    TokenRange,
+    check_shapes,
+    needed_ranks,
+    pull_route,
+)
 from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.core.ports import TransferAgent
 from pdrelay_connector.errors import ConnectorError, IncompatiblePeer
@@ -26,8 +33,13 @@ class RemoteEngine:
     theirs: RankInfo  # one of its ranks: in what is not an address, all are alike
 
     def spans(self, token_ranges: Sequence[TokenRange]) -> list[tuple[str, Spans]]:
-        """Return what to read from which rank; raises :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
-        found = [(remote_rank.handle, remote_rank.route.spans(token_ranges)) for remote_rank in self.remote_ranks]
+        """Return what to read from which rank; raises
+        :exc:`~pdrelay_connector.errors.ProtocolViolation`.
+        """
+        found = [
+            (remote_rank.handle, remote_rank.route.spans(token_ranges))
+            for remote_rank in self.remote_ranks
+        ]
         return [(handle, spans) for handle, spans in found if len(spans)]
 
 
@@ -46,7 +58,9 @@ class RemoteEngines:
         return iter(self._reached)
 
     def attach(self, engine: EngineId, ranks: Sequence[RankInfo]) -> None:
-        """Make an engine's memory readable; raises a ``ConnectorError`` that says why it cannot be."""
+        """Make an engine's memory readable; raises a ``ConnectorError`` that says why it cannot
+        be.
+        """
         needed = self._needed(engine, ranks)
         handles: list[str] = []
         try:
@@ -56,7 +70,8 @@ class RemoteEngines:
                 self._transfer_agent.detach(handle)
             raise
         remote_ranks = (
-            RemoteRank(handle, pull_route(self._own, theirs)) for handle, theirs in zip(handles, needed, strict=True)
+            RemoteRank(handle, pull_route(self._own, theirs))
+            for handle, theirs in zip(handles, needed, strict=True)
         )
         self._reached[engine] = RemoteEngine(tuple(remote_ranks), needed[0])
 
@@ -71,7 +86,9 @@ class RemoteEngines:
             raise IncompatiblePeer(f"engine {engine} has no ranks")
         if len(sizes := sorted({(info.stages, info.ranks) for info in ranks})) > 1:
             one, other = (stages * size for stages, size in sizes[:2])
-            raise IncompatiblePeer(f"ranks of engine {engine} say that there are {one} and {other} of them")
+            raise IncompatiblePeer(
+                f"ranks of engine {engine} say that there are {one} and {other} of them"
+            )
         for theirs in ranks:
             check_shapes(self._own, theirs)
         return needed_ranks(self._own, ranks)

@@ -1,8 +1,9 @@
-"""Reads, writes and copies in flight, and whom each is for: the part that pull and push have in common.
+"""Reads, writes and copies in flight, and whom each is for: the part that pull and push have in
+common.
 
-NIXL and the copier report the end of a step by a number of their own. While any step of an owner is in flight, its
-memory must not be given to another, even after :meth:`Transfers.cancel`: NIXL decides when a transfer is over
-(``io/nixl.py``).
+NIXL and the copier report the end of a step by a number of their own. While any step of an owner is
+in flight, its memory must not be given to another, even after :meth:`Transfers.cancel`: NIXL
+decides when a transfer is over (``io/nixl.py``).
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -18,7 +19,8 @@ StepOwnerT = TypeVar("StepOwnerT", bound=Hashable)
 StepT = TypeVar("StepT", XferId, CopyId)
 
 POLL_INTERVAL: Final = 0.0004  # s between polls of NIXL while something is read or written
-QUARANTINE_POLL_INTERVAL: Final = 0.02  # s between polls while only cancelled transfers are in flight
+# s between polls while only cancelled transfers are in flight
+QUARANTINE_POLL_INTERVAL: Final = 0.02
 
 
 class StepEnded(NamedTuple, Generic[StepOwnerT]):
@@ -41,7 +43,9 @@ class _Steps:
 class Transfers(Generic[StepOwnerT]):
     """Runs on a worker's transfer thread, which makes every call of NIXL."""
 
-    def __init__(self, transfer_agent: TransferAgent, copier: Copier | None, counters: Counters) -> None:
+    def __init__(
+        self, transfer_agent: TransferAgent, copier: Copier | None, counters: Counters
+    ) -> None:
         self._transfer_agent = transfer_agent
         self._copier = copier  # absent unless KV goes through host memory
         self._counters = counters
@@ -57,13 +61,21 @@ class Transfers(Generic[StepOwnerT]):
         """Whether a step of this owner is in flight, cancelled or not."""
         return owner in self._steps
 
-    def read(self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = "") -> None:
-        """Start reading from ranks of ``peer``; if this raises a ``ConnectorError``, some reads may be in flight."""
+    def read(
+        self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = ""
+    ) -> None:
+        """Start reading from ranks of ``peer``; if this raises a ``ConnectorError``, some reads may
+        be in flight.
+        """
         for handle, spans in spans_by_handle:
             self._add_xfer(owner, self._transfer_agent.read(handle, spans), peer)
 
-    def write(self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = "") -> None:
-        """Start writing to ranks of ``peer``; if this raises a ``ConnectorError``, some writes may be in flight."""
+    def write(
+        self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = ""
+    ) -> None:
+        """Start writing to ranks of ``peer``; if this raises a ``ConnectorError``, some writes may
+        be in flight.
+        """
         for handle, spans in spans_by_handle:
             self._add_xfer(owner, self._transfer_agent.write(handle, spans), peer)
 
@@ -73,7 +85,10 @@ class Transfers(Generic[StepOwnerT]):
         self._by_copy[copy] = owner
 
     def cancel(self, owner: StepOwnerT) -> None:
-        """Cancel an owner's reads and writes. Each still ends with :class:`StepEnded`; a copy cannot be cancelled."""
+        """Cancel an owner's reads and writes.
+
+        Each still ends with :class:`StepEnded`; a copy cannot be cancelled.
+        """
         if (steps := self._steps.get(owner)) is not None:
             for xfer in steps.xfers:
                 self._transfer_agent.cancel(xfer)
@@ -86,7 +101,9 @@ class Transfers(Generic[StepOwnerT]):
             self._remove(owner, self._steps[owner].xfers, ended.xfer)
             if ended.outcome is XferOutcome.DONE:
                 self._counters.observe(
-                    TransferSample(ended.seconds, ended.bytes, ended.descriptors, ended.posting, peer)
+                    TransferSample(
+                        ended.seconds, ended.bytes, ended.descriptors, ended.posting, peer
+                    )
                 )
                 yield StepEnded(owner, "")
             else:

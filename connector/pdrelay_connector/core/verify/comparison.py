@@ -1,4 +1,6 @@
-"""Compares the checksums of a prefill engine's blocks with those of the blocks that have arrived."""
+"""Compares the checksums of a prefill engine's blocks with those of the blocks that have
+arrived.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,9 +28,11 @@ class Comparison(NamedTuple):
 
 
 def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader | None) -> RankSums:
-    """Take the checksums of sampled blocks of this rank's cache; layers of other pipeline stages are left out.
+    """Take the checksums of sampled blocks of this rank's cache; layers of other pipeline stages
+    are left out.
 
-    So are blocks that cannot be read, which are all of them without a ``cache``: the reader still has its answer.
+    So are blocks that cannot be read, which are all of them without a ``cache``: the reader still
+    has its answer.
     """
     if cache is None:
         return RankSums(worker, "", ())
@@ -38,22 +42,27 @@ def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader | No
         tuple(
             BlockSum(each.group, each.start, each.stop, crc)
             for each in blocks
-            if (size := cache.block_size(each.group)) and (crc := _checksum(cache, each.block, each, size)) is not None
+            if (size := cache.block_size(each.group))
+            and (crc := _checksum(cache, each.block, each, size)) is not None
         ),
     )
 
 
-def compare(sums: RankSums, token_ranges: Sequence[TokenRange], cache: CacheReader | None) -> Comparison:
-    """Compare what has arrived in the ``local`` blocks of these token ranges with the sums of the rank it came from.
+def compare(
+    sums: RankSums, token_ranges: Sequence[TokenRange], cache: CacheReader | None
+) -> Comparison:
+    """Compare what has arrived in the ``local`` blocks of these token ranges with the sums of the
+    rank it came from.
 
-    Nothing is compared if the rank keeps KV in another shape, nor is a block that cannot be read, or of which not all
-    compared tokens were loaded. A block is read once, however often the rank names it: a hostile one costs us at most a
-    look at what was loaded, and at MAX_SUMS blocks.
+    Nothing is compared if the rank keeps KV in another shape, nor is a block that cannot be read,
+    or of which not all compared tokens were loaded. A block is read once, however often the rank
+    names it: a hostile one costs us at most a look at what was loaded, and at MAX_SUMS blocks.
     """
     checked = wrong = 0
     if cache is None or sums.shape != cache.shape:
         return Comparison(0, 0)
-    distinct = {(each.group, each.start): each for each in reversed(sums.blocks)}  # the first of each stays
+    # the first of each stays
+    distinct = {(each.group, each.start): each for each in reversed(sums.blocks)}
     for each in distinct.values():
         size = cache.block_size(each.group)
         if size and (block := _arrived(each, token_ranges, size)) is not None:
@@ -71,7 +80,9 @@ def count(comparison: Comparison, counters: Counters) -> None:
 
 
 def _arrived(each: BlockSum, token_ranges: Sequence[TokenRange], size: int) -> BlockId | None:
-    """Return our block of these tokens; None if not all of them were loaded, or they are not in one block."""
+    """Return our block of these tokens; None if not all of them were loaded, or they are not in one
+    block.
+    """
     if each.start % size or not each.start < each.stop <= each.start + size:
         return None
     for known in token_ranges:
@@ -80,6 +91,8 @@ def _arrived(each: BlockSum, token_ranges: Sequence[TokenRange], size: int) -> B
     return None
 
 
-def _checksum(cache: CacheReader, block: BlockId, tokens: BlockSum | SampledBlock, size: int) -> int | None:
+def _checksum(
+    cache: CacheReader, block: BlockId, tokens: BlockSum | SampledBlock, size: int
+) -> int | None:
     first = tokens.start // size * size
     return cache.checksum(tokens.group, block, tokens.start - first, tokens.stop - first)

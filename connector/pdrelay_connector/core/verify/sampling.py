@@ -14,7 +14,9 @@ NULL: int = 0  # vLLM's null block: a window has left it
 
 
 class SampledBlock(NamedTuple):
-    """A block of a prompt, and the prompt's tokens from ``start`` to ``stop`` that are compared of it."""
+    """A block of a prompt, and the prompt's tokens from ``start`` to ``stop`` that are compared of
+    it.
+    """
 
     group: int
     block: BlockId
@@ -43,16 +45,20 @@ class Sampling:
         tokens: int,
         wanted: Sequence[LentBlocks] | None = None,
     ) -> tuple[SampledBlock, ...]:
-        """Return blocks of a prompt of so many ``tokens``, spread evenly from a place that depends on its name.
+        """Return blocks of a prompt of so many ``tokens``, spread evenly from a place that depends
+        on its name.
 
-        ``groups`` are its blocks from the first token on, or the one block of a state, by KV cache group; ``sizes`` the
-        tokens of a block. With ``wanted``, only those of which the decode engine gets all compared tokens.
+        ``groups`` are its blocks from the first token on, or the one block of a state, by KV cache
+        group; ``sizes`` the tokens of a block. With ``wanted``, only those of which the decode
+        engine gets all compared tokens.
         """
         prompt = _Prompt(sizes, states, tokens)
         found = [
             (group, ids, numbers)
             for group, ids in enumerate(groups)
-            if (numbers := prompt.numbers(group, ids, wanted[group] if wanted is not None else None))
+            if (
+                numbers := prompt.numbers(group, ids, wanted[group] if wanted is not None else None)
+            )
         ]
         ends = list(accumulate(len(numbers) for _, _, numbers in found))
         total = ends[-1] if ends else 0
@@ -77,7 +83,9 @@ class _Prompt:
 
     @property
     def end(self) -> int:
-        """Where the comparison ends: a decode engine computes the last token, which a state has not taken in."""
+        """Where the comparison ends: a decode engine computes the last token, which a state has not
+        taken in.
+        """
         return self.tokens if self.states else self.tokens - 1
 
     def span(self, group: int, number: int) -> tuple[int, int]:
@@ -87,8 +95,12 @@ class _Prompt:
         size = self.sizes[group]
         return number * size, min((number + 1) * size, self.end)
 
-    def numbers(self, group: int, ids: Sequence[BlockId], wanted: LentBlocks | None) -> Sequence[int]:
-        """Return which blocks of a group hold something, without a look at each of them if all do."""
+    def numbers(
+        self, group: int, ids: Sequence[BlockId], wanted: LentBlocks | None
+    ) -> Sequence[int]:
+        """Return which blocks of a group hold something, without a look at each of them if all
+        do.
+        """
         if group not in self.sizes:
             return ()  # layers of another pipeline stage
         if group in self.states:
@@ -104,4 +116,8 @@ class _Prompt:
                 first = -(-wanted.start // size)
                 last = last if self.end <= wanted.stop else min(last, wanted.stop // size)
         numbers = range(first, last)
-        return [number for number in numbers if ids[number] != NULL] if NULL in ids[first:last] else numbers
+        return (
+            [number for number in numbers if ids[number] != NULL]
+            if NULL in ids[first:last]
+            else numbers
+        )

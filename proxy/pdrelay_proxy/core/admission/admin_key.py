@@ -1,11 +1,16 @@
-"""The keys of operators that are good now: one, and while it is replaced two. None is ever printed."""
+"""The keys of operators that are good now: one, and while it is replaced two.
+
+None is ever printed.
+"""
 
 import hashlib
 import hmac
 
 
 class AdminKey:
-    """What operators show as X-Api-Key; it may be replaced while the router serves. None, or empty: there is no key.
+    """What operators show as X-Api-Key; it may be replaced while the router serves.
+
+    None, or empty: there is no key.
 
     Two lines are two keys, of which either is good.
     """
@@ -30,7 +35,10 @@ class AdminKey:
         self._keys = _keys_in(key)
 
     def matches(self, shown: bytes) -> bool:
-        """Tell whether this is a key; the time that it takes says nothing of it. Without a key nothing is."""
+        """Tell whether this is a key; the time that it takes says nothing of it.
+
+        Without a key nothing is.
+        """
         found = [hmac.compare_digest(shown, key) for key in self._keys]
         return any(found)
 

@@ -1,9 +1,11 @@
-"""Who is served now, who waits and who is refused: one ticket for each request, one table for its life.
+"""Who is served now, who waits and who is refused: one ticket for each request, one table for its
+life.
 
-A request that is over a limit of its key is refused at the door, so that those who wait do so for one thing only: a
-place among the requests that are served. They get one by priority and, within a priority, in the order they came, or
-by what their keys were served so far (core/admission/fair_shares.py). When the queue is full, one of a lower priority
-has to give way, of the same key or of one that has more than its share of the queue; so overload ends in refusals and
+A request that is over a limit of its key is refused at the door, so that those who wait do so for
+one thing only: a place among the requests that are served. They get one by priority and, within a
+priority, in the order they came, or by what their keys were served so far
+(core/admission/fair_shares.py). When the queue is full, one of a lower priority has to give way, of
+the same key or of one that has more than its share of the queue; so overload ends in refusals and
 never in a longer queue.
 """
 
@@ -42,7 +44,10 @@ class _Account:
 
 
 class Admission:
-    """Hands out places. Whatever a call does to other tickets than its own comes back, once, from ``poll``."""
+    """Hands out places.
+
+    Whatever a call does to other tickets than its own comes back, once, from ``poll``.
+    """
 
     def __init__(self, limits: Settings, *, has_other_routers: bool = False) -> None:
         """``has_other_routers``: rates are limits of all of them together."""
@@ -52,16 +57,20 @@ class Admission:
         self.waiting = 0
         self.held_bytes = 0
         self.refused: Counter[Limit] = Counter()  # ever
-        self._lanes: dict[int, dict[Ticket, None]] = {}  # by priority, in order of arrival; none is empty
+        # by priority, in order of arrival; none is empty
+        self._lanes: dict[int, dict[Ticket, None]] = {}
         self._accounts: dict[str, _Account] = {}
         self._bucket = TokenBucket()
         self._shares = FairShares() if limits.queue_order is _FAIR else None
         self._has_rates = _has_rates(limits)
         self.shares_limits = has_other_routers and self._has_rates
-        self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
+        # whether ``leave`` wants to know what a request has cost
+        self.counts_tokens = _counts_tokens(limits)
         self.news: list[Ticket] = []  # what ``poll`` would return
-        self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
-        self.usage: dict[str, KeyUsage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
+        # of the limits that are the fleet's: less while other routers are not heard
+        self.share = 1.0
+        # by key; empty name: all together. Filled where limits are the fleet's
+        self.usage: dict[str, KeyUsage] = {}
 
     def arrive(
         self,
@@ -75,8 +84,9 @@ class Admission:
     ) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which.
 
-        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest;
-        ``prompts``: of a request with several; rates count them, so one that is let in may use up what comes later.
+        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its
+        bytes suggest; ``prompts``: of a request with several; rates count them, so one that is let
+        in may use up what comes later.
         """
         limits = self.limits
         guess = size // BYTES_PER_TOKEN if tokens is None else tokens
@@ -105,18 +115,22 @@ class Admission:
             rate = limits.max_rate * self.share
             self._bucket.take(rate, now=now, count=min(prompts, max(1, int(rate))))
         if limits.max_key_tokens_per_minute is not None:
-            account.quota.take(limits.max_key_tokens_per_minute * self.share, ticket.tokens, now=now)
+            account.quota.take(
+                limits.max_key_tokens_per_minute * self.share, ticket.tokens, now=now
+            )
             ticket.charged = ticket.tokens
         if self.shares_limits:
             note_usage(self.usage, ticket.key, prompts, ticket.tokens)
             ticket.reported = ticket.tokens
 
     def take_place(self, of: Ticket) -> Ticket | None:
-        """Return another place for a request that has one, under its key and priority; None: there is none now.
+        """Return another place for a request that has one, under its key and priority; None: there
+        is none now.
 
-        One of several prompts is served at the place of its request, and each that is served beside it takes another
-        one. None of them waits in the queue, where a request that has a place would wait for those behind it; and none
-        overtakes who waits there. What is taken is given back by ``leave``.
+        One of several prompts is served at the place of its request, and each that is served beside
+        it takes another one. None of them waits in the queue, where a request that has a place
+        would wait for those behind it; and none overtakes who waits there. What is taken is given
+        back by ``leave``.
         """
         limits = self.limits
         account = self._accounts[of.key]
@@ -132,7 +146,9 @@ class Admission:
         return place
 
     def hold(self, size: int) -> bool:
-        """Charge bytes of a body that is not complete, and so has no ticket; False: there are not as many left."""
+        """Charge bytes of a body that is not complete, and so has no ticket; False: there are not
+        as many left.
+        """
         if self.held_bytes + size > self.limits.max_inflight_bytes:
             return False
         self.held_bytes += size
@@ -150,7 +166,8 @@ class Admission:
     def leave(self, ticket: Ticket, tokens: int | None = None, *, now: float = 0.0) -> None:
         """Give back the place of a request that is over, or whose client has gone.
 
-        ``tokens``: of prompt and answer, where ``counts_tokens``; None: nobody has counted them. ``now``: the same.
+        ``tokens``: of prompt and answer, where ``counts_tokens``; None: nobody has counted them.
+            ``now``: the same.
         """
         is_served = ticket.state is _ADMITTED
         if self.counts_tokens or self._has_rates:
@@ -169,7 +186,9 @@ class Admission:
 
     def expire(self, *, now: float) -> None:
         """Send away those that have waited too long."""
-        for ticket in [ticket for lane in self._lanes.values() for ticket in lane if now >= ticket.due]:
+        for ticket in [
+            ticket for lane in self._lanes.values() for ticket in lane if now >= ticket.due
+        ]:
             self._send_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER), now)
 
     def charge_elsewhere(self, key: str, requests: int, tokens: int, *, now: float) -> None:
@@ -210,7 +229,9 @@ class Admission:
             self._send_away(last, TicketEvent.REFUSE, Refusal(Limit.QUEUE, _LATER), now)
 
     def poll(self) -> Sequence[Ticket]:
-        """Return the tickets that were admitted, refused or expired while they waited, in that order."""
+        """Return the tickets that were admitted, refused or expired while they waited, in that
+        order.
+        """
         if not self.news:
             return []
         changed = self.news
@@ -234,18 +255,29 @@ class Admission:
             return Refusal(Limit.RATE, ceil(seconds))
         if self.held_bytes + ticket.size > limits.max_inflight_bytes:
             return Refusal(Limit.BYTES, _LATER)
-        if self.admitted >= limits.max_concurrency and self.waiting >= limits.max_queue and not self._weakest(ticket):
+        if (
+            self.admitted >= limits.max_concurrency
+            and self.waiting >= limits.max_queue
+            and not self._weakest(ticket)
+        ):
             return Refusal(Limit.QUEUE, _LATER)
         return None
 
     def _weakest(self, ticket: Ticket) -> Ticket | None:
-        """Return the one that gives way to a ticket: the last of the least important among those that have to.
+        """Return the one that gives way to a ticket: the last of the least important among those
+        that have to.
 
         No key takes the places of another one that has no more than its share of the queue.
         """
-        waiting = {key: account.waiting for key, account in self._accounts.items() if account.waiting}
+        waiting = {
+            key: account.waiting for key, account in self._accounts.items() if account.waiting
+        }
         keys = len(waiting.keys() | {ticket.key})
-        yielding = {key for key, count in waiting.items() if key == ticket.key or count * keys > self.limits.max_queue}
+        yielding = {
+            key
+            for key, count in waiting.items()
+            if key == ticket.key or count * keys > self.limits.max_queue
+        }
         if yielding:
             for priority in sorted(self._lanes, reverse=True):
                 if priority <= ticket.priority:
@@ -310,7 +342,9 @@ class Admission:
         """
         limits = self.limits
         if (per_minute := limits.max_key_tokens_per_minute) is not None:
-            self._accounts[ticket.key].quota.take(per_minute * self.share, cost - ticket.charged, now=now)
+            self._accounts[ticket.key].quota.take(
+                per_minute * self.share, cost - ticket.charged, now=now
+            )
         if self.shares_limits:
             note_usage(self.usage, ticket.key, 0, cost - ticket.reported)
 
@@ -320,8 +354,15 @@ class Admission:
         self.refused[refusal.limit] += 1
 
     def _new_account(self, key: str, *, now: float) -> _Account:
-        """Return an account for a key that has none. Before that, those that say nothing any more are dropped."""
-        idle = [name for name, known in self._accounts.items() if not known.held and known.is_idle(now=now)]
+        """Return an account for a key that has none.
+
+        Before that, those that say nothing any more are dropped.
+        """
+        idle = [
+            name
+            for name, known in self._accounts.items()
+            if not known.held and known.is_idle(now=now)
+        ]
         for name in idle:
             del self._accounts[name]
         if self._shares is not None:

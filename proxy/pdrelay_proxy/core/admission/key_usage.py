@@ -12,7 +12,10 @@ class KeyUsage:
 
 
 def note_usage(usage: dict[str, KeyUsage], key: str, requests: int, tokens: int) -> None:
-    """Count for a key, and for all together (the empty name). There are as many keys as the file of keys names."""
+    """Count for a key, and for all together (the empty name).
+
+    There are as many keys as the file of keys names.
+    """
     for name in (key, ""):
         found = usage.get(name)
         if found is None:

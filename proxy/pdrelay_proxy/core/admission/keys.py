@@ -1,4 +1,7 @@
-"""API keys: those that clients show to the router, and those that the router shows to engines. None is ever printed."""
+"""API keys: those that clients show to the router, and those that the router shows to engines.
+
+None is ever printed.
+"""
 
 import hashlib
 import hmac
@@ -12,13 +15,15 @@ from pdrelay_proxy.core.model import Headers, Role, first_header
 from pdrelay_proxy.errors import ConfigError, Unauthorized
 
 ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
-LEAST: Final = 16  # characters of a client's key: fewer can be guessed, and the half of a line is fewer
+# characters of a client's key: fewer can be guessed, and the half of a line is fewer
+LEAST: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in answers
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
 _DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _PRIORITY: Final = re.compile(r"priority=(-?[0-9]{1,9})")
 _EXPECTED: Final = (
-    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, and a # before a comment"
+    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, and a "
+    "# before a comment"
 )
 
 
@@ -27,7 +32,8 @@ class Keys:
     """The keys that let a client in, as digests, with the names of their owners."""
 
     owners: Mapping[bytes, str] = field(repr=False)
-    least: Mapping[str, int] = field(default_factory=dict[str, int])  # by name: the least priority that it may ask for
+    # by name: the least priority that it may ask for
+    least: Mapping[str, int] = field(default_factory=dict[str, int])
     has_several: bool = False  # owners, by name: what one of them sees must not depend on another
     is_whole: bool = True  # the last line has a line break: it is not being written
 
@@ -36,8 +42,8 @@ class Keys:
         """Read a file of keys; one owner may have several, as while a key is being replaced.
 
         Raises:
-            ConfigError: a line is something else, a key is short or occurs twice, there is none, or an owner has two
-                priorities.
+            ConfigError: a line is something else, a key is short or occurs twice, there is none, or
+                an owner has two priorities.
         """
         owners: dict[bytes, str] = {}
         least: dict[str, int | None] = {}
@@ -53,19 +59,30 @@ class Keys:
                 raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
             if len(key) < LEAST:
                 raise ConfigError(
-                    f"{source}, line {number}: the key of {name} has {len(key)} characters, and {LEAST} is the least: "
+                    f"{source}, line {number}: the key of {name} has {len(key)} characters, and "
+                    f"{LEAST} is the least: "
                     "write a longer one"
                 )
             if digest in owners:
-                raise ConfigError(f"{source}, line {number}, has the key of {owners[digest]} once more")
+                raise ConfigError(
+                    f"{source}, line {number}, has the key of {owners[digest]} once more"
+                )
             owners[digest] = name
             lowest = int(priorities[0][1]) if priorities else None
             if least.setdefault(name, lowest) != lowest:
-                raise ConfigError(f"{source}, line {number}, gives {name} another priority: write the same on each")
+                raise ConfigError(
+                    f"{source}, line {number}, gives {name} another priority: write the same on "
+                    f"each"
+                )
         if not owners:
             raise ConfigError(f"{source} has no key in it, so nobody could ask: write {_EXPECTED}")
         lowest_of = {name: lowest for name, lowest in least.items() if lowest is not None}
-        return cls(owners, lowest_of, has_several=len(set(owners.values())) > 1, is_whole=text.endswith("\n"))
+        return cls(
+            owners,
+            lowest_of,
+            has_several=len(set(owners.values())) > 1,
+            is_whole=text.endswith("\n"),
+        )
 
     def owner(self, shown: bytes) -> str | None:
         """Return whose key this is. It takes as long for a wrong one as for a right one."""
@@ -83,7 +100,10 @@ class Keys:
 
 @dataclass(slots=True)
 class Keyring:
-    """The keys that are good now; they may be replaced while requests are served. None: anybody may ask."""
+    """The keys that are good now; they may be replaced while requests are served.
+
+    None: anybody may ask.
+    """
 
     keys: Keys | None = None
 
@@ -135,7 +155,9 @@ class Outbound:
         return self._keys.get(role)
 
     def headers(self, role: Role, headers: Headers) -> Headers:
-        """Return the headers for an engine: with the key of its pool, if it has one, and not with the client's."""
+        """Return the headers for an engine: with the key of its pool, if it has one, and not with
+        the client's.
+        """
         key = self._keys.get(role)
         if key is None and not headers:
             return headers
@@ -148,7 +170,9 @@ class Outbound:
 
 
 def shown_key(headers: Headers) -> bytes | None:
-    """Return the key in a client's headers; Anthropic's clients have a header of their own for it."""
+    """Return the key in a client's headers; Anthropic's clients have a header of their own for
+    it.
+    """
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
@@ -163,7 +187,9 @@ def outbound_key(text: str, source: str) -> str:
     """
     key = text.strip()
     if not _KEY.fullmatch(key):
-        raise ConfigError(f"{source} is not an API key: write one line of printable ASCII without spaces")
+        raise ConfigError(
+            f"{source} is not an API key: write one line of printable ASCII without spaces"
+        )
     return key
 
 

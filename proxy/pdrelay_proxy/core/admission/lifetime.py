@@ -49,7 +49,9 @@ class Lifetime:
     def check(self) -> None:
         """Let a request in; raises ClosingDown."""
         if self.stage is _CLOSED:
-            raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
+            raise ClosingDown(
+                "the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S
+            )
 
     def serving(self) -> "Serving":
         """Count a request for as long as the block lasts."""
@@ -73,4 +75,6 @@ class Serving:
 
 def cut_short() -> ClosingDown:
     """Return what a request is told that is still under way when the router ends."""
-    return ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)
+    return ClosingDown(
+        "the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S
+    )

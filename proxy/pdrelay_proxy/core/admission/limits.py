@@ -49,15 +49,19 @@ class TokenBucket:
         return seconds if seconds > _EPSILON else 0.0
 
     def take(self, rate: float, *, now: float, count: int = 1) -> None:
-        """Take a token that is there; or several that another router has taken, which may not be."""
+        """Take a token that is there; or several that another router has taken, which may not
+        be.
+        """
         self._full_at = max(self._full_at, now) + count / rate
 
 
 class TokenQuota:
-    """Tokens of prompts and answers, of which so many a minute are free: what is above drains at that rate.
+    """Tokens of prompts and answers, of which so many a minute are free: what is above drains at
+    that rate.
 
-    A request is let in while there is less than a minute's worth, and is charged when it has cost something: so a key
-    may go over by what its requests under way cost, and waits for that afterwards.
+    A request is let in while there is less than a minute's worth, and is charged when it has cost
+    something: so a key may go over by what its requests under way cost, and waits for that
+    afterwards.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""How urgent a request is, read as vLLM reads it (lower is earlier), and no more than its client may say."""
+"""How urgent a request is, read as vLLM reads it (lower is earlier), and no more than its client
+may say.
+"""
 
 import re
 from typing import Final
@@ -21,10 +23,12 @@ _SWITCHES: Final = {b"false": 0, b"true": 1}
 
 
 def limited(headers: Headers, fields: Fields, least: int) -> tuple[Headers, Fields, int]:
-    """Return what engines may see of a request's headers and fields, and its priority: none is below ``least``.
+    """Return what engines may see of a request's headers and fields, and its priority: none is
+    below ``least``.
 
-    The header counts before the body, as in vLLM (entrypoints/generate/base/serving.py). One that is no number is left
-    out: Python reads more numbers than we do. What needs no change is returned as it came.
+    The header counts before the body, as in vLLM (entrypoints/generate/base/serving.py). One that
+    is no number is left out: Python reads more numbers than we do. What needs no change is returned
+    as it came.
 
     Raises:
         BadRequest: the body's priority is no whole number.
@@ -55,7 +59,9 @@ def limited(headers: Headers, fields: Fields, least: int) -> tuple[Headers, Fiel
 
 
 def _whole(raw: bytes) -> int:
-    """Return the whole number that pydantic makes of a text, a float or a switch; raises BadRequest: it makes none."""
+    """Return the whole number that pydantic makes of a text, a float or a switch; raises
+    BadRequest: it makes none.
+    """
     if (written := _IN_TEXT.fullmatch(raw)) is not None:
         return int(written[1])
     if raw in _SWITCHES:

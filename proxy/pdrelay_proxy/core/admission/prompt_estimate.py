@@ -1,8 +1,9 @@
-"""About how many tokens a prompt has, before an engine has counted them: a quarter of its bytes, but for media.
+"""About how many tokens a prompt has, before an engine has counted them: a quarter of its bytes,
+but for media.
 
-Images, audio and embeddings come as base64, of which engines make far fewer tokens than of as much text. They are told
-by where vLLM reads them (MM_PARSER_MAP in vllm/renderers/chat_utils.py) and never by what they look like, so a client
-cannot dress up text as one.
+Images, audio and embeddings come as base64, of which engines make far fewer tokens than of as much
+text. They are told by where vLLM reads them (MM_PARSER_MAP in vllm/renderers/chat_utils.py) and
+never by what they look like, so a client cannot dress up text as one.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from pdrelay_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
 from pdrelay_proxy.core.raw_json import Fields, maybe
 
 MEDIUM_TOKENS: Final = 256  # of an image, a form's file or the like: a small image of most models
-_SMALL: Final = MEDIUM_TOKENS * BYTES_PER_TOKEN  # bytes of a body, in which a medium is not worth looking for
+# bytes of a body, in which a medium is not worth looking for
+_SMALL: Final = MEDIUM_TOKENS * BYTES_PER_TOKEN
 _COMMAS_MOST: Final = 32_768  # of a field that is read: its lists have no more items
 _ITEMS_MOST: Final = 4096  # messages and parts of a request that are looked at; 1 us each
 _LEVELS_MOST: Final = 8  # a batch of messages, of which one has parts, of which one has parts
@@ -23,13 +25,32 @@ _WHITESPACE: Final = b" \t\n\r"
 _BRACKET: Final = 91
 _BRACE: Final = 123
 # Fields of requests with messages, or things that have parts as messages do.
-_MESSAGES: Final = ("messages", "input", "inputs", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
+_MESSAGES: Final = (
+    "messages",
+    "input",
+    "inputs",
+    "queries",
+    "documents",
+    "data_1",
+    "data_2",
+    "text_1",
+    "text_2",
+)
 _PARTS: Final = "content_parts"  # of /inference/v1/generate
-_FIELDS: Final = ("prompt_embeds", "features", "images")  # fields of requests that are media as a whole
+# fields of requests that are media as a whole
+_FIELDS: Final = ("prompt_embeds", "features", "images")
 _LISTS: Final = (b'":[', b'": [')  # without them there are no parts
 # Fields of parts. No text is read from them, whatever the type of the part is.
 _MEDIA: Final = (
-    *("image_url", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds", "video_url"),
+    *(
+        "image_url",
+        "image_embeds",
+        "image_pil",
+        "audio_url",
+        "input_audio",
+        "audio_embeds",
+        "video_url",
+    ),
     *("video_embeds", "source", "data"),
 )
 _MEDIA_NAMES: Final = frozenset(_MEDIA)
@@ -93,7 +114,9 @@ class _Media:
 
 
 def _items(value: msgspec.Raw) -> Sequence[msgspec.Raw]:
-    """Return the items of a list of objects or lists, or the one object; of texts and numbers, nothing."""
+    """Return the items of a list of objects or lists, or the one object; of texts and numbers,
+    nothing.
+    """
     view = memoryview(value)
     if view[0] == _BRACE:
         return [value]

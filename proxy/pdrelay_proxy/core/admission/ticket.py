@@ -54,10 +54,27 @@ TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
 class Ticket:
     """One request; only :class:`Admission` changes it."""
 
-    __slots__ = ("charged", "due", "key", "priority", "refusal", "reported", "size", "state", "tokens")
+    __slots__ = (
+        "charged",
+        "due",
+        "key",
+        "priority",
+        "refusal",
+        "reported",
+        "size",
+        "state",
+        "tokens",
+    )
 
     def __init__(
-        self, key: str, priority: int, size: int, due: float, state: TicketState = _ARRIVING, *, tokens: int = 0
+        self,
+        key: str,
+        priority: int,
+        size: int,
+        due: float,
+        state: TicketState = _ARRIVING,
+        *,
+        tokens: int = 0,
     ) -> None:
         self.key = key
         self.priority = priority  # lower is earlier

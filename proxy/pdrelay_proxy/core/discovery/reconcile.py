@@ -1,7 +1,9 @@
-"""Which engines there should be: the union of what several sources say, against what the router has.
+"""Which engines there should be: the union of what several sources say, against what the router
+has.
 
-A source is always heard as a whole, so a lost message costs time and never an engine that is gone. What a source said
-last holds until it says something else: one that cannot be reached takes nothing away.
+A source is always heard as a whole, so a lost message costs time and never an engine that is gone.
+What a source said last holds until it says something else: one that cannot be reached takes nothing
+away.
 """
 
 import re
@@ -18,9 +20,12 @@ from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.errors import AddressError
 
-MOST: Final = 50_000  # engines of one source; what is beyond is left out, and said, until others have gone
-_READ_AT_ONCE: Final = 200  # engines that are compared with those of before in one step: some tenths of a millisecond
-_TAKEN_AT_ONCE: Final = 20  # places that have changed and are taken in at once: what follows takes 20 times as long
+# engines of one source; what is beyond is left out, and said, until others have gone
+MOST: Final = 50_000
+# engines that are compared with those of before in one step: some tenths of a millisecond
+_READ_AT_ONCE: Final = 200
+# places that have changed and are taken in at once: what follows takes 20 times as long
+_TAKEN_AT_ONCE: Final = 20
 _PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
 TEXT_MOST: Final = 64 * 1024  # bytes of an entry of the store; ours have some hundred
 _SHOWN_MOST: Final = 200  # characters of what another program has written that a sentence repeats
@@ -35,7 +40,8 @@ class View:
     generation: int = 0  # counts the changes; 0: never heard
     heard: float = 0.0  # when it was last known to be so
     is_synced: bool = False  # the source has been heard as a whole
-    left_out: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])  # beyond the bound; the first comes next
+    # beyond the bound; the first comes next
+    left_out: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,16 @@ class Sources:
 
     def __init__(self, names: Iterable[EngineSource], *, now: float, most: int = MOST) -> None:
         self._most = most  # engines of one source
-        self.views = {name: View(heard=now) for name in sorted(names, key=tuple(EngineSource).index)}
+        self.views = {
+            name: View(heard=now) for name in sorted(names, key=tuple(EngineSource).index)
+        }
 
-    def replace(self, source: EngineSource, engines: Iterable[Wanted], *, now: float) -> Sequence[Key]:
-        """Take in all that a source says; return the places that differ from what it said before."""
+    def replace(
+        self, source: EngineSource, engines: Iterable[Wanted], *, now: float
+    ) -> Sequence[Key]:
+        """Take in all that a source says; return the places that differ from what it said
+        before.
+        """
         changed = list[Key]()
         for some in self.replace_in_steps(source, engines, now=now):
             changed.extend(some)
@@ -66,10 +78,11 @@ class Sources:
     def replace_in_steps(
         self, source: EngineSource, engines: Iterable[Wanted], *, now: float
     ) -> Generator[Sequence[Key]]:
-        """Take in the same in steps of a millisecond or so, and yield the places that differ with each.
+        """Take in the same in steps of a millisecond or so, and yield the places that differ with
+        each.
 
-        First go those where no engine is any more, which makes room at an address. The source has been heard as a whole
-        when all steps are done; all of them are of one generation.
+        First go those where no engine is any more, which makes room at an address. The source has
+        been heard as a whole when all steps are done; all of them are of one generation.
         """
         old = self.views[source]
         found = yield from _by_key(engines)
@@ -90,14 +103,17 @@ class Sources:
         for keys in (gone, news):
             for begin in range(0, len(keys), _TAKEN_AT_ONCE):
                 some = keys[begin : begin + _TAKEN_AT_ONCE]
-                if self.views[source].engines is not taken:  # the first step, or one after a change of some places
+                # the first step, or one after a change of some places
+                if self.views[source].engines is not taken:
                     taken = dict(self.views[source].engines)
                 for key in some:
                     if key in found:
                         taken[key] = found[key]
                     else:
                         taken.pop(key, None)
-                self.views[source] = replace(self.views[source], engines=taken, generation=generation)
+                self.views[source] = replace(
+                    self.views[source], engines=taken, generation=generation
+                )
                 yield some
         is_news = bool(gone or news) or not old.is_synced
         self.views[source] = View(
@@ -108,8 +124,11 @@ class Sources:
             left_out=left_out,
         )
 
-    def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None], *, now: float) -> Sequence[Key]:
-        """Take in what a source says of some places (None: no engine is there any more); return those that differ.
+    def change(
+        self, source: EngineSource, engines: Mapping[Key, Wanted | None], *, now: float
+    ) -> Sequence[Key]:
+        """Take in what a source says of some places (None: no engine is there any more); return
+        those that differ.
 
         What is beyond the bound is left out until there is room.
         """
@@ -133,8 +152,12 @@ class Sources:
             key = next(iter(left_out))
             found[key] = left_out.pop(key)
             changed.append(key)
-        engines_now, generation = (found, old.generation + 1) if changed else (old.engines, old.generation)
-        self.views[source] = replace(old, engines=engines_now, generation=generation, heard=now, left_out=left_out)
+        engines_now, generation = (
+            (found, old.generation + 1) if changed else (old.engines, old.generation)
+        )
+        self.views[source] = replace(
+            old, engines=engines_now, generation=generation, heard=now, left_out=left_out
+        )
         return changed
 
     def heard(self, source: EngineSource, *, now: float) -> None:
@@ -144,7 +167,9 @@ class Sources:
     def freshness(self, *, now: float) -> Sequence[Freshness]:
         """Say of each source how well it is known."""
         return [
-            Freshness(name, view.is_synced, max(0.0, now - view.heard), view.generation, len(view.engines))
+            Freshness(
+                name, view.is_synced, max(0.0, now - view.heard), view.generation, len(view.engines)
+            )
             for name, view in self.views.items()
         ]
 
@@ -155,7 +180,9 @@ class Sources:
 
     def desired(self) -> Mapping[Key, Origin]:
         """Return the union. An engine leaves if any source says that it does."""
-        return self.desired_at(dict.fromkeys(key for view in self.views.values() for key in view.engines))
+        return self.desired_at(
+            dict.fromkeys(key for view in self.views.values() for key in view.engines)
+        )
 
     def desired_at(self, keys: Iterable[Key]) -> Mapping[Key, Origin]:
         """Return the same for some places."""
@@ -168,12 +195,16 @@ class Sources:
                     found[key] = Origin(source, view.generation, wanted)
                 elif wanted.leaves and first.wanted is not None:
                     moves = wanted.moves or first.wanted.moves
-                    found[key] = replace(first, wanted=replace(first.wanted, leaves=True, moves=moves))
+                    found[key] = replace(
+                        first, wanted=replace(first.wanted, leaves=True, moves=moves)
+                    )
         return found
 
 
 def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, dict[Key, Wanted]]:
-    """Sort engines by place, in steps: of two at one address the one that stays counts, else the one named last."""
+    """Sort engines by place, in steps: of two at one address the one that stays counts, else the
+    one named last.
+    """
     leaving = dict[Key, Wanted]()
     staying = dict[Key, Wanted]()
     for number, one in enumerate(engines, start=1):
@@ -193,10 +224,11 @@ class Action:
 
 
 def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequence[Action]:
-    """Say what makes the registry (``current``: without what retires) what it should be; twice changes nothing more.
+    """Say what makes the registry (``current``: without what retires) what it should be; twice
+    changes nothing more.
 
-    Removals come first, so that an address is free for the engine that has taken it. Engines that discovery has not
-    brought are left alone, and so is what an operator did to one since.
+    Removals come first, so that an address is free for the engine that has taken it. Engines that
+    discovery has not brought are left alone, and so is what an operator did to one since.
     """
     gone = list[Action]()
     rest = list[Action]()
@@ -207,7 +239,8 @@ def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequen
     for key, origin in desired.items():
         present = None if key in removed else current.get(key)
         if (verb := _verb(origin, present)) is not None:
-            if present is not None and present.source is origin.source:  # it is of the generation in which it came
+            # it is of the generation in which it came
+            if present is not None and present.source is origin.source:
                 origin = replace(origin, generation=present.generation)
             rest.append(Action(verb, key, origin))
     return [*gone, *rest]
@@ -216,8 +249,9 @@ def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequen
 def _is_other(before: Origin, present: Wanted, origin: Origin | None) -> bool:
     """Tell whether what is there must go: nobody wants it, or something else at its address.
 
-    Of two entries of one source, one that lacks its addition is another than one that has it: routers that have seen
-    none of them in between would else keep the engine of before, and those that have, not.
+    Of two entries of one source, one that lacks its addition is another than one that has it:
+    routers that have seen none of them in between would else keep the engine of before, and those
+    that have, not.
     """
     if origin is None or (wanted := origin.wanted) is None:
         return True
@@ -228,7 +262,9 @@ def _is_other(before: Origin, present: Wanted, origin: Origin | None) -> bool:
     return present.target != wanted.target
 
 
-def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "undrain", "adopt"] | None:
+def _verb(
+    origin: Origin, present: Origin | None
+) -> Literal["add", "drain", "undrain", "adopt"] | None:
     if origin.wanted is None:
         return None
     if present is None:
@@ -245,7 +281,9 @@ def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "un
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What an engine serves in place of the role that its source names, for all routers of a store."""
+    """What an engine serves in place of the role that its source names, for all routers of a
+    store.
+    """
 
     key: Key  # as its source names it
     serves: EngineRole
@@ -281,7 +319,11 @@ def entry_name(key: Key) -> str:
     """Name the entry of an engine, in letters that every store takes."""
     plain = "".join(c if _PLAIN.fullmatch(c) else f"_{ord(c):02x}" for c in key.authority)
     name = f"{key.role}.{plain}"
-    return name if len(name) <= _NAME_MOST else f"{key.role}.{sha256(key.authority.encode()).hexdigest()}"
+    return (
+        name
+        if len(name) <= _NAME_MOST
+        else f"{key.role}.{sha256(key.authority.encode()).hexdigest()}"
+    )
 
 
 def entry_of(wanted: Wanted) -> str:
@@ -297,12 +339,15 @@ def assignment_name(key: Key) -> str:
 
 def assignment_of(found: Assignment) -> str:
     """Write an assignment for the store."""
-    entry = _AssignmentEntry(found.key.role, found.key.authority, found.serves, found.identity, found.is_unnamed)
+    entry = _AssignmentEntry(
+        found.key.role, found.key.authority, found.serves, found.identity, found.is_unnamed
+    )
     return msgspec.json.encode(entry).decode()
 
 
 def bytes_of_entry(text: str) -> bytes:
-    """Return the bytes of an entry, which another program may have written; raises AddressError: it is too long.
+    """Return the bytes of an entry, which another program may have written; raises AddressError: it
+    is too long.
 
     Bytes that are not UTF-8 are lone surrogates in the text (PEP 383).
     """
@@ -318,7 +363,9 @@ def text_of_entry(data: bytes) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return the name of an entry as a sentence can repeat it: on one line, in characters that every log takes."""
+    """Return the name of an entry as a sentence can repeat it: on one line, in characters that
+    every log takes.
+    """
     return name if name.isprintable() and len(name) <= _SHOWN_MOST else ascii(name[:_SHOWN_MOST])
 
 
@@ -339,4 +386,10 @@ def _read_engine(data: bytes) -> Wanted:
     except NotJson as exc:
         example = '{"role":"decode","target":"http://10.0.0.7:8000"}'
         raise AddressError(f"it is no engine ({exc}): an entry looks like {example}") from exc
-    return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves, moves=entry.moves, added=entry.added)
+    return Wanted(
+        entry.role,
+        Target.parse(entry.target),
+        leaves=entry.leaves,
+        moves=entry.moves,
+        added=entry.added,
+    )

@@ -1,10 +1,13 @@
-"""What the URL of a store says beyond where it is: a prefix, so that several fleets can share one Redis."""
+"""What the URL of a store says beyond where it is: a prefix, so that several fleets can share one
+Redis.
+"""
 
 import re
 from typing import Final
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-_PREFIX: Final = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_./:]{0,199}")  # no braces: they choose the slot of a Redis Cluster
+# no braces: they choose the slot of a Redis Cluster
+_PREFIX: Final = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_./:]{0,199}")
 
 
 def split_prefix(url: str) -> tuple[str, str]:
@@ -19,7 +22,10 @@ def split_prefix(url: str) -> tuple[str, str]:
     if not found:
         return url, ""
     if len(found) > 1 or not _PREFIX.fullmatch(found[0]):
-        raise ValueError("a store's prefix is written once, in at most 200 letters, digits, '-', '_', '.', '/' and ':'")
+        raise ValueError(
+            "a store's prefix is written once, in at most 200 letters, digits, '-', '_', '.', '/' "
+            "and ':'"
+        )
     rest = urlencode([(name, value) for name, value in query if name != "prefix"])
     base, _, _ = url.partition("?")
     return f"{base}?{rest}" if rest else base, found[0]

@@ -1,8 +1,10 @@
-"""Which assignments are of engines that are gone, so that the next engine at such an address serves its own role.
+"""Which assignments are of engines that are gone, so that the next engine at such an address serves
+its own role.
 
-A router knows only what it names itself, and other routers of its store may name more: in their settings, or as pods.
-So it does not delete such an assignment. It writes down that it knows of no such engine, any router that names the
-engine takes that back, and what has stood there for ``GRACE_S`` is deleted.
+A router knows only what it names itself, and other routers of its store may name more: in their
+settings, or as pods. So it does not delete such an assignment. It writes down that it knows of no
+such engine, any router that names the engine takes that back, and what has stood there for
+``GRACE_S`` is deleted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +14,21 @@ from typing import Final, TypeAlias
 from pdrelay_proxy.core.discovery.reconcile import Assignment
 from pdrelay_proxy.core.fleet.target import Key
 
-GRACE_S: Final = 30.0  # a router that names the engine looks every few seconds, and may wait for its store
+# a router that names the engine looks every few seconds, and may wait for its store
+GRACE_S: Final = 30.0
 AGAIN_S: Final = 600.0  # until a router doubts an assignment again that another one has spoken for
-Rewrite: TypeAlias = tuple[Assignment, Assignment | None]  # what is in the store, and what shall be: None: nothing
+# what is in the store, and what shall be: None: nothing
+Rewrite: TypeAlias = tuple[Assignment, Assignment | None]
 
 
 class UnnamedAssignments:
     """One router's part. Times are seconds of its clock."""
 
     def __init__(self) -> None:
-        self._doubted: dict[Key, float] = {}  # when this router has written last that it does not know the engine
-        self._since: dict[Key, float] = {}  # since when that, by whichever router, has stood in the store
+        # when this router has written last that it does not know the engine
+        self._doubted: dict[Key, float] = {}
+        # since when that, by whichever router, has stood in the store
+        self._since: dict[Key, float] = {}
 
     def look(
         self,
@@ -31,7 +37,10 @@ class UnnamedAssignments:
         *,
         now: float,
     ) -> Sequence[Rewrite]:
-        """Say what to write. ``is_named``: by a source of this router; None: that is not known now."""
+        """Say what to write.
+
+        ``is_named``: by a source of this router; None: that is not known now.
+        """
         found = list[Rewrite]()
         since = dict[Key, float]()
         for key, one in assignments.items():
@@ -39,7 +48,8 @@ class UnnamedAssignments:
             if named and one.is_unnamed:
                 found.append((one, replace(one, is_unnamed=False)))
             elif named is False and one.is_unnamed:
-                self._doubted[key] = now  # somebody's doubt is everybody's: else they take turns in it
+                # somebody's doubt is everybody's: else they take turns in it
+                self._doubted[key] = now
                 since[key] = self._since.get(key, now)
                 if now >= since[key] + GRACE_S:
                     found.append((one, None))

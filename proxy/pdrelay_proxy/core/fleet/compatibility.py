@@ -19,7 +19,8 @@ MODES: Final[Mapping[push_coordinates.CoordinatesState, EngineMode]] = {
 }
 
 NO_SLICE: Final = ""  # stands for engines without one, where these are a slice of their own
-PairsWithin: TypeAlias = Callable[[str | None], str | None]  # by the slice of an engine: `pairs_within` of its facts
+# by the slice of an engine: `pairs_within` of its facts
+PairsWithin: TypeAlias = Callable[[str | None], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,24 @@ class EngineCapabilities:
     models: frozenset[str] | None = None  # /v1/models, with its LoRA adapters
     version: str | None = None  # /version; two versions of vLLM refuse each other's handshake
     connector: str | None = None  # whose metrics it shows: pdrelay or nixl
-    mode: EngineMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
+    # prefill: as its answers say; decode: as it was declared (URL#mode=push)
+    mode: EngineMode | None = None
     revision: str | None = None  # of its deployment, as its pod or its operator says
     protocol: str | None = None  # of our connector's side channel; others refuse each other
-    fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
+    # of model, cache and vLLM, as our connector sees them; others refuse each other
+    fingerprint: str | None = None
     engine_id: str | None = None  # prefill: by which decode engines know it
-    incompatible: frozenset[str] | None = None  # decode: engine ids of those it has met and cannot load from
+    # decode: engine ids of those it has met and cannot load from
+    incompatible: frozenset[str] | None = None
     adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
     slice: str | None = None  # its zone, rack or NVLink domain, as its pod or its operator says
     pairs_within: str | None = None  # the slice that its partners must be of; None: any
-    kv_role: str | None = None  # vLLM's, as our connector shows it: only kv_both can serve another role
-    resting: frozenset[InstanceId] | None = None  # decode: prefill engines that it cannot meet (pair_health.py)
-    root: str | None = None  # where its base model's files lie, as /v1/models says; its own connector says more
+    # vLLM's, as our connector shows it: only kv_both can serve another role
+    kv_role: str | None = None
+    # decode: prefill engines that it cannot meet (pair_health.py)
+    resting: frozenset[InstanceId] | None = None
+    # where its base model's files lie, as /v1/models says; its own connector says more
+    root: str | None = None
     started: str | None = None  # when its process began, as its metrics write it
     # The names of its base model: ``models`` without ``adapters`` (registry.py).
     bases: frozenset[str] | None = field(default=None, compare=False)
@@ -124,7 +131,8 @@ def _lines(names: frozenset[str] | None) -> frozenset[str] | None:
     return None if names is None else frozenset(map(one_line, names))
 
 
-# Facts that are equal, or unknown, where two engines fit; the last one is a set, and one name in common will do.
+# Facts that are equal, or unknown, where two engines fit; the last one is a set, and one name in
+# common will do.
 Compared: TypeAlias = tuple[str | frozenset[str] | None, ...]
 
 _COMPARED: Final = {
@@ -147,16 +155,24 @@ without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
 
 
 def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
-    """Tell whether two engines can share a request; that both serve its LoRA adapter is looked at elsewhere."""
-    return prefill.engine_id not in (decode.incompatible or ()) and agree(compared(prefill), compared(decode))
+    """Tell whether two engines can share a request; that both serve its LoRA adapter is looked at
+    elsewhere.
+    """
+    return prefill.engine_id not in (decode.incompatible or ()) and agree(
+        compared(prefill), compared(decode)
+    )
 
 
 def agree(one: Compared, other: Compared) -> bool:
-    """Tell whether facts are equal or unknown, and the base models are one: no KV cache is read across two of them."""
+    """Tell whether facts are equal or unknown, and the base models are one: no KV cache is read
+    across two of them.
+    """
     # A generator takes three times as long, and kinds are compared with kinds.
     if one == other:
         return True
-    if False in [a is None or b is None or a == b for a, b in zip(one[:-1], other[:-1], strict=True)]:
+    if False in [
+        a is None or b is None or a == b for a, b in zip(one[:-1], other[:-1], strict=True)
+    ]:
         return False
     return _have_common_name(one[-1], other[-1])
 
@@ -167,7 +183,9 @@ def have_common_model(one: EngineCapabilities, other: EngineCapabilities) -> boo
 
 
 def _have_common_name(one: str | frozenset[str] | None, other: str | frozenset[str] | None) -> bool:
-    """Tell whether two base models are one: each may have several names (``--served-model-name a b``)."""
+    """Tell whether two base models are one: each may have several names (``--served-model-name a
+    b``).
+    """
     if not isinstance(one, frozenset) or not isinstance(other, frozenset):
         return True
     return not one.isdisjoint(other)

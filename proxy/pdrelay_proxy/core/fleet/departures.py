@@ -1,4 +1,6 @@
-"""Engines that leave: they are drained, forgotten, or turn to another role (docs/turning-roles.md)."""
+"""Engines that leave: they are drained, forgotten, or turn to another role
+(docs/turning-roles.md).
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,12 +24,16 @@ class Departures:
         self._table = table
         self._has_turned = has_turned
         self.moving: Final = dict[InstanceId, None]()  # drained by moving their streams
-        self.turns: Final = Counter[tuple[str, ...]]()  # that are over, by EngineRole and TurnState; or refused
+        # that are over, by EngineRole and TurnState; or refused
+        self.turns: Final = Counter[tuple[str, ...]]()
 
     # ---- to drain
 
     def drain(self, name: InstanceId, *, now: float, moves: bool = False) -> None:
-        """Send it nothing new; ``moves``: its streams go on at other engines. Raises UnknownInstance."""
+        """Send it nothing new; ``moves``: its streams go on at other engines.
+
+        Raises UnknownInstance.
+        """
         member = self._table.member(name)
         drain = _drain(member, now=now)
         drain.by_turn = False
@@ -37,7 +43,9 @@ class Departures:
             _say_drained(member, drain)
 
     def retire(self, name: InstanceId, *, now: float) -> None:
-        """Send it nothing new, and forget it as soon as it has nothing left; raises UnknownInstance."""
+        """Send it nothing new, and forget it as soon as it has nothing left; raises
+        UnknownInstance.
+        """
         self.drain(name, now=now)
         self._table.member(name).retires = True
         self._table.lineup.count += 1
@@ -49,7 +57,9 @@ class Departures:
         """
         member = self._table.member(name)
         if member.retires:
-            self._table.check_new(member.instance.pool, member.instance.address, member.instance.rank)
+            self._table.check_new(
+                member.instance.pool, member.instance.address, member.instance.rank
+            )
         member.retires = False
         self._table.lineup.count += 1
         if member.turn is not None and member.drain is not None:
@@ -69,7 +79,9 @@ class Departures:
             life = member.life
             if life.state is HealthState.DRAINING and member.drain is not None:
                 first = member.instance.role  # of one that serves both: it may keep blocks, too
-                found = member.drain.verdict(first, member.load.in_flight, patience_s=patience_s, now=now)
+                found = member.drain.verdict(
+                    first, member.load.in_flight, patience_s=patience_s, now=now
+                )
                 if found is not None:
                     life.empty(found, now=now)
                     drained.append(member.instance)
@@ -88,7 +100,9 @@ class Departures:
         self.moving.pop(member.instance.id, None)
 
     def _move_if_asked(self, member: Member, drain: Drain) -> None:
-        """Have its streams move as long as its turn, or whoever has drained it by hand, wants that."""
+        """Have its streams move as long as its turn, or whoever has drained it by hand, wants
+        that.
+        """
         drain.moves = drain.moves_by_hand or member.leaves_decode
         if drain.moves:
             self.moving[member.instance.id] = None
@@ -103,19 +117,23 @@ class Departures:
     # ---- to turn
 
     def check_turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
-        """Check whether an engine may turn; ``force``: also if no other one serves the role that it leaves.
+        """Check whether an engine may turn; ``force``: also if no other one serves the role that it
+        leaves.
 
         Raises UnknownInstance, or CannotTurn, which says why.
         """
         member = self._table.member(name)
         if member.heading is to:
             return
-        why = self._why_not(member, to) or (None if force else self._last_of(member, member.role, to))
+        why = self._why_not(member, to) or (
+            None if force else self._last_of(member, member.role, to)
+        )
         if why is not None:
             self._refuse(to, why)
 
     def check_begun(self, name: InstanceId, before: EngineRole, to: EngineRole) -> None:
-        """Check once more, when it is known what others have begun meanwhile; ``before``: what it served when asked.
+        """Check once more, when it is known what others have begun meanwhile; ``before``: what it
+        served when asked.
 
         Raises UnknownInstance, or CannotTurn: it was the last one of a role that it leaves.
         """
@@ -124,18 +142,22 @@ class Departures:
             self._refuse(to, why)
 
     def can_turn(self, name: InstanceId, to: EngineRole) -> bool:
-        """Tell whether an engine may turn, as far as is known, if it is not the last one; raises UnknownInstance."""
+        """Tell whether an engine may turn, as far as is known, if it is not the last one; raises
+        UnknownInstance.
+        """
         return self._why_not(self._table.member(name), to) is None
 
     def turn(self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False) -> None:
         """Have an engine serve another role as soon as it has nothing left of the one it leaves.
 
-        A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router is there, so that
-        it has not turned for this one: it is not counted. One that cannot turn stays what it is. Raises
-        UnknownInstance.
+        A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router
+        is there, so that it has not turned for this one: it is not counted. One that cannot turn
+        stays what it is. Raises UnknownInstance.
         """
         member = self._table.member(name)
-        if member.heading is to or (member.role is not to and self._why_not(member, to) is not None):
+        if member.heading is to or (
+            member.role is not to and self._why_not(member, to) is not None
+        ):
             return
         if member.turn is not None:
             self._end_turn(member, TurnEvent.CANCEL, now=now)
@@ -151,9 +173,13 @@ class Departures:
         drain.by_turn = drain.by_turn or is_new
         self._move_if_asked(member, drain)
         if member.life.state is HealthState.DRAINING:
-            member.life.why = f"turns to {to}{', and its streams move' if member.leaves_decode else ''}"
+            member.life.why = (
+                f"turns to {to}{', and its streams move' if member.leaves_decode else ''}"
+            )
 
-    def _end_turn(self, member: Member, event: TurnEvent, *, now: float, counts: bool = True) -> None:
+    def _end_turn(
+        self, member: Member, event: TurnEvent, *, now: float, counts: bool = True
+    ) -> None:
         """A turn is over, in one way or another."""
         turn = member.turn
         member.turn = None
@@ -168,9 +194,15 @@ class Departures:
             self._has_turned(member)
         if event is not TurnEvent.REMOVE and member.drain is not None:
             if member.drain.by_turn:
-                why = f"serves {turn.to}" if state is not TurnState.CANCELLED else f"has not turned to {turn.to}"
+                why = (
+                    f"serves {turn.to}"
+                    if state is not TurnState.CANCELLED
+                    else f"has not turned to {turn.to}"
+                )
                 left = member.load.in_flight if state is TurnState.LATE else 0
-                self._undrain(member, now=now, why=f"{why}, beside {left} of before" if left else why)
+                self._undrain(
+                    member, now=now, why=f"{why}, beside {left} of before" if left else why
+                )
             else:  # it stays drained, as it was asked to be by hand
                 self._move_if_asked(member, member.drain)
                 _say_drained(member, member.drain)
@@ -181,7 +213,9 @@ class Departures:
         if one.rank is not None:
             return f"{one.id} is rank {one.rank} of a data-parallel engine: its ranks share an address, and cannot turn"
         if member.retires:
-            return f"{one.id} is no longer listed, and is forgotten when it is drained: it cannot turn"
+            return (
+                f"{one.id} is no longer listed, and is forgotten when it is drained: it cannot turn"
+            )
         if member.facts.kv_role not in (None, KV_BOTH):
             return f"{one.id} has kv_role {member.facts.kv_role}: only an engine that was started with kv_both can turn"
         for other in self._table.at(one.address):
@@ -192,14 +226,18 @@ class Departures:
         return None
 
     def _last_of(self, member: Member, before: EngineRole, to: EngineRole) -> str | None:
-        """Say which role no other engine serves of those that one leaves; None: each has another."""
+        """Say which role no other engine serves of those that one leaves; None: each has
+        another.
+        """
         for role in Role:
             if to.serves(role) or not before.serves(role):
                 continue
             others = [
                 other
                 for other in self._table.others(member, role)
-                if other.heading.serves(role) and other.life.state in SERVING and not other.life.is_away
+                if other.heading.serves(role)
+                and other.life.state in SERVING
+                and not other.life.is_away
             ]
             if not others:
                 name = member.instance.id

@@ -1,17 +1,24 @@
-"""What the router reads in an engine's /metrics: whose connector it has, what it keeps, and what it got."""
+"""What the router reads in an engine's /metrics: whose connector it has, what it keeps, and what it
+got.
+"""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
+
+# sum() of floats fails where this is compiled: mypyc takes its result for an int
+from math import fsum
 from typing import Final
 
 _LINE: Final = re.compile(
-    rb"^vllm:(?P<name>pdrelay_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? (?P<value>[0-9.eE+-]{1,32})",
+    rb"^vllm:(?P<name>pdrelay_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? "
+    rb"(?P<value>[0-9.eE+-]{1,32})",
     re.MULTILINE,
 )
 _INFO: Final = b"vllm:pdrelay_connector_info{"
-_LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"')
+_LABEL: Final = re.compile(
+    rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"'
+)
 _REFUSED: Final = b"vllm:pdrelay_incompatible_peer{"
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
 _STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,32})$", re.MULTILINE)
@@ -20,7 +27,9 @@ _CONNECTORS: Final = {"pdrelay": b"vllm:pdrelay_", "nixl": b"vllm:nixl_"}
 # Its own prefix cache counts as well: what is there need not be sent.
 _SOURCES: Final = b"vllm:prompt_tokens_by_source_total{"
 _RECEIVED: Final = re.compile(rb'(?:^|,)source="(?:external_kv_transfer|local_cache_hit)"')
-_LABELLED: Final = re.compile(rb"[a-z_:]{1,64}\{(?P<labels>[^\n]{0,2000})\} (?P<value>[0-9.eE+]{1,32})")
+_LABELLED: Final = re.compile(
+    rb"[a-z_:]{1,64}\{(?P<labels>[^\n]{0,2000})\} (?P<value>[0-9.eE+]{1,32})"
+)
 _TRUE: Final = (b"1", b"1.0")
 _MOST_LINES: Final = 4096  # of one metric
 # Of vllm/v1/metrics/loggers.py. A line of the text follows another one: their comments come first.
@@ -41,7 +50,8 @@ class Numbers:
 
     connector: str | None = None  # pdrelay or nixl
     leases: float | None = None  # requests whose blocks our connector keeps
-    kv_usage: float | None = None  # share of its KV cache in use; blocks that are only cached are not
+    # share of its KV cache in use; blocks that are only cached are not
+    kv_usage: float | None = None
     protocol: str | None = None  # these five as our connector says (vllm:pdrelay_connector_info)
     fingerprint: str | None = None
     mode: str | None = None
@@ -51,7 +61,9 @@ class Numbers:
 
     @property
     def kept(self) -> float | None:
-        """Return something above 0 while it keeps something: leases if it counts them, else the use of its cache."""
+        """Return something above 0 while it keeps something: leases if it counts them, else the use
+        of its cache.
+        """
         return self.kv_usage if self.leases is None else self.leases
 
 
@@ -67,12 +79,22 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
     started = _STARTED.search(text)
     leases, usage = found.values()
     ours = next(
-        (line["labels"] for line in labelled_lines(text, _INFO) if line["value"] in _TRUE and _is_of(line, rank)), b""
+        (
+            line["labels"]
+            for line in labelled_lines(text, _INFO)
+            if line["value"] in _TRUE and _is_of(line, rank)
+        ),
+        b"",
     )
     info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
     return Numbers(
         connector=next(
-            (name for name, line in _CONNECTORS.items() if text.startswith(line) or b"\n" + line in text), None
+            (
+                name
+                for name, line in _CONNECTORS.items()
+                if text.startswith(line) or b"\n" + line in text
+            ),
+            None,
         ),
         leases=sum(leases) if leases else None,
         kv_usage=max(usage) if usage else None,
@@ -86,8 +108,14 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
 
 
 def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
-    """Read which prefill engines a decode engine has met and cannot load from, by their engine ids."""
-    lines = [line["labels"] for line in labelled_lines(text, _REFUSED) if line["value"] in _TRUE and _is_of(line, rank)]
+    """Read which prefill engines a decode engine has met and cannot load from, by their engine
+    ids.
+    """
+    lines = [
+        line["labels"]
+        for line in labelled_lines(text, _REFUSED)
+        if line["value"] in _TRUE and _is_of(line, rank)
+    ]
     return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
 
 
@@ -102,7 +130,9 @@ class ShownLoad:
 
 
 def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad | None:
-    """Read how busy an engine is, or one of its data-parallel ranks; None: it does not show its requests."""
+    """Read how busy an engine is, or one of its data-parallel ranks; None: it does not show its
+    requests.
+    """
     running, waiting = (gauge_values(text, name, rank) for name in (_RUNNING, _WAITING))
     if not running:
         return None
@@ -115,12 +145,14 @@ def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad
 def labelled_lines(
     text: bytes, name: bytes, line: re.Pattern[bytes] = _LABELLED, most: int = _MOST_LINES
 ) -> Iterator[re.Match[bytes]]:
-    """Find the lines of a metric that has labels: ``most`` are looked at, and those that ``line`` fits are found.
+    """Find the lines of a metric that has labels: ``most`` are looked at, and those that ``line``
+    fits are found.
 
     ``name`` ends with the brace of the labels.
 
-    They are searched for as bytes, and each is matched once: a pattern that is searched for is tried at every place,
-    and with a text of one line that repeats its beginning that takes minutes, on the event loop.
+    They are searched for as bytes, and each is matched once: a pattern that is searched for is
+    tried at every place, and with a text of one line that repeats its beginning that takes minutes,
+    on the event loop.
     """
     follows = b"\n" + name
     at = 0
@@ -161,7 +193,9 @@ def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
 
 
 def received(exposition: bytes, rank: int | None = None) -> float | None:
-    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
+    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not
+    compute.
+    """
     values = list[float]()
     for line in labelled_lines(exposition, _SOURCES):
         if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank):

@@ -11,7 +11,8 @@ from pdrelay_proxy.errors import BadRequest
 
 _NAME_MOST: Final = 100  # characters of one model's name in a message
 _MOST_MODELS: Final = 10  # names in one message: an engine may have thousands of adapters
-_MOST_SHARED: Final = 1024  # sets of models; beyond, those that no engine serves any more are forgotten
+# sets of models; beyond, those that no engine serves any more are forgotten
+_MOST_SHARED: Final = 1024
 
 
 class FleetModels:
@@ -21,11 +22,13 @@ class FleetModels:
 
     def __init__(self, table: MemberTable) -> None:
         self._table = table
-        # Sets of models that engines serve, or of their base models, so that equal ones are the same: thousands are
-        # then compared in no time.
+        # Sets of models that engines serve, or of their base models, so that equal ones are the
+        # same: thousands are then compared in no time.
         self._sets: dict[frozenset[str], frozenset[str]] = {}
-        self._served: tuple[int, frozenset[str]] = (-1, frozenset())  # the names in them, and for which changes
-        self._bases: tuple[int, frozenset[frozenset[str]]] = (-1, frozenset())  # of engines that serve, likewise
+        # the names in them, and for which changes
+        self._served: tuple[int, frozenset[str]] = (-1, frozenset())
+        # of engines that serve, likewise
+        self._bases: tuple[int, frozenset[frozenset[str]]] = (-1, frozenset())
 
     @property
     def names(self) -> frozenset[str]:
@@ -33,20 +36,27 @@ class FleetModels:
         version, names = self._served
         if version != self._table.changes.count:
             members = self._table.by_id.values()
-            names = frozenset[str]().union(*{one.facts.models for one in members if one.facts.models is not None})
+            names = frozenset[str]().union(
+                *{one.facts.models for one in members if one.facts.models is not None}
+            )
             self._served = self._table.changes.count, names
         return names
 
     def of_unnamed(self) -> str | None:
-        """Return the model that a request means which names none: the one base model of all engines that serve.
+        """Return the model that a request means which names none: the one base model of all engines
+        that serve.
 
-        None: no engine has said what it serves. An adapter does not count: its engine serves its base model, too.
-        Raises BadRequest: there are several.
+        None: no engine has said what it serves. An adapter does not count: its engine serves its
+        base model, too. Raises BadRequest: there are several.
         """
         version, bases = self._bases
         if version != self._table.changes.count:
-            lives = [member for member in self._table.by_id.values() if member.life.state not in LEAVING]
-            bases = frozenset([member.facts.bases for member in lives if member.facts.bases is not None])
+            lives = [
+                member for member in self._table.by_id.values() if member.life.state not in LEAVING
+            ]
+            bases = frozenset(
+                [member.facts.bases for member in lives if member.facts.bases is not None]
+            )
             self._bases = self._table.changes.count, bases
         if not bases:
             return None
@@ -54,20 +64,26 @@ class FleetModels:
         common = first.intersection(*others)
         if not common:
             raise BadRequest(
-                f"name a model: the engines behind this router serve {first_of(frozenset[str]().union(*bases))}",
+                f"name a model: the engines behind this router serve "
+                f"{first_of(frozenset[str]().union(*bases))}",
                 param="model",
             )
         return min(common)
 
     def listed(self) -> str:
         """Name the models for a message, base models first."""
-        adapters = [member.facts.adapters for member in self._table.by_id.values() if member.facts.adapters]
+        adapters = [
+            member.facts.adapters for member in self._table.by_id.values() if member.facts.adapters
+        ]
         return first_of(self.names, frozenset[str]().union(*adapters))
 
     def shared(self, facts: EngineCapabilities) -> EngineCapabilities:
-        """Return facts with what follows from them; they name the sets of models that other engines name, too."""
+        """Return facts with what follows from them; they name the sets of models that other engines
+        name, too.
+        """
         facts = facts.in_one_line()
-        root = facts.root if facts.fingerprint is None else None  # that of our connector tells models apart better
+        # that of our connector tells models apart better
+        root = facts.root if facts.fingerprint is None else None
         if facts.models is None:
             return facts if root is facts.root else replace(facts, root=root)
         models = self._same(facts.models)
@@ -89,7 +105,9 @@ class FleetModels:
 
 
 def first_of(models: Set[str], last: Set[str] = frozenset()) -> str:
-    """Name the first of some models, and how many more there are; ``last``: those that are named after the others."""
+    """Name the first of some models, and how many more there are; ``last``: those that are named
+    after the others.
+    """
     names = sorted(models, key=lambda name: (name in last, name))
     more = len(names) - _MOST_MODELS
     named = ", ".join([clipped(name) for name in names[:_MOST_MODELS]])
@@ -97,5 +115,7 @@ def first_of(models: Set[str], last: Set[str] = frozenset()) -> str:
 
 
 def clipped(name: str) -> str:
-    """Return as much of a model's name as a message has room for: a client, or an engine, may write megabytes."""
+    """Return as much of a model's name as a message has room for: a client, or an engine, may write
+    megabytes.
+    """
     return name if len(name) <= _NAME_MOST else name[:_NAME_MOST] + "..."

@@ -1,7 +1,9 @@
-"""What is wrong with a fleet as a whole, in sentences for operators: no request and no probe of one engine shows it.
+"""What is wrong with a fleet as a whole, in sentences for operators: no request and no probe of one
+engine shows it.
 
-They are there as soon as the facts are, and are gone with what they tell of. The log says each once; ``/health``, the
-status page and ``pdrelay instances`` show those of now. They name engines by id, never by address: clients read them.
+They are there as soon as the facts are, and are gone with what they tell of. The log says each
+once; ``/health``, the status page and ``pdrelay instances`` show those of now. They name engines by
+id, never by address: clients read them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +47,9 @@ class FleetWarnings:
         by_engine: dict[InstanceId, str] = {}
         for each in found:
             for name in each.engines:
-                by_engine[name] = f"{by_engine[name]}; {each.text}" if name in by_engine else each.text
+                by_engine[name] = (
+                    f"{by_engine[name]}; {each.text}" if name in by_engine else each.text
+                )
         self._of = by_engine
         return [text for text in self.texts if text not in before]
 
@@ -61,21 +65,28 @@ def fleet_warnings(registry: Registry) -> Sequence[FleetWarning]:
 
 
 def _of_kv_roles(members: Sequence[Member]) -> Sequence[FleetWarning]:
-    """Say which engines were started for the other role (``kv_role`` in vllm:pdrelay_connector_info)."""
+    """Say which engines were started for the other role (``kv_role`` in
+    vllm:pdrelay_connector_info).
+    """
     wrong = {role: _useless_as(role, members) for role in _USELESS_AS}
     swapped = ": prefill and decode engines seem to be swapped" if all(wrong.values()) else ""
     found = list[FleetWarning]()
     for role, engines in wrong.items():
         kv_role, lacks = _USELESS_AS[role]
         for name in engines:
-            text = f"{name} is a {role} engine that was started with kv_role {kv_role}, so {lacks}{swapped}"
+            text = (
+                f"{name} is a {role} engine that was started with kv_role {kv_role}, so "
+                f"{lacks}{swapped}"
+            )
             found.append(FleetWarning((name,), text))
     return found
 
 
 def _useless_as(role: EngineRole, members: Sequence[Member]) -> Sequence[InstanceId]:
     kv_role = _USELESS_AS[role][0]
-    return [each.instance.id for each in members if each.role is role and each.facts.kv_role == kv_role]
+    return [
+        each.instance.id for each in members if each.role is role and each.facts.kv_role == kv_role
+    ]
 
 
 def _of_twins(registry: Registry, members: Sequence[Member]) -> Sequence[FleetWarning]:
@@ -85,7 +96,10 @@ def _of_twins(registry: Registry, members: Sequence[Member]) -> Sequence[FleetWa
         name = member.instance.id
         first = registry.twins.twin_of(name)
         if first is not None:
-            text = f"{name} is {first} under another address (one engine_id): {first} alone gets requests"
+            text = (
+                f"{name} is {first} under another address (one engine_id): {first} alone gets "
+                f"requests"
+            )
             found.append(FleetWarning((name, first), text))
     return found
 
@@ -93,8 +107,8 @@ def _of_twins(registry: Registry, members: Sequence[Member]) -> Sequence[FleetWa
 def _of_models(members: Sequence[Member]) -> Sequence[FleetWarning]:
     """Say which base models are served by engines of one role alone.
 
-    A decode engine may be meant to serve one alone, such as an embedder: it is named where a prefill engine lacks a
-    partner, too, for then the two may have been meant for each other.
+    A decode engine may be meant to serve one alone, such as an embedder: it is named where a
+    prefill engine lacks a partner, too, for then the two may have been meant for each other.
     """
     sides = {role: [each for each in members if each.role.serves(role)] for role in Role}
     if not all(sides.values()):
@@ -105,16 +119,25 @@ def _of_models(members: Sequence[Member]) -> Sequence[FleetWarning]:
     decodes = _without_partner(sides[Role.DECODE], sides[Role.PREFILL])
     found = list[FleetWarning]()
     for bases, engines in prefills.items():
-        text = f"{listed(engines)}: no decode engine serves {first_of(bases)}, so requests for it are refused"
+        text = (
+            f"{listed(engines)}: no decode engine serves {first_of(bases)}, so requests for it are "
+            f"refused"
+        )
         found.append(FleetWarning(engines, text))
     for bases, engines in decodes.items():
-        text = f"{listed(engines)}: no prefill engine serves {first_of(bases)}, so requests for it are not split"
+        text = (
+            f"{listed(engines)}: no prefill engine serves {first_of(bases)}, so requests for it "
+            f"are not split"
+        )
         found.append(FleetWarning(engines, text))
     return found
 
 
-def _without_partner(own: Sequence[Member], others: Sequence[Member]) -> Mapping[frozenset[str], Sequence[InstanceId]]:
-    """List the engines of one role by base model that no engine of the other role serves; what is not known may be it.
+def _without_partner(
+    own: Sequence[Member], others: Sequence[Member]
+) -> Mapping[frozenset[str], Sequence[InstanceId]]:
+    """List the engines of one role by base model that no engine of the other role serves; what is
+    not known may be it.
 
     Kinds of engines are compared: there may be thousands of engines.
     """
@@ -131,12 +154,14 @@ def _without_partner(own: Sequence[Member], others: Sequence[Member]) -> Mapping
 
 
 def pair_differences(members: Sequence[Member]) -> Mapping[tuple[InstanceId, InstanceId], str]:
-    """Say why engines of one model cannot share requests, by decode and prefill engine; of engines alike, the first.
+    """Say why engines of one model cannot share requests, by decode and prefill engine; of engines
+    alike, the first.
 
     A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
     """
     refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
-    # By the slice that they pair within: that those of two slices are apart is what the operator wants.
+    # By the slice that they pair within: that those of two slices are apart is what the operator
+    # wants.
     prefills: dict[str | None, dict[object, Member]] = {}
     decodes: dict[str | None, dict[object, Member]] = {}
     for member in members:

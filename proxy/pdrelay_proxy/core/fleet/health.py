@@ -1,16 +1,18 @@
 """The life of one engine: which requests it may get, and what is held against it.
 
-Evidence comes from requests (``succeeded``, ``failed``) and from probes (``seen``, ``missed``); either is enough. An
-engine is good until proven otherwise; one that misses its first probe is not up yet, and gets requests once it answers.
-A broken one rests, longer after every break, and then gets one request: its trial; while it misses probes it gets none.
-Only what core/protocol/fault_table.py holds against the engine counts: a refused request (4xx), or one it is too busy
-for, says that it lives. An answer of 5xx, or one that breaks off, counts as soon as another engine has answered the
-same request well (``blamed``), and not before: there are requests that make any engine fail, and a client that sends a
-few of them must not take one engine after the other away from everybody else. For the same reason no request ejects an
-engine that answers its probes and is needed (``is_needed``); one that cannot be reached is away, whoever asks.
+Evidence comes from requests (``succeeded``, ``failed``) and from probes (``seen``, ``missed``);
+either is enough. An engine is good until proven otherwise; one that misses its first probe is not
+up yet, and gets requests once it answers. A broken one rests, longer after every break, and then
+gets one request: its trial; while it misses probes it gets none. Only what
+core/protocol/fault_table.py holds against the engine counts: a refused request (4xx), or one it is
+too busy for, says that it lives. An answer of 5xx, or one that breaks off, counts as soon as
+another engine has answered the same request well (``blamed``), and not before: there are requests
+that make any engine fail, and a client that sends a few of them must not take one engine after the
+other away from everybody else. For the same reason no request ejects an engine that answers its
+probes and is needed (``is_needed``); one that cannot be reached is away, whoever asks.
 
-The first event of a stream says nothing of its end. Answers that break off behind their beginning (``broke_off``) are
-counted by themselves, until one has come to its end (``completed``).
+The first event of a stream says nothing of its end. Answers that break off behind their beginning
+(``broke_off``) are counted by themselves, until one has come to its end (``completed``).
 """
 
 import math
@@ -36,7 +38,9 @@ _SAID: Final[Mapping[Failure, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class FailureRatio:
-    """How many of the latest requests may fail before an engine is ejected, if they do not fail in a row."""
+    """How many of the latest requests may fail before an engine is ejected, if they do not fail in
+    a row.
+    """
 
     share: float = 0.5
     window_s: float = 30.0
@@ -49,7 +53,8 @@ _RATIO: Final = FailureRatio()
 class HealthState(StrEnum):
     """Where an engine is in its life."""
 
-    STARTING = auto()  # it has never answered: it gets requests as long as it has not missed a probe either
+    # it has never answered: it gets requests as long as it has not missed a probe either
+    STARTING = auto()
     HEALTHY = auto()
     EJECTED = auto()  # gets nothing until it has rested
     HALF_OPEN = auto()  # gets one request at a time, until one of them succeeds
@@ -60,7 +65,8 @@ class HealthState(StrEnum):
 
 WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
-SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})  # it may get requests
+# it may get requests
+SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 
 
 class HealthEvent(StrEnum):
@@ -93,7 +99,8 @@ TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
     HealthState.HEALTHY: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.HEALTHY},
     HealthState.EJECTED: {
         **_JUDGED_BY,  # BACK: it was restarted
-        HealthEvent.PROVEN: HealthState.EJECTED,  # an answer to a request of before, or a probe that never failed
+        # an answer to a request of before, or a probe that never failed
+        HealthEvent.PROVEN: HealthState.EJECTED,
         HealthEvent.RESTED: HealthState.HALF_OPEN,
         HealthEvent.UNDRAIN: HealthState.EJECTED,
     },
@@ -107,7 +114,9 @@ _HEALTHY: Final = HealthState.HEALTHY
 _EJECTED: Final = HealthState.EJECTED
 _HALF_OPEN: Final = HealthState.HALF_OPEN
 # The others get no requests.
-_JUDGED: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN})
+_JUDGED: Final = frozenset(
+    {HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN}
+)
 
 
 @dataclass(slots=True)
@@ -125,7 +134,9 @@ class _Counts:
 
 @dataclass(slots=True)
 class Window:
-    """Counts over the last ``seconds``, or up to half of it less: two halves, of which the older one is dropped."""
+    """Counts over the last ``seconds``, or up to half of it less: two halves, of which the older
+    one is dropped.
+    """
 
     seconds: float
     _begun: float = 0.0
@@ -133,7 +144,9 @@ class Window:
     _newer: _Counts = field(default_factory=_Counts)
 
     def count(self, *, failed: bool, now: float, legs: int = 1, is_new: bool = True) -> None:
-        """Take in how one leg ended, or several alike; not ``is_new``: it was counted as a good one before."""
+        """Take in how one leg ended, or several alike; not ``is_new``: it was counted as a good one
+        before.
+        """
         if now - self._begun >= self.seconds / 2:
             self._turn(now)
         newer = self._newer
@@ -180,14 +193,17 @@ class EngineHealth:
     why: str = "added"  # what brought it there, in words
     changes: ChangeCount = field(default_factory=ChangeCount)
     served_at: float = -math.inf  # when it last answered a request
-    is_needed: Callable[[], bool] | None = None  # too few others of its role would be left without it
-    cache_since: float = field(init=False)  # from when on it may have in its prefix cache what it was sent
+    # too few others of its role would be left without it
+    is_needed: Callable[[], bool] | None = None
+    # from when on it may have in its prefix cache what it was sent
+    cache_since: float = field(init=False)
     _in_a_row: int = 0  # requests that have failed since it last began a good answer
     _broken_in_a_row: int = 0  # answers that have broken off since one came to its end
     _missed: int = 0
     _was_spared: bool = False
     _is_probed: bool = False  # it has answered the last probe
-    _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
+    # when the first probe was missed of those since it answered one, if badly
+    _silent_since: float | None = None
     _rest_s: float = 0.0  # of its present break
     trial: _Trial | None = None  # that is to show whether it is well again
     _window: Window = field(init=False)
@@ -218,7 +234,9 @@ class EngineHealth:
 
     @property
     def steady_until(self) -> float:
-        """When the passing of time may change whether it may serve; infinity: only what ``changes`` counts does."""
+        """When the passing of time may change whether it may serve; infinity: only what ``changes``
+        counts does.
+        """
         if self.state is _EJECTED and self._missed < self.settings.health_check_failures:
             return self.since + self._rest_s
         if self.state is _HALF_OPEN and self.trial is not None and self.trial.request is None:
@@ -226,10 +244,11 @@ class EngineHealth:
         return math.inf
 
     def serves_in_s(self, *, now: float) -> float | None:
-        """Return after how many seconds it may serve again, as far as that can be told; None: it cannot.
+        """Return after how many seconds it may serve again, as far as that can be told; None: it
+        cannot.
 
-        A broken engine has its rest, one that misses probes is waited for until the next one, and a trial takes a
-        moment. What is drained comes back when an operator says so.
+        A broken engine has its rest, one that misses probes is waited for until the next one, and a
+        trial takes a moment. What is drained comes back when an operator says so.
         """
         settings = self.settings
         if self.state is _EJECTED and self._missed < settings.health_check_failures:
@@ -239,7 +258,9 @@ class EngineHealth:
         return 0.0 if self.state is _HALF_OPEN else None
 
     def may_serve(self, *, now: float) -> bool:
-        """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
+        """Tell whether it may get a request; a broken engine that has rested becomes one that is
+        tried.
+        """
         if (
             self.state is _EJECTED
             and now >= self.since + self._rest_s
@@ -260,7 +281,9 @@ class EngineHealth:
             self.changes.count += 1
 
     def claimed(self, request: RequestId) -> None:
-        """A request is here; the first one that comes while the engine is to be tried is its trial."""
+        """A request is here; the first one that comes while the engine is to be tried is its
+        trial.
+        """
         if self.state is _HALF_OPEN and (self.trial is None or self.trial.request is None):
             self.trial = _Trial(self.since, request)
             self.changes.count += 1
@@ -287,8 +310,12 @@ class EngineHealth:
             if self.state is _HEALTHY:
                 self._rest_s = 0.0
 
-    def failed(self, request: RequestId, failure: Failure, *, now: float, was_begun: bool = False) -> None:
-        """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing.
+    def failed(
+        self, request: RequestId, failure: Failure, *, now: float, was_begun: bool = False
+    ) -> None:
+        """A leg failed.
+
+        What is not held against it (4xx, busy) shows that it is alive, and counts nothing.
 
         ``was_begun``: behind the first event of a stream, which was counted as a good answer.
         """
@@ -305,7 +332,8 @@ class EngineHealth:
         is_trial = self.state is _HALF_OPEN and self._is_trial(request)
         if verdict.held is Held.AT_ONCE:
             self._hold(failure, now, is_trial=is_trial, is_break=was_begun, was_counted=was_begun)
-        elif is_trial and not self._is_spared():  # it has proved nothing: the next trial comes after a rest
+        elif is_trial and not self._is_spared():
+            # it has proved nothing: the next trial comes after a rest
             self.trial = _Trial(until=now + self.settings.ejection_time_s)
             self.changes.count += 1
 
@@ -315,12 +343,20 @@ class EngineHealth:
             self._hold(failure, now, is_trial=self.state is _HALF_OPEN)
 
     def broke_off(self, failure: Failure, *, was_begun: bool, now: float) -> None:
-        """Its answer broke off, and that is its own fault; ``was_begun``: a stream, counted as a good answer before."""
+        """Its answer broke off, and that is its own fault; ``was_begun``: a stream, counted as a
+        good answer before.
+        """
         if self.state in _JUDGED:
             self._hold(failure, now, is_trial=False, is_break=True, was_counted=was_begun)
 
     def _hold(
-        self, failure: Failure, now: float, *, is_trial: bool, is_break: bool = False, was_counted: bool = False
+        self,
+        failure: Failure,
+        now: float,
+        *,
+        is_trial: bool,
+        is_break: bool = False,
+        was_counted: bool = False,
     ) -> None:
         """Hold a failure against it, and break it if that is enough."""
         self._window.count(failed=True, now=now, is_new=not was_counted)
@@ -331,10 +367,16 @@ class EngineHealth:
         is_spared = VERDICTS[failure].is_spared and self._is_spared()
         if is_trial and not is_spared:
             self._break(f"the request it was tried with {_SAID[failure]}", now)
-        elif self.state in (_STARTING, _HEALTHY) and (reason := self._verdict(failure, now)) is not None:
+        elif (
+            self.state in (_STARTING, _HEALTHY)
+            and (reason := self._verdict(failure, now)) is not None
+        ):
             if is_spared:
                 self._was_spared = True
-                self.why = f"answers its probes, but a request {_SAID[failure]}: it stays, for too few others are left"
+                self.why = (
+                    f"answers its probes, but a request {_SAID[failure]}: it stays, for too few "
+                    f"others are left"
+                )
             else:
                 self._break(reason, now)
 
@@ -364,7 +406,9 @@ class EngineHealth:
         self._silent_since = None
 
     def missed(self, reason: str, *, now: float, silent: bool = True) -> None:
-        """It has not answered a probe as it should (``silent``: not at all); ``reason`` in words."""
+        """It has not answered a probe as it should (``silent``: not at all); ``reason`` in
+        words.
+        """
         if not silent:
             self.heard()
         elif self._silent_since is None:
@@ -375,11 +419,16 @@ class EngineHealth:
             self.changes.count += 1
         if self.state is _STARTING:
             self.why = reason
-        elif self.state in (_HEALTHY, _HALF_OPEN) and self._missed >= self.settings.health_check_failures:
+        elif (
+            self.state in (_HEALTHY, _HALF_OPEN)
+            and self._missed >= self.settings.health_check_failures
+        ):
             self._break(reason, now)
 
     def silent_s(self, *, now: float) -> float:
-        """Return for how long it has answered no probe at all; 0: it has answered the last one, well or badly."""
+        """Return for how long it has answered no probe at all; 0: it has answered the last one,
+        well or badly.
+        """
         return 0.0 if self._silent_since is None else now - self._silent_since
 
     def drain(self, *, now: float, why: str = "is to be drained") -> None:
@@ -404,7 +453,8 @@ class EngineHealth:
         if self.state is _STARTING:
             self._step(HealthEvent.PROVEN, "serves requests", now)
         elif self.state is _HALF_OPEN and self._is_trial(request):
-            self._forgive(with_breaks=False)  # its trial has begun well, as those that broke off have
+            # its trial has begun well, as those that broke off have
+            self._forgive(with_breaks=False)
             self._step(HealthEvent.PROVEN, "has served its trial", now)
 
     def _is_trial(self, request: RequestId) -> bool:
@@ -419,7 +469,9 @@ class EngineHealth:
         if self._in_a_row >= most:
             return f"{self._in_a_row} requests in a row failed: the last one {_SAID[failure]}"
         if self._broken_in_a_row >= most:
-            return f"{self._broken_in_a_row} answers in a row broke off: the last one {_SAID[failure]}"
+            return (
+                f"{self._broken_in_a_row} answers in a row broke off: the last one {_SAID[failure]}"
+            )
         legs, failed = self._window.totals(now=now)
         if legs >= ratio.min_requests and failed >= ratio.share * legs:
             return f"{failed} of {legs} requests failed: the last one {_SAID[failure]}"

@@ -1,8 +1,9 @@
-"""Finds decode engines that get no KV cache at all, by their own counters: they compute what others have computed.
+"""Finds decode engines that get no KV cache at all, by their own counters: they compute what others
+have computed.
 
-No single answer tells that in pull mode (core/protocol/kv_transfer_check.py). But an engine counts where its prompt
-tokens came from: one that was sent legs with a transfer, and whose count of tokens from elsewhere stands still, has got
-nothing.
+No single answer tells that in pull mode (core/protocol/kv_transfer_check.py). But an engine counts
+where its prompt tokens came from: one that was sent legs with a transfer, and whose count of tokens
+from elsewhere stands still, has got nothing.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ class _Look:
 class KvInflow:
     """Compares looks at engines.
 
-    An engine may count a little before or after we see its answer begin. So of four looks in a row it must have counted
-    nothing from the first to the last, for the legs between the middle two to have certainly got nothing.
+    An engine may count a little before or after we see its answer begin. So of four looks in a row
+    it must have counted nothing from the first to the last, for the legs between the middle two to
+    have certainly got nothing.
     """
 
     def __init__(self) -> None:
@@ -29,8 +31,8 @@ class KvInflow:
     def look(self, instance: InstanceId, received: float | None, promised: int) -> int:
         """Return how many legs, beside those that were told before, certainly got nothing.
 
-        ``received``: prompt tokens the engine did not compute, ever; None: it does not say. ``promised``: legs with a
-        transfer that it has begun to answer, ever.
+        ``received``: prompt tokens the engine did not compute, ever; None: it does not say.
+        ``promised``: legs with a transfer that it has begun to answer, ever.
         """
         looks = self._looks.pop(instance, ())
         if received is None:

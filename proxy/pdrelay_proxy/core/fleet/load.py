@@ -1,6 +1,7 @@
 """How busy one engine is: the requests it has from us, and what it says of itself.
 
-vLLM reports its load with every prefill answer (``endpoint-load-metrics``, the ORCA format) if the request asks for it.
+vLLM reports its load with every prefill answer (``endpoint-load-metrics``, the ORCA format) if the
+request asks for it.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from pdrelay_proxy.core.schemas import NamedMetrics, OrcaReport
 ASK_FOR_REPORT: Final = (b"endpoint-load-metrics-format", b"JSON")
 _PREFIX: Final = b"JSON "
 _MOST_BYTES: Final = 4096
-_KV_S: Final = 60.0  # seconds for which what an engine showed of its KV cache is told: metrics are read every 15
+# seconds for which what an engine showed of its KV cache is told: metrics are read every 15
+_KV_S: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -58,7 +60,9 @@ class Load:
         return None if self._kv is None or now > self._kv[0] + _KV_S else self._kv[1]
 
     def waiting(self, *, now: float) -> int:
-        """Return how many requests the engine says are in its queue, whoever has sent them; 0 if it does not say."""
+        """Return how many requests the engine says are in its queue, whoever has sent them; 0 if it
+        does not say.
+        """
         if self.report is None or now > self._reported + self.fresh_s:
             return 0
         return int(self.report.num_requests_waiting)
@@ -66,9 +70,9 @@ class Load:
     def score(self, now: float) -> float:
         """Return a number that is higher the busier it is.
 
-        Requests of other routers are those that they tell of. Without that its own queue is added to our requests,
-        which holds those of other routers too: several seconds old, if there are many routers. The use of its cache,
-        below 1, decides between equals.
+        Requests of other routers are those that they tell of. Without that its own queue is added
+        to our requests, which holds those of other routers too: several seconds old, if there are
+        many routers. The use of its cache, below 1, decides between equals.
         """
         report = self.report
         in_flight = len(self._requests) + self.at_other_routers  # not the property, which is a call
@@ -78,7 +82,9 @@ class Load:
 
 
 def read_report(header: bytes) -> NamedMetrics | None:
-    """Read the value of an ``endpoint-load-metrics`` header; None if it is not one that we understand."""
+    """Read the value of an ``endpoint-load-metrics`` header; None if it is not one that we
+    understand.
+    """
     if len(header) > _MOST_BYTES or not header.startswith(_PREFIX):
         return None
     report = maybe(header[len(_PREFIX) :], OrcaReport)

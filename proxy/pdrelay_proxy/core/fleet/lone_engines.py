@@ -1,4 +1,6 @@
-"""Engines that share no request with any engine of the other role, and why: each of them looks healthy."""
+"""Engines that share no request with any engine of the other role, and why: each of them looks
+healthy.
+"""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from pdrelay_proxy.core.model import InstanceId, Role
 _AT_ONCE: Final = 500  # engines
 _REASONS_MOST: Final = 3  # that are said: in a rollout of many revisions there are many
 
-AvoidedBy = Callable[[Member], frozenset[InstanceId]]  # the prefill engines with which a decode engine cannot meet
+# the prefill engines with which a decode engine cannot meet
+AvoidedBy = Callable[[Member], frozenset[InstanceId]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class LoneKinds:
     """Engines by kind: those of a kind fit the same engines."""
 
     all: Mapping[Role, Sequence[Sequence[Member]]]
-    lone: Mapping[Role, Sequence[Sequence[Member]]]  # none of the other role fits; empty where that has no engine
+    # none of the other role fits; empty where that has no engine
+    lone: Mapping[Role, Sequence[Sequence[Member]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class LoneEngines:
 
     engines: Sequence[InstanceId]
     text: str  # a sentence
-    have_model: bool  # an engine of the other role serves their model; else they may be meant to serve alone
+    # an engine of the other role serves their model; else they may be meant to serve alone
+    have_model: bool
 
 
 def lone_engines_in_steps(registry: Registry) -> Generator[None, None, Sequence[LoneEngines]]:
@@ -51,25 +56,36 @@ def lone_engines_in_steps(registry: Registry) -> Generator[None, None, Sequence[
             names = [member.instance.id for member in kind]
             partners = [each[0] for each in kinds.all[other]]
             near = [each for each in partners if have_common_model(each.facts, kind[0].facts)]
-            reasons = dict.fromkeys(_why_apart(registry, role, kind[0], partner) for partner in near or partners)
+            reasons = dict.fromkeys(
+                _why_apart(registry, role, kind[0], partner) for partner in near or partners
+            )
             shown = "; ".join([*reasons][:_REASONS_MOST])
-            text = f"{listed(names)}: no {other} engine shares a request with {'it' if len(names) == 1 else 'them'}"
+            text = (
+                f"{listed(names)}: no {other} engine shares a request with "
+                f"{'it' if len(names) == 1 else 'them'}"
+            )
             found.append(LoneEngines(names, f"{text}: {shown}", have_model=bool(near)))
             yield
     return found
 
 
 def lone_kinds_in_steps(registry: Registry, avoided: AvoidedBy) -> Generator[None, None, LoneKinds]:
-    """Sort engines that may serve, in steps of a millisecond or so: sorting thousands of them takes longer."""
+    """Sort engines that may serve, in steps of a millisecond or so: sorting thousands of them takes
+    longer.
+    """
     members = registry.members()
     decodes = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):
         if member.as_role(Role.DECODE) is not None and member.life.state in SERVING:
             facts = member.facts
-            decodes.setdefault((compared(facts), facts.incompatible, avoided(member) or None), []).append(member)
+            decodes.setdefault(
+                (compared(facts), facts.incompatible, avoided(member) or None), []
+            ).append(member)
         if number % _AT_ONCE == 0:
             yield
-    refused = frozenset[str]().union(*(kind[0].facts.incompatible or () for kind in decodes.values()))
+    refused = frozenset[str]().union(
+        *(kind[0].facts.incompatible or () for kind in decodes.values())
+    )
     unmet = frozenset[InstanceId]().union(*(avoided(kind[0]) for kind in decodes.values()))
     prefills = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):

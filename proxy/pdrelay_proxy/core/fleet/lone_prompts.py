@@ -4,7 +4,8 @@ from typing import Final
 
 from pdrelay_proxy.core.model import RequestId
 
-COUNTED_S: Final = 1.0  # for so long one counts whose first token is not seen: its answer is no stream
+# for so long one counts whose first token is not seen: its answer is no stream
+COUNTED_S: Final = 1.0
 
 
 class LonePrompts:
@@ -14,7 +15,8 @@ class LonePrompts:
 
     def __init__(self) -> None:
         self._size = 0  # of all of them
-        self._by_request: dict[RequestId, tuple[int, float]] = {}  # and when it was sent; the oldest first
+        # and when it was sent; the oldest first
+        self._by_request: dict[RequestId, tuple[int, float]] = {}
 
     def enter(self, request: RequestId, new: int, now: float) -> None:
         """A leg is sent, of whose prompt the engine lacks so many bytes."""

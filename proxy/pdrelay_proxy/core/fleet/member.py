@@ -18,7 +18,9 @@ _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step befo
 
 @dataclass(slots=True)
 class Drain:
-    """What is seen of an engine while it is drained: its own requests end first, then what decode engines may read."""
+    """What is seen of an engine while it is drained: its own requests end first, then what decode
+    engines may read.
+    """
 
     since: float  # when it got its last request, or was told to drain
     kept: float | None = None  # as it said last; None: it does not say
@@ -35,8 +37,8 @@ class Drain:
     def verdict(self, role: Role, in_flight: int, *, patience_s: float, now: float) -> str | None:
         """Say why it is empty; None: it is not.
 
-        A prefill engine that does not say what it keeps, or seems to keep it for ever, is believed to be empty after
-        ``patience_s`` seconds without a request: by then its leases have run out.
+        A prefill engine that does not say what it keeps, or seems to keep it for ever, is believed
+        to be empty after ``patience_s`` seconds without a request: by then its leases have run out.
         """
         if in_flight:
             self.since = now
@@ -48,7 +50,11 @@ class Drain:
             return "has no request left and keeps nothing for decode engines"
         if now < self.since + patience_s:
             return None
-        said = "does not say what it keeps" if self.kept is None else f"still shows {self.kept:g} of what it keeps"
+        said = (
+            "does not say what it keeps"
+            if self.kept is None
+            else f"still shows {self.kept:g} of what it keeps"
+        )
         return f"has had no request for {patience_s:g} s, but {said}"
 
 
@@ -59,14 +65,17 @@ class Member:
     instance: Instance  # of one that serves both roles: as a prefill engine
     life: EngineHealth
     load: Load = field(default_factory=Load)
-    lone: LonePrompts = field(default_factory=LonePrompts)  # filled in if the decode policy remembers prompts
+    # filled in if the decode policy remembers prompts
+    lone: LonePrompts = field(default_factory=LonePrompts)
     facts: EngineCapabilities = field(default_factory=EngineCapabilities)
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained
     origin: Origin = BY_HAND  # who wants it here
-    as_decode: Instance | None = None  # of one that serves both roles; None: it serves that of ``instance``
+    # of one that serves both roles; None: it serves that of ``instance``
+    as_decode: Instance | None = None
     turn: RoleTurn | None = None  # while it turns
-    stint: int = 0  # the number of times that it has turned: what was learned of it before is not true any more
+    # the number of times that it has turned: what was learned of it before is not true any more
+    stint: int = 0
 
     @property
     def role(self) -> EngineRole:
@@ -98,19 +107,29 @@ class Member:
         return self.instance if self.instance.role is role else self.as_decode
 
     def as_lender(self) -> Instance | None:
-        """Return the engine as the prefill engine of what it has in its prefix cache; None: it is not asked for that.
+        """Return the engine as the prefill engine of what it has in its prefix cache; None: it is
+        not asked for that.
 
-        It does not hand KV over (``kv_consumer``), does not answer its probes, or is several ranks behind one address,
-        of which another one would get the request.
+        It does not hand KV over (``kv_consumer``), does not answer its probes, or is several ranks
+        behind one address, of which another one would get the request.
         """
         facts = self.facts
-        hides_ranks = facts.connector is not None and facts.engine_id is None and self.instance.rank is None
-        if facts.kv_role not in (None, KV_BOTH) or self.life.misses or self.life.is_away or hides_ranks:
+        hides_ranks = (
+            facts.connector is not None and facts.engine_id is None and self.instance.rank is None
+        )
+        if (
+            facts.kv_role not in (None, KV_BOTH)
+            or self.life.misses
+            or self.life.is_away
+            or hides_ranks
+        ):
             return None
         return self._as(Role.PREFILL)
 
     def as_stream_source(self) -> Instance:
-        """Return the engine as the decode engine of a stream that it has, or had: it may have turned since."""
+        """Return the engine as the decode engine of a stream that it has, or had: it may have
+        turned since.
+        """
         return self._as(Role.DECODE)
 
     def serve(self, role: EngineRole) -> None:

@@ -19,13 +19,17 @@ class MemberTable:
     def __init__(self) -> None:
         self.by_id: Final = dict[InstanceId, Member]()  # in the order they were added
         # Those that serve a role, as they do: in the order of the members.
-        self.serving: Final[dict[Role, dict[InstanceId, tuple[EngineHealth, Instance]]]] = {role: {} for role in Role}
-        self.get: Final = self.by_id.get  # what is known of an engine; None if it was removed meanwhile
+        self.serving: Final[dict[Role, dict[InstanceId, tuple[EngineHealth, Instance]]]] = {
+            role: {} for role in Role
+        }
+        # what is known of an engine; None if it was removed meanwhile
+        self.get: Final = self.by_id.get
         # Their ids by the role they were added with, host and port; none is empty.
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
         self.changes: Final = ChangeCount()
-        self.lineup: Final = ChangeCount()  # of what decides which engines there should be: not of their health
+        # of what decides which engines there should be: not of their health
+        self.lineup: Final = ChangeCount()
 
     def new_id(self, role: Role) -> InstanceId:
         """Return an id that no engine has had."""
@@ -59,13 +63,17 @@ class MemberTable:
         member.serve(role)
         for each in Role:
             found = [(one, one.as_role(each)) for one in self.by_id.values()]
-            self.serving[each] = {one.id: (other.life, one) for other, one in found if one is not None}
+            self.serving[each] = {
+                one.id: (other.life, one) for other, one in found if one is not None
+            }
         self.changes.count += 1
 
     def member(self, name: InstanceId) -> Member:
         """Return what is known of an engine. Raises UnknownInstance: there is none of this id."""
         if (member := self.get(name)) is None:
-            raise UnknownInstance(f"there is no instance {name!r}: `pdrelay instances list` shows those there are")
+            raise UnknownInstance(
+                f"there is no instance {name!r}: `pdrelay instances list` shows those there are"
+            )
         return member
 
     def at(self, address: Address) -> Iterator[Member]:
@@ -85,7 +93,9 @@ class MemberTable:
         ]
 
     def others(self, member: Member, role: Role) -> Sequence[Member]:
-        """List the other engines of a role; those that serve none of an engine's models are no others."""
+        """List the other engines of a role; those that serve none of an engine's models are no
+        others.
+        """
         own = member.facts.models
         return [
             other
@@ -99,7 +109,11 @@ class MemberTable:
         """Raise AlreadyKnown if an engine at an address has this role, or turns to it."""
         for member in self.at(address):
             overlaps = rank is None or member.instance.rank in (None, rank)
-            if overlaps and not member.retires and (member.instance.pool is role or member.serves_or_will(role)):
+            if (
+                overlaps
+                and not member.retires
+                and (member.instance.pool is role or member.serves_or_will(role))
+            ):
                 raise AlreadyKnown(f"{address.authority} is already known as {member.instance.id}")
 
 

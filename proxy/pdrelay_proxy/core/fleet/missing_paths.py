@@ -1,8 +1,10 @@
-"""Which engines have said that they have no such path: a chat model has no embeddings, and each asking costs a leg.
+"""Which engines have said that they have no such path: a chat model has no embeddings, and each
+asking costs a leg.
 
-It is forgotten when an engine restarts or changes what it is, and after a while: a mesh in front of engines may say so,
-too, while its routes are made. For as long an engine that has served a path is not believed that it lacks it: then it
-is the mesh, or the one client who asks for what is not there.
+It is forgotten when an engine restarts or changes what it is, and after a while: a mesh in front of
+engines may say so, too, while its routes are made. For as long an engine that has served a path is
+not believed that it lacks it: then it is the mesh, or the one client who asks for what is not
+there.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,8 @@ class MissingPaths:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        # By path: there are as many as clients can reach. What is not in the first one no engine lacks: nearly all.
+        # By path: there are as many as clients can reach. What is not in the first one no engine
+        # lacks: nearly all.
         self.denials: dict[str, dict[InstanceId, _Evidence]] = {}
         self._served: dict[str, dict[InstanceId, _Evidence]] = {}
 
@@ -50,7 +53,9 @@ class MissingPaths:
         if member is not None:
             self._note(self._served, path, member, now)
 
-    def _note(self, kept: dict[str, dict[InstanceId, _Evidence]], path: str, member: Member, now: float) -> None:
+    def _note(
+        self, kept: dict[str, dict[InstanceId, _Evidence]], path: str, member: Member, now: float
+    ) -> None:
         name = member.instance.id
         by_engine = kept.setdefault(path, {})
         if name not in by_engine:
@@ -64,7 +69,11 @@ class MissingPaths:
         if denials is None:
             return among
         members = [(one, self._registry.get(one.id)) for one in among]
-        return [one for one, member in members if member is None or not self._is_known(denials, member, now)]
+        return [
+            one
+            for one, member in members
+            if member is None or not self._is_known(denials, member, now)
+        ]
 
     def check(self, path: str, hints: RoutingHints, *, now: float) -> None:
         """Accept a path that an engine may have, of those that decode and serve the model.
@@ -87,7 +96,9 @@ class MissingPaths:
         if not any(self._is_known(denials, member, now) for member in self._registry.members()):
             del self.denials[path]
 
-    def _is_known(self, kept: dict[InstanceId, _Evidence] | None, member: Member, now: float) -> bool:
+    def _is_known(
+        self, kept: dict[InstanceId, _Evidence] | None, member: Member, now: float
+    ) -> bool:
         """Tell whether the evidence on an engine still holds."""
         found = None if kept is None else kept.get(member.instance.id)
         if found is None or now >= found.at + HOLDS_S:

@@ -1,7 +1,8 @@
 """Pairs of a prefill and a decode engine that cannot meet, though each is well for all others.
 
-A firewall between two racks, or another secret: each request of such a pair is computed twice, or fails. After some
-failures in a row that are the pair's, it rests: other pairs get its requests, until one request shows that it works.
+A firewall between two racks, or another secret: each request of such a pair is computed twice, or
+fails. After some failures in a row that are the pair's, it rests: other pairs get its requests,
+until one request shows that it works.
 """
 
 import math
@@ -16,13 +17,18 @@ from pdrelay_proxy.core.model import InstanceId
 
 Pair: TypeAlias = tuple[InstanceId, InstanceId]  # the prefill engine, and the decode engine
 MOST: Final = 4096  # pairs that are remembered for their failures
-# Decode engines that avoid the same prefill engines are of one group (routing/compatible_groups.py), whose lists have
-# all prefill engines: so many groups may come of it.
+# Decode engines that avoid the same prefill engines are of one group
+# (routing/compatible_groups.py), whose lists have all prefill engines: so many groups may come of
+# it.
 MOST_SETS: Final = 64
-TRIAL_S: Final = 90.0  # for which a trial may stay without a sign; a decode engine's counters are read every 15 s
-LEAST_FAILURES: Final = 3  # in a row until a pair rests: fewer befall pairs that are well, as when an engine restarts
-REST_S: Final = 30.0  # of a pair at first; a trial costs a client the time in which its decode engine gives up
-_MAX_REST_S: Final = 600.0  # of a pair, however often its trials fail; of one that got wrong KV at once
+# for which a trial may stay without a sign; a decode engine's counters are read every 15 s
+TRIAL_S: Final = 90.0
+# in a row until a pair rests: fewer befall pairs that are well, as when an engine restarts
+LEAST_FAILURES: Final = 3
+# of a pair at first; a trial costs a client the time in which its decode engine gives up
+REST_S: Final = 30.0
+# of a pair, however often its trials fail; of one that got wrong KV at once
+_MAX_REST_S: Final = 600.0
 _LATER_S: Final = 5.0  # until a trial is thought of again whose engines cannot take it
 
 
@@ -45,7 +51,8 @@ class PairFailure(FastStrEnum):
     WRONG_KV = auto()  # it got other KV than the prefill engine had: by checksums
 
 
-# Those that do not mend themselves: an operator reads each in the log as soon as a decode engine shows it.
+# Those that do not mend themselves: an operator reads each in the log as soon as a decode engine
+# shows it.
 LASTING: Final = frozenset(
     {
         PairFailure.HANDSHAKE,
@@ -122,7 +129,9 @@ class FailingPair:
 
 
 class PairHealth:
-    """The pairs that fail. While there are none, a request costs a look at ``has_any``, when it is over.
+    """The pairs that fail.
+
+    While there are none, a request costs a look at ``has_any``, when it is over.
 
     With several routers each has its own, and all read the same counters of decode engines.
     """
@@ -136,7 +145,8 @@ class PairHealth:
         self.unkept = 0  # pairs that should rest, and did not because too many do
         self._pairs: dict[Pair, FailingPair] = {}
         self.troubles: dict[Pair, PairTrouble] = {}  # as decode engines show them now
-        self._avoided: dict[InstanceId, set[InstanceId]] = {}  # prefill engines, by the decode engine
+        # prefill engines, by the decode engine
+        self._avoided: dict[InstanceId, set[InstanceId]] = {}
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -158,10 +168,13 @@ class PairHealth:
         """How many pairs get no requests, or one."""
         return sum([len(each) for each in self._avoided.values()])
 
-    def failed(self, pair: Pair, reason: PairFailure, count: int, *, now: float) -> FailingPair | None:
+    def failed(
+        self, pair: Pair, reason: PairFailure, count: int, *, now: float
+    ) -> FailingPair | None:
         """Take in failures without a success between; return the pair if it begins to rest by them.
 
-        One wrong block is enough, and the pair rests for as long as any may: most loads show nothing of their content.
+        One wrong block is enough, and the pair rests for as long as any may: most loads show
+        nothing of their content.
         """
         if reason not in OF_THE_PAIR:
             return None
@@ -193,7 +206,9 @@ class PairHealth:
         return found if is_new else None
 
     def shown(self, decode: InstanceId, troubles: Mapping[Pair, PairTrouble]) -> list[Pair]:
-        """Take in all troubles that a decode engine shows; return the pairs of which it did not show that before."""
+        """Take in all troubles that a decode engine shows; return the pairs of which it did not
+        show that before.
+        """
         news = [pair for pair, each in troubles.items() if self.troubles.get(pair) != each]
         for gone in [pair for pair in self.troubles if pair[1] == decode and pair not in troubles]:
             del self.troubles[gone]
@@ -205,7 +220,10 @@ class PairHealth:
         return news
 
     def worked(self, pair: Pair, *, only: PairFailure | None = None) -> FailingPair | None:
-        """Forget the failures of a pair; return it if it was resting. ``only``: unless it fails for another reason."""
+        """Forget the failures of a pair; return it if it was resting.
+
+        ``only``: unless it fails for another reason.
+        """
         found = self._pairs.get(pair)
         if found is None or (only is not None and found.reason is not only):
             return None
@@ -231,13 +249,22 @@ class PairHealth:
             self._drop(pair)
 
     def due(self, *, now: float) -> Sequence[Pair]:
-        """List the pairs that are to be tried now. One whose trial has shown nothing is tried again."""
+        """List the pairs that are to be tried now.
+
+        One whose trial has shown nothing is tried again.
+        """
         return [pair for pair, each in self._pairs.items() if each.due <= now]
 
     def has_rested(self, pair: Pair, *, now: float) -> bool:
-        """Tell whether a pair rests that has rested for long enough, also if its trial was postponed."""
+        """Tell whether a pair rests that has rested for long enough, also if its trial was
+        postponed.
+        """
         found = self._pairs.get(pair)
-        return found is not None and found.state is PairState.RESTING and now >= found.since + found.rest_s
+        return (
+            found is not None
+            and found.state is PairState.RESTING
+            and now >= found.since + found.rest_s
+        )
 
     def tried(self, pair: Pair, *, now: float) -> None:
         """A pair that has rested for long enough has got a request."""
@@ -247,7 +274,9 @@ class PairHealth:
         self._wait(found, now + TRIAL_S)
 
     def postpone(self, pairs: Iterable[Pair], *, now: float) -> None:
-        """Pairs that are due cannot be tried yet: one of their engines takes no requests, or serves another model."""
+        """Pairs that are due cannot be tried yet: one of their engines takes no requests, or serves
+        another model.
+        """
         for pair in pairs:
             found = self._pairs[pair]
             _end_silent_trial(found, now)

@@ -1,6 +1,8 @@
-"""What was seen of the pairs of engines that were used lately: a prefill engine, and the decode engine it handed to.
+"""What was seen of the pairs of engines that were used lately: a prefill engine, and the decode
+engine it handed to.
 
-With thousands of engines most pairs are never used, and those that were not for longest are forgotten first.
+With thousands of engines most pairs are never used, and those that were not for longest are
+forgotten first.
 """
 
 import heapq
@@ -23,14 +25,18 @@ class PairFacts:
     def __init__(self) -> None:
         self.handovers = 0  # requests that both engines have served
         self.failed: dict[str, int] | None = None  # decode legs, by how they failed (Failure)
-        self.ttft_s: float | None = None  # from handing over to the first event of a stream: a moving mean
-        self.bytes_per_s: float | None = None  # of its latest transfers of KV, as one of the engines shows
+        # from handing over to the first event of a stream: a moving mean
+        self.ttft_s: float | None = None
+        # of its latest transfers of KV, as one of the engines shows
+        self.bytes_per_s: float | None = None
         self.last_at = 0.0  # of the router's clock: the end of a request, or a failure
         self.good_since = 0.0  # when the request began that began last of those it served
 
 
 class PairMatrix:
-    """The facts of at most ``most`` pairs, of this process; 0: none are kept, and ``used`` must not be called."""
+    """The facts of at most ``most`` pairs, of this process; 0: none are kept, and ``used`` must not
+    be called.
+    """
 
     __slots__ = ("_facts", "counts", "most")
 
@@ -48,7 +54,9 @@ class PairMatrix:
         return self.counts[()]
 
     def used(self, pair: Pair, ttft_s: float | None, now: float, began_at: float) -> None:
-        """A pair has served a request; ``ttft_s``: from handing over to the first event, None: it is no stream."""
+        """A pair has served a request; ``ttft_s``: from handing over to the first event, None: it
+        is no stream.
+        """
         facts = self._facts.get(pair)
         if facts is None:
             facts = self._new(pair)
@@ -70,13 +78,17 @@ class PairMatrix:
         facts.last_at = now
 
     def moved(self, pair: Pair, bytes_per_s: float) -> None:
-        """KV has moved between the engines of a pair, at this rate; it counts only if the pair was used lately."""
+        """KV has moved between the engines of a pair, at this rate; it counts only if the pair was
+        used lately.
+        """
         if (facts := self._facts.get(pair)) is not None:
             facts.bytes_per_s = bytes_per_s
 
     def used_since(self, at: float) -> frozenset[InstanceId]:
         """Return the prefill engines of the pairs that were used since then."""
-        return frozenset([prefill for (prefill, _), facts in self._facts.items() if facts.last_at >= at])
+        return frozenset(
+            [prefill for (prefill, _), facts in self._facts.items() if facts.last_at >= at]
+        )
 
     def get(self, pair: Pair) -> PairFacts | None:
         """Return what was seen of a pair; None: it was not used, or not lately."""
@@ -87,9 +99,15 @@ class PairMatrix:
         return sorted(self._facts.items(), key=lambda each: -each[1].last_at)
 
     def works_elsewhere(self, pair: Pair, since: float) -> bool:
-        """Tell whether both engines of a pair have served a request with others that began since then."""
+        """Tell whether both engines of a pair have served a request with others that began since
+        then.
+        """
         prefill, decode = pair
-        found = [each for each, facts in self._facts.items() if facts.good_since >= since and each != pair]
+        found = [
+            each
+            for each, facts in self._facts.items()
+            if facts.good_since >= since and each != pair
+        ]
         return prefill in {each[0] for each in found} and decode in {each[1] for each in found}
 
     def keep(self, engines: frozenset[InstanceId]) -> None:
@@ -98,9 +116,14 @@ class PairMatrix:
             del self._facts[gone]
 
     def _new(self, pair: Pair) -> PairFacts:
-        """Begin to remember a pair. If there are too many, an eighth goes: one by one would cost each request."""
+        """Begin to remember a pair.
+
+        If there are too many, an eighth goes: one by one would cost each request.
+        """
         if len(self._facts) >= self.most:
-            by_age = heapq.nsmallest(max(1, self.most // 8), self._facts, key=lambda each: self._facts[each].last_at)
+            by_age = heapq.nsmallest(
+                max(1, self.most // 8), self._facts, key=lambda each: self._facts[each].last_at
+            )
             for gone in by_age:
                 del self._facts[gone]
             self.counts[()] += len(by_age)

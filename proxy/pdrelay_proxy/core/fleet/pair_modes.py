@@ -1,8 +1,9 @@
 """Pull or push, for each pair of engines that can do both (our connector with ``"mode": "auto"``).
 
-Where GPUs have neither NVLink nor RDMA between them, a read can take 100 times as long as a write, and elsewhere it is
-the other way round. What counts is what a client waits for: the seconds from the prefill engine's answer to the first
-event of the stream. Both ways are tried in turn until they can be told apart, and again after ``AGAIN_S``.
+Where GPUs have neither NVLink nor RDMA between them, a read can take 100 times as long as a write,
+and elsewhere it is the other way round. What counts is what a client waits for: the seconds from
+the prefill engine's answer to the first event of the stream. Both ways are tried in turn until they
+can be told apart, and again after ``AGAIN_S``.
 """
 
 from collections import OrderedDict
@@ -13,12 +14,15 @@ from pdrelay_proxy.core.fleet.pair_health import Pair
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.protocol.push import TransferMode
 
-AGAIN_S: Final = 600.0  # links and engines change, and each trial sends some requests the slower way
-# Streams of each way, and by what factor one must then be slower on average. Prompts and queues differ, so a few
-# streams tell only a large difference.
+# links and engines change, and each trial sends some requests the slower way
+AGAIN_S: Final = 600.0
+# Streams of each way, and by what factor one must then be slower on average. Prompts and queues
+# differ, so a few streams tell only a large difference.
 ENOUGH: Final = ((4, 3.0), (8, 1.5), (16, 1.0))
-SENT_MOST: Final = 64  # requests of each way in a trial; clients that stream nothing show no difference
-PAIRS_MOST: Final = 65_536  # that are remembered: 350 bytes each; the others go the way that their kind has learned
+# requests of each way in a trial; clients that stream nothing show no difference
+SENT_MOST: Final = 64
+# that are remembered: 350 bytes each; the others go the way that their kind has learned
+PAIRS_MOST: Final = 65_536
 KINDS_MOST: Final = 1024  # the others are one kind
 
 _PULL: Final = TransferMode.PULL
@@ -64,7 +68,8 @@ class PairMode:
             self.push = WayTried()
         way, mode = (self.pull, _PULL) if self.pull.sent <= self.push.sent else (self.push, _PUSH)
         way.sent += 1
-        if self.push.sent >= SENT_MOST:  # the default, unless all requests that went this way have failed
+        # the default, unless all requests that went this way have failed
+        if self.push.sent >= SENT_MOST:
             self._choose(_PUSH if self.push.streams and not self.pull.streams else _PULL, now)
         return mode
 
@@ -97,8 +102,9 @@ class PairMode:
 class PairModes:
     """Each router learns by itself.
 
-    As many pairs have trials of their own as there is room for. All others of a kind have one together: were one of
-    them forgotten for another, then in a fleet with more pairs than room each would always be new, and no trial end.
+    As many pairs have trials of their own as there is room for. All others of a kind have one
+    together: were one of them forgotten for another, then in a fleet with more pairs than room each
+    would always be new, and no trial end.
     """
 
     def __init__(
@@ -108,11 +114,15 @@ class PairModes:
         kind: Callable[[Pair], Hashable] = lambda _: None,
         most: int = PAIRS_MOST,
     ) -> None:
-        """``fixed``: the way of all requests; nothing is tried. ``kind``: names pairs that have such a link."""
+        """``fixed``: the way of all requests; nothing is tried.
+
+        ``kind``: names pairs that have such a link.
+        """
         self._fixed = fixed
         self._kind = kind
         self._most = most
-        self._pairs: OrderedDict[Pair, PairMode] = OrderedDict()  # the one that was used last is the last
+        # the one that was used last is the last
+        self._pairs: OrderedDict[Pair, PairMode] = OrderedDict()
         self._kinds: dict[Hashable, PairMode] = {}  # of pairs that are not remembered
         self._known: frozenset[InstanceId] = frozenset()
         self.has_any = False
@@ -136,18 +146,26 @@ class PairModes:
         if self._fixed is not None:
             return self._fixed
         found = self._pairs.get(pair)
-        if found is None and len(self._pairs) >= self._most and not self._is_free(next(iter(self._pairs)), now):
+        if (
+            found is None
+            and len(self._pairs) >= self._most
+            and not self._is_free(next(iter(self._pairs)), now)
+        ):
             found = self.get(pair)
         return _PULL if found is None else found.expected_way(now)
 
     def served(self, pair: Pair, mode: TransferMode, seconds: float, *, now: float) -> None:
-        """Take in how long a stream of a pair took from the prefill engine's answer to its first event."""
+        """Take in how long a stream of a pair took from the prefill engine's answer to its first
+        event.
+        """
         found = self.get(pair)
         if found is not None:
             found.served(mode, seconds, now)
 
     def get(self, pair: Pair) -> PairMode | None:
-        """Return what is known of a pair, or of its kind; None: it has no choice, or was not used."""
+        """Return what is known of a pair, or of its kind; None: it has no choice, or was not
+        used.
+        """
         found = self._pairs.get(pair)
         if found is None and self._kinds:
             return self._kinds.get(self._kind(pair), self._kinds.get(None))
@@ -164,7 +182,9 @@ class PairModes:
             self._drop([pair for pair in self._pairs if not engines.issuperset(pair)])
 
     def _new(self, pair: Pair, now: float) -> PairMode:
-        """Begin to remember a pair, if there is room, or one that was not used for so long that it is tried again."""
+        """Begin to remember a pair, if there is room, or one that was not used for so long that it
+        is tried again.
+        """
         self.has_any = True
         if len(self._pairs) >= self._most:
             oldest = next(iter(self._pairs))
@@ -175,12 +195,16 @@ class PairModes:
         return found
 
     def _is_free(self, oldest: Pair, now: float) -> bool:
-        """Tell whether the place of a pair is another one's, because it would be tried again anyway."""
+        """Tell whether the place of a pair is another one's, because it would be tried again
+        anyway.
+        """
         return now >= self._pairs[oldest].used_at + AGAIN_S
 
     def _of_kind(self, kind: Hashable, now: float) -> PairMode:
         if kind not in self._kinds and len(self._kinds) >= KINDS_MOST:
-            self._kinds = {one: mode for one, mode in self._kinds.items() if now < mode.used_at + AGAIN_S}
+            self._kinds = {
+                one: mode for one, mode in self._kinds.items() if now < mode.used_at + AGAIN_S
+            }
             kind = kind if len(self._kinds) < KINDS_MOST else None
         return self._kinds.setdefault(kind, PairMode())
 

@@ -7,7 +7,13 @@ from typing import Final
 
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.pair_health import FailingPair, Pair, PairHealth, PairState, PairTrouble
+from pdrelay_proxy.core.fleet.pair_health import (
+    FailingPair,
+    Pair,
+    PairHealth,
+    PairState,
+    PairTrouble,
+)
 from pdrelay_proxy.core.fleet.pair_matrix import PairFacts, PairMatrix
 from pdrelay_proxy.core.fleet.pair_modes import PairMode, PairModes
 from pdrelay_proxy.core.model import InstanceId
@@ -15,18 +21,32 @@ from pdrelay_proxy.core.schemas.pairs import PairRow
 
 WELL: Final = "well"
 BOTH: Final = "both"  # ways of moving KV are tried
-_WORST_FIRST: Final = {PairState.RESTING.value: 0, PairState.TRYING.value: 0, PairState.FAILING.value: 1, WELL: 2}
+_WORST_FIRST: Final = {
+    PairState.RESTING.value: 0,
+    PairState.TRYING.value: 0,
+    PairState.FAILING.value: 1,
+    WELL: 2,
+}
 _ENGINE_AWAY: Final = 1  # the state is that of an engine
 _WELL_STATES: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 
 
 def pair_rows(
-    matrix: PairMatrix, health: PairHealth, modes: PairModes, find: Callable[[InstanceId], Member | None], *, now: float
+    matrix: PairMatrix,
+    health: PairHealth,
+    modes: PairModes,
+    find: Callable[[InstanceId], Member | None],
+    *,
+    now: float,
 ) -> Iterator[PairRow]:
-    """Describe the pairs that fail, and then those that were used lately, the latest first; ``find``: an engine."""
+    """Describe the pairs that fail, and then those that were used lately, the latest first;
+    ``find``: an engine.
+    """
     failing = health.pairs()
     for pair, each in failing:
-        yield _row(pair, matrix.get(pair), each, modes.get(pair), now, trouble=health.troubles.get(pair))
+        yield _row(
+            pair, matrix.get(pair), each, modes.get(pair), now, trouble=health.troubles.get(pair)
+        )
     known = {pair for pair, _ in failing}
     for pair, trouble in list(health.troubles.items()):
         if pair not in known:
@@ -46,7 +66,9 @@ def worst_rows(
     *,
     now: float,
 ) -> list[PairRow]:
-    """Describe so many pairs: those that rest, that fail, whose legs failed, and then those that were used last."""
+    """Describe so many pairs: those that rest, that fail, whose legs failed, and then those that
+    were used last.
+    """
     return heapq.nsmallest(most, pair_rows(matrix, health, modes, find, now=now), key=_rank)
 
 
@@ -85,7 +107,9 @@ def _row(
         mode=None if mode is None else BOTH if mode.chosen is None else mode.chosen.value,
         pull_s=None if mode is None else mode.pull.mean_s,
         push_s=None if mode is None else mode.push.mean_s,
-        rest_s=None if failing is None or failing.state is not PairState.RESTING else max(0.0, failing.due - now),
+        rest_s=None
+        if failing is None or failing.state is not PairState.RESTING
+        else max(0.0, failing.due - now),
     )
 
 

@@ -1,7 +1,9 @@
-"""What decode engines show of their loads by prefill engine (``vllm:pdrelay_peer_loads_total``), from look to look.
+"""What decode engines show of their loads by prefill engine (``vllm:pdrelay_peer_loads_total``),
+from look to look.
 
-Our connector shows them from the first failure of a prefill engine's loads on. No answer tells: a decode engine that
-did not get the KV computes the prompt (``kv_load_failure_policy: recompute``), and the text is right.
+Our connector shows them from the first failure of a prefill engine's loads on. No answer tells: a
+decode engine that did not get the KV computes the prompt (``kv_load_failure_policy: recompute``),
+and the text is right.
 """
 
 import re
@@ -20,16 +22,19 @@ _LINE: Final = re.compile(
 )
 _LABEL: Final = re.compile(rb'(?:^|,)(engine|peer|outcome)="([0-9A-Za-z_.:-]{1,160})"(?=,|$)')
 _FAILURE: Final = b"vllm:pdrelay_peer_failure{"
-# The reason is the connector's sentence, without what the text format escapes. It stands behind any other label.
+# The reason is the connector's sentence, without what the text format escapes. It stands behind any
+# other label.
 _FAILURE_LABEL: Final = re.compile(
-    rb'(?:^|,)(engine|peer|outcome|reason)="((?:(?<=reason=")[ !#-\[\]-~]{1,400})|(?:[0-9A-Za-z_.:-]{1,160}))"(?=,|$)'
+    rb'(?:^|,)(engine|peer|outcome|reason)="((?:(?<=reason=")[ '
+    rb'!#-\[\]-~]{1,400})|(?:[0-9A-Za-z_.:-]{1,160}))"(?=,|$)'
 )
 _TRUE: Final = (b"1", b"1.0")
 _MOST: Final = 512  # lines of one engine
 _LOADED: Final = "loaded"
 _REASONS: Final = {reason.value: reason for reason in PairFailure}
 
-Totals: TypeAlias = Mapping[tuple[str, str], int]  # by the prefill engine's id and the outcome; since the engine began
+# by the prefill engine's id and the outcome; since the engine began
+Totals: TypeAlias = Mapping[tuple[str, str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,9 @@ class PeerNews:
 
     @property
     def worst(self) -> PairFailure | None:
-        """The pair's own reason that most of the failures have, or wrong KV if any has; None: there is none."""
+        """The pair's own reason that most of the failures have, or wrong KV if any has; None: there
+        is none.
+        """
         if self.has_wrong_kv:
             return PairFailure.WRONG_KV
         own = {reason: count for reason, count in self.failed.items() if reason in OF_THE_PAIR}
@@ -60,7 +67,9 @@ class PeerNews:
 
 
 def read_totals(text: bytes, rank: int | None = None) -> Totals:
-    """Read the loads that an engine shows, or one of its data-parallel ranks; a label of another form is left out."""
+    """Read the loads that an engine shows, or one of its data-parallel ranks; a label of another
+    form is left out.
+    """
     found = dict[tuple[str, str], int]()
     for line in labelled_lines(text, _NAME, _LINE, _MOST):
         labels = {name: value.decode() for name, value in _LABEL.findall(line["labels"])}
@@ -75,13 +84,17 @@ def read_totals(text: bytes, rank: int | None = None) -> Totals:
 
 
 def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrouble]:
-    """Read why loads fail now, as an engine shows it by the prefill engine's id, or one of its data-parallel ranks."""
+    """Read why loads fail now, as an engine shows it by the prefill engine's id, or one of its
+    data-parallel ranks.
+    """
     found = dict[str, PairTrouble]()
     for line in labelled_lines(text, _FAILURE, most=_MOST):
         if line["value"] not in _TRUE:
             continue
         labels = {name: value.decode() for name, value in _FAILURE_LABEL.findall(line["labels"])}
-        peer, outcome, why, engine = (labels.get(name) for name in (b"peer", b"outcome", b"reason", b"engine"))
+        peer, outcome, why, engine = (
+            labels.get(name) for name in (b"peer", b"outcome", b"reason", b"engine")
+        )
         reason = _REASONS.get(outcome or "")
         is_own = rank is None or engine is None or engine == str(rank)
         if peer is not None and reason is not None and is_own:
@@ -96,7 +109,8 @@ class PeerLoads:
         self._last: dict[InstanceId, Totals] = {}
 
     def look(self, decode: InstanceId, totals: Totals) -> tuple[list[PeerNews], bool]:
-        """Return what is new since the last look, of each prefill engine, and whether the engine was restarted.
+        """Return what is new since the last look, of each prefill engine, and whether the engine
+        was restarted.
 
         The first look tells nothing: it may have failed long ago.
         """

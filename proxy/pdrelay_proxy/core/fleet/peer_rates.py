@@ -1,7 +1,9 @@
-"""How fast KV moves between two engines, as one of them shows it (``vllm:pdrelay_peer_bytes_total`` and the seconds).
+"""How fast KV moves between two engines, as one of them shows it (``vllm:pdrelay_peer_bytes_total``
+and the seconds).
 
-In pull the decode engine reads and counts, in push the prefill engine writes and counts. Transfers at the same time
-count their seconds each, so this is what one of them got, and what a link can carry may be more.
+In pull the decode engine reads and counts, in push the prefill engine writes and counts. Transfers
+at the same time count their seconds each, so this is what one of them got, and what a link can
+carry may be more.
 """
 
 import re
@@ -14,17 +16,21 @@ from pdrelay_proxy.core.model import InstanceId
 _BYTES: Final = b"vllm:pdrelay_peer_bytes_total{"
 _SECONDS: Final = b"vllm:pdrelay_peer_transfer_seconds_total{"
 _LINE: Final = re.compile(
-    rb"[^{\n]{1,64}\{(?P<labels>[^\n]{0,2000})\} (?P<value>[0-9]{1,18}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?)"
+    rb"[^{\n]{1,64}\{(?P<labels>[^\n]{0,2000})\} "
+    rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?)"
 )
 _LABEL: Final = re.compile(rb'(?:^|,)(engine|peer)="([0-9A-Za-z_.:-]{1,160})"(?=,|$)')
 _MOST: Final = 512  # lines of one engine; the connector shows 64 peers of each rank
 _LEAST_S: Final = 1e-6  # of transfers, from which on there is a rate
 
-Moved: TypeAlias = Mapping[str, tuple[float, float]]  # by the other engine's id: bytes and seconds since the start
+# by the other engine's id: bytes and seconds since the start
+Moved: TypeAlias = Mapping[str, tuple[float, float]]
 
 
 def read_moved(text: bytes, rank: int | None = None) -> Moved:
-    """Read what an engine has moved, or one of its data-parallel ranks; a label of another form is left out."""
+    """Read what an engine has moved, or one of its data-parallel ranks; a label of another form is
+    left out.
+    """
     moved = _values(text, _BYTES, rank)
     seconds = _values(text, _SECONDS, rank)
     return {peer: (count, seconds[peer]) for peer, count in moved.items() if peer in seconds}
@@ -48,7 +54,9 @@ class PeerRates:
         self._last: dict[InstanceId, Moved] = {}
 
     def look(self, engine: InstanceId, moved: Moved) -> Mapping[str, float]:
-        """Return the bytes a second of what has moved since the last look, by the other engine's id."""
+        """Return the bytes a second of what has moved since the last look, by the other engine's
+        id.
+        """
         last = self._last.get(engine, {})
         self._last[engine] = moved
         rates = dict[str, float]()

@@ -1,16 +1,18 @@
-"""Which engines are probed next, and how: in time, however many are gone, and at a rate that fits the fleet.
+"""Which engines are probed next, and how: in time, however many are gone, and at a rate that fits
+the fleet.
 
-An engine that is gone can hold a probe until its timeout. So engines that have missed a probe have places of their own,
-and those that were slow to fail are asked less and less often. The most overdue engine comes first.
+An engine that is gone can hold a probe until its timeout. So engines that have missed a probe have
+places of their own, and those that were slow to fail are asked less and less often. The most
+overdue engine comes first.
 
-Where several routers hear each other, each engine has a few of them that probe it in each interval. The
-others probe it once a minute, and at once when one of these says that it has missed a probe.
+Where several routers hear each other, each engine has a few of them that probe it in each interval.
+The others probe it once a minute, and at once when one of these says that it has missed a probe.
 
-An engine that answers requests well is not probed meanwhile, and one without requests is probed seldom where the
-kubelet probes it, too: a pod that is Ready (docs/routing.md).
+An engine that answers requests well is not probed meanwhile, and one without requests is probed
+seldom where the kubelet probes it, too: a pod that is Ready (docs/routing.md).
 
-A whole probe asks what an engine is, too: its models and its version. In a large fleet most probes of engines that live
-ask no more than whether they do.
+A whole probe asks what an engine is, too: its models and its version. In a large fleet most probes
+of engines that live ask no more than whether they do.
 """
 
 import math
@@ -25,32 +27,40 @@ from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.core.model import InstanceId, Role
 
 _DRAIN_S: Final = 0.5  # seconds between two probes of an engine that is drained
-_AWAY_S: Final = 1.0  # seconds between two probes of an engine that is broken or not up yet, at least
+# seconds between two probes of an engine that is broken or not up yet, at least
+_AWAY_S: Final = 1.0
 _AWAY_MOST_S: Final = 15.0  # and at most
 _AWAY_RATE: Final = 20  # probes a second of engines that are away, about
-_SLOW_S: Final = 1.0  # a probe that fails after so long costs a place: the engine is asked less often
-# The shares of the interval after which an engine is due, at random between them, for routers must not probe in step.
-# The rest is for two ticks (of a twentieth of the interval at most) and the wait for a place: so a living engine is
-# probed in each interval, and one that is gone is found within an interval and its timeouts.
+# a probe that fails after so long costs a place: the engine is asked less often
+_SLOW_S: Final = 1.0
+# The shares of the interval after which an engine is due, at random between them, for routers must
+# not probe in step. The rest is for two ticks (of a twentieth of the interval at most) and the wait
+# for a place: so a living engine is probed in each interval, and one that is gone is found within
+# an interval and its timeouts.
 _SOONEST: Final = 0.7
 _JITTER: Final = 0.15
-_READY_PODS: Final = 3.0  # times the usual pause, for a pod without requests: the kubelet asks it, too
-_SERVING_MOST: Final = (
-    6.0  # intervals between two probes of an engine that answers requests, at most: they tell its models
-)
-_OTHERS_S: Final = 60.0  # seconds between two probes of an engine that other routers watch: half of it at least
+# times the usual pause, for a pod without requests: the kubelet asks it, too
+_READY_PODS: Final = 3.0
+# intervals between two probes of an engine that answers requests, at most: they tell its models
+_SERVING_MOST: Final = 6.0
+# seconds between two probes of an engine that other routers watch: half of it at least
+_OTHERS_S: Final = 60.0
 _LEAST_PLACES: Final = 16  # of each kind
 _MOST_PLACES: Final = 512
-_LIVING_SHARE: Final = 6  # engines for each place: a sixth of a fleet can go at once, and the others are still probed
+# engines for each place: a sixth of a fleet can go at once, and the others are still probed
+_LIVING_SHARE: Final = 6
 _AWAY_SHARE: Final = 8
 _LEAST_RATE: Final = 64.0  # probes begun in a second
 _SPARE_RATE: Final = 1.5  # times what the interval takes
 _WHOLE_RATE: Final = 50.0  # whole probes a second of engines that live, about: three requests each
-_WHOLE_SOONEST: Final = 0.5  # and up to 1.5 times the usual pause, at random: a fleet is added in one moment
+# and up to 1.5 times the usual pause, at random: a fleet is added in one moment
+_WHOLE_SOONEST: Final = 0.5
 
 
 def keeps_blocks(member: Member) -> bool:
-    """Tell whether an engine is asked what it keeps for decode engines, and not whether it lives."""
+    """Tell whether an engine is asked what it keeps for decode engines, and not whether it
+    lives.
+    """
     return member.life.state is HealthState.DRAINING and member.as_role(Role.PREFILL) is not None
 
 
@@ -62,11 +72,15 @@ class OtherProbes(Protocol):
         ...
 
     def missed_at(self, name: InstanceId, /) -> float | None:
-        """Return since when another router says that an engine does not answer it; None: none says so."""
+        """Return since when another router says that an engine does not answer it; None: none says
+        so.
+        """
         ...
 
     def is_second_miss(self, name: InstanceId, /, *, begun: float) -> bool:
-        """Return whether a failed probe counts as a second failure, because another router reported the first."""
+        """Return whether a failed probe counts as a second failure, because another router reported
+        the first.
+        """
         ...
 
     def note(self, name: InstanceId, /, *, is_missing: bool) -> None:
@@ -86,20 +100,27 @@ class _ProbeTurn:
 class ProbeSchedule:
     """The turns of all engines. Times are seconds of a clock that only rises."""
 
-    def __init__(self, interval_s: float, chance: Callable[[], float], others: OtherProbes | None = None) -> None:
+    def __init__(
+        self, interval_s: float, chance: Callable[[], float], others: OtherProbes | None = None
+    ) -> None:
         self._interval_s = interval_s  # 0: only engines that are drained are probed
         self._chance = chance  # 0 to 1
         self._others = others  # None: no other routers are known
         self._turns = dict[InstanceId, _ProbeTurn]()
         self._waiting = {True: deque[Member](), False: deque[Member]()}  # by whether they are away
-        self._active = dict[InstanceId, bool]()  # likewise: those that are probed now, and hold a place
+        # likewise: those that are probed now, and hold a place
+        self._active = dict[InstanceId, bool]()
         self._begun = 0.0  # probes of this moment and a little before; time takes from it
         self._at = -math.inf
-        self._away_s = _AWAY_S  # the same for engines that are away, which keeps their probes at a bounded rate
+        # the same for engines that are away, which keeps their probes at a bounded rate
+        self._away_s = _AWAY_S
 
     def know(self, members: Sequence[Member]) -> None:
         """Take these for all engines there are."""
-        self._turns = {member.instance.id: self._turns.get(member.instance.id) or _ProbeTurn() for member in members}
+        self._turns = {
+            member.instance.id: self._turns.get(member.instance.id) or _ProbeTurn()
+            for member in members
+        }
         missing = sum([_is_missing(member) for member in members])
         self._away_s = min(_AWAY_MOST_S, max(_AWAY_S, missing / _AWAY_RATE))
 
@@ -110,7 +131,12 @@ class ProbeSchedule:
             name = member.instance.id
             turn = self._turns[name]
             pause = self._pause(member)
-            if pause is not None and now >= turn.begun + pause and not turn.is_waiting and name not in self._active:
+            if (
+                pause is not None
+                and now >= turn.begun + pause
+                and not turn.is_waiting
+                and name not in self._active
+            ):
                 found.append((turn.begun + pause, member))
         return found
 
@@ -125,9 +151,13 @@ class ProbeSchedule:
         return self.begin(now=now)
 
     def begin(self, *, now: float) -> Sequence[Member]:
-        """Return as many of those that wait as there are places for, and no more in a short time than is needed."""
+        """Return as many of those that wait as there are places for, and no more in a short time
+        than is needed.
+        """
         count = len(self._turns)
-        rate = max(_LEAST_RATE, _SPARE_RATE * count / self._interval_s if self._interval_s > 0 else 0.0)
+        rate = max(
+            _LEAST_RATE, _SPARE_RATE * count / self._interval_s if self._interval_s > 0 else 0.0
+        )
         self._begun = max(0.0, self._begun - rate * (now - self._at))
         self._at = now
         active = sum(self._active.values())
@@ -156,7 +186,11 @@ class ProbeSchedule:
         It does unless the engine has answered all along, for then it is the same process.
         """
         turn = self._turns[member.instance.id]
-        if member.life.state is HealthState.HEALTHY and member.life.misses == 0 and now < turn.whole_at:
+        if (
+            member.life.state is HealthState.HEALTHY
+            and member.life.misses == 0
+            and now < turn.whole_at
+        ):
             return False
         turn.whole_at = now + len(self._turns) / _WHOLE_RATE * (_WHOLE_SOONEST + self._chance())
         return True
@@ -172,9 +206,15 @@ class ProbeSchedule:
             turn.slow_failures = turn.slow_failures + 1 if is_slow else 0
 
     def _pause(self, member: Member) -> float | None:
-        """Return the seconds from the beginning of one probe to the next; None: it is not probed."""
+        """Return the seconds from the beginning of one probe to the next; None: it is not
+        probed.
+        """
         turn = self._turns[member.instance.id]
-        back_off = min(_AWAY_MOST_S, _AWAY_S * 2.0 ** min(turn.slow_failures - 1, 10)) if turn.slow_failures else 0.0
+        back_off = (
+            min(_AWAY_MOST_S, _AWAY_S * 2.0 ** min(turn.slow_failures - 1, 10))
+            if turn.slow_failures
+            else 0.0
+        )
         if keeps_blocks(member):
             return max(_DRAIN_S, back_off)
         if self._interval_s <= 0:
@@ -190,27 +230,39 @@ class ProbeSchedule:
         return max(least if self._away_s <= _AWAY_S else self._away_s, back_off)
 
     def _living_pause(self, member: Member, turn: _ProbeTurn) -> float:
-        """Return the pause of one that has answered its last probe; a request that it has answered is as good."""
+        """Return the pause of one that has answered its last probe; a request that it has answered
+        is as good.
+        """
         pause = self._interval_s * turn.stretch
         if not member.life.is_well:
             return pause
         if member.origin.source is EngineSource.PODS and not member.load.in_flight:
             return pause * _READY_PODS
-        return min(max(pause, member.life.served_at - turn.begun + pause), self._interval_s * _SERVING_MOST)
+        return min(
+            max(pause, member.life.served_at - turn.begun + pause), self._interval_s * _SERVING_MOST
+        )
 
     def _told_pause(self, member: Member, turn: _ProbeTurn) -> float | None:
-        """Return the pause that follows from what other routers do and say; None: it is this router's to probe."""
+        """Return the pause that follows from what other routers do and say; None: it is this
+        router's to probe.
+        """
         if self._others is None:
             return None
         name = member.instance.id
         told_at = self._others.missed_at(name)
         if told_at is not None and not _is_missing(member):
             return 0.0 if turn.begun < told_at else self._interval_s * turn.stretch
-        # What is away for both, or well for both, is left to those that watch it. One that holds probes until their
-        # timeout is still probed as usual: it may hang, and keep requests (HUNG_S of io/probes/prober.py).
-        is_left = not turn.slow_failures and member.life.is_away if told_at is not None else not _is_missing(member)
+        # What is away for both, or well for both, is left to those that watch it. One that holds
+        # probes until their timeout is still probed as usual: it may hang, and keep requests
+        # (HUNG_S of io/probes/prober.py).
+        is_left = (
+            not turn.slow_failures and member.life.is_away
+            if told_at is not None
+            else not _is_missing(member)
+        )
         if is_left and not self._others.watches(name):
-            drawn = (turn.stretch - _SOONEST) / _JITTER  # 0 to 1: a hundred routers may have started together
+            # 0 to 1: a hundred routers may have started together
+            drawn = (turn.stretch - _SOONEST) / _JITTER
             return max(self._interval_s, _OTHERS_S) * (1.0 + drawn) / 2.0
         return None
 

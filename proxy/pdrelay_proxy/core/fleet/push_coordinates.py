@@ -1,4 +1,6 @@
-"""What the router has learned about its prefill engines: one record for each, one table for its life."""
+"""What the router has learned about its prefill engines: one record for each, one table for its
+life.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ class CoordinatesState(StrEnum):
     UNKNOWN = auto()
     PULL = auto()  # it lends its blocks
     PUSH = auto()  # it writes them, and we know where it is
-    SEVERAL = auto()  # it pushes, but is several engines behind one address: which one is known only afterwards
+    # it pushes, but is several engines behind one address: which one is known only afterwards
+    SEVERAL = auto()
 
 
 class CoordinatesEvent(StrEnum):
@@ -62,8 +65,8 @@ class _Record:
 class PushCoordinates:
     """Remembers where prefill engines are, as they say in their answers.
 
-    Nobody waits for anybody: requests that come before the first answer go to one engine after the other, and each of
-    their answers teaches the same.
+    Nobody waits for anybody: requests that come before the first answer go to one engine after the
+    other, and each of their answers teaches the same.
     """
 
     def __init__(self, *, at_once: bool) -> None:
@@ -73,7 +76,9 @@ class PushCoordinates:
 
     @property
     def pushes(self) -> bool:
-        """Tell whether a decode engine may be told where its prefill engine is before that one has answered."""
+        """Tell whether a decode engine may be told where its prefill engine is before that one has
+        answered.
+        """
         return self._at_once and bool(self._placed)
 
     def coordinates(self, prefill: InstanceId) -> Coordinates | None:
@@ -95,7 +100,9 @@ class PushCoordinates:
         elif found.remote_engine_id in record.replaced:
             event = CoordinatesEvent.BACK
         else:
-            event = CoordinatesEvent.PUSHES if before in (None, found) else CoordinatesEvent.ELSEWHERE
+            event = (
+                CoordinatesEvent.PUSHES if before in (None, found) else CoordinatesEvent.ELSEWHERE
+            )
         record.state = TRANSITIONS[record.state][event]
         if before is not None and before != found:
             record.replaced |= {before.remote_engine_id}

@@ -37,23 +37,32 @@ class _Usable:
 
 
 class Registry:
-    """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
+    """The engines, which come and go while requests are served.
 
-    def __init__(self, settings: Settings | None = None, pairs_within: PairsWithin = lambda _slice: None) -> None:
-        """``pairs_within``: what the partners of an engine of a slice must have, too; None: any will do."""
+    Times are seconds of a clock that only rises.
+    """
+
+    def __init__(
+        self, settings: Settings | None = None, pairs_within: PairsWithin = lambda _slice: None
+    ) -> None:
+        """``pairs_within``: what the partners of an engine of a slice must have, too; None: any
+        will do.
+        """
         self._settings = settings or Settings()
         self._pairs_within = pairs_within
         table = self._table = MemberTable()
         self.get: Final = table.get  # what is known of an engine; None if it was removed meanwhile
         self.changes: Final = table.changes
-        self.lineup: Final = table.lineup  # changes of what decides which engines there should be: not of their health
+        # changes of what decides which engines there should be: not of their health
+        self.lineup: Final = table.lineup
         self.models: Final = FleetModels(table)
         self.twins: Final = Twins(table)
         self.departures: Final = Departures(table, self._has_turned)
         self.pairs: Final = PairHealth()
         self.relief: Final = KvRelief(self._settings.move_above)
         self._usable: dict[Role, _Usable] = {}
-        self._steady: tuple[int, float] = (-1, 0.0)  # until when nothing but events changes it, and for which changes
+        # until when nothing but events changes it, and for which changes
+        self._steady: tuple[int, float] = (-1, 0.0)
 
     # ---- which engines there are
 
@@ -67,21 +76,36 @@ class Registry:
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
-        """Start to route to an engine, or one rank of it, under a new id; raises AlreadyKnown for its role."""
+        """Start to route to an engine, or one rank of it, under a new id; raises AlreadyKnown for
+        its role.
+        """
         self._table.check_new(role, address, rank)
         name = self._table.new_id(role)
         instance = Instance(name, role, address, rank)
-        life = EngineHealth(now, self._settings, changes=self.changes, is_needed=partial(self._is_needed, name))
-        member = Member(instance, life, facts=self.models.shared(facts or EngineCapabilities()), origin=origin)
+        life = EngineHealth(
+            now, self._settings, changes=self.changes, is_needed=partial(self._is_needed, name)
+        )
+        member = Member(
+            instance, life, facts=self.models.shared(facts or EngineCapabilities()), origin=origin
+        )
         self._table.add(member)
         self.twins.recount(None, twin_key(member))
         return instance
 
-    def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
-        """Start to route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
+    def add_target(
+        self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND
+    ) -> Sequence[Instance]:
+        """Start to route to an engine, or to each of its data-parallel ranks; raises
+        AlreadyKnown.
+        """
         within = self._pairs_within(target.slice)
-        facts = EngineCapabilities(mode=target.mode, revision=target.revision, slice=target.slice, pairs_within=within)
-        return [self.add(role, target.address, rank=rank, facts=facts, now=now, origin=origin) for rank in target.ranks]
+        facts = EngineCapabilities(
+            mode=target.mode, revision=target.revision, slice=target.slice, pairs_within=within
+        )
+        return [
+            self.add(role, target.address, rank=rank, facts=facts, now=now, origin=origin)
+            for rank in target.ranks
+        ]
 
     def claim(self, role: Role, authority: str) -> None:
         """Keep what is at an address whatever discovery says of it: the settings name it."""
@@ -91,11 +115,18 @@ class Registry:
                 self.lineup.count += 1
 
     def is_given(self, address: Address) -> bool:
-        """Tell whether the settings or a pod name what is at an address; what was added by hand is not given."""
-        return any(member.origin.source is not EngineSource.STORE for member in self._table.at(address))
+        """Tell whether the settings or a pod name what is at an address; what was added by hand is
+        not given.
+        """
+        return any(
+            member.origin.source is not EngineSource.STORE for member in self._table.at(address)
+        )
 
     def remove(self, name: InstanceId, *, now: float) -> None:
-        """Forget an engine; its legs go on, and are nobody's. Raises UnknownInstance: there is none of this id."""
+        """Forget an engine; its legs go on, and are nobody's.
+
+        Raises UnknownInstance: there is none of this id.
+        """
         member = self.member(name)
         self.departures.remove(member, now=now)
         member.life.remove(now=now)
@@ -104,7 +135,9 @@ class Registry:
         self.twins.recount(twin_key(member), None)
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
-        """Let the engines that are drained now be so, and return them; those that retire are forgotten."""
+        """Let the engines that are drained now be so, and return them; those that retire are
+        forgotten.
+        """
         drained = self.departures.settle(patience_s=patience_s, now=now)
         for member in self.members():
             if member.retires and member.life.state is HealthState.DRAINED:
@@ -126,13 +159,17 @@ class Registry:
     # ---- which of them may get a request
 
     def known(self, role: Role, /) -> Sequence[Instance]:
-        """List the engines of a role, also those that must not get a request now, in the order they were added."""
+        """List the engines of a role, also those that must not get a request now, in the order they
+        were added.
+        """
         return tuple([instance for _, instance in self._table.serving[role].values()])
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
-        """List the engines of a role that can take a request; raises NoInstance, with what has become of them.
+        """List the engines of a role that can take a request; raises NoInstance, with what has
+        become of them.
 
-        While nothing changes, the list is the same one: a request must not cost a look at each of thousands.
+        While nothing changes, the list is the same one: a request must not cost a look at each of
+        thousands.
         """
         known = self._usable.get(role)
         if known is not None and known.version == self.changes.count and now < known.until:
@@ -158,10 +195,16 @@ class Registry:
             return NoInstance(f"the router knows no {role} instance")
         states = list[str]()
         for member in members:
-            state = "being tried" if member.life.state is HealthState.HALF_OPEN else member.life.state.value
+            state = (
+                "being tried"
+                if member.life.state is HealthState.HALF_OPEN
+                else member.life.state.value
+            )
             why = f" ({member.life.why})" if member.life.state is HealthState.STARTING else ""
             states.append(f"{member.instance.id} is {state}{why}")
-        waits = [wait for member in members if (wait := member.life.serves_in_s(now=now)) is not None]
+        waits = [
+            wait for member in members if (wait := member.life.serves_in_s(now=now)) is not None
+        ]
         return NoInstance(
             f"no {role} instance can take a request: {listed(states)}",
             retry_after_s=max(1, math.ceil(min(waits))) if waits else None,
@@ -169,28 +212,42 @@ class Registry:
 
     @property
     def steady_until(self) -> float:
-        """When the passing of time may change which engines are usable; infinity: only what is counted does."""
+        """When the passing of time may change which engines are usable; infinity: only what is
+        counted does.
+        """
         version, until = self._steady
         if version != self.changes.count:
-            known = [each.until for each in self._usable.values() if each.version == self.changes.count]
+            known = [
+                each.until for each in self._usable.values() if each.version == self.changes.count
+            ]
             if len(known) == len(Role):  # all engines were looked at just now
                 until = min(known)
             else:
-                lives = [member.life for member in self._table.by_id.values() if member.life.state is not _HEALTHY]
+                lives = [
+                    member.life
+                    for member in self._table.by_id.values()
+                    if member.life.state is not _HEALTHY
+                ]
                 until = min([life.steady_until for life in lives], default=math.inf)
             self._steady = self.changes.count, until
         return until
 
     def _is_needed(self, name: InstanceId) -> bool:
-        """Tell whether an engine is the last one of a role, or more than half of that role would be away without it."""
+        """Tell whether an engine is the last one of a role, or more than half of that role would be
+        away without it.
+        """
         member = self.get(name)
         if member is None:
             return False
         for role in Role:
             if not member.role.serves(role):
                 continue
-            others = [other for other in self._table.others(member, role) if other.life.state in _STAYING]
-            there = [other for other in others if other.life.state in WELL and not other.life.is_away]
+            others = [
+                other for other in self._table.others(member, role) if other.life.state in _STAYING
+            ]
+            there = [
+                other for other in others if other.life.state in WELL and not other.life.is_away
+            ]
             if not there or 2 * (len(others) - len(there) + 1) > len(others) + 1:
                 return True
         return False
@@ -198,16 +255,23 @@ class Registry:
     # ---- what is known of them
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
+        """List those decode engines that can read the blocks of a prefill engine; what is not known
+        fits everything.
+        """
         return [instance for instance in decode if self.fits(prefill, instance)]
 
     def fits(self, prefill: Instance, decode: Instance) -> bool:
-        """Tell whether two engines can share a request, as far as it is known, and do not rest as a pair.
+        """Tell whether two engines can share a request, as far as it is known, and do not rest as a
+        pair.
 
         One that serves both roles shares none with itself: there would be nothing to transfer.
         """
         facts = self.facts(decode)
-        return prefill.id != decode.id and fit(self.facts(prefill), facts) and not rests(prefill.id, facts)
+        return (
+            prefill.id != decode.id
+            and fit(self.facts(prefill), facts)
+            and not rests(prefill.id, facts)
+        )
 
     def facts(self, instance: Instance) -> EngineCapabilities:
         """Return what is known of an engine that decides with whom it can share a request."""
@@ -220,14 +284,22 @@ class Registry:
         return EngineCapabilities() if member is None else member.facts
 
     def link(self, pair: Pair) -> tuple[str | bool | None, ...]:
-        """Name the kind of the link between two engines: pairs of one kind differ in nothing that is known."""
+        """Name the kind of the link between two engines: pairs of one kind differ in nothing that
+        is known.
+        """
         members = [member for name in pair if (member := self.get(name)) is not None]
         hosts = {member.instance.address.host for member in members}
-        facts = [fact for one in members for fact in (one.facts.mode, one.facts.revision, one.facts.slice)]
+        facts = [
+            fact
+            for one in members
+            for fact in (one.facts.mode, one.facts.revision, one.facts.slice)
+        ]
         return (*facts, len(hosts) < len(members))
 
     def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
-        """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""
+        """Take in facts; what is not known, and what is said of an engine that was removed, changes
+        nothing.
+        """
         if (member := self.get(name)) is not None:
             facts = self.models.shared(member.facts.updated(found))
             if facts != member.facts:

@@ -10,7 +10,8 @@ from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.errors import AddressError
 
-REVISION: Final = re.compile(r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")  # what Kubernetes takes for a label
+# what Kubernetes takes for a label
+REVISION: Final = re.compile(r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _OPTIONS: Final = re.compile(
     r"(?:dp=(?P<dp>[1-9][0-9]{0,2})(?:&|$))?(?:mode=(?P<mode>pull|push|auto)(?:&|$))?"
     rf"(?:revision=(?P<revision>{REVISION.pattern})(?:&|$))?(?:slice=(?P<slice>{REVISION.pattern}))?"
@@ -22,9 +23,11 @@ class Target:
     """An engine, such as ``host:8100``, ``host:8100#dp=4`` or ``host:8100#dp=4&mode=push``."""
 
     address: Address
-    ranks: tuple[int | None, ...] = (None,)  # the data-parallel ranks behind the address, each an instance of its own
+    # the data-parallel ranks behind the address, each an instance of its own
+    ranks: tuple[int | None, ...] = (None,)
     mode: EngineMode | None = None  # who moves the KV cache; None: it shows
-    revision: str | None = None  # of its deployment: two revisions never share a request; None: fits all
+    # of its deployment: two revisions never share a request; None: fits all
+    revision: str | None = None
     slice: str | None = None  # its zone, rack or NVLink domain: its partners may have to be of it
 
     @property
@@ -44,7 +47,8 @@ class Target:
         found = _OPTIONS.fullmatch(options)
         if found is None or (mark and not options) or options.endswith("&"):
             raise AddressError(
-                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull (or push, auto), #revision=NAME, "
+                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull (or push, auto), "
+                f"#revision=NAME, "
                 "#slice=NAME or several of them in this order, with & between them"
             )
         ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
@@ -74,10 +78,12 @@ class Wanted:
 
     role: Role
     target: Target
-    identity: str = ""  # changes when another engine takes the address (a pod's uid); empty: not known
+    # changes when another engine takes the address (a pod's uid); empty: not known
+    identity: str = ""
     leaves: bool = False  # it gets nothing new, and what it has goes on
     moves: bool = False  # while it leaves, its streams go on at other engines
-    serves_both: bool = False  # it gets legs of both roles until it turns to one; ``role`` is its pool
+    # it gets legs of both roles until it turns to one; ``role`` is its pool
+    serves_both: bool = False
     added: str = ""  # by hand: another when it is removed and added anew; empty: not known
 
     @property
@@ -97,7 +103,8 @@ class Origin:
 
     source: EngineSource = EngineSource.STATIC
     generation: int = 0  # the source's, when it first said this of the engine
-    wanted: Wanted | None = None  # as it was carried out last; None: discovery has nothing to do with it
+    # as it was carried out last; None: discovery has nothing to do with it
+    wanted: Wanted | None = None
 
 
 BY_HAND: Final = Origin()

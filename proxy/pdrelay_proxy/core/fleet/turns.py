@@ -1,8 +1,10 @@
-"""A turn: an engine that leaves one role and serves another, under the same process (docs/turning-roles.md).
+"""A turn: an engine that leaves one role and serves another, under the same process
+(docs/turning-roles.md).
 
-A role that is added is served at once. One that is left takes time: the engine gets nothing new, its streams move or
-end, decode engines read what it has computed for them, and then it serves what it shall. If that takes longer than
-``TURN_TIMEOUT_S``, it serves the new role all the same, and the rest of the old one ends there.
+A role that is added is served at once. One that is left takes time: the engine gets nothing new,
+its streams move or end, decode engines read what it has computed for them, and then it serves what
+it shall. If that takes longer than ``TURN_TIMEOUT_S``, it serves the new role all the same, and the
+rest of the old one ends there.
 """
 
 from collections.abc import Mapping
@@ -32,7 +34,8 @@ class TurnEvent(FastStrEnum):
     REMOVE = auto()
 
 
-# What still runs by then goes on beside the new role: a longer time would only keep the engine idle.
+# What still runs by then goes on beside the new role: a longer time would only keep the engine
+# idle.
 TURN_TIMEOUT_S: Final = 120.0
 TRANSITIONS: Final[Mapping[TurnState, Mapping[TurnEvent, TurnState]]] = {
     TurnState.LEAVING: {

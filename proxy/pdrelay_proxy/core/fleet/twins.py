@@ -16,7 +16,8 @@ TwinKey: TypeAlias = tuple[str, str | None, int | None, Role]
 def twin_key(member: Member) -> TwinKey | None:
     """Return what two records of one engine have in common, if it is known.
 
-    Ranks behind one address have one engine id. Two processes may have been given one by mistake, and are two.
+    Ranks behind one address have one engine id. Two processes may have been given one by mistake,
+    and are two.
     """
     facts = member.facts
     one = member.instance
@@ -62,9 +63,11 @@ class Twins:
         return kept
 
     def twin_of(self, name: InstanceId) -> InstanceId | None:
-        """Return the engine that gets the requests of another one that is the same under another address; None: none.
+        """Return the engine that gets the requests of another one that is the same under another
+        address; None: none.
 
-        It is the first one of those that take requests: an engine may have moved to another address.
+        It is the first one of those that take requests: an engine may have moved to another
+        address.
         """
         member = self._table.get(name) if self._several else None
         if member is None:
@@ -74,7 +77,9 @@ class Twins:
             return None
         for role in Role:
             one = member.as_role(role)
-            engines = [other for life, other in self._table.serving[role].values() if life.state in SERVING]
+            engines = [
+                other for life, other in self._table.serving[role].values() if life.state in SERVING
+            ]
             if one is not None and one in engines:
                 same = [other for other in engines if twin_key(self._table.by_id[other.id]) == key]
                 if same[0].id != name:

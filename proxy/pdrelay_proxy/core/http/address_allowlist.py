@@ -1,4 +1,6 @@
-"""Where engines may be that are added while the router runs: the router connects to whatever address is named."""
+"""Where engines may be that are added while the router runs: the router connects to whatever
+address is named.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,18 +10,24 @@ from typing import Final, Self, TypeAlias
 
 _Ip: TypeAlias = IPv4Address | IPv6Address
 _Network: TypeAlias = IPv4Network | IPv6Network
-EXPECTED: Final = "a network such as 10.0.0.0/8, an address, a name such as d0.example, or *.example for all below it"
+EXPECTED: Final = (
+    "a network such as 10.0.0.0/8, an address, a name such as d0.example, or *.example for all "
+    "below it"
+)
 _NAME: Final = re.compile(r"(?:\*\.)?(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 # Loopback, and what is private by RFC 1918, 6598 and 4193: where engines are.
 STANDARD: Final = (
-    "127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7",
+    "127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10",
+        "fc00::/7",
 )  # fmt: skip
-# No engine is there, and a cloud's metadata service is, which gives credentials to who asks: only an entry inside opens
-# them. Link-local (RFC 3927, 4291), "this host", multicast, and metadata services with addresses of their own.
+# No engine is there, and a cloud's metadata service is, which gives credentials to who asks: only
+# an entry inside opens them. Link-local (RFC 3927, 4291), "this host", multicast, and metadata
+# services with addresses of their own.
 _NEVER: Final = tuple(
     ip_network(text)
     for text in (
-        "169.254.0.0/16", "fe80::/10", "0.0.0.0/8", "::/128", "224.0.0.0/4", "240.0.0.0/4", "ff00::/8",
+        "169.254.0.0/16", "fe80::/10", "0.0.0.0/8", "::/128", "224.0.0.0/4", "240.0.0.0/4",
+            "ff00::/8",
         "100.100.100.200/32", "192.0.0.192/32", "168.63.129.16/32", "fd00:ec2::254/128",
     )
 )  # fmt: skip
@@ -54,14 +62,18 @@ class AllowList:
     def admits_name(self, host: str) -> bool:
         """Tell whether a name is listed, itself or by what it ends in."""
         host = host.lower().removesuffix(".")
-        return any(host == name or (name.startswith(".") and host.endswith(name)) for name in self.names)
+        return any(
+            host == name or (name.startswith(".") and host.endswith(name)) for name in self.names
+        )
 
     def admits(self, host: str, place: str) -> bool:
         """Tell whether an engine may be at ``place``, an IP address to which ``host`` leads."""
         found = plain_ip(place)
         for never in _NEVER:
             if found in never:
-                return any(_is_within(network, never) and found in network for network in self.networks)
+                return any(
+                    _is_within(network, never) and found in network for network in self.networks
+                )
         return self.admits_name(host) or any(found in network for network in self.networks)
 
 

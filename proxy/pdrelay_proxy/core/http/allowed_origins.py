@@ -1,7 +1,7 @@
 """Which web sites may read answers in a browser (CORS, WHATWG Fetch 3.2), where clients show keys.
 
-Cookies play no part here: a page has its key from its user, and sends it as a header that it has to name. So no answer
-says ``Access-Control-Allow-Credentials``.
+Cookies play no part here: a page has its key from its user, and sends it as a header that it has to
+name. So no answer says ``Access-Control-Allow-Credentials``.
 """
 
 import re
@@ -41,7 +41,9 @@ class AllowedOrigins:
         return (allowed, readable) if self._is_any else (allowed, readable, (b"vary", b"Origin"))
 
     def permission(self, headers: Headers, method: bytes) -> Headers | None:
-        """Return the answer to a browser that asks before it sends a request; None: the page may not send it."""
+        """Return the answer to a browser that asks before it sends a request; None: the page may
+        not send it.
+        """
         origin = first_header(headers, b"origin")
         if origin is None or not (self._is_any or origin.lower() in self._origins):
             return None

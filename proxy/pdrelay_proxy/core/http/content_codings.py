@@ -1,6 +1,8 @@
-"""Bodies that clients have compressed (RFC 9110, 8.4.1): decoded within the bounds of a body, however small they came.
+"""Bodies that clients have compressed (RFC 9110, 8.4.1): decoded within the bounds of a body,
+however small they came.
 
-Python has no decoder for zstd and br before 3.14. A client that hears which codings are read sends its body plainly.
+Python has no decoder for zstd and br before 3.14. A client that hears which codings are read sends
+its body plainly.
 """
 
 import zlib
@@ -10,7 +12,8 @@ from typing import Final
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.errors import BadRequest, BodyTooLarge, UnsupportedCoding
 
-READ: Final = "gzip, deflate, identity"  # what Accept-Encoding of a refusal says (RFC 9110, 15.5.16)
+# what Accept-Encoding of a refusal says (RFC 9110, 15.5.16)
+READ: Final = "gzip, deflate, identity"
 _PIECE: Final = 64 * 1024  # bytes of a body that are decoded at a time
 _MEMBERS_MOST: Final = 64  # of a gzip body, which may be several files in a row (RFC 1952, 2.2)
 _SHOWN: Final = 60  # bytes of a coding's name that a sentence repeats
@@ -35,12 +38,18 @@ def coding_of(declared: bytes) -> Coding | None:
     Raises:
         UnsupportedCoding: it is not read here, or there are several.
     """
-    names = [name for word in declared.lower().split(b",") if (name := word.strip(b" \t")) not in (b"", b"identity")]
+    names = [
+        name
+        for word in declared.lower().split(b",")
+        if (name := word.strip(b" \t")) not in (b"", b"identity")
+    ]
     if not names:
         return None
     if len(names) > 1 or names[0] not in _NAMES:
         said = declared[:_SHOWN].decode("latin-1")
-        raise UnsupportedCoding(f"the body has the Content-Encoding {said!r}: this router takes {READ}, one at a time")
+        raise UnsupportedCoding(
+            f"the body has the Content-Encoding {said!r}: this router takes {READ}, one at a time"
+        )
     return _NAMES[names[0]]
 
 
@@ -54,7 +63,8 @@ def decoded(coding: Coding, body: bytes, most: int) -> bytes:
     try:
         if coding is Coding.GZIP:
             return _decoded(body, most, _GZIP_BITS)
-        is_zlib = len(body) > 1 and body[0] & 15 == 8 and (body[0] * 256 + body[1]) % 31 == 0  # RFC 1950, 2.2
+        # RFC 1950, 2.2
+        is_zlib = len(body) > 1 and body[0] & 15 == 8 and (body[0] * 256 + body[1]) % 31 == 0
         return _decoded(body, most, _ZLIB_BITS if is_zlib else _RAW_BITS)
     except zlib.error as exc:
         raise BadRequest(f"the body is not {coding}, as its Content-Encoding says: {exc}") from exc
@@ -77,7 +87,8 @@ def _decoded(body: bytes, most: int, bits: int) -> bytes:
             size += len(piece)
             if size > most:
                 raise BodyTooLarge(
-                    f"the body has more than {most} bytes once it is decoded, the most this router takes"
+                    f"the body has more than {most} bytes once it is decoded, the most this router "
+                    f"takes"
                 )
             pieces.append(piece)
             rest = decoder.unconsumed_tail or decoder.unused_data

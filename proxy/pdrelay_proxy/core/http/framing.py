@@ -1,7 +1,7 @@
 """Where a request begins and ends: heads and chunked bodies, within limits.
 
-What two readers could understand differently is refused, wherever RFC 9112 allows it: a gateway before the router may
-read it in the other way.
+What two readers could understand differently is refused, wherever RFC 9112 allows it: a gateway
+before the router may read it in the other way.
 """
 
 import re
@@ -11,11 +11,13 @@ from typing import Final
 
 from pdrelay_proxy.errors import BadFraming, HeadTooLarge, NotServed, UriTooLong
 
-HEAD_MOST: Final = 64 * 1024  # bytes of a request line with its headers, or of the trailers of a chunked body
+# bytes of a request line with its headers, or of the trailers of a chunked body
+HEAD_MOST: Final = 64 * 1024
 LINES_MOST: Final = 256  # header lines, or lines of trailers
 _EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
 _SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
-# Reading a chunk costs the same time whatever its size: a body of megabytes in chunks of two bytes would take seconds.
+# Reading a chunk costs the same time whatever its size: a body of megabytes in chunks of two bytes
+# would take seconds.
 _SMALL_CHUNKS_MOST: Final = 64 * 1024  # bytes of a body whose chunks may be of any size
 _MEAN_CHUNK_LEAST: Final = 64  # bytes of a chunk, on average, of a longer body
 LENGTH_DIGITS_MOST: Final = 15
@@ -23,10 +25,14 @@ _REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]++) ([!-~]++) HTTP/1\
 _NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
 _VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
-_SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % LENGTH_DIGITS_MOST)
+_SIZE_LINE: Final = re.compile(
+    rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % LENGTH_DIGITS_MOST
+)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
 # A good line: its name, and its value without the white space before it.
-_HEADER: Final = re.compile(rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n")
+_HEADER: Final = re.compile(
+    rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n"
+)
 _SPACE: Final = 32  # of what a value may have, white space is no more than it
 
 
@@ -46,7 +52,17 @@ class RefusalReason(StrEnum):
 class Head:
     """A head that is good, without what the router ignores. It does not change."""
 
-    __slots__ = ("expects", "headers", "is_old", "keep_alive", "length", "method", "raw", "shown", "target")
+    __slots__ = (
+        "expects",
+        "headers",
+        "is_old",
+        "keep_alive",
+        "length",
+        "method",
+        "raw",
+        "shown",
+        "target",
+    )
 
     def __init__(  # noqa: PLR0917 (by name they cost several thousand instructions more)
         self,
@@ -67,22 +83,28 @@ class Head:
         self.headers = headers  # names in lower case; without Upgrade
         self.shown = shown  # the same by name: of several with one name the first
         self.is_old = is_old  # HTTP/1.0
-        self.keep_alive = keep_alive  # the client does not ask for the connection to be closed (RFC 9112, 9.6)
+        # the client does not ask for the connection to be closed (RFC 9112, 9.6)
+        self.keep_alive = keep_alive
         self.expects = expects  # it waits for 100 Continue (RFC 9110, 10.1.1)
 
     def with_length(self, raw: bytes, digits: bytes, place: int) -> "Head":
-        """Return the same head with another Content-Length, which is at this place among the headers."""
+        """Return the same head with another Content-Length, which is at this place among the
+        headers.
+        """
         headers = [*self.headers]
         headers[place] = b"content-length", digits
         shown = {**self.shown, b"content-length": digits}
         length = int(digits)
         keep_alive = self.keep_alive
         expects = self.expects
-        return Head(raw, length, self.method, self.target, headers, shown, self.is_old, keep_alive, expects)
+        return Head(
+            raw, length, self.method, self.target, headers, shown, self.is_old, keep_alive, expects
+        )
 
 
 def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
-    """Return where the head that begins at ``start`` ends, behind its empty line; -1: there is more to come.
+    """Return where the head that begins at ``start`` ends, behind its empty line; -1: there is more
+    to come.
 
     ``read``: so many bytes of it were looked at before.
 
@@ -96,8 +118,12 @@ def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
         return end + 4
     if len(received) - start >= HEAD_MOST:
         if received.find(b"\r\n", start, start + HEAD_MOST) < 0:
-            raise UriTooLong(f"the request line has more than {HEAD_MOST} bytes, the most this router takes")
-        raise HeadTooLarge(f"the head of the request has more than {HEAD_MOST} bytes, the most this router takes")
+            raise UriTooLong(
+                f"the request line has more than {HEAD_MOST} bytes, the most this router takes"
+            )
+        raise HeadTooLarge(
+            f"the head of the request has more than {HEAD_MOST} bytes, the most this router takes"
+        )
     if _BARE.search(received, max(start, start + read - 1)):
         raise BadFraming("a line of the head ends with a line feed alone: end each with CR LF")
     return -1
@@ -111,11 +137,14 @@ def read_head(raw: bytes) -> Head:
     Raises:
         HeadTooLarge: it has too many lines.
         NotServed: it asks for a tunnel.
-        BadFraming: it is not one, or readers could disagree about where its body ends or whose it is.
+        BadFraming: it is not one, or readers could disagree about where its body ends or whose it
+            is.
     """
     ends = raw.count(b"\r\n")  # of the request line, each header line and the empty one
     if ends > LINES_MOST + 2:
-        raise HeadTooLarge(f"the head has {ends - 2} header lines, and {LINES_MOST} are the most this router takes")
+        raise HeadTooLarge(
+            f"the head has {ends - 2} header lines, and {LINES_MOST} are the most this router takes"
+        )
     request = _REQUEST.match(raw)
     if request is None:
         line = raw.partition(b"\r\n")[0]
@@ -159,7 +188,9 @@ def _refuse_lines(lines: bytes) -> None:
         read_line(line)  # one of them raises
 
 
-def _without_upgrade(raw: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+def _without_upgrade(
+    raw: bytes, headers: Sequence[tuple[bytes, bytes]]
+) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """Return a head, and its headers, without Upgrade."""
     lines = raw[:-4].split(b"\r\n")
     raw = b"\r\n".join([line for line in lines if line[:8].lower() != b"upgrade:"]) + b"\r\n\r\n"
@@ -169,13 +200,17 @@ def _without_upgrade(raw: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tupl
 def _closes(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     """Tell whether the client asks for the connection to be closed."""
     for name, value in headers:
-        if name == b"connection" and b"close" in [option.strip(b" \t") for option in value.lower().split(b",")]:
+        if name == b"connection" and b"close" in [
+            option.strip(b" \t") for option in value.lower().split(b",")
+        ]:
             return True
     return False
 
 
 def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Refuse a second header of those that decide where a request ends and whose it is (RFC 9112, 3.2 and 6.3)."""
+    """Refuse a second header of those that decide where a request ends and whose it is (RFC 9112,
+    3.2 and 6.3).
+    """
     for name in (b"host", b"content-length", b"transfer-encoding"):
         values = [value for each, value in headers if each == name]
         if len(values) < 2:
@@ -183,7 +218,9 @@ def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
         if name == b"host":
             raise BadFraming(f"the request has {len(values)} Host headers: send one")
         if name == b"content-length":
-            raise BadFraming(f"Content-Length is {_shown(b', '.join(values))}: send one whole number of bytes")
+            raise BadFraming(
+                f"Content-Length is {_shown(b', '.join(values))}: send one whole number of bytes"
+            )
         said = _shown(b", ".join(values))
         raise BadFraming(f"Transfer-Encoding is {said}: this router takes chunked alone")
 
@@ -206,9 +243,13 @@ def _length(length: bytes | None, coding: bytes | None, *, is_old: bool) -> int 
         if is_old:
             raise BadFraming("Transfer-Encoding in HTTP/1.0: send Content-Length")
         if length is not None:
-            raise BadFraming("the request has both Transfer-Encoding and Content-Length: send one of them")
+            raise BadFraming(
+                "the request has both Transfer-Encoding and Content-Length: send one of them"
+            )
         if coding.lower() != b"chunked":
-            raise BadFraming(f"Transfer-Encoding is {_shown(coding)}: this router takes chunked alone")
+            raise BadFraming(
+                f"Transfer-Encoding is {_shown(coding)}: this router takes chunked alone"
+            )
         return None
     if length is None:
         return 0
@@ -222,9 +263,20 @@ def _shown(text: bytes) -> str:
 
 
 class ChunkedBody:
-    """Takes a chunked body apart (RFC 9112, 7.1); extensions and trailers are checked, counted and dropped."""
+    """Takes a chunked body apart (RFC 9112, 7.1); extensions and trailers are checked, counted and
+    dropped.
+    """
 
-    __slots__ = ("_count", "_extensions", "_in_trailers", "_left", "_pending", "_size", "is_over", "rest")
+    __slots__ = (
+        "_count",
+        "_extensions",
+        "_in_trailers",
+        "_left",
+        "_pending",
+        "_size",
+        "is_over",
+        "rest",
+    )
 
     def __init__(self) -> None:
         self.is_over = False
@@ -267,9 +319,14 @@ class ChunkedBody:
             end = pos + length
             self._count += 1
             self._size += length
-            if self._size > _SMALL_CHUNKS_MOST and length and self._size < self._count * _MEAN_CHUNK_LEAST:
+            if (
+                self._size > _SMALL_CHUNKS_MOST
+                and length
+                and self._size < self._count * _MEAN_CHUNK_LEAST
+            ):
                 raise BadFraming(
-                    f"the chunks of the body have less than {_MEAN_CHUNK_LEAST} bytes on average, which is the least "
+                    f"the chunks of the body have less than {_MEAN_CHUNK_LEAST} bytes on average, "
+                    f"which is the least "
                     f"above {_SMALL_CHUNKS_MOST} bytes: send larger chunks, or Content-Length"
                 )
             if length and data[end : end + 2] == b"\r\n":  # all of it is here
@@ -308,7 +365,8 @@ class ChunkedBody:
         self._extensions += line.end(2) - line.end(1)
         if self._extensions > _EXTENSIONS_MOST or line.end() - line.start() > _SIZE_LINE_MOST:
             raise BadFraming(
-                f"the chunk extensions have more than {_EXTENSIONS_MOST} bytes, or one line of them more than "
+                f"the chunk extensions have more than {_EXTENSIONS_MOST} bytes, or one line of "
+                f"them more than "
                 f"{_SIZE_LINE_MOST}: that is the most this router takes"
             )
 
@@ -319,15 +377,22 @@ class ChunkedBody:
         else:
             end = data.find(b"\r\n\r\n", 0, HEAD_MOST)
             if end < 0 and len(data) >= HEAD_MOST:
-                raise HeadTooLarge(f"the trailers have more than {HEAD_MOST} bytes, the most this router takes")
+                raise HeadTooLarge(
+                    f"the trailers have more than {HEAD_MOST} bytes, the most this router takes"
+                )
             if end < 0:
                 if _BARE.search(data):
-                    raise BadFraming("a line of the trailers ends with a line feed alone: end each with CR LF")
+                    raise BadFraming(
+                        "a line of the trailers ends with a line feed alone: end each with CR LF"
+                    )
                 self._pending = data
                 return
             lines = data[:end].split(b"\r\n")
             if len(lines) > LINES_MOST:
-                raise HeadTooLarge(f"there are {len(lines)} trailers, and {LINES_MOST} are the most this router takes")
+                raise HeadTooLarge(
+                    f"there are {len(lines)} trailers, and {LINES_MOST} are the most this router "
+                    f"takes"
+                )
             for line in lines:
                 read_line(line)
             end += 2

@@ -1,9 +1,10 @@
-"""How many things a client's JSON may be made of: reading each name or prompt of a million takes seconds.
+"""How many things a client's JSON may be made of: reading each name or prompt of a million takes
+seconds.
 
-Bodies that cannot be over a limit are told by counting bytes, which is nearly all of them. The others are scanned: a
-piece of at most 64 KiB loses its strings in one step, and what is left of it is counted. A large vocabulary of
-``logit_bias`` and hundreds of tools are no attack, so only the names that the router keeps, those of the body itself,
-have a narrow limit.
+Bodies that cannot be over a limit are told by counting bytes, which is nearly all of them. The
+others are scanned: a piece of at most 64 KiB loses its strings in one step, and what is left of it
+is counted. A large vocabulary of ``logit_bias`` and hundreds of tools are no attack, so only the
+names that the router keeps, those of the body itself, have a narrow limit.
 """
 
 import re
@@ -22,27 +23,42 @@ PROMPTS_MOST: Final = 4096  # in one array
 _STEP: Final = 64 * 1024  # bytes
 _NAME_LEAST: Final = 4  # bytes of a name with its quotes, its colon and some of its value
 _ITEM_LEAST: Final = 2  # bytes of an item and its comma
-SMALL: Final = min(NAMES_MOST * _NAME_LEAST, PROMPTS_MOST * _ITEM_LEAST)  # bytes of a body that has not too many of any
+# bytes of a body that has not too many of any
+SMALL: Final = min(NAMES_MOST * _NAME_LEAST, PROMPTS_MOST * _ITEM_LEAST)
 _BRACE: Final = re.compile(rb"[{}]")
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)  # and what stands between them
+# and what stands between them
+_WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _OUTER: Final = re.compile(rb'["\[\]{},]')
 _INNER: Final = re.compile(rb'["\[\]{}]')
 _IN_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _EMPTY: Final = re.compile(rb"\[[ \t\r\n]*+\]")
 # The fields of vLLM's requests that may be arrays of prompts.
-_ARRAYS: Final = ("prompt", "input", "inputs", "texts", "documents", "queries", "text_1", "text_2", "data_1", "data_2")
+_ARRAYS: Final = (
+    "prompt",
+    "input",
+    "inputs",
+    "texts",
+    "documents",
+    "queries",
+    "text_1",
+    "text_2",
+    "data_1",
+    "data_2",
+)
 
 
 def check_names(body: bytes) -> None:
     """Accept a JSON text with at most so many names. What is no JSON is left to who reads it.
 
     Raises:
-        BadRequest: an object, or all of them together, have more names, or there are too many strings or objects.
+        BadRequest: an object, or all of them together, have more names, or there are too many
+            strings or objects.
     """
     if len(body) <= NAMES_MOST * _NAME_LEAST or body.count(b":") <= NAMES_MOST:
         return
-    counts = [0]  # names of the objects that are open, the outer ones first; before the first one there are none
+    # names of the objects that are open, the outer ones first; before the first one there are none
+    counts = [0]
     total = 0
     objects = 0
     strings = 0
@@ -56,11 +72,17 @@ def check_names(body: bytes) -> None:
         total += piece.count(b":")
         objects += piece.count(b"{")
         if total > ALL_NAMES_MOST:
-            raise BadRequest(f"the body has more than {ALL_NAMES_MOST} names: it may have at most that")
+            raise BadRequest(
+                f"the body has more than {ALL_NAMES_MOST} names: it may have at most that"
+            )
         if strings > STRINGS_MOST:
-            raise BadRequest(f"the body has more than {STRINGS_MOST} strings: it may have at most that")
+            raise BadRequest(
+                f"the body has more than {STRINGS_MOST} strings: it may have at most that"
+            )
         if objects > OBJECTS_MOST:
-            raise BadRequest(f"the body has more than {OBJECTS_MOST} objects: it may have at most that")
+            raise BadRequest(
+                f"the body has more than {OBJECTS_MOST} objects: it may have at most that"
+            )
         _count_names(piece, counts)
 
 
@@ -93,13 +115,20 @@ def _check_object(counts: list[int]) -> None:
     if len(counts) == 1:
         return  # no object: this is no JSON that we take
     if len(counts) == 2:
-        raise BadRequest(f"the body itself has more than {NAMES_MOST} names: it may have at most that")
+        raise BadRequest(
+            f"the body itself has more than {NAMES_MOST} names: it may have at most that"
+        )
     if counts[-1] > INNER_NAMES_MOST:
-        raise BadRequest(f"an object of the body has more than {INNER_NAMES_MOST} names: it may have at most that")
+        raise BadRequest(
+            f"an object of the body has more than {INNER_NAMES_MOST} names: it may have at most "
+            f"that"
+        )
 
 
 def check_prompts(fields: Fields, size: int) -> None:
-    """Accept arrays with at most so many prompts; ``size``: bytes of the body. A list of token ids is one prompt.
+    """Accept arrays with at most so many prompts; ``size``: bytes of the body.
+
+    A list of token ids is one prompt.
 
     Raises:
         BadRequest: one of them has more.
@@ -108,14 +137,22 @@ def check_prompts(fields: Fields, size: int) -> None:
         return
     for name in _ARRAYS:
         value = bytes(fields.get(name, NULL))
-        if value[:1] != b"[" or value[1:].lstrip()[:1].isdigit() or value.count(b",") < PROMPTS_MOST:
+        if (
+            value[:1] != b"["
+            or value[1:].lstrip()[:1].isdigit()
+            or value.count(b",") < PROMPTS_MOST
+        ):
             continue
         if count_items(value, PROMPTS_MOST) > PROMPTS_MOST:
-            raise BadRequest(f"{name} has more than {PROMPTS_MOST} items: it may have at most that", param=name)
+            raise BadRequest(
+                f"{name} has more than {PROMPTS_MOST} items: it may have at most that", param=name
+            )
 
 
 def count_items(array: bytes, most: int) -> int:
-    """Return how many items a JSON array has; counting ends when there are more than ``most`` (1 or more)."""
+    """Return how many items a JSON array has; counting ends when there are more than ``most`` (1 or
+    more).
+    """
     if _EMPTY.match(array):
         return 0
     count = 1

@@ -1,8 +1,10 @@
-"""Forms (multipart/form-data, RFC 7578): the heads of their parts are read, and one value, in one pass within bounds.
+"""Forms (multipart/form-data, RFC 7578): the heads of their parts are read, and one value, in one
+pass within bounds.
 
-What is accepted is a subset that every parser reads alike, so that no field can be seen by the engine and not here:
-nothing before the first boundary or behind the last one, no boundary within a part, CRLF between lines, one plain name
-for each part. vLLM 0.32 reads forms with python-multipart, by way of starlette.
+What is accepted is a subset that every parser reads alike, so that no field can be seen by the
+engine and not here: nothing before the first boundary or behind the last one, no boundary within a
+part, CRLF between lines, one plain name for each part. vLLM 0.32 reads forms with python-multipart,
+by way of starlette.
 """
 
 import re
@@ -17,11 +19,16 @@ _TYPE: Final = b"multipart/form-data"
 _BOUNDARY: Final = re.compile(rb"[0-9A-Za-z'()+_,./:=?-]{1,70}")
 _TOKEN: Final = rb"[-!#$%&'*+.^_`|~0-9A-Za-z]++"
 _PLAIN_BOUNDARY: Final = re.compile(_TOKEN)
-_PARAMETER: Final = re.compile(rb";[ \t]*+(?:(%b)[ \t]*+=[ \t]*+(?:(%b)|\"([^\"\\]*+)\")[ \t]*+)?+" % (_TOKEN, _TOKEN))
+_PARAMETER: Final = re.compile(
+    rb";[ \t]*+(?:(%b)[ \t]*+=[ \t]*+(?:(%b)|\"([^\"\\]*+)\")[ \t]*+)?+" % (_TOKEN, _TOKEN)
+)
 _HEADER: Final = re.compile(rb"(%b):([^\r\n\x00]*+)\r\n" % _TOKEN)
-# A backslash in a value is its own character here. In front of a quote it is read in two ways, and so refused.
+# A backslash in a value is its own character here. In front of a quote it is read in two ways, and
+# so refused.
 _DISPOSITION: Final = re.compile(rb"[ \t]*+form-data[ \t]*+((?:;.*)?+)", re.IGNORECASE)
-_FIELD: Final = re.compile(rb";[ \t]*+(%b)[ \t]*+=[ \t]*+(?:\"([^\"]*+)\"|([^\" \t;]++))[ \t]*+" % _TOKEN)
+_FIELD: Final = re.compile(
+    rb";[ \t]*+(%b)[ \t]*+=[ \t]*+(?:\"([^\"]*+)\"|([^\" \t;]++))[ \t]*+" % _TOKEN
+)
 _MODEL: Final = b"model"
 _PRIVATE: Final = (b"kv_transfer_params", b"ec_transfer_params", b"vllm_xargs")
 
@@ -29,24 +36,30 @@ _PRIVATE: Final = (b"kv_transfer_params", b"ec_transfer_params", b"vllm_xargs")
 def boundary_of(content_type: bytes) -> bytes:
     """Return the boundary that a Content-Type of ``multipart/form-data`` declares.
 
-    starlette decodes the names of fields by the charset: with another one than UTF-8 they could read otherwise there.
+    starlette decodes the names of fields by the charset: with another one than UTF-8 they could
+    read otherwise there.
 
     Raises:
-        UnsupportedMedia: it has a parameter other than one boundary and ``charset=utf-8``, or no boundary.
+        UnsupportedMedia: it has a parameter other than one boundary and ``charset=utf-8``, or no
+            boundary.
     """
     found: dict[bytes, bytes] = {}
     at = len(content_type.partition(b";")[0])
     while at < len(content_type):
         parameter = _PARAMETER.match(content_type, at)
         if parameter is None:
-            raise UnsupportedMedia("the parameters of multipart/form-data cannot be read: write boundary=NAME alone")
+            raise UnsupportedMedia(
+                "the parameters of multipart/form-data cannot be read: write boundary=NAME alone"
+            )
         at = parameter.end()
         name = (parameter[1] or b"").lower()
         value = parameter[3] if parameter[2] is None else parameter[2]
         if not name:
             continue
         if name in found:
-            raise UnsupportedMedia(f"multipart/form-data has the parameter {name.decode()} twice: write it once")
+            raise UnsupportedMedia(
+                f"multipart/form-data has the parameter {name.decode()} twice: write it once"
+            )
         if name != b"boundary" and (name != b"charset" or value.lower() != b"utf-8"):
             raise UnsupportedMedia(
                 f"multipart/form-data has the parameter {name.decode()}={value.decode('latin-1')}: "
@@ -55,7 +68,9 @@ def boundary_of(content_type: bytes) -> bytes:
         found[name] = value
     boundary = found.get(b"boundary", b"")
     if not _BOUNDARY.fullmatch(boundary):
-        raise UnsupportedMedia("multipart/form-data needs a boundary of 1 to 70 characters (RFC 2046, 5.1.1)")
+        raise UnsupportedMedia(
+            "multipart/form-data needs a boundary of 1 to 70 characters (RFC 2046, 5.1.1)"
+        )
     return boundary
 
 
@@ -66,13 +81,14 @@ def content_type(boundary: bytes) -> bytes:
 
 
 def check_form(boundary: bytes, body: bytes) -> str | None:
-    """Accept a form; return the value of its part ``model``, of several the last one, as vLLM does; None: it has none.
+    """Accept a form; return the value of its part ``model``, of several the last one, as vLLM does;
+    None: it has none.
 
     Other values are not read. Takes time in proportion to the body.
 
     Raises:
-        BadRequest: it is not one that all parsers read alike, has too many parts or a head that is too long, or has a
-            field that only the router may set.
+        BadRequest: it is not one that all parsers read alike, has too many parts or a head that is
+            too long, or has a field that only the router may set.
     """
     delimiter = b"--" + boundary
     model = None
@@ -99,7 +115,9 @@ def check_form(boundary: bytes, body: bytes) -> str | None:
 
 
 def _text(value: bytes) -> str | None:
-    """Return a value as an engine reads it; None: it is empty, or no text, which the engine refuses."""
+    """Return a value as an engine reads it; None: it is empty, or no text, which the engine
+    refuses.
+    """
     try:
         return value.decode() or None
     except UnicodeDecodeError:
@@ -115,7 +133,9 @@ def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
         if header is None:
             if len(body) > end and body.find(b"\r\n\r\n", at, end) < 0:
                 raise BadRequest(f"a part of the form has a head of more than {HEAD_MOST} bytes")
-            raise BadRequest("a part of the form has a head that cannot be read: write lines of name: value")
+            raise BadRequest(
+                "a part of the form has a head that cannot be read: write lines of name: value"
+            )
         if header[1].lower() == b"content-disposition":
             if name is not None:
                 raise BadRequest("a part of the form has two Content-Disposition lines")
@@ -126,7 +146,9 @@ def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
     for private in _PRIVATE:
         if name.strip().lower().startswith(private):
             said = private.decode()
-            raise BadRequest(f"{said} is set by the router and must not be part of a request", param=said)
+            raise BadRequest(
+                f"{said} is set by the router and must not be part of a request", param=said
+            )
     return at + 2, name
 
 
@@ -141,15 +163,22 @@ def _name_in(disposition: bytes) -> bytes:
     while at < len(rest):
         field = _FIELD.match(rest, at)
         if field is None:
-            raise BadRequest("a Content-Disposition of the form cannot be read: write a quote in a value as %22")
+            raise BadRequest(
+                "a Content-Disposition of the form cannot be read: write a quote in a value as %22"
+            )
         key = field[1].lower()
         value = field[3] if field[2] is None else field[2]
         if key.startswith(b"name*"):
             raise BadRequest("the names of a form's fields must be plain, not encoded (name*=)")
         if key not in (b"name", b"filename", b"filename*") or key in found:
-            raise BadRequest(f"a Content-Disposition of the form has {key.decode()}: one name and one filename may be")
+            raise BadRequest(
+                f"a Content-Disposition of the form has {key.decode()}: one name and one filename "
+                f"may be"
+            )
         if value.endswith(b"\\"):
-            raise BadRequest("a value in a Content-Disposition ends with a backslash: parsers differ on it")
+            raise BadRequest(
+                "a value in a Content-Disposition ends with a backslash: parsers differ on it"
+            )
         found[key] = value
         at = field.end()
     name = found.get(b"name")

@@ -1,8 +1,10 @@
-"""Which web sites a browser may bring requests from: none but the router's own, where no key protects it.
+"""Which web sites a browser may bring requests from: none but the router's own, where no key
+protects it.
 
-A page of any site can have a browser send a POST to an address inside (cross-site request forgery), and one whose name
-suddenly means such an address can read the answers, too (DNS rebinding). The first says where it comes from in Origin
-and Sec-Fetch-Site (W3C Fetch Metadata), the second has its own name in Host.
+A page of any site can have a browser send a POST to an address inside (cross-site request forgery),
+and one whose name suddenly means such an address can read the answers, too (DNS rebinding). The
+first says where it comes from in Origin and Sec-Fetch-Site (W3C Fetch Metadata), the second has its
+own name in Host.
 """
 
 import ipaddress
@@ -15,7 +17,8 @@ from pdrelay_proxy.settings import Settings
 
 ANY: Final = "*"
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-# Nobody can register these: RFC 6761 (localhost), 6762 (local), 8375 (home.arpa), ICANN 2024 (internal), Kubernetes.
+# Nobody can register these: RFC 6761 (localhost), 6762 (local), 8375 (home.arpa), ICANN 2024
+# (internal), Kubernetes.
 _INSIDE: Final = (".localhost", ".local", ".home.arpa", ".internal", ".svc")
 _HOST: Final = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::[0-9]{0,5})?")
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -27,14 +30,18 @@ class Sites:
     """What a router goes by; ``own_name``: what its machine is called."""
 
     def __init__(self, settings: Settings, own_name: str = "localhost") -> None:
-        self._names = frozenset({settings.host.lower(), own_name.lower(), *map(str.lower, settings.allowed_hosts)})
+        self._names = frozenset(
+            {settings.host.lower(), own_name.lower(), *map(str.lower, settings.allowed_hosts)}
+        )
         self._is_local = is_loopback(settings.host)
         self._is_restricted = bool(settings.allowed_hosts)
-        self._is_tls = settings.tls_cert is not None  # a browser finds that the certificate has another name
+        # a browser finds that the certificate has another name
+        self._is_tls = settings.tls_cert is not None
         self._known: set[bytes] = set()  # values of Host that are good, keys or not
 
     def check(self, method: str, headers: Headers, *, has_keys: bool) -> None:
-        """Accept a request, as far as a browser may have sent it; ``has_keys``: clients must show one.
+        """Accept a request, as far as a browser may have sent it; ``has_keys``: clients must show
+        one.
 
         Raises:
             Misdirected: its Host is a name that this router does not have.
@@ -56,14 +63,17 @@ class Sites:
         if ANY in self._names or ((has_keys or self._is_tls) and not self._is_restricted):
             return True
         name = _name_of(host)
-        is_good = name is not None and (name in self._names or (name in _LOCAL if self._is_local else _is_inside(name)))
+        is_good = name is not None and (
+            name in self._names or (name in _LOCAL if self._is_local else _is_inside(name))
+        )
         if is_good and len(host) <= _KNOWN_BYTES and len(self._known) < _KNOWN_MOST:
             self._known.add(host)
         return is_good
 
 
 def check_open(settings: Settings) -> None:
-    """Accept a router that nobody can reach from elsewhere, that knows its clients, or that is open on purpose.
+    """Accept a router that nobody can reach from elsewhere, that knows its clients, or that is open
+    on purpose.
 
     The same goes for its admin port, which shows engines and metrics.
 
@@ -71,16 +81,22 @@ def check_open(settings: Settings) -> None:
         ConfigError: it is none of these.
     """
     if settings.allowed_origins and settings.api_keys_file is None:
-        raise ConfigError("allowed_origins needs api_keys_file: any page could use the engines without a key")
+        raise ConfigError(
+            "allowed_origins needs api_keys_file: any page could use the engines without a key"
+        )
     knows_clients = settings.api_keys_file is not None or settings.tls_client_ca is not None
     if knows_clients or settings.allow_unauthenticated:
         return
     remedy = "set api_keys_file (or tls_client_ca), or allow_unauthenticated to true if they may"
     if not is_loopback(settings.host):
-        raise ConfigError(f"host is {settings.host}, so others could use the engines without a key: {remedy}")
+        raise ConfigError(
+            f"host is {settings.host}, so others could use the engines without a key: {remedy}"
+        )
     admin_host = settings.admin_host or settings.host
     if settings.admin_port is not None and not is_loopback(admin_host):
-        raise ConfigError(f"admin_host is {admin_host}, so others could see the engines without a key: {remedy}")
+        raise ConfigError(
+            f"admin_host is {admin_host}, so others could see the engines without a key: {remedy}"
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -117,9 +133,13 @@ def _check_origin(headers: dict[bytes, bytes]) -> None:
             return
     else:
         origin = headers.get(b"origin")
-        if origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower():
+        if (
+            origin is None
+            or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
+        ):
             return
     raise CrossSite(
-        "a page of another web site has sent this request: a router without API keys takes none of those, "
+        "a page of another web site has sent this request: a router without API keys takes none of "
+        "those, "
         "so set api_keys_file, or ask it from a page of its own address"
     )

@@ -1,4 +1,6 @@
-"""Heads that a connection repeats: most clients send the same one with each request, but for the length of its body."""
+"""Heads that a connection repeats: most clients send the same one with each request, but for the
+length of its body.
+"""
 
 from typing import Final
 
@@ -13,8 +15,8 @@ _LINE: Final = b"\r\n%b:" % _NAME
 class RepeatedHead:
     """Reads the heads of one connection.
 
-    One that differs from the head before in nothing but the digits of its Content-Length is as good as that, and means
-    the same but for those: it is compared and not read, for a tenth of the cost.
+    One that differs from the head before in nothing but the digits of its Content-Length is as good
+    as that, and means the same but for those: it is compared and not read, for a tenth of the cost.
     """
 
     __slots__ = ("_before", "_behind", "_last", "_place")
@@ -44,9 +46,15 @@ class RepeatedHead:
         self._last = None
         raw = head.raw
         digits = head.shown.get(_NAME)
-        if digits is None or len(raw) > _KEPT_MOST or len(head.headers) > _KEPT_LINES or b"upgrade" in head.shown:
+        if (
+            digits is None
+            or len(raw) > _KEPT_MOST
+            or len(head.headers) > _KEPT_LINES
+            or b"upgrade" in head.shown
+        ):
             return
-        start = raw.find(digits, raw.lower().index(_LINE) + len(_LINE))  # there is nothing but white space before them
+        # there is nothing but white space before them
+        start = raw.find(digits, raw.lower().index(_LINE) + len(_LINE))
         self._before = raw[:start]
         self._behind = raw[start + len(digits) :]
         self._last = head

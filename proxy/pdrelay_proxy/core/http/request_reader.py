@@ -1,7 +1,9 @@
-"""Reads the requests of one connection, one after another: a head, then its body, as their bytes come.
+"""Reads the requests of one connection, one after another: a head, then its body, as their bytes
+come.
 
-It keeps the beginning of a head, and of a body no more than the beginning of a chunk's line, or of its trailers. Who
-reads must pass on what is behind a request once that is served: nothing of the next one is looked at before.
+It keeps the beginning of a head, and of a body no more than the beginning of a chunk's line, or of
+its trailers. Who reads must pass on what is behind a request once that is served: nothing of the
+next one is looked at before.
 """
 
 from typing import Final
@@ -10,7 +12,8 @@ from pdrelay_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, find_e
 from pdrelay_proxy.core.http.repeated_head import RepeatedHead
 from pdrelay_proxy.errors import BadFraming
 
-_BLANK_MOST: Final = 16  # bytes of empty lines before a request (RFC 9112, 2.2: one line is to be ignored)
+# bytes of empty lines before a request (RFC 9112, 2.2: one line is to be ignored)
+_BLANK_MOST: Final = 16
 _HEAD_END: Final = b"\r\n\r\n"
 _RETURN: Final = 13  # begins an empty line before a request
 
@@ -18,7 +21,16 @@ _RETURN: Final = 13  # begins an empty line before a request
 class RequestReader:
     """Of one connection."""
 
-    __slots__ = ("_chunks", "_head", "_heads", "_remaining", "head_size", "in_body", "received", "rest")
+    __slots__ = (
+        "_chunks",
+        "_head",
+        "_heads",
+        "_remaining",
+        "head_size",
+        "in_body",
+        "received",
+        "rest",
+    )
 
     def __init__(self) -> None:
         self._heads = RepeatedHead()
@@ -32,7 +44,9 @@ class RequestReader:
 
     @property
     def has_begun_head(self) -> bool:
-        """Tell whether there is a head without its end; empty lines before it are none (RFC 9112, 2.2)."""
+        """Tell whether there is a head without its end; empty lines before it are none (RFC 9112,
+        2.2).
+        """
         return self._head is not None and bool(self._head.strip(b"\r\n"))
 
     @property
@@ -46,7 +60,9 @@ class RequestReader:
         return 0 if self._chunks is None else self._chunks.line_size
 
     def target(self, data: bytes = b"") -> bytes:
-        """Return the target in the beginning of a head; ``data``: its bytes, if none came before."""
+        """Return the target in the beginning of a head; ``data``: its bytes, if none came
+        before.
+        """
         return target_in(self._head or data)
 
     def drop_head(self) -> None:
@@ -75,7 +91,9 @@ class RequestReader:
         while received.startswith(b"\r\n", start):
             start += 2
         if start > _BLANK_MOST:
-            raise BadFraming(f"there are more than {_BLANK_MOST} bytes of empty lines before the request line")
+            raise BadFraming(
+                f"there are more than {_BLANK_MOST} bytes of empty lines before the request line"
+            )
         end = find_end(received, start, read=max(0, known - start))
         if end < 0:
             if self._head is None:
@@ -96,7 +114,8 @@ class RequestReader:
         self._chunks = ChunkedBody() if length is None else None
 
     def read_body(self, data: bytes) -> bytes:
-        """Return what of a body is in ``data``; once it is complete, ``in_body`` ends, and the rest is in ``rest``.
+        """Return what of a body is in ``data``; once it is complete, ``in_body`` ends, and the rest
+        is in ``rest``.
 
         Raises:
             BadFraming, HeadTooLarge: it is refused.

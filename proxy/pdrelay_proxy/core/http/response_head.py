@@ -1,4 +1,6 @@
-"""What the head of a response may have: status lines, and names and values of headers (RFC 9110, 5 and 15)."""
+"""What the head of a response may have: status lines, and names and values of headers (RFC 9110, 5
+and 15).
+"""
 
 import re
 from http import HTTPStatus

@@ -1,1 +1,3 @@
-"""What vLLM's API says and wants: bodies, streams, errors, and which requests can be disaggregated."""
+"""What vLLM's API says and wants: bodies, streams, errors, and which requests can be
+disaggregated.
+"""

@@ -1,13 +1,15 @@
-"""Which images, audio and videos a client may name: by a URL that an engine fetches, or by an id in engines' caches.
+"""Which images, audio and videos a client may name: by a URL that an engine fetches, or by an id in
+engines' caches.
 
-Engines are inside the closed network, so a URL of a client is a request from there (server-side request forgery).
-URLs stand where vLLM reads them: in the parts of messages (MM_PARSER_MAP in vllm/renderers/chat_utils.py), in the
-sources of /v1/messages, in ``images`` of /v2/embed, in ``images``, ``audio`` and ``videos`` of /v1/systemone, and in
-``content_parts`` of /inference/v1/generate.
+Engines are inside the closed network, so a URL of a client is a request from there (server-side
+request forgery). URLs stand where vLLM reads them: in the parts of messages (MM_PARSER_MAP in
+vllm/renderers/chat_utils.py), in the sources of /v1/messages, in ``images`` of /v2/embed, in
+``images``, ``audio`` and ``videos`` of /v1/systemone, and in ``content_parts`` of
+/inference/v1/generate.
 
-vLLM keeps what it has made of media under the ``uuid`` that a request gives them, and under ``mm_hashes`` of
-/inference/v1/generate, for all clients: a client that knows the id of another one's image could ask about that image,
-or have another image put in its place.
+vLLM keeps what it has made of media under the ``uuid`` that a request gives them, and under
+``mm_hashes`` of /inference/v1/generate, for all clients: a client that knows the id of another
+one's image could ask about that image, or have another image put in its place.
 """
 
 import re
@@ -34,31 +36,39 @@ _LISTS: Final = ("images", "audio", "videos")  # fields of requests that are lis
 _URLS: Final = frozenset(
     {"image_url", "audio_url", "video_url", "file_url"}
 )  # of a part: a text, or an object with url
-# The types of parts and of sources whose ``url`` is fetched; in others, as a result of a search, it is text.
+# The types of parts and of sources whose ``url`` is fetched; in others, as a result of a search, it
+# is text.
 _FETCHED: Final = frozenset({"image_url", "audio_url", "video_url", "url"})
-_INSIDE: Final = ("content", "multi_modal", "output", "source")  # where a message or a part has parts
-_LEVELS_MOST: Final = 16  # vLLM reads four: a batch of messages, of which one has parts, of which one has parts
+# where a message or a part has parts
+_INSIDE: Final = ("content", "multi_modal", "output", "source")
+# vLLM reads four: a batch of messages, of which one has parts, of which one has parts
+_LEVELS_MOST: Final = 16
 _ID: Final = "uuid"
 _FEATURES: Final = "features"  # media that are computed already, with ids
 _DATA: Final = "data:"
 _BRACKET: Final = 91
 _BRACE: Final = 123
 # What all readers of URLs understand alike: no user, no backslash, no space before the path.
-_PLAIN: Final = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{0,5})?(?:[/?#][^\\\s]*)?", re.IGNORECASE)
+_PLAIN: Final = re.compile(
+    r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{0,5})?(?:[/?#][^\\\s]*)?", re.IGNORECASE
+)
 _SHOWN: Final = 80  # characters of a URL that is not plain, in the answer
 
 
 def check_media(fields: Fields, hosts: Collection[str] | None, *, may_have_ids: bool) -> None:
-    """Accept a request whose media come with it, or from these hosts (in lower case; None: from any).
+    """Accept a request whose media come with it, or from these hosts (in lower case; None: from
+    any).
 
     Raises:
-        BadRequest: an engine would have to fetch one from another place, or one has an id that clients share.
+        BadRequest: an engine would have to fetch one from another place, or one has an id that
+            clients share.
     """
     rules = _MediaRules(hosts, may_have_ids=may_have_ids)
     for name in _MESSAGES.intersection(fields):
         value = fields[name]
         text = bytes(value)
-        # The contents of most chats are plain texts; to find a byte takes a tenth of the time that a mark takes.
+        # The contents of most chats are plain texts; to find a byte takes a tenth of the time that
+        # a mark takes.
         if (name != _CHAT or text.find(b"[", 1) > 0) and _has_mark(text):
             rules.check_parts(value, _LEVELS_MOST)
     for name in _LISTS:
@@ -121,7 +131,9 @@ class _MediaRules:
             for item in _items(value):
                 if levels > 0:
                     self.check_url(item, name, levels - 1)
-        elif bytes(memoryview(value)[: len(_DATA) + 1]) != b'"data:' and (text := maybe(value, str)):
+        elif bytes(memoryview(value)[: len(_DATA) + 1]) != b'"data:' and (
+            text := maybe(value, str)
+        ):
             self._check_text(text, name)
 
     def _check_text(self, url: str, name: str) -> None:
@@ -138,14 +150,17 @@ class _MediaRules:
         host = plain[1].lower().strip("[]")
         if host not in hosts:
             raise BadRequest(
-                f"engines may not fetch media from {host}: send them as a data: URL, or have the operator of this "
+                f"engines may not fetch media from {host}: send them as a data: URL, or have the "
+                f"operator of this "
                 "router name the host in allowed_media_domains",
                 param=name,
             )
 
 
 def _fields(value: msgspec.Raw) -> Fields:
-    """Read an object; what cannot be read, because it is nested too deeply, may hide a URL and is refused."""
+    """Read an object; what cannot be read, because it is nested too deeply, may hide a URL and is
+    refused.
+    """
     try:
         return decode(value, Fields)
     except NotJson as exc:
@@ -162,7 +177,8 @@ def _items(value: msgspec.Raw) -> list[msgspec.Raw]:
 
 def _shared_id(name: str) -> BadRequest:
     return BadRequest(
-        f"{name} names media in a cache that all clients of the engines share, and this router has several clients: "
+        f"{name} names media in a cache that all clients of the engines share, and this router has "
+        f"several clients: "
         "leave it out (cache_salt_per_key)",
         param=name,
     )

@@ -1,4 +1,6 @@
-"""A stream that goes on behind tokens which the client has already: what an engine is asked for the rest."""
+"""A stream that goes on behind tokens which the client has already: what an engine is asked for the
+rest.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ class Continuation(Protocol):
         ...
 
     def gap(self) -> bytes:
-        """Return what must come before the next event, when the one before was cut off behind a line of it."""
+        """Return what must come before the next event, when the one before was cut off behind a
+        line of it.
+        """
         ...
 
     def again(self) -> Fields | None:
@@ -48,7 +52,9 @@ class Continuation(Protocol):
         ...
 
     def ending(self) -> bytes | None:
-        """Return the rest of a stream whose last token was there when it broke off; None: it was not."""
+        """Return the rest of a stream whose last token was there when it broke off; None: it was
+        not.
+        """
         ...
 
 
@@ -84,7 +90,8 @@ def prompt_of(api: Api, tokens: msgspec.Raw) -> Fields:
     """Return the fields that make tokens the prompt of a request."""
     if api is _COMPLETIONS:
         return {"prompt": tokens}
-    return {"kv_transfer_params": raw_fields({"prompt_token_ids": tokens})}  # they win over the messages
+    # they win over the messages
+    return {"kv_transfer_params": raw_fields({"prompt_token_ids": tokens})}
 
 
 def raw(value: object) -> msgspec.Raw:

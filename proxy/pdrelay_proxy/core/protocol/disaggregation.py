@@ -1,10 +1,11 @@
 """Which requests must not be split between two engines.
 
-A split is right only while both engines make the same prompt out of the request, the prefill engine's one token is
-all it makes, and one sequence on the decode engine reads the blocks. What does not fit is served by one decode engine
-from start to end: slower, never wrong. The fields that the prefill leg drops or replaces need one more look, for the
-prefill engine cannot refuse them any more and a decode engine that does (before it has parsed the body) leaves the
-prefill engine's blocks pinned for a whole lease. So each has its plain values here; what is not plain goes to one
+A split is right only while both engines make the same prompt out of the request, the prefill
+engine's one token is all it makes, and one sequence on the decode engine reads the blocks. What
+does not fit is served by one decode engine from start to end: slower, never wrong. The fields that
+the prefill leg drops or replaces need one more look, for the prefill engine cannot refuse them any
+more and a decode engine that does (before it has parsed the body) leaves the prefill engine's
+blocks pinned for a whole lease. So each has its plain values here; what is not plain goes to one
 engine, which says what is wrong with it.
 """
 
@@ -28,8 +29,8 @@ PROMPTS: Final[Mapping[Api, str]] = {
     Api.MESSAGES: "messages",
     Api.GENERATE: "token_ids",
 }
-# The fields that are looked at, as they came, where they were found to be plain: clients ask for few combinations, and
-# looking costs more than all other choices.
+# The fields that are looked at, as they came, where they were found to be plain: clients ask for
+# few combinations, and looking costs more than all other choices.
 _SPLIT: Final[Mapping[Api, set[bytes]]] = {api: set() for api in Api}
 _SPLIT_MOST: Final = 256
 _SPLIT_BYTES: Final = 512
@@ -61,7 +62,9 @@ def solo_reason(api: Api, fields: Fields) -> SingleEngineReason | None:
 
 
 def may_share(api: Api, fields: Fields) -> bool:
-    """Tell whether a request for n answers could be split, if decode engines can share a load among them."""
+    """Tell whether a request for n answers could be split, if decode engines can share a load among
+    them.
+    """
     asked = {name: raw for name, raw in fields.items() if name in _LOOKED_AT[api]}
     return _odd_reason(api, asked, shares=True) is None
 
@@ -71,11 +74,16 @@ def _odd_reason(api: Api, asked: Fields, *, shares: bool = False) -> SingleEngin
     values: _Values = {name: _value(bytes(raw)) for name, raw in asked.items()}
     if api is Api.GENERATE:
         values = _with_sampling(values)
-    odd = [plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)]
+    odd = [
+        plain[name][1]
+        for name, value in values.items()
+        if name in plain and not plain[name][0](value)
+    ]
     if shares and odd.count(SingleEngineReason.N) == 1 and _is_int(values.get(_N[api]), least=2):
         odd.remove(SingleEngineReason.N)
     if odd:
-        return next(reason for _, reason in plain.values() if reason in odd)  # of several the first in the table
+        # of several the first in the table
+        return next(reason for _, reason in plain.values() if reason in odd)
     return None if _FIT[api](values) else SingleEngineReason.UNUSUAL
 
 
@@ -89,7 +97,9 @@ def _with_sampling(values: _Values) -> _Values:
 
 
 def _value(text: bytes) -> _Json:
-    """Decode a value; what cannot be decoded, or is too long to be, is an odd string, which is plain for no field."""
+    """Decode a value; what cannot be decoded, or is too long to be, is an odd string, which is
+    plain for no field.
+    """
     if len(text) > _VALUE_MOST:
         return "?"
     if text.isdigit() and len(text) < _LONG:
@@ -101,7 +111,9 @@ def _value(text: bytes) -> _Json:
 
 
 def _is_one_prompt(raw: msgspec.Raw | None) -> bool:
-    """Tell one prompt (text, or a list of token ids) from several, without decoding a long list of ids."""
+    """Tell one prompt (text, or a list of token ids) from several, without decoding a long list of
+    ids.
+    """
     if raw is None:
         return True  # the engine refuses it, or finds the prompt elsewhere (see prompt_embeds)
     view = memoryview(raw)
@@ -152,13 +164,15 @@ def _count(value: _Json) -> bool:
 
 def _ids(value: _Json) -> bool:
     return value is None or (
-        isinstance(value, list) and all(_is_int(item, least=0) for item in cast("list[_Json]", value))
+        isinstance(value, list)
+        and all(_is_int(item, least=0) for item in cast("list[_Json]", value))
     )
 
 
 def _switches(value: _Json) -> bool:
     return value is None or (
-        isinstance(value, dict) and all(_switch(item) for item in cast("dict[str, _Json]", value).values())
+        isinstance(value, dict)
+        and all(_switch(item) for item in cast("dict[str, _Json]", value).values())
     )
 
 
@@ -171,7 +185,9 @@ def _untruncated(value: _Json) -> bool:
 
 
 def _functions(value: _Json) -> bool:
-    """Tell tools that the client runs from those that the engine runs itself, between two generations."""
+    """Tell tools that the client runs from those that the engine runs itself, between two
+    generations.
+    """
     return isinstance(value, list) and all(
         isinstance(tool, dict) and cast("dict[str, _Json]", tool).get("type") == "function"
         for tool in cast("list[_Json]", value)
@@ -179,11 +195,15 @@ def _functions(value: _Json) -> bool:
 
 
 def _completions_fit(values: _Values) -> bool:
-    return _count(values.get("logprobs")) and _is_refined_well(values) and _stream_options_fit(values)
+    return (
+        _count(values.get("logprobs")) and _is_refined_well(values) and _stream_options_fit(values)
+    )
 
 
 def _chat_fits(values: _Values) -> bool:
-    return _switch(values.get("logprobs")) and _is_refined_well(values) and _stream_options_fit(values)
+    return (
+        _switch(values.get("logprobs")) and _is_refined_well(values) and _stream_options_fit(values)
+    )
 
 
 def _is_refined_well(values: _Values) -> bool:
@@ -210,14 +230,20 @@ def _responses_fit(_: _Values) -> bool:
 
 
 def _messages_fit(values: _Values) -> bool:
-    """The limit is required, and that of thinking must be below it: the decode engine checks both, prefill neither."""
+    """The limit is required, and that of thinking must be below it: the decode engine checks both,
+    prefill neither.
+    """
     limit = values.get("max_tokens")
     thinking = values.get("thinking")
     if not _limit(limit):
         return False
     if thinking is None:
         return True
-    budget = cast("dict[str, _Json]", thinking).get("budget_tokens") if isinstance(thinking, dict) else False
+    budget = (
+        cast("dict[str, _Json]", thinking).get("budget_tokens")
+        if isinstance(thinking, dict)
+        else False
+    )
     return budget is None or (type(budget) is int and type(limit) is int and budget < limit)
 
 

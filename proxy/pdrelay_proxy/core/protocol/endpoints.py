@@ -1,7 +1,8 @@
 """Which paths clients can reach, and how many engines serve each.
 
-What is not in this table does not exist for clients: an engine's own paths (sleep, LoRA, profiling, weights, the
-dispatcher /invocations) cannot be reached by way of the router, whatever a later vLLM calls them.
+What is not in this table does not exist for clients: an engine's own paths (sleep, LoRA, profiling,
+weights, the dispatcher /invocations) cannot be reached by way of the router, whatever a later vLLM
+calls them.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,8 @@ _JSON: Final = (
     "/v1/decisions",
     "/v1/chat/completions/batch",
 )
-# No prompt is computed: they turn requests into tokens and back (vllm/entrypoints/scale_out/render and derender).
+# No prompt is computed: they turn requests into tokens and back (vllm/entrypoints/scale_out/render
+# and derender).
 _NO_PROMPT: Final = (
     "/tokenize",
     "/detokenize",

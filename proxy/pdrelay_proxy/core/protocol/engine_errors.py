@@ -1,4 +1,6 @@
-"""What an engine's answer means when it is not the one we hoped for: the error to raise, as the table judges it."""
+"""What an engine's answer means when it is not the one we hoped for: the error to raise, as the
+table judges it.
+"""
 
 from typing import Final
 
@@ -18,7 +20,8 @@ from pdrelay_proxy.errors import (
 
 JSON: Final = "application/json"
 _JSON: Final = JSON.encode()
-_SAYS: Final = frozenset({BodyShape.ERROR, BodyShape.WORD})  # they are told to clients, also from a decode engine's 5xx
+# they are told to clients, also from a decode engine's 5xx
+_SAYS: Final = frozenset({BodyShape.ERROR, BodyShape.WORD})
 
 
 def leg_error(engine: Instance, answer: EngineResponse) -> Refused | EngineError:
@@ -35,7 +38,13 @@ def leg_error(engine: Instance, answer: EngineResponse) -> Refused | EngineError
         return Refused(status, JSON, _words(name, shape, answer.body))
     if failure is Failure.WRONG_KEY:
         return KeyRefused(f"{name} does not accept the key of this router")
-    kind = EngineBusy if failure is Failure.BUSY else EngineFault if failure is Failure.HTTP_5XX else EngineError
+    kind = (
+        EngineBusy
+        if failure is Failure.BUSY
+        else EngineFault
+        if failure is Failure.HTTP_5XX
+        else EngineError
+    )
     work = "prefill" if engine.role is Role.PREFILL else "decode"
     return kind(f"{name} failed to {work}: it answered with status {status}")
 
@@ -46,7 +55,9 @@ def refusal(engine: str, status: int, body: bytes) -> Refused:
 
 
 def body_shape(body: bytes) -> BodyShape:
-    """Say what the body of an answer is; vLLM up to 0.10 wrote its errors without an ``error`` around them."""
+    """Say what the body of an answer is; vLLM up to 0.10 wrote its errors without an ``error``
+    around them.
+    """
     fields = maybe(body, Fields)
     if fields is None:
         return BodyShape.OTHER if body.strip() else BodyShape.EMPTY
@@ -61,7 +72,9 @@ def body_shape(body: bytes) -> BodyShape:
 
 
 def _words(engine: str, shape: BodyShape, body: bytes) -> bytes:
-    """Return what the client may read of an engine's words: nothing of a page, or of what the filter does not clean."""
+    """Return what the client may read of an engine's words: nothing of a page, or of what the
+    filter does not clean.
+    """
     if shape is BodyShape.OTHER:
         return b""
     try:

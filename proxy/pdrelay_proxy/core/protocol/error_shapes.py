@@ -1,7 +1,10 @@
-"""How each API writes an error. The path of a request says which API it is, whoever makes the error.
+"""How each API writes an error.
 
-OpenAI's shape is that of most paths, and of the Responses API until its stream has begun. Anthropic's clients read the
-shape of the Messages API alone. Routes for operators answer as FastAPI does, which is what vLLM's demo router does.
+The path of a request says which API it is, whoever makes the error.
+
+OpenAI's shape is that of most paths, and of the Responses API until its stream has begun.
+Anthropic's clients read the shape of the Messages API alone. Routes for operators answer as FastAPI
+does, which is what vLLM's demo router does.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,48 +40,70 @@ _WORDS_MOST: Final = 2000  # characters of an engine's own words that are put in
 
 
 def is_for_operators(path: str) -> bool:
-    """Tell whether a path looks at the operator's key itself, and answers in FastAPI's own format."""
-    return path in ("/status", "/instances", "/pairs") or path.startswith(("/instances/", "/requests/"))
+    """Tell whether a path looks at the operator's key itself, and answers in FastAPI's own
+    format.
+    """
+    return path in ("/status", "/instances", "/pairs") or path.startswith(
+        ("/instances/", "/requests/")
+    )
 
 
-def error_text(path: str, status: int, message: str, *, kind: str = "", param: str | None = None) -> bytes:
-    """Write the body of an error; ``kind``: its type for OpenAI's clients, if the status does not say enough."""
+def error_text(
+    path: str, status: int, message: str, *, kind: str = "", param: str | None = None
+) -> bytes:
+    """Write the body of an error; ``kind``: its type for OpenAI's clients, if the status does not
+    say enough.
+    """
     if _is_anthropic(path):
         return msgspec.json.encode(_anthropic(status, message))
     if is_for_operators(path):
         return msgspec.json.encode({"detail": message})
     kind = kind or openai_kind(status)
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    )
 
 
-def error_event(path: str, status: int, message: str, *, kind: str = "", param: str | None = None) -> bytes:
+def error_event(
+    path: str, status: int, message: str, *, kind: str = "", param: str | None = None
+) -> bytes:
     """Write the event that tells a client's library that a stream has failed."""
     write = _EVENTS.get(path)
     if write is not None:
         return (
-            b"event: error\ndata: " + msgspec.json.encode(write(status, message, kind or openai_kind(status))) + b"\n\n"
+            b"event: error\ndata: "
+            + msgspec.json.encode(write(status, message, kind or openai_kind(status)))
+            + b"\n\n"
         )
     return b"data: " + error_text(path, status, message, kind=kind, param=param) + b"\n\n"
 
 
 def engine_text(path: str, status: int, body: bytes) -> bytes:
-    """Return what an engine says of an error in the shape of the path's API: as it came, if it has that shape."""
+    """Return what an engine says of an error in the shape of the path's API: as it came, if it has
+    that shape.
+    """
     fields = maybe(body, Fields) or {}
     error = maybe(fields.get("error", NULL), Fields)
     message = None if error is None else maybe(error.get("message", NULL), str)
     if error is not None and message is not None:
-        is_anthropic = fields.get("type") == _ERROR and maybe(error.get("type", NULL), str) is not None
+        is_anthropic = (
+            fields.get("type") == _ERROR and maybe(error.get("type", NULL), str) is not None
+        )
         if is_anthropic if _is_anthropic(path) else not is_anthropic:
             return body
         kind = maybe(error.get("type", NULL), str)
-        return error_text(path, status, message, kind=kind or "", param=maybe(error.get("param", NULL), str))
+        return error_text(
+            path, status, message, kind=kind or "", param=maybe(error.get("param", NULL), str)
+        )
     said = _words(fields) or f"an engine refused the request with status {status}"
     return error_text(path, status, said[:_WORDS_MOST])
 
 
 def openai_kind(status: int) -> str:
     """Name an error of a status as vLLM does."""
-    return _OPENAI_KINDS.get(status) or ("BadRequestError" if status < 500 else "InternalServerError")
+    return _OPENAI_KINDS.get(status) or (
+        "BadRequestError" if status < 500 else "InternalServerError"
+    )
 
 
 def _is_anthropic(path: str) -> bool:
@@ -86,7 +111,9 @@ def _is_anthropic(path: str) -> bool:
 
 
 def _anthropic(status: int, message: str, _: str = "") -> dict[str, object]:
-    kind = _ANTHROPIC_KINDS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+    kind = _ANTHROPIC_KINDS.get(status) or (
+        "invalid_request_error" if status < 500 else "api_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -95,7 +122,9 @@ def _of_responses(_: int, message: str, kind: str) -> dict[str, object]:
 
 
 def _words(fields: Fields) -> str | None:
-    """Return the sentence in an error of another shape: vLLM's 401, an older vLLM's error, FastAPI's own."""
+    """Return the sentence in an error of another shape: vLLM's 401, an older vLLM's error,
+    FastAPI's own.
+    """
     for name in ("error", "message", "detail"):
         said = maybe(fields.get(name, NULL), str)
         if said is not None:

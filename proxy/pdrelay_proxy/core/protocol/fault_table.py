@@ -1,8 +1,10 @@
-"""Whose fault a failed leg is, and what follows: one table for all endpoints, both legs and both kinds of answers.
+"""Whose fault a failed leg is, and what follows: one table for all endpoints, both legs and both
+kinds of answers.
 
-An answer is sorted by its status and the shape of its body (``failure_of_answer``), an exception by its class
-(``failure_of``), and a connection that could not be opened by its errno (``unreached``). The verdict on each failure
-says what the client gets, what is sent again, and what is held against the engine. The endpoint plays no part.
+An answer is sorted by its status and the shape of its body (``failure_of_answer``), an exception by
+its class (``failure_of``), and a connection that could not be opened by its errno (``unreached``).
+The verdict on each failure says what the client gets, what is sent again, and what is held against
+the engine. The endpoint plays no part.
 """
 
 import errno
@@ -36,8 +38,10 @@ _NO_PATH: Final = frozenset({404, 405})
 _KEY: Final = frozenset({401, 407})
 # In vLLM's words, which are the same in all APIs (``_check_model``).
 _NO_MODEL: Final = re.compile(rb"The model [^\n]{1,1000} does not exist")
-_NOT_IMPLEMENTED: Final = 501  # vLLM's NotImplementedError: the request asks for what this model or build has not
-# What the router's own process has too little of: descriptors, buffers, memory, ports (connect(2), socket(2)).
+# vLLM's NotImplementedError: the request asks for what this model or build has not
+_NOT_IMPLEMENTED: Final = 501
+# What the router's own process has too little of: descriptors, buffers, memory, ports (connect(2),
+# socket(2)).
 _ROUTER_LACKS: Final[Mapping[int, str]] = {
     errno.EMFILE: "descriptors (EMFILE)",
     errno.ENFILE: "descriptors (ENFILE)",
@@ -63,19 +67,24 @@ class Failure(FastStrEnum):
 
     UNREACHABLE = auto()  # not a byte of the request has arrived
     BAD_RESPONSE = auto()  # it broke off, or answered without what we need
-    HTTP_5XX = auto()  # it lives, and the request may be to blame: another one would fare better there
+    # it lives, and the request may be to blame: another one would fare better there
+    HTTP_5XX = auto()
     TIMEOUT = auto()
     ENGINE_RESTARTED = auto()
     BUSY = auto()  # 503 or 429: it lives, and another engine may have room
-    # A prefill engine has computed the prompt, and keeps no KV of it: it holds all it may. Or it does not say which
-    # model the KV is of, where the request names none: a decode engine must not load another model's.
+    # A prefill engine has computed the prompt, and keeps no KV of it: it holds all it may. Or it
+    # does not say which model the KV is of, where the request names none: a decode engine must not
+    # load another model's.
     NO_KV_PARAMS = auto()
     REFUSED = auto()  # any other 4xx, and 501: another engine would say the same
-    UNKNOWN_MODEL = auto()  # 404 of a model that the router took it to serve: another engine may know it
-    NO_SUCH_PATH = auto()  # a 404 or 405 that is no API's error: the engine was started without this path
+    # 404 of a model that the router took it to serve: another engine may know it
+    UNKNOWN_MODEL = auto()
+    # a 404 or 405 that is no API's error: the engine was started without this path
+    NO_SUCH_PATH = auto()
     WRONG_KEY = auto()  # the engine wants another key than the router shows
     ANSWER_REFUSED = auto()  # the router's filter or limits do not let the answer pass
-    CONNECTION_CLOSED = auto()  # the engine closed an idle connection as the request was written to it
+    # the engine closed an idle connection as the request was written to it
+    CONNECTION_CLOSED = auto()
     ROUTER_LACKS = auto()  # the router has no descriptor, port or memory for a connection
     NETWORK = auto()  # the name does not resolve, or there is no network
 
@@ -101,15 +110,17 @@ class Held(FastStrEnum):
 
     NEVER = auto()
     AT_ONCE = auto()
-    # As soon as another engine has answered the same request well. An answer that breaks off behind its beginning, and
-    # that no other engine goes on with, is held against it all the same (core/routing/retries.py, held_to_account).
+    # As soon as another engine has answered the same request well. An answer that breaks off behind
+    # its beginning, and that no other engine goes on with, is held against it all the same
+    # (core/routing/retries.py, held_to_account).
     IF_SERVED_ELSEWHERE = auto()
 
 
 class ClientGets(FastStrEnum):
     """What the client gets where nothing is sent again."""
 
-    ITS_STATUS = auto()  # the engine's status: in its words if they are an API's error, else in the router's
+    # the engine's status: in its words if they are an API's error, else in the router's
+    ITS_STATUS = auto()
     BAD_GATEWAY = auto()  # 502
     UNAVAILABLE = auto()  # 503
     GATEWAY_TIMEOUT = auto()  # 504
@@ -132,7 +143,8 @@ class RetryRule:
     again: RetryScope
     where: RetryTarget = RetryTarget.OTHER
     is_free: bool = False  # it takes nothing of the retries that a request has
-    may_be_alone: bool = False  # where no other prefill engine is left, a decode engine serves the request alone
+    # where no other prefill engine is left, a decode engine serves the request alone
+    may_be_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +156,12 @@ class FaultVerdict:
     held: Held
     prefill: RetryRule | None
     decode: RetryRule | None
-    is_spared: bool = False  # it does not eject an engine that answers its probes and is needed: a request may cause it
+    # it does not eject an engine that answers its probes and is needed: a request may cause it
+    is_spared: bool = False
     proves_life: bool = False  # the engine has answered as one that works does
     loses_cache: bool = False  # the engine was, or will be, another process
-    may_move: bool = False  # what comes next at its address may be another engine: where it is must be asked anew
+    # what comes next at its address may be another engine: where it is must be asked anew
+    may_move: bool = False
 
 
 _STATUS, _502, _503, _504 = ClientGets
@@ -177,15 +191,27 @@ VERDICTS: Final[Mapping[Failure, FaultVerdict]] = {
     Failure.ENGINE_RESTARTED: FaultVerdict(
         Fault.ENGINE, _502, _NEVER, _ANYWHERE, None, proves_life=True, loses_cache=True
     ),
-    Failure.BUSY: FaultVerdict(Fault.ENGINE, _503, _NEVER, _PREFILL_ELSEWHERE, _ELSEWHERE, proves_life=True),
+    Failure.BUSY: FaultVerdict(
+        Fault.ENGINE, _503, _NEVER, _PREFILL_ELSEWHERE, _ELSEWHERE, proves_life=True
+    ),
     Failure.NO_KV_PARAMS: FaultVerdict(
         Fault.NOBODY, _502, _NEVER, _PREFILL_ELSEWHERE, None, proves_life=True, may_move=True
     ),
-    Failure.REFUSED: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
-    Failure.UNKNOWN_MODEL: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
-    Failure.NO_SUCH_PATH: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
-    Failure.WRONG_KEY: FaultVerdict(Fault.ROUTER, _502, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
-    Failure.ANSWER_REFUSED: FaultVerdict(Fault.ROUTER, _502, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
+    Failure.REFUSED: FaultVerdict(
+        Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
+    ),
+    Failure.UNKNOWN_MODEL: FaultVerdict(
+        Fault.CLIENT, _STATUS, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True
+    ),
+    Failure.NO_SUCH_PATH: FaultVerdict(
+        Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
+    ),
+    Failure.WRONG_KEY: FaultVerdict(
+        Fault.ROUTER, _502, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True
+    ),
+    Failure.ANSWER_REFUSED: FaultVerdict(
+        Fault.ROUTER, _502, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
+    ),
     Failure.CONNECTION_CLOSED: FaultVerdict(Fault.NOBODY, _502, _NEVER, _FREE, _FREE),
     Failure.ROUTER_LACKS: FaultVerdict(Fault.ROUTER, _503, _NEVER, _NO_RETRY, _NO_RETRY),
     Failure.NETWORK: FaultVerdict(Fault.NETWORK, _502, _NEVER, _PREFILL_AGAIN, _DECODE),
@@ -209,7 +235,8 @@ def is_engines(failure: Failure) -> bool:
 def failure_of_answer(status: int, shape: BodyShape, *, is_told: bool = False) -> Failure | None:
     """Say what a whole answer other than an engine's 200 means; None: it is a 200.
 
-    ``is_told``: the client is to read it, so it is about the request and not about the router's key.
+    ``is_told``: the client is to read it, so it is about the request and not about the router's
+    key.
     """
     if status == 200:
         return None
@@ -261,15 +288,22 @@ def is_lack(number: int | None) -> bool:
     return number in _ROUTER_LACKS
 
 
-def unreached(engine: str, number: int | None, *, is_name: bool = False, why: str | None = None) -> EngineError:
+def unreached(
+    engine: str, number: int | None, *, is_name: bool = False, why: str | None = None
+) -> EngineError:
     """Return the error for a connection that could not be opened, by its errno.
 
-    ``is_name``: it is the name that did not resolve; ``why``: what is known better, such as a certificate's fault.
+    ``is_name``: it is the name that did not resolve; ``why``: what is known better, such as a
+    certificate's fault.
     """
     lack = None if number is None or is_name else _ROUTER_LACKS.get(number)
     if lack is not None:
         return RouterLacks(f"the router has too few {lack} to reach {engine}")
     if is_name or number in _NETWORK:
-        said = "has a name that does not resolve" if is_name else "cannot be reached: the router has no network"
+        said = (
+            "has a name that does not resolve"
+            if is_name
+            else "cannot be reached: the router has no network"
+        )
         return NetworkFault(f"{engine} {said}")
     return EngineError(f"{engine} {why or 'cannot be reached'}", reached=False)

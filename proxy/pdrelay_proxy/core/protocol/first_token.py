@@ -1,10 +1,13 @@
-"""The prefill engine's token, shown to the client when that engine answers; the decode engine goes on behind it.
+"""The prefill engine's token, shown to the client when that engine answers; the decode engine goes
+on behind it.
 
-A continuation is exact under the rules of core/protocol/replay.py. Beyond them the token must be what one engine would
-have streamed first. So prefill engines say in their answers for which APIs it may be shown, and how long a prompt and
-its answer may be; until they have, and wherever something is odd, the decode engine makes the token again.
+A continuation is exact under the rules of core/protocol/replay.py. Beyond them the token must be
+what one engine would have streamed first. So prefill engines say in their answers for which APIs it
+may be shown, and how long a prompt and its answer may be; until they have, and wherever something
+is odd, the decode engine makes the token again.
 
-The decode engine's stream passes as bytes: only its first event, and those with a usage, are parsed.
+The decode engine's stream passes as bytes: only its first event, and those with a usage, are
+parsed.
 """
 
 import re
@@ -14,8 +17,25 @@ import msgspec
 from msgspec import UNSET
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.continuation import Rest, least, limits, limits_behind, prompt_of, raw, raw_fields
-from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, NotJson, decode_whole_floats, encode, maybe
+from pdrelay_proxy.core.protocol.continuation import (
+    Rest,
+    least,
+    limits,
+    limits_behind,
+    prompt_of,
+    raw,
+    raw_fields,
+)
+from pdrelay_proxy.core.raw_json import (
+    FALSE,
+    NULL,
+    TRUE,
+    Fields,
+    NotJson,
+    decode_whole_floats,
+    encode,
+    maybe,
+)
 from pdrelay_proxy.core.schemas import FirstTokenChoice, FirstTokenOffer, RoleEvent, TokensAnswer
 
 STREAM: Final = b"text/event-stream; charset=utf-8"
@@ -26,7 +46,8 @@ _CHUNKS: Final = {_COMPLETIONS: raw("text_completion"), _CHAT: raw("chat.complet
 _ASSISTANT: Final = raw("assistant")
 _NO_TEXT: Final = raw("")
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
-_MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
+# they begin tool calls and the like, which a parser must see from their beginning on
+_MARKS: Final = frozenset("<[{|")
 _TEXT: Final = ("role", "content")  # what a message has that is a text
 _EMPTY: Final = (NULL, msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 _NO_PROMPT: Final = b',"prompt_token_ids":null,"prompt_text":null'  # in the first event of a chat
@@ -34,7 +55,8 @@ _ZERO: Final = msgspec.Raw(b"0")
 _ONE: Final = msgspec.Raw(b"1")
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
-# How vLLM begins each event of a stream: with a name of the answer and a time that are the same in all of them.
+# How vLLM begins each event of a stream: with a name of the answer and a time that are the same in
+# all of them.
 _BEGINNING: Final = re.compile(rb'data: \{("id":"[^"\\]*",)"object":"[a-z._]+",("created":[0-9]+,)')
 _IN_ALL: Final = ("id", "created")
 _ROLE: Final = b'"role"'
@@ -43,7 +65,9 @@ _USAGE: Final = b'"usage":{'  # vLLM leaves the field out, or writes null, where
 
 
 def may_show(api: Api, fields: Fields, offer: FirstTokenOffer) -> bool:
-    """Tell whether a prefill engine may be asked for the first token of a request that can be resumed."""
+    """Tell whether a prefill engine may be asked for the first token of a request that can be
+    resumed.
+    """
     if _NAMES.get(api) not in offer.apis:
         return False
     if "skip_special_tokens" in fields and fields["skip_special_tokens"] == FALSE:
@@ -58,7 +82,8 @@ def may_show(api: Api, fields: Fields, offer: FirstTokenOffer) -> bool:
 
 
 def asked_for_token(fields: Fields) -> Fields:
-    """Return what a prefill engine is asked beside its usual leg: its token must be the model's own.
+    """Return what a prefill engine is asked beside its usual leg: its token must be the model's
+    own.
 
     It may be an end, unless the client rules that out; a token that cannot be the end is no answer.
     """
@@ -78,10 +103,27 @@ def offered(offer: msgspec.Raw) -> FirstTokenOffer | None:
 class FirstToken:
     """The first token of an answer, which may be all of it. It does not change."""
 
-    __slots__ = ("_begin", "_choice", "_said", "_text", "api", "fields", "head", "is_all", "prompt", "token")
+    __slots__ = (
+        "_begin",
+        "_choice",
+        "_said",
+        "_text",
+        "api",
+        "fields",
+        "head",
+        "is_all",
+        "prompt",
+        "token",
+    )
 
     def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
-        self, api: Api, fields: Fields, said: TokensAnswer, token: int, text: str, prompt: msgspec.Raw
+        self,
+        api: Api,
+        fields: Fields,
+        said: TokensAnswer,
+        token: int,
+        text: str,
+        prompt: msgspec.Raw,
     ) -> None:
         (choice,) = said.choices
         self.api = api
@@ -89,7 +131,12 @@ class FirstToken:
         self._said = said
         self._choice = choice
         self._text = text
-        self.head: Fields = {"id": said.id, "object": _CHUNKS[api], "created": said.created, "model": said.model}
+        self.head: Fields = {
+            "id": said.id,
+            "object": _CHUNKS[api],
+            "created": said.created,
+            "model": said.model,
+        }
         self._begin = b"data: " + encode(self.head)[:-1] + b',"choices":['  # of each event
         self.prompt = prompt  # its tokens
         self.token = token
@@ -101,7 +148,9 @@ class FirstToken:
         if self.api is _CHAT:
             message = self._choice.message or {}
             begun = {"role": message.get("role", _ASSISTANT), "content": _NO_TEXT}
-            shown = self._event({"index": 0, "delta": begun, "logprobs": None, "finish_reason": None}, _NO_PROMPT)
+            shown = self._event(
+                {"index": 0, "delta": begun, "logprobs": None, "finish_reason": None}, _NO_PROMPT
+            )
         if not self.is_all:
             return shown + self._event(self._content(None))
         return shown + self._end()
@@ -143,12 +192,18 @@ class FirstToken:
         return self._begin + written + b"]" + more + b"}\n\n"
 
     def decode_fields(self, fields: Fields, params: msgspec.Raw) -> Fields:
-        """Return what a decode engine is asked that reads the blocks; ``fields`` are those for a whole answer."""
+        """Return what a decode engine is asked that reads the blocks; ``fields`` are those for a
+        whole answer.
+        """
         behind = limits_behind(self.api, fields, 1)
         if behind is None:
             raise RuntimeError("there is no second token")  # such a request is not split
         if self.api is _COMPLETIONS:
-            return fields | behind | {"prompt": msgspec.Raw(self._tokens()), "kv_transfer_params": params}
+            return (
+                fields
+                | behind
+                | {"prompt": msgspec.Raw(self._tokens()), "kv_transfer_params": params}
+            )
         told = bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + self._tokens() + b"}"
         return fields | behind | {"kv_transfer_params": msgspec.Raw(told)}
 
@@ -168,15 +223,29 @@ class FirstToken:
 def first_token(
     api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None, counted: int | None
 ) -> FirstToken | None:
-    """Return the token of a prefill engine's answer; None: it cannot be shown. ``counted``: tokens of the prompt."""
-    if said is None or len(said.choices) != 1 or said.usage is None or NULL in (said.id, said.created, said.model):
+    """Return the token of a prefill engine's answer; None: it cannot be shown.
+
+    ``counted``: tokens of the prompt.
+    """
+    if (
+        said is None
+        or len(said.choices) != 1
+        or said.usage is None
+        or NULL in (said.id, said.created, said.model)
+    ):
         return None
     (choice,) = said.choices
     tokens = choice.token_ids
     is_completion = api is _COMPLETIONS
     text = choice.text if is_completion else _content(choice)
     prompt = choice.prompt_token_ids if is_completion else said.prompt_token_ids
-    if text is None or _HALF in text or tokens is None or len(tokens) != 1 or bytes(prompt)[:1] != b"[":
+    if (
+        text is None
+        or _HALF in text
+        or tokens is None
+        or len(tokens) != 1
+        or bytes(prompt)[:1] != b"["
+    ):
         return None
     if api is _CHAT and not _MARKS.isdisjoint(text):
         return None
@@ -206,11 +275,14 @@ class Spliced:
         self._first = first
         self._is_read = False  # the client has some of what the decode engine has made
         self._passes = False  # what comes may pass as bytes
-        self._renamed: list[tuple[bytes, bytes]] = []  # what the decode engine calls the answer, and what we do
+        # what the decode engine calls the answer, and what we do
+        self._renamed: list[tuple[bytes, bytes]] = []
         self._ends_event = False  # the end of an event that was left out is to come
 
     def feed(self, lines: bytes) -> bytes:
-        """Take whole lines of the decode engine's stream; return what the client gets in their place."""
+        """Take whole lines of the decode engine's stream; return what the client gets in their
+        place.
+        """
         if not self._passes or self._ends_event or lines.find(_USAGE) >= 0:
             return b"".join([self._line(line) for line in lines.splitlines(keepends=True)])
         return self._as_bytes(lines)
@@ -269,7 +341,9 @@ class Spliced:
         return _DATA + b" " + encode(chunk) + b"\n"
 
     def _learn(self, line: bytes) -> None:
-        """See what the decode engine says in all of its events; where it writes them otherwise, each is parsed."""
+        """See what the decode engine says in all of its events; where it writes them otherwise,
+        each is parsed.
+        """
         begun = _BEGINNING.match(line)
         if begun is None:
             return
@@ -299,12 +373,22 @@ def _is_role(written: bytes) -> bool:
 def _whole_usage(said: Fields) -> msgspec.Raw:
     """Count as one engine would have: the first token is none of the prompt's.
 
-    A decode engine reads all but the last token of a prompt. Where the token was shown that is all of the client's.
+    A decode engine reads all but the last token of a prompt. Where the token was shown that is all
+    of the client's.
     """
     asked = (maybe(said.get("prompt_tokens", NULL), int) or 1) - 1
     made = (maybe(said.get("completion_tokens", NULL), int) or 0) + 1
-    counts: Fields = {"prompt_tokens": raw(asked), "completion_tokens": raw(made), "total_tokens": raw(asked + made)}
+    counts: Fields = {
+        "prompt_tokens": raw(asked),
+        "completion_tokens": raw(made),
+        "total_tokens": raw(asked + made),
+    }
     details = maybe(said.get("prompt_tokens_details", NULL), Fields)
-    if details is not None and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None:
-        counts["prompt_tokens_details"] = raw_fields(details | {"cached_tokens": raw(min(cached, max(asked - 1, 0)))})
+    if (
+        details is not None
+        and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None
+    ):
+        counts["prompt_tokens_details"] = raw_fields(
+            details | {"cached_tokens": raw(min(cached, max(asked - 1, 0)))}
+        )
     return raw_fields(said | counts)

@@ -17,4 +17,6 @@ _SHARE: Final = 2 / 3  # of the lease; the rest is for connecting and for the de
 def handoff_timeout(params: msgspec.Raw) -> float:
     """Return the seconds that fit the lease that an answer's ``params`` name."""
     offer = maybe(params, LeaseOffer)
-    return _SHARE * (_LEASE_S if offer is None or offer.pdrelay_lease is None else offer.pdrelay_lease)
+    return _SHARE * (
+        _LEASE_S if offer is None or offer.pdrelay_lease is None else offer.pdrelay_lease
+    )

@@ -1,11 +1,12 @@
 """Whether the KV cache that a decode engine was promised has reached it.
 
-An engine that gets none computes the prompt itself: the answer is right, the prefill engine was for nothing, and no
-status says so. vLLM tells in one place, ``usage.prompt_tokens_details.cached_tokens``
-(``--enable-prompt-tokens-details``, and on streams ``include_usage``). It is the decode engine's own number only while
-the parameters of the transfer hold no ``remote_prefill_cached_tokens``: with that it repeats the prefill engine's,
-whatever has arrived. So it tells something when both legs went out at once (push), and nothing when one followed the
-other.
+An engine that gets none computes the prompt itself: the answer is right, the prefill engine was for
+nothing, and no status says so. vLLM tells in one place,
+``usage.prompt_tokens_details.cached_tokens`` (``--enable-prompt-tokens-details``, and on streams
+``include_usage``). It is the decode engine's own number only while the parameters of the transfer
+hold no ``remote_prefill_cached_tokens``: with that it repeats the prefill engine's, whatever has
+arrived. So it tells something when both legs went out at once (push), and nothing when one followed
+the other.
 """
 
 from typing import Final
@@ -35,7 +36,9 @@ def arrival(end: bytes) -> Arrival:
 
 
 def cached_share(end: bytes) -> float | None:
-    """Return which share of its prompt an engine had in its cache, as the end of its answer says; None: it does not."""
+    """Return which share of its prompt an engine had in its cache, as the end of its answer says;
+    None: it does not.
+    """
     found = _found(end)
     return None if found is None or not found[1] else found[0] / found[1]
 

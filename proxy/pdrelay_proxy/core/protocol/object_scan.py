@@ -1,4 +1,6 @@
-"""JSON of any depth, rewritten without the members of one name: one pass over its tokens, and no recursion."""
+"""JSON of any depth, rewritten without the members of one name: one pass over its tokens, and no
+recursion.
+"""
 
 import re
 from enum import Enum, auto
@@ -39,8 +41,10 @@ class _Scan:
         self.kept: list[bytes] = []
         self.expected = _Next.VALUE
         self._name = name
-        self._open: list[bytes] = []  # how each object and array ends that is open, the outer ones first
-        self._has_members: list[bool] = []  # for each of those: a comma belongs before the next member that is kept
+        # how each object and array ends that is open, the outer ones first
+        self._open: list[bytes] = []
+        # for each of those: a comma belongs before the next member that is kept
+        self._has_members: list[bool] = []
         self._cut_at = 0  # how many are open around the member that is left out; 0: none is
 
     def take(self, token: bytes) -> None:

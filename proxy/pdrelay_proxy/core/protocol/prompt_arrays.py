@@ -1,8 +1,9 @@
-"""Several prompts in one request: each becomes a request of its own, and their answers become one again.
+"""Several prompts in one request: each becomes a request of its own, and their answers become one
+again.
 
-vLLM numbers the choices of all prompts in one row: those of the prompt at place ``i`` begin at ``i * n``
-(vllm/entrypoints/openai/completion/serving.py). The usage counts all of them; cached tokens, too, of which vLLM tells
-those of one prompt.
+vLLM numbers the choices of all prompts in one row: those of the prompt at place ``i`` begin at ``i
+* n`` (vllm/entrypoints/openai/completion/serving.py). The usage counts all of them; cached tokens,
+too, of which vLLM tells those of one prompt.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,9 @@ _NO_CHOICES: Final = msgspec.Raw(b"[]")
 
 
 def prompts_of(api: Api, fields: Fields) -> Sequence[msgspec.Raw]:
-    """Return the prompts of a request that has several, all texts or all lists of token ids; else nothing."""
+    """Return the prompts of a request that has several, all texts or all lists of token ids; else
+    nothing.
+    """
     raw = fields.get(_PROMPT) if api is _COMPLETIONS else None
     if raw is None:
         return ()
@@ -67,7 +70,9 @@ def choices_of(fields: Fields) -> int:
 
 
 class _Merged:
-    """What both kinds of answers have in common; ``name``: the ``id`` of the answer, ``n``: choices of each prompt."""
+    """What both kinds of answers have in common; ``name``: the ``id`` of the answer, ``n``: choices
+    of each prompt.
+    """
 
     __slots__ = ("_n", "_name", "_usages")
 
@@ -81,7 +86,9 @@ class _Merged:
         for choice in choices:
             index = maybe(choice.get("index", NULL), int)
             if index is None or not 0 <= index < self._n:
-                raise EngineError(f"an engine numbered a choice {index}: it was asked for {self._n}, from 0 on")
+                raise EngineError(
+                    f"an engine numbered a choice {index}: it was asked for {self._n}, from 0 on"
+                )
             choice["index"] = msgspec.Raw(b"%d" % (place * self._n + index))
 
     def _usage(self) -> msgspec.Raw:
@@ -118,7 +125,9 @@ class MergedAnswer(_Merged):
                 own = decode(fields.get("choices", NULL), list[Fields])
                 usage = fields.get("usage", NULL)
             except NotJson as exc:
-                raise EngineError(f"an engine answered the prompt at {place} with no completion: {exc}") from exc
+                raise EngineError(
+                    f"an engine answered the prompt at {place} with no completion: {exc}"
+                ) from exc
             self._number(place, own)
             choices += own
             if usage != NULL:
@@ -127,7 +136,14 @@ class MergedAnswer(_Merged):
         if "metrics" in first:
             first["metrics"] = NULL  # they are of one generation
         usage = self._usage()
-        return encode(first | {"id": self._name, "choices": msgspec.Raw(msgspec.json.encode(choices)), "usage": usage})
+        return encode(
+            first
+            | {
+                "id": self._name,
+                "choices": msgspec.Raw(msgspec.json.encode(choices)),
+                "usage": usage,
+            }
+        )
 
 
 class MergedStream(_Merged):
@@ -141,7 +157,8 @@ class MergedStream(_Merged):
         self._usage_event: Fields | None = None  # the latest: what stands around the usage of all
 
     def feed(self, place: int, lines: bytes) -> bytes:
-        """Take whole lines of the stream for the prompt at a place; return what the client gets of them.
+        """Take whole lines of the stream for the prompt at a place; return what the client gets of
+        them.
 
         Raises:
             EngineError: an event is an error, or not what vLLM sends.
@@ -158,7 +175,11 @@ class MergedStream(_Merged):
         done = b"data: [DONE]\n\n"
         if self._usage_event is None:
             return done
-        last = self._usage_event | {"id": self._name, "choices": _NO_CHOICES, "usage": self._usage()}
+        last = self._usage_event | {
+            "id": self._name,
+            "choices": _NO_CHOICES,
+            "usage": self._usage(),
+        }
         last.pop("metrics", None)  # they are of one generation
         if self._created is not None:
             last["created"] = self._created
@@ -169,7 +190,9 @@ class MergedStream(_Merged):
             fields = decode(data, Fields)
             choices = [] if (said := fields.get("choices")) is None else decode(said, list[Fields])
         except NotJson as exc:
-            raise EngineError(f"an engine sent an event for the prompt at {place} that is no completion") from exc
+            raise EngineError(
+                f"an engine sent an event for the prompt at {place} that is no completion"
+            ) from exc
         if "error" in fields:
             raise EngineError(words_of(data) or "an engine sent an error in its stream")
         if not choices:
@@ -185,7 +208,9 @@ class MergedStream(_Merged):
             "created": self._created,
             "choices": msgspec.Raw(msgspec.json.encode(choices)),
         }
-        return b"data: %b\n\n" % encode(fields | {name: raw for name, raw in again.items() if name in fields})
+        return b"data: %b\n\n" % encode(
+            fields | {name: raw for name, raw in again.items() if name in fields}
+        )
 
 
 def words_of(error: bytes) -> str | None:

@@ -1,4 +1,5 @@
-"""The token ids of a text or a chat, out of a prefill engine's answer (``return_token_ids``, vLLM 0.10.2 and later).
+"""The token ids of a text or a chat, out of a prefill engine's answer (``return_token_ids``, vLLM
+0.10.2 and later).
 
 /v1/responses and /v1/messages of vLLM 0.32 have no such field, and prompts of ids need none.
 """
@@ -29,7 +30,8 @@ _TAKES_CHAT_IDS: Final = (0, 32)
 
 @lru_cache(maxsize=64)
 def takes_chat_ids(version: str | None) -> bool:
-    """Tell whether an engine of a version of vLLM takes the ids of a chat's prompt, and only where that is exact.
+    """Tell whether an engine of a version of vLLM takes the ids of a chat's prompt, and only where
+    that is exact.
 
     Those before 0.32 take them in place of messages with images, too.
     """
@@ -38,16 +40,22 @@ def takes_chat_ids(version: str | None) -> bool:
 
 
 def may_pass_ids(api: Api, fields: Fields) -> bool:
-    """Tell whether an engine makes the same answer of the ids of a prompt as of its text, or its messages.
+    """Tell whether an engine makes the same answer of the ids of a prompt as of its text, or its
+    messages.
 
-    As vLLM 0.32 does (tests/contract/test_prompt_ids.py): it knows by itself when messages are more than text. An id
-    takes up to eight bytes, so those of a text of which each byte is a token would be more than an answer may be.
+    As vLLM 0.32 does (tests/contract/test_prompt_ids.py): it knows by itself when messages are more
+    than text. An id takes up to eight bytes, so those of a text of which each byte is a token would
+    be more than an answer may be.
     """
     if api is _CHAT:
         if "return_prompt_text" in fields and fields["return_prompt_text"] not in (NULL, FALSE):
             return False
         written = memoryview(fields["messages"]) if "messages" in fields else None
-        return written is not None and len(written) <= LONGEST_PROMPT and not may_have_media(bytes(written))
+        return (
+            written is not None
+            and len(written) <= LONGEST_PROMPT
+            and not may_have_media(bytes(written))
+        )
     if api is not _COMPLETIONS or ("suffix" in fields and fields["suffix"] != NULL):
         return False
     prompt = fields.get("prompt")
@@ -60,14 +68,19 @@ def may_pass_ids(api: Api, fields: Fields) -> bool:
 def read_with_ids(answer: bytes, wanted: type[_Answer]) -> _Answer | None:
     """Read an answer that may tell the ids of its prompt, without a look at each of them.
 
-    They are most of its bytes, and a JSON parser takes 100 instructions for a number. As vLLM writes an answer, their
-    name stands in it once, and they end with the first bracket behind it. A name with its quotes is no part of a text,
-    where each quote has a backslash before it.
+    They are most of its bytes, and a JSON parser takes 100 instructions for a number. As vLLM
+    writes an answer, their name stands in it once, and they end with the first bracket behind it. A
+    name with its quotes is no part of a text, where each quote has a backslash before it.
     """
     at = answer.find(_NAME)
     begin = at + len(_NAME) + 1
     end = answer.find(b"]", begin) + 1
-    if at < 0 or end <= begin or answer[begin - 1 : begin + 1] != b":[" or answer.find(_NAME, end) >= 0:
+    if (
+        at < 0
+        or end <= begin
+        or answer[begin - 1 : begin + 1] != b":["
+        or answer.find(_NAME, end) >= 0
+    ):
         return maybe(answer, wanted)
     found = maybe(answer[:begin] + b"null" + answer[end:], wanted)
     if found is not None:
@@ -88,4 +101,8 @@ def found_ids(answer: TokensAnswer | PromptIdsAnswer) -> msgspec.Raw:
         ids = answer.choices[0].prompt_token_ids
     written = memoryview(ids)
     # Lists of lists would be several prompts.
-    return ids if len(written) > len(b"[]") and written[0] == _BRACKET and written[1] in _DIGITS else NULL
+    return (
+        ids
+        if len(written) > len(b"[]") and written[0] == _BRACKET and written[1] in _DIGITS
+        else NULL
+    )

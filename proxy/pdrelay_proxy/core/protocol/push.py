@@ -1,9 +1,10 @@
-"""What the router tells a decode engine whose prefill engine writes the KV cache into its memory (push).
+"""What the router tells a decode engine whose prefill engine writes the KV cache into its memory
+(push).
 
-In pull mode the decode engine is told what the prefill engine has answered. In push mode it may be told before there
-is an answer: it only needs to know where the prefill engine is, and by which name both know the request. Where it is
-stands in every earlier answer of that engine, so the first request goes to one engine after the other, and from then
-on both are asked at once.
+In pull mode the decode engine is told what the prefill engine has answered. In push mode it may be
+told before there is an answer: it only needs to know where the prefill engine is, and by which name
+both know the request. Where it is stands in every earlier answer of that engine, so the first
+request goes to one engine after the other, and from then on both are asked at once.
 """
 
 from collections.abc import Mapping
@@ -26,13 +27,20 @@ from pdrelay_proxy.core.raw_json import (
     encode_text,
     text,
 )
-from pdrelay_proxy.core.schemas import Coordinates, KvParams, PromptIdsAnswer, TokensAnswer, TransferNaming
+from pdrelay_proxy.core.schemas import (
+    Coordinates,
+    KvParams,
+    PromptIdsAnswer,
+    TokensAnswer,
+    TransferNaming,
+)
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import KvTransferMode
 
 _T = TypeVar("_T")
-# What an engine says of itself that is no place to go to: it listens everywhere (RFC 1122, 3.2.1.3). One that says
-# localhost listens there alone, so another name would lead to nobody; a decode engine on the same machine reaches it.
+# What an engine says of itself that is no place to go to: it listens everywhere (RFC 1122,
+# 3.2.1.3). One that says localhost listens there alone, so another name would lead to nobody; a
+# decode engine on the same machine reaches it.
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "[::]", "*"})
 
 
@@ -74,7 +82,9 @@ class TransferPolicy:
 _EITHER: Final = frozenset(TransferMode)
 TRANSFER_POLICIES: Final[Mapping[KvTransferMode, TransferPolicy]] = {
     KvTransferMode.AUTO: TransferPolicy(TransferMode.PULL, _EITHER, at_once=True, fixed=None),
-    KvTransferMode.PULL: TransferPolicy(TransferMode.PULL, _EITHER, at_once=False, fixed=TransferMode.PULL),
+    KvTransferMode.PULL: TransferPolicy(
+        TransferMode.PULL, _EITHER, at_once=False, fixed=TransferMode.PULL
+    ),
     KvTransferMode.PUSH: TransferPolicy(
         TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True, fixed=TransferMode.PUSH
     ),
@@ -96,7 +106,9 @@ def known_as(api: Api, request: RequestId) -> str:
     return _NAMES[api].format(request)
 
 
-def decode_params(coordinates: Coordinates, api: Api, request: RequestId, transfer: TransferId) -> msgspec.Raw:
+def decode_params(
+    coordinates: Coordinates, api: Api, request: RequestId, transfer: TransferId
+) -> msgspec.Raw:
     """Return what a decode engine is told before its prefill engine has answered."""
     names = encode_text(known_as(api, request)), encode_text(transfer)
     return msgspec.Raw(msgspec.json.encode(coordinates)[:-1] + _TOLD % names)
@@ -117,9 +129,9 @@ def handover(
 ) -> PrefillResult:
     """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
 
-    ``host``: where the router reaches it, and so do decode engines if it names a place where none could.
-    ``is_followed``: a decode engine is yet to be told; ``tells_ids``: the engine was asked for token ids;
-    ``reuses``: for those of the prompt, and the decode engine shall get them.
+    ``host``: where the router reaches it, and so do decode engines if it names a place where none
+    could. ``is_followed``: a decode engine is yet to be told; ``tells_ids``: the engine was asked
+    for token ids; ``reuses``: for those of the prompt, and the decode engine shall get them.
 
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
@@ -130,7 +142,9 @@ def handover(
     if reuses and not tells_ids:
         telling = with_ids = prompt_ids.read_with_ids(answer, PromptIdsAnswer)
         if with_ids is not None:
-            may_tell_cache = with_ids.usage is not None and with_ids.usage.prompt_tokens_details != NULL
+            may_tell_cache = (
+                with_ids.usage is not None and with_ids.usage.prompt_tokens_details != NULL
+            )
     ids = prompt_ids.found_ids(telling) if reuses and telling is not None else NULL
     params, naming, count = request_bodies.kv_params(prefill, answer, telling)
     said = naming or _read(prefill, params, TransferNaming)
@@ -151,19 +165,27 @@ def handover(
         mode = _PUSH if said.transfer_mode == _SAID_PUSH else _PULL
     if mode not in manner.accepted:
         raise EngineError(
-            f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
+            f"{prefill} does not push its KV cache, and this router was started with "
+            f"--kv-transfer-mode push"
         )
     if mode is _PULL:
-        found = PrefillResult(params, None, count, None, named if is_replaced else None, offer, read, looks_back, ids)
+        found = PrefillResult(
+            params, None, count, None, named if is_replaced else None, offer, read, looks_back, ids
+        )
         found.may_tell_cache = may_tell_cache
         return found
     if not _is_same(said.remote_request_id, known_as(api, request)):
-        raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
+        raise EngineError(
+            f"{prefill} knows the request by another id than ours: it cannot push to a decode "
+            f"engine"
+        )
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
     replaced = named if is_replaced else None
-    return PrefillResult(params, coordinates, count, transfer, replaced, NULL, read, looks_back, ids)
+    return PrefillResult(
+        params, coordinates, count, transfer, replaced, NULL, read, looks_back, ids
+    )
 
 
 def _host_in(params: msgspec.Raw) -> str:

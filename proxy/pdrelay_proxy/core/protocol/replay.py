@@ -1,22 +1,26 @@
-"""Going on with a stream that has broken off: what another engine is asked, and how its stream continues the first.
+"""Going on with a stream that has broken off: what another engine is asked, and how its stream
+continues the first.
 
-The engines are asked for token ids beside the text. Another engine that gets prompt and generated tokens as its prompt
-goes on where the first has stopped: under greedy decoding with the very same tokens. Ids win over texts because a text
-may be split into tokens in more than one way.
+The engines are asked for token ids beside the text. Another engine that gets prompt and generated
+tokens as its prompt goes on where the first has stopped: under greedy decoding with the very same
+tokens. Ids win over texts because a text may be split into tokens in more than one way.
 
-A token may be half a character, whose text comes with the next one. So a point is only safe to go on from when an event
-of a single token had a text: that is all of it. What comes after the last such point is made again, and the part of
-its text that the client has is left out. That is only the same text under greedy decoding.
+A token may be half a character, whose text comes with the next one. So a point is only safe to go
+on from when an event of a single token had a text: that is all of it. What comes after the last
+such point is made again, and the part of its text that the client has is left out. That is only the
+same text under greedy decoding.
 
-In a chat it may not be all of it. A parser of tool calls keeps the end of a text that could begin one of its literals
-("<") until it knows more, also where the client has no tools (``prefix-match buffering`` in
-vllm/parser/engine/incremental_lexer.py), and gives it back with the next text. So a chat's point is safe when the next
-text does not begin so. Of a sampled stream nothing may be made again. It goes on behind a letter or a digit, for no
-token has punctuation behind these; but one literal begins with a letter (Gemma's "call:" with a "c", so that of "music"
-the "c" comes later), so behind a letter only when the engine has been seen to tell of a "c" at an end.
+In a chat it may not be all of it. A parser of tool calls keeps the end of a text that could begin
+one of its literals ("<") until it knows more, also where the client has no tools (``prefix-match
+buffering`` in vllm/parser/engine/incremental_lexer.py), and gives it back with the next text. So a
+chat's point is safe when the next text does not begin so. Of a sampled stream nothing may be made
+again. It goes on behind a letter or a digit, for no token has punctuation behind these; but one
+literal begins with a letter (Gemma's "call:" with a "c", so that of "music" the "c" comes later),
+so behind a letter only when the engine has been seen to tell of a "c" at an end.
 
-Only fields that are known to survive this are let through: what looks back at the tokens made so far (penalties, stop
-texts, guided decoding, tools, logprobs) would begin anew, and a seed would begin anew with it.
+Only fields that are known to survive this are let through: what looks back at the tokens made so
+far (penalties, stop texts, guided decoding, tools, logprobs) would begin anew, and a seed would
+begin anew with it.
 """
 
 from collections.abc import Mapping
@@ -45,8 +49,21 @@ _FREE: Final = frozenset(
         "stop_token_ids",
         "priority",
     }
-    | {"ignore_eos", "min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "cache_salt", "session_id"}
-    | {"skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "repetition_penalty"}
+    | {
+        "ignore_eos",
+        "min_tokens",
+        "max_tokens",
+        "logit_bias",
+        "allowed_token_ids",
+        "cache_salt",
+        "session_id",
+    }
+    | {
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "add_special_tokens",
+        "repetition_penalty",
+    }
 )
 _FREE_OF: Final[Mapping[Api, frozenset[str]]] = {
     Api.COMPLETIONS: _FREE | {"prompt"},
@@ -78,7 +95,9 @@ def can_resume(api: Api, fields: Fields) -> bool:
 
 
 def may_be_kept(text: str) -> bool:
-    """Tell whether a text of a chat may begin with what a parser has kept back of the one before."""
+    """Tell whether a text of a chat may begin with what a parser has kept back of the one
+    before.
+    """
     first = text[0]
     return first == _KEPT_LETTER or not (first.isalnum() or first.isspace())
 
@@ -96,29 +115,37 @@ class Replay:
     fields: Fields  # the client's
     broken: bool = False  # the engine has said that it failed; what came before may be shown
     _prompt: list[int] = field(default_factory=list[int])
-    _shown: list[int] = field(default_factory=list[int])  # tokens whose text is with the client, all of it
+    # tokens whose text is with the client, all of it
+    _shown: list[int] = field(default_factory=list[int])
     _ahead: list[int] = field(default_factory=list[int])  # tokens after these
-    _point: tuple[int, int] = _NOWHERE  # how many of these, and how much of their text, are with the client as it seems
+    # how many of these, and how much of their text, are with the client as it seems
+    _point: tuple[int, int] = _NOWHERE
     _text: str = ""  # of those, as far as this engine has told it
     _again: str = ""  # text that is with the client, and that this engine is going to make again
     _before: int = 0  # tokens of earlier engines
-    _head: Fields = field(default_factory=dict[str, msgspec.Raw])  # of the first event: one stream has one id
+    # of the first event: one stream has one id
+    _head: Fields = field(default_factory=dict[str, msgspec.Raw])
     _finished: bool = False
     _spoilt: bool = False  # it has become something that cannot be continued
     _resumed: bool = False
     _counted: bool = False  # the client has its usage
-    _inside: bool = False  # the client has the beginning of an event, and not the empty line that ends it
+    # the client has the beginning of an event, and not the empty line that ends it
+    _inside: bool = False
     _keeps_no_letter: bool = False  # as far as a chat's texts show
 
     def feed(self, lines: bytes) -> bytes:
         """Take whole lines of the engine's stream; return what the client gets in their place."""
-        shown = [passing for line in lines.splitlines(keepends=True) if (passing := self._line(line))]
+        shown = [
+            passing for line in lines.splitlines(keepends=True) if (passing := self._line(line))
+        ]
         if shown:
             self._inside = bool(shown[-1].strip())
         return b"".join(shown)
 
     def gap(self) -> bytes:
-        """Return what must come before the next event, when the one before was cut off behind a line of it."""
+        """Return what must come before the next event, when the one before was cut off behind a
+        line of it.
+        """
         inside = self._inside
         self._inside = False
         return b"\n" if inside else b""
@@ -129,10 +156,19 @@ class Replay:
         return None if rest is None else rest.fields | prompt_of(self.api, rest.tokens)
 
     def can_move(self) -> bool:
-        """Tell whether the stream could be cut now; not before its last token, which is as near here."""
+        """Tell whether the stream could be cut now; not before its last token, which is as near
+        here.
+        """
         made = len(self._shown)
         limits = limits_behind(self.api, self.fields, made + 1)
-        if limits is None or not made or not self._prompt or self.broken or self._spoilt or self._finished:
+        if (
+            limits is None
+            or not made
+            or not self._prompt
+            or self.broken
+            or self._spoilt
+            or self._finished
+        ):
             return False
         return self._is_greedy() or not (self._text or self._again)
 
@@ -154,13 +190,18 @@ class Replay:
         return Rest(traced(self.fields) | left, raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
-        """Return the rest of a stream whose last token was there when it broke off; None: it was not."""
+        """Return the rest of a stream whose last token was there when it broke off; None: it was
+        not.
+        """
         if not self._finished:
             return None
         options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
         if self._counted or options.get("include_usage") != TRUE:
             return _DONE
-        chunk = self._head | {"choices": msgspec.Raw(b"[]"), "usage": self._usage({}, len(self._shown + self._ahead))}
+        chunk = self._head | {
+            "choices": msgspec.Raw(b"[]"),
+            "usage": self._usage({}, len(self._shown + self._ahead)),
+        }
         return b"data: " + encode(chunk) + b"\n\n" + _DONE
 
     def _is_greedy(self) -> bool:
@@ -183,16 +224,22 @@ class Replay:
     def _takes(self, chunk: Fields) -> bool:
         """Read a chunk and make it one of the client's; False: it is not for the client."""
         if not self._head:
-            self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
+            self._head = {
+                name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk
+            }
         if self._resumed:
-            chunk.update({name: self._head[name] for name in ("id", "created") if name in self._head})
+            chunk.update(
+                {name: self._head[name] for name in ("id", "created") if name in self._head}
+            )
         self._hide(chunk)
         choices = maybe(chunk.get("choices", NULL), list[Fields]) or []
         is_news = all([self._reads(choice) for choice in choices])  # noqa: C419 (each must be read)
         chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         self._counted = self._counted or (not choices and chunk.get("usage", NULL) != NULL)
         if said := maybe(chunk.get("usage", NULL), Fields):
-            chunk["usage"] = self._usage(said, self._before + (maybe(said.get("completion_tokens", NULL), int) or 0))
+            chunk["usage"] = self._usage(
+                said, self._before + (maybe(said.get("completion_tokens", NULL), int) or 0)
+            )
         return is_news
 
     def _reads(self, choice: Fields) -> bool:
@@ -216,9 +263,12 @@ class Replay:
             self._point = len(self._ahead), len(self._text)
             if self.api is not _CHAT or (not self._is_greedy() and self._seems_whole(text)):
                 self._keep(*self._point)
-        if any(maybe(value, object) for name, value in delta.items() if name not in ("role", "content")):
+        if any(
+            maybe(value, object) for name, value in delta.items() if name not in ("role", "content")
+        ):
             self._spoilt = True
-            self.broken = self.broken or self._resumed  # a parser that began anew takes what follows for something else
+            # a parser that began anew takes what follows for something else
+            self.broken = self.broken or self._resumed
         is_last = choice.get("finish_reason", NULL) != NULL
         if is_last and self._again:
             self.broken = self._spoilt = True  # it has less to say than the client has
@@ -241,7 +291,8 @@ class Replay:
         """Leave out what the client has already."""
         known = self._again[: len(text)]
         if not text.startswith(known):
-            self.broken = self._spoilt = True  # the engines do not agree: an honest end is all that is left
+            # the engines do not agree: an honest end is all that is left
+            self.broken = self._spoilt = True
         self._again = self._again[len(known) :]
         return text[len(known) :]
 
@@ -262,7 +313,10 @@ class Replay:
             "total_tokens": raw(asked + made),
         }
         details = maybe(said.get("prompt_tokens_details", NULL), Fields)
-        if details is not None and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None:
+        if (
+            details is not None
+            and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None
+        ):
             counts["prompt_tokens_details"] = raw_fields(
                 details | {"cached_tokens": raw(min(cached, max(asked - 1, 0)))}
             )
@@ -273,7 +327,13 @@ def behind(first: FirstToken) -> Replay:
     """Return what follows the token of a prefill engine, which the client has."""
     prompt = maybe(first.prompt, list[int]) or []
     return Replay(
-        first.api, first.fields, _prompt=prompt, _shown=[first.token], _before=1, _head=first.head, _resumed=True
+        first.api,
+        first.fields,
+        _prompt=prompt,
+        _shown=[first.token],
+        _before=1,
+        _head=first.head,
+        _resumed=True,
     )
 
 

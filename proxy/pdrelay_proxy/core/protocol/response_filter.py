@@ -1,7 +1,8 @@
 """What of an engine's answer may reach a client: some content types, and no ``kv_transfer_params``.
 
-Those name the memory of a prefill engine. vLLM has a field for them in its answers, null for a decode engine of 0.32;
-from 0.33 on they are in the last event of a stream, too. A line that does not hold their name costs one search.
+Those name the memory of a prefill engine. vLLM has a field for them in its answers, null for a
+decode engine of 0.32; from 0.33 on they are in the last event of a stream, too. A line that does
+not hold their name costs one search.
 """
 
 import re
@@ -13,10 +14,12 @@ from pdrelay_proxy.core.protocol.object_scan import without_name
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode
 from pdrelay_proxy.errors import AnswerRefused, EngineError
 
-# JSON, streams, audio; texts of transcriptions; and the bytes of /pooling (vllm/entrypoints/pooling/utils.py). A comma
-# would make a browser take the last of several types (WHATWG Fetch, "extract a MIME type").
+# JSON, streams, audio; texts of transcriptions; and the bytes of /pooling
+# (vllm/entrypoints/pooling/utils.py). A comma would make a browser take the last of several types
+# (WHATWG Fetch, "extract a MIME type").
 _PASSED: Final = re.compile(
-    rb"(?:application/(?:json|octet-stream)|text/(?:event-stream|plain)|audio/[-+.0-9a-z]+)[ \t]*(?:;[\t -+\--~]*)?",
+    rb"(?:application/(?:json|octet-stream)|text/(?:event-stream|plain)|audio/[-+.0-9a-z]+)[ "
+    rb"\t]*(?:;[\t -+\--~]*)?",
     re.IGNORECASE,
 )
 _JSON: Final = b"application/json"
@@ -29,9 +32,11 @@ _NONE_LAST: Final = _NONE + b"}"
 _ESCAPE: Final = b"\\u00"
 _BACKSLASH: Final = 92  # looking for one byte by its number costs a tenth of looking for several
 _LETTER_V: Final = 118  # the rarest letter of that name
-_LETTER: Final = re.compile(rb"\\u00(?:5[Ff]|6[0-9A-Fa-f]|7[0-6])")  # of that name: no engine escapes these
+# of that name: no engine escapes these
+_LETTER: Final = re.compile(rb"\\u00(?:5[Ff]|6[0-9A-Fa-f]|7[0-6])")
 _DATA: Final = b"data:"
-_DEEP: Final = 32  # objects and arrays around the name that are taken apart one by one: deeper ones are scanned
+# objects and arrays around the name that are taken apart one by one: deeper ones are scanned
+_DEEP: Final = 32
 
 
 def media_type(content_type: bytes) -> bytes:
@@ -50,9 +55,15 @@ def check_type(engine: str, content_type: bytes) -> None:
     Raises:
         EngineError: it is not one of those that are passed on.
     """
-    if content_type != _JSON and content_type not in _STREAMS and _PASSED.fullmatch(content_type) is None:
+    if (
+        content_type != _JSON
+        and content_type not in _STREAMS
+        and _PASSED.fullmatch(content_type) is None
+    ):
         said = content_type.decode("latin-1") or "none"
-        raise EngineError(f"{engine} answered with the content type {said[:100]!r}, which is not passed on")
+        raise EngineError(
+            f"{engine} answered with the content type {said[:100]!r}, which is not passed on"
+        )
 
 
 def clean_answer(engine: str, content_type: bytes, body: bytes) -> bytes:
@@ -66,7 +77,9 @@ def clean_answer(engine: str, content_type: bytes, body: bytes) -> bytes:
     try:
         return _without(body, 0)
     except NotJson as exc:
-        raise AnswerRefused(f"{engine} answered with kv_transfer_params in something that is not JSON") from exc
+        raise AnswerRefused(
+            f"{engine} answered with kv_transfer_params in something that is not JSON"
+        ) from exc
 
 
 def clean_lines(engine: str, lines: bytes) -> bytes:
@@ -81,7 +94,10 @@ def clean_lines(engine: str, lines: bytes) -> bytes:
 
 
 def may_name_params(text: bytes) -> bool:
-    """Tell whether a text may hold parameters that are not null. Their name may be written in escapes."""
+    """Tell whether a text may hold parameters that are not null.
+
+    Their name may be written in escapes.
+    """
     if _LETTER_V in text:  # most tokens have none
         at = text.find(_PARAMS)
         # Null at the very end, as engines write it: there is no other one.
@@ -99,13 +115,17 @@ def _clean_line(engine: str, line: bytes) -> bytes:
             return b"data: " + _without(text, 0) + b"\n"
         except NotJson:
             pass  # as below
-    raise AnswerRefused(f"{engine} sent kv_transfer_params in a line of its stream that is not JSON")
+    raise AnswerRefused(
+        f"{engine} sent kv_transfer_params in a line of its stream that is not JSON"
+    )
 
 
 def _without(text: bytes, depth: int) -> bytes:
-    """Write a JSON value without the parameters, as deep as they are; all other values stay as they were written.
+    """Write a JSON value without the parameters, as deep as they are; all other values stay as they
+    were written.
 
-    A body of 64 MiB that names them once must not hold up all requests: what does not name them is not looked into.
+    A body of 64 MiB that names them once must not hold up all requests: what does not name them is
+    not looked into.
     """
     if not may_name_params(text):
         return text
@@ -116,7 +136,12 @@ def _without(text: bytes, depth: int) -> bytes:
         if first == b"{":
             fields: Fields = decode(text, Fields)
             fields.pop(_NAME, None)
-            return encode({name: msgspec.Raw(_without(bytes(value), depth + 1)) for name, value in fields.items()})
+            return encode(
+                {
+                    name: msgspec.Raw(_without(bytes(value), depth + 1))
+                    for name, value in fields.items()
+                }
+            )
         if first == b"[":
             items = decode(text, list[msgspec.Raw])
             return b"[%b]" % b",".join([_without(bytes(item), depth + 1) for item in items])

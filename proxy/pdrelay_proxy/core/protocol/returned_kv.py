@@ -1,7 +1,8 @@
 """What a prefill leg says of the decode engine that has KV of the conversation already.
 
-Our connector alone reads it (``return_kv``, ``connector/pdrelay_connector/shell/returned_prefixes.py``). Other engines
-ignore fields of ``kv_transfer_params`` that they do not know.
+Our connector alone reads it (``return_kv``,
+``connector/pdrelay_connector/shell/returned_prefixes.py``). Other engines ignore fields of
+``kv_transfer_params`` that they do not know.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Server-sent events, as far as a relay must understand them.
 
-Bytes are looked for with ``find``: ``in`` tries first whether what it gets is a number, and raises and drops an error.
+Bytes are looked for with ``find``: ``in`` tries first whether what it gets is a number, and raises
+and drops an error.
 """
 
 import re
@@ -26,21 +27,29 @@ _RETURN: Final = 13  # a carriage return, which may end a line too
 _NEWLINE: Final = 10
 _D: Final = 100  # begins ``data``, and no ``event``
 _E: Final = 101  # begins ``error``
-_V: Final = 118  # the rarest letter of ``event``; looking for one byte by its number costs a tenth of several
+# the rarest letter of ``event``; looking for one byte by its number costs a tenth of several
+_V: Final = 118
 _NAME_AT: Final = _ERROR.index(b"e")
 _NARROW_NAME_AT: Final = _ERRORS[1].index(b"e")  # without the space behind the colon
 _BREAK: Final = re.compile(rb"[\r\n]")
-LINE_MOST: Final = 16 * 1024 * 1024  # bytes of a line; the last event of /v1/responses has a whole answer in it
+# bytes of a line; the last event of /v1/responses has a whole answer in it
+LINE_MOST: Final = 16 * 1024 * 1024
 _END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
-# What /v1/responses says before the engine has done anything: it tells nothing about whether it will.
+# What /v1/responses says before the engine has done anything: it tells nothing about whether it
+# will.
 _PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
 # Other APIs than the first two name their events, and end with one of these in place of a [DONE].
-_LAST: Final = frozenset({b"message_stop", b"error", b"response.completed", b"response.failed", b"response.incomplete"})
+_LAST: Final = frozenset(
+    {b"message_stop", b"error", b"response.completed", b"response.failed", b"response.incomplete"}
+)
 
 
 def error_status(data: bytes) -> int | None:
-    """Return the HTTP status an error event asks for (500 if it names none); None for any other event."""
-    if data.find(b'"error"') < 0 and (_BACKSLASH not in data or data.find(b"\\u") < 0):  # a name may be in escapes
+    """Return the HTTP status an error event asks for (500 if it names none); None for any other
+    event.
+    """
+    # a name may be in escapes
+    if data.find(b'"error"') < 0 and (_BACKSLASH not in data or data.find(b"\\u") < 0):
         return None
     try:
         event = decode(data, ErrorEvent)
@@ -53,7 +62,9 @@ def error_status(data: bytes) -> int | None:
 
 
 def first_data(piece: bytes) -> bytes | None:
-    """Return the data of the first event, if a stream begins with all of its line; None: see ``Beginning``."""
+    """Return the data of the first event, if a stream begins with all of its line; None: see
+    ``Beginning``.
+    """
     end = piece.find(b"\n") if piece[: len(_DATA)] == _DATA else -1
     if end < 0 or (_RETURN in piece and piece.find(b"\r", 0, end) >= 0):
         return None
@@ -80,7 +91,9 @@ class Beginning:
         return len(self.received) - self._at
 
     def feed(self, piece: bytes) -> bytes | None:
-        """Take what has come; return the data of the first event, or None while its line is not complete."""
+        """Take what has come; return the data of the first event, or None while its line is not
+        complete.
+        """
         text = self.received
         text += piece
         if self._at == 0 and text.startswith(_BOM):
@@ -108,9 +121,10 @@ def _end_of_line(text: bytearray, at: int) -> int:
 class WholeLines:
     """Lets a stream pass in whole lines and notices whether it came to its proper end.
 
-    vLLM writes whole events, so nearly always everything passes at once. But when an engine dies in the middle of a
-    line, that line has not been sent on, and an error event can follow in good order. What passes has no
-    ``kv_transfer_params``. Lines that end with carriage returns alone pass with line feeds.
+    vLLM writes whole events, so nearly always everything passes at once. But when an engine dies in
+    the middle of a line, that line has not been sent on, and an error event can follow in good
+    order. What passes has no ``kv_transfer_params``. Lines that end with carriage returns alone
+    pass with line feeds.
     """
 
     __slots__ = ("_engine", "_last", "_name", "_rest", "_returned", "_size", "erred")
@@ -119,9 +133,11 @@ class WholeLines:
         self.erred = False  # the engine has said itself that it failed
         self._engine = engine  # its id, for what errors say
         self._rest: list[bytes] = []  # pieces of a line that is not complete
-        self._returned = False  # the last line has ended with a carriage return, which a line feed may belong to
+        # the last line has ended with a carriage return, which a line feed may belong to
+        self._returned = False
         self._size = 0  # bytes of them
-        self._last = b"\n"  # what has passed, from a place on that is early enough to recognise the end of a stream
+        # what has passed, from a place on that is early enough to recognise the end of a stream
+        self._last = b"\n"
         self._name = b""  # of the last event that has one
 
     def feed(self, chunk: bytes) -> bytes:
@@ -167,7 +183,9 @@ class WholeLines:
         if self._size > LINE_MOST:
             self._rest = []
             self._size = 0
-            raise AnswerRefused(f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream")
+            raise AnswerRefused(
+                f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream"
+            )
         self._rest.append(piece)
 
     def finish(self) -> tuple[bytes, bool]:
@@ -182,7 +200,9 @@ class WholeLines:
 
     def _note(self, passing: bytes) -> None:
         if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token
-            may_be_error = len(passing) > _NAME_AT and (passing[_NAME_AT] == _E or passing[_NARROW_NAME_AT] == _E)
+            may_be_error = len(passing) > _NAME_AT and (
+                passing[_NAME_AT] == _E or passing[_NARROW_NAME_AT] == _E
+            )
             if may_be_error and passing.startswith(_ERRORS):
                 self.erred = True
         else:
@@ -195,7 +215,9 @@ class WholeLines:
             if self._name == b"error" or (passing.find(_ERROR_OBJECT) >= 0 and _has_error(passing)):
                 self.erred = True
             is_end = passing[-len(_USUAL_END) :] == _USUAL_END
-            if not is_end and (passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing):
+            if not is_end and (
+                passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing
+            ):
                 passing = _before_comments(passing)
                 if not passing:
                     return
@@ -212,7 +234,9 @@ def _with_line_feeds(lines: bytes) -> bytes:
 
 
 def _before_comments(lines: bytes) -> bytes:
-    """Return lines without the comments at their end: such a line says nothing about how the stream has ended."""
+    """Return lines without the comments at their end: such a line says nothing about how the stream
+    has ended.
+    """
     if not lines.startswith(_COMMENT) and lines.find(b"\n:") < 0 and lines.find(b"\r:") < 0:
         return lines
     kept = lines.splitlines(keepends=True)

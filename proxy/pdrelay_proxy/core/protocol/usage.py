@@ -1,12 +1,14 @@
-"""What engines say of a prompt: how many tokens it has, and how many of them they had in their caches.
+"""What engines say of a prompt: how many tokens it has, and how many of them they had in their
+caches.
 
 Of the tokens both legs of a request must say the same.
 
-If they do not, the engines have made different prompts out of one request (another template, another tokenizer, another
-version of the model's files), and the decode engine has read a KV cache that does not belong to its prompt.
+If they do not, the engines have made different prompts out of one request (another template,
+another tokenizer, another version of the model's files), and the decode engine has read a KV cache
+that does not belong to its prompt.
 
-Of the caches the prefill engine's word counts, as it is that of one engine: to a decode engine nearly all of a prompt
-is cached, for the KV has come from elsewhere. Clients are billed by it.
+Of the caches the prefill engine's word counts, as it is that of one engine: to a decode engine
+nearly all of a prompt is cached, for the KV has come from elsewhere. Clients are billed by it.
 """
 
 from collections.abc import Mapping
@@ -29,7 +31,8 @@ _OF_CACHE: Final[Mapping[Api, tuple[str, ...]]] = {
     Api.MESSAGES: ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
     Api.GENERATE: ("prompt_tokens_details",),
 }
-# Without these bytes a usage says nothing of caches; Anthropic's has plain numbers. vLLM's null is no object.
+# Without these bytes a usage says nothing of caches; Anthropic's has plain numbers. vLLM's null is
+# no object.
 _CACHE_MARKS: Final[Mapping[Api, bytes]] = {
     api: b'"input_tokens":' if api is Api.MESSAGES else b'_tokens_details":{' for api in _OF_CACHE
 }
@@ -60,9 +63,16 @@ def prompt_tokens_in(events: bytes) -> int | None:
         start = events.rfind(b"\n", 0, at) + 1
         end = events.find(b"\n", at)
         line = events[start : len(events) if end < 0 else end]
-        parts = [line] if _RETURN not in line else [part for part in line.splitlines() if part.find(_MARK) >= 0]
+        parts = (
+            [line]
+            if _RETURN not in line
+            else [part for part in line.splitlines() if part.find(_MARK) >= 0]
+        )
         for part in parts:
-            if part[: len(_DATA)] == _DATA and (found := prompt_tokens(part[len(_DATA) :])) is not None:
+            if (
+                part[: len(_DATA)] == _DATA
+                and (found := prompt_tokens(part[len(_DATA) :])) is not None
+            ):
                 return found
         at = -1 if end < 0 else events.find(_MARK, end)
     return None
@@ -73,12 +83,22 @@ def prompt_of(usage: Usage) -> int | None:
     said = usage.prompt_tokens
     if said is not None or usage.input_tokens is None:
         return said
-    return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return (
+        usage.input_tokens
+        + (usage.cache_read_input_tokens or 0)
+        + (usage.cache_creation_input_tokens or 0)
+    )
 
 
 def cache_usage(api: Api, answer: bytes) -> Fields | None:
-    """Return what a prefill engine's answer says of its cache, in the fields of its usage; None: nothing."""
-    return None if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0 else _of_cache(api, answer)
+    """Return what a prefill engine's answer says of its cache, in the fields of its usage; None:
+    nothing.
+    """
+    return (
+        None
+        if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0
+        else _of_cache(api, answer)
+    )
 
 
 def _of_cache(api: Api, answer: bytes) -> Fields | None:
@@ -89,7 +109,9 @@ def _of_cache(api: Api, answer: bytes) -> Fields | None:
 
 
 def with_cache_usage(answer: bytes, said: Fields) -> bytes:
-    """Return an answer, or the data of one event, whose usage says this of the cache; without a usage as it is."""
+    """Return an answer, or the data of one event, whose usage says this of the cache; without a
+    usage as it is.
+    """
     fields = maybe(answer, Fields)
     if fields is None:
         return answer
@@ -100,7 +122,9 @@ def with_cache_usage(answer: bytes, said: Fields) -> bytes:
     for name in _AROUND:
         inside = maybe(fields.get(name, NULL), Fields)
         if inside and (usage := maybe(inside.get("usage", NULL), Fields)):
-            fields[name] = msgspec.Raw(encode(inside | {"usage": msgspec.Raw(encode(usage | said))}))
+            fields[name] = msgspec.Raw(
+                encode(inside | {"usage": msgspec.Raw(encode(usage | said))})
+            )
             is_other = True
     return encode(fields) if is_other else answer
 
@@ -116,7 +140,12 @@ def with_cache_usage_in(events: bytes, said: Fields) -> bytes:
     if events.find(_MARK) < 0:
         return events
     lines = events.splitlines(keepends=True)
-    return b"".join([_line_with(line, said) if _MARK in line and line.startswith(_DATA) else line for line in lines])
+    return b"".join(
+        [
+            _line_with(line, said) if _MARK in line and line.startswith(_DATA) else line
+            for line in lines
+        ]
+    )
 
 
 def _line_with(line: bytes, said: Fields) -> bytes:

@@ -18,13 +18,17 @@ class BoundOutcome(FastStrEnum):
 
 
 class Holding:
-    """The decode engines that serve a prompt alone, because they have nearly all of it. It does not change."""
+    """The decode engines that serve a prompt alone, because they have nearly all of it.
+
+    It does not change.
+    """
 
     __slots__ = ("cached", "engines", "is_bound")
 
     def __init__(self, engines: Sequence[Instance], cached: int, *, is_bound: bool) -> None:
         self.engines = engines  # any of them; none: it is split
-        self.cached = cached  # bytes of the prompt that each of them has; none: that the best engine has
+        # bytes of the prompt that each of them has; none: that the best engine has
+        self.cached = cached
         self.is_bound = is_bound  # the bound has kept the prompt from an engine that has more of it
 
 
@@ -37,14 +41,18 @@ class AloneBound:
         clock: Callable[[], float],
         spares: Callable[[Instance, RoutingHints], bool] | None = None,
     ) -> None:
-        """``spares``: tells by measured times whether no stream would wait too long; None: bytes alone decide."""
+        """``spares``: tells by measured times whether no stream would wait too long; None: bytes
+        alone decide.
+        """
         self._registry = registry
         self._clock = clock  # seconds; the one of the fleet
         self._spares = spares
         self.counts: Counter[Key] = Counter()  # BoundOutcome
 
     def has_room(self, instance: Instance, hints: RoutingHints, new: int, least: int) -> bool:
-        """Tell whether an engine may compute so many bytes: with the others that it computes, fewer than ``least``."""
+        """Tell whether an engine may compute so many bytes: with the others that it computes, fewer
+        than ``least``.
+        """
         member = self._registry.get(instance.id)
         if member is not None and member.lone.size(self._clock()) + new >= least:
             return False

@@ -9,8 +9,8 @@ from pdrelay_proxy.core.fleet.health import ChangeCount
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.model import RoutingHints
 
-# Bytes of the prompt that an engine has for certain; how many it may have with what it was sent; how that is known, for
-# operators. A tuple: it is made for each engine of each request.
+# Bytes of the prompt that an engine has for certain; how many it may have with what it was sent;
+# how that is known, for operators. A tuple: it is made for each engine of each request.
 CacheReport: TypeAlias = tuple[int, int, str]
 
 
@@ -34,7 +34,10 @@ class PromptReports:
 
 
 class CacheReports:
-    """Says what engines have of prompts. Without such a feature all is a guess, by what they were sent."""
+    """Says what engines have of prompts.
+
+    Without such a feature all is a guess, by what they were sent.
+    """
 
     def __init__(self, changes: ChangeCount) -> None:
         self.changes = changes  # what was reported stays true while its count is the same

@@ -1,7 +1,9 @@
-"""The engines that requests may go to, and what they come down to for a model: looked at once, until a fact changes.
+"""The engines that requests may go to, and what they come down to for a model: looked at once,
+until a fact changes.
 
-A look drops the engines that do not serve the model or fit no other one, and sorts the others into groups. Models that
-the same engines serve share one: hundreds of LoRA adapters cost no more looks than one.
+A look drops the engines that do not serve the model or fit no other one, and sorts the others into
+groups. Models that the same engines serve share one: hundreds of LoRA adapters cost no more looks
+than one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,8 @@ from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
 
 Among: TypeAlias = Sequence[Instance]
-Fits: TypeAlias = Callable[[Instance, Instance], bool]  # whether a prefill and a decode engine can share a request
+# whether a prefill and a decode engine can share a request
+Fits: TypeAlias = Callable[[Instance, Instance], bool]
 # Which of the sets of models that engines serve have a model, and the rank that a request asks for.
 _Key: TypeAlias = tuple[frozenset[frozenset[str] | None], int | None]
 
@@ -43,7 +46,8 @@ class Narrowed:
     shares: Shares | None  # None: there is one group of all of them, and nothing to divide
     shares_alone: Shares | None  # the same where decode engines may serve alone
     fits: Fits  # for groups in which not all fit
-    # By whether decode engines may serve alone: the part of the requests that each engine may get; empty: any.
+    # By whether decode engines may serve alone: the part of the requests that each engine may get;
+    # empty: any.
     rates: Mapping[bool, FairRates]
 
 
@@ -72,7 +76,9 @@ class Candidates:
         facts = [unknown if member is None else member.facts for member in members]
         self.facts = facts[: len(prefill)], facts[len(prefill) :]
         self._models = {each.models for each in facts}
-        self._half_open = [member for member in members if member is not None and member.life.state is _HALF_OPEN]
+        self._half_open = [
+            member for member in members if member is not None and member.life.state is _HALF_OPEN
+        ]
         self.looks = dict[_Key, Narrowed]()
         self.unmatched = dict[tuple[_Key, bool], str]()  # why no two engines fit
 
@@ -87,10 +93,14 @@ class Candidates:
 
     def waiting(self, hints: RoutingHints) -> frozenset[InstanceId]:
         """Return the engines that wait for their trial, and serve the model."""
-        return frozenset([member.instance.id for member in self._half_open if member.facts.serves(hints.model)])
+        return frozenset(
+            [member.instance.id for member in self._half_open if member.facts.serves(hints.model)]
+        )
 
     def narrowed(self, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
-        """Return what they come down to for a request; raises UnknownModel, BadRequest or NoInstance."""
+        """Return what they come down to for a request; raises UnknownModel, BadRequest or
+        NoInstance.
+        """
         key = self._key(hints.model, hints.rank)
         found = self.looks.get(key)
         if found is None:
@@ -109,7 +119,9 @@ class Candidates:
             serving = {models for models in self._models if models is None or model in models}
         return frozenset(serving), rank
 
-    def _serving(self, role: Role, key: _Key, hints: RoutingHints) -> tuple[Among, list[EngineCapabilities]]:
+    def _serving(
+        self, role: Role, key: _Key, hints: RoutingHints
+    ) -> tuple[Among, list[EngineCapabilities]]:
         """List the engines of a role that serve the model, and their facts; as ``serving`` does."""
         at = 0 if role is Role.PREFILL else 1
         among = (self.prefill, self.decode)[at]
@@ -128,7 +140,10 @@ class Candidates:
         return [one for one, _ in found], [each for _, each in found]
 
     def _look(self, key: _Key, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
-        """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
+        """Sort engines that serve the model into groups.
+
+        Raises NoMatchingInstance: no two of them fit.
+        """
         decode, decode_facts = self._serving(Role.DECODE, key, hints)
         prefill, prefill_facts = self._serving(Role.PREFILL, key, hints)
         grouping = group_known(prefill, prefill_facts, decode, decode_facts)
@@ -161,10 +176,15 @@ class Candidates:
         )
 
     def _is_mixed(self, grouping: Grouping) -> bool:
-        """Tell whether two engines differ in more than their slice, and not only because their pair rests."""
+        """Tell whether two engines differ in more than their slice, and not only because their pair
+        rests.
+        """
         prefill = [*grouping.unpaired_prefill, *(group.prefill[0] for group in grouping.pairs)]
         sides = prefill, [group.decode[0] for group in grouping.groups]
-        kinds = [{compatibility.without_slice(self._registry.facts(one)) for one in side} for side in sides]
+        kinds = [
+            {compatibility.without_slice(self._registry.facts(one)) for one in side}
+            for side in sides
+        ]
         return not all(compatibility.agree(one, other) for one, other in product(*kinds))
 
     def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
@@ -172,7 +192,9 @@ class Candidates:
         return shares if self._preference is None else self._preference.divide(shares)
 
     def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> Grouping:
-        """Sort engines into groups by pairs that rest, too: all that fit do, and no engine may serve alone."""
+        """Sort engines into groups by pairs that rest, too: all that fit do, and no engine may
+        serve alone.
+        """
         if not may_be_alone:
             grouping = group_engines(prefill, decode, self._facts_without_rests)
             if grouping.pairs:
@@ -203,34 +225,48 @@ class Candidates:
 
 
 def serving(registry: Registry, role: Role, among: Among, hints: RoutingHints) -> Among:
-    """List the engines of a role that serve the model of a request; raises as ``Candidates.narrowed``.
+    """List the engines of a role that serve the model of a request; raises as
+    ``Candidates.narrowed``.
 
-    Those that have not said yet what they serve come only where none is known to serve it: they may not know the model.
+    Those that have not said yet what they serve come only where none is known to serve it: they may
+    not know the model.
     """
-    found = [one for one in among if registry.facts(one).serves(hints.model) and has_rank(one, hints)]
+    found = [
+        one for one in among if registry.facts(one).serves(hints.model) and has_rank(one, hints)
+    ]
     if not found:
         raise why_none(registry, role, hints)
     return [one for one in found if registry.facts(one).models is not None] or found
 
 
-def why_none(registry: Registry, role: Role, hints: RoutingHints) -> UnknownModel | BadRequest | NoInstance:
+def why_none(
+    registry: Registry, role: Role, hints: RoutingHints
+) -> UnknownModel | BadRequest | NoInstance:
     """Say why no engine of a role would do for a request."""
     members = [member for member in registry.members() if member.facts.serves(hints.model)]
     if not members:
         model = clipped(hints.model or "")
-        return UnknownModel(f"the model {model!r} is not served here; there is {registry.models.listed()}")
+        return UnknownModel(
+            f"the model {model!r} is not served here; there is {registry.models.listed()}"
+        )
     members = [member for member in members if member.as_role(role) is not None]
     if not any(has_rank(member.instance, hints) for member in members):
         if hints.rank is not None and role is Role.DECODE:
-            return BadRequest(f"X-data-parallel-rank is {hints.rank}, and no decode instance has this rank")
+            return BadRequest(
+                f"X-data-parallel-rank is {hints.rank}, and no decode instance has this rank"
+            )
         return NoInstance(f"no {role} instance serves the model {clipped(hints.model or '')!r}")
     states = [f"{member.instance.id} is {member.life.state}" for member in members]
     return NoInstance(f"no {role} instance that would do can take a request now: {listed(states)}")
 
 
 def has_rank(instance: Instance, hints: RoutingHints) -> bool:
-    """Look for the rank that a client wants: it means the engine that answers, so prefill engines have them all."""
-    return hints.rank is None or instance.rank in (None, hints.rank) or instance.role is Role.PREFILL
+    """Look for the rank that a client wants: it means the engine that answers, so prefill engines
+    have them all.
+    """
+    return (
+        hints.rank is None or instance.rank in (None, hints.rank) or instance.role is Role.PREFILL
+    )
 
 
 def _are_compatible(registry: Registry, prefill: Instance, decode: Instance) -> bool:
@@ -245,7 +281,9 @@ def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, A
         return prefill, decode
     paired_prefill = {instance.id for group in pairs for instance in group.prefill}
     paired_decode = {instance.id for group in pairs for instance in group.decode}
-    return [p for p in prefill if p.id in paired_prefill], [d for d in decode if d.id in paired_decode]
+    return [p for p in prefill if p.id in paired_prefill], [
+        d for d in decode if d.id in paired_decode
+    ]
 
 
 def _is_whole(shares: Shares, prefill: Among, decode: Among) -> bool:

@@ -1,23 +1,35 @@
-"""Which engines can share requests: they form groups by the facts that are known of them, most often one per revision.
+"""Which engines can share requests: they form groups by the facts that are known of them, most
+often one per revision.
 
-Two engines with equal facts fit the same engines of the other role. So kinds of engines are compared and not engines:
-the work grows with the number of engines (4 ms for 2,000 of them, in plain Python) plus the comparisons of a few kinds,
-two of each role during a rollout.
+Two engines with equal facts fit the same engines of the other role. So kinds of engines are
+compared and not engines: the work grows with the number of engines (4 ms for 2,000 of them, in
+plain Python) plus the comparisons of a few kinds, two of each role during a rollout.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
+
+# sum() of floats fails where this is compiled: mypyc takes its result for an int
+from math import fsum
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, WITHIN, Compared, EngineCapabilities, agree, compared
+from pdrelay_proxy.core.fleet.compatibility import (
+    NO_SLICE,
+    WITHIN,
+    Compared,
+    EngineCapabilities,
+    agree,
+    compared,
+)
 from pdrelay_proxy.core.model import Instance, InstanceId
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
-_MOST_GROUPS: Final = 64  # of engines that all fit each other; those beyond share one, in which each pair is looked at
-_FEW_LISTED: Final = 2  # groups that a prefill engine is in, on the mean, up to which there may be more: slices
+# of engines that all fit each other; those beyond share one, in which each pair is looked at
+_MOST_GROUPS: Final = 64
+# groups that a prefill engine is in, on the mean, up to which there may be more: slices
+_FEW_LISTED: Final = 2
 NO_PREFILL: Final = "no prefill engine fits"  # the name of a group
 _UNKNOWN: Final = "unknown facts"
 _NO_NAMES: Final = frozenset[str]()
@@ -25,13 +37,16 @@ _NO_NAMES: Final = frozenset[str]()
 
 @dataclass(frozen=True, slots=True)
 class CompatibleGroup:
-    """Decode engines that fit the same prefill engines, and these. Without any, a decode engine can only serve alone.
+    """Decode engines that fit the same prefill engines, and these.
 
-    ``prefill_count`` counts a prefill engine that belongs to several groups in parts, so that all groups together count
-    each engine once.
+    Without any, a decode engine can only serve alone.
+
+    ``prefill_count`` counts a prefill engine that belongs to several groups in parts, so that all
+    groups together count each engine once.
     """
 
-    name: str  # what is known of the decode engines, in words; routers beside each other use the same
+    # what is known of the decode engines, in words; routers beside each other use the same
+    name: str
     prefill: Sequence[Instance]
     decode: Sequence[Instance]
     prefill_count: float
@@ -40,7 +55,10 @@ class CompatibleGroup:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """All engines, by whom they fit. No decode engine is in two groups; one that only fits itself is in none."""
+    """All engines, by whom they fit.
+
+    No decode engine is in two groups; one that only fits itself is in none.
+    """
 
     groups: Sequence[CompatibleGroup]
     unpaired_prefill: Sequence[Instance]  # they fit no decode engine
@@ -86,9 +104,13 @@ class _Part:
     kinds: list[_Decodes]
 
 
-def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts) -> Grouping:
+def group_engines(
+    prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts
+) -> Grouping:
     """Sort engines into groups, in the order of the decode engines."""
-    return group_known(prefill, [facts(one) for one in prefill], decode, [facts(one) for one in decode])
+    return group_known(
+        prefill, [facts(one) for one in prefill], decode, [facts(one) for one in decode]
+    )
 
 
 def group_known(
@@ -116,7 +138,9 @@ def group_known(
     if not {one.id for one in decode}.isdisjoint([one.id for one in prefill]):
         sizes = [(len(group.prefill), len(group.decode)) for group in groups]
         groups = [_without_itself(group) for group in groups]
-        all_paired = all_paired and sizes == [(len(group.prefill), len(group.decode)) for group in groups]
+        all_paired = all_paired and sizes == [
+            (len(group.prefill), len(group.decode)) for group in groups
+        ]
     return Grouping(_named_apart(_bounded(groups)), unpaired, comparisons, all_paired)
 
 
@@ -135,7 +159,9 @@ def _decode_kinds(facts: Sequence[EngineCapabilities]) -> Sequence[_Decodes]:
 def _prefill_kinds(
     engines: Sequence[Instance], facts: Sequence[EngineCapabilities], decodes: Sequence[_Decodes]
 ) -> Sequence[_Prefills]:
-    """Sort prefill engines by kind; one that a decode engine refuses or rests with is a kind of its own."""
+    """Sort prefill engines by kind; one that a decode engine refuses or rests with is a kind of its
+    own.
+    """
     refused = {name for kind in decodes for name in kind.refused}
     resting = {name for kind in decodes for name in kind.resting}
     found = dict[tuple[Compared, str | None, InstanceId | None], _Prefills]()
@@ -149,11 +175,14 @@ def _prefill_kinds(
     return [*found.values()]
 
 
-def _parts(prefills: Sequence[_Prefills], decodes: Sequence[_Decodes]) -> tuple[Sequence[_Part], int]:
-    """Put the kinds of decode engines together that fit the same kinds of prefill engines; count the comparisons.
+def _parts(
+    prefills: Sequence[_Prefills], decodes: Sequence[_Decodes]
+) -> tuple[Sequence[_Part], int]:
+    """Put the kinds of decode engines together that fit the same kinds of prefill engines; count
+    the comparisons.
 
-    Facts are compared once for all kinds that have them, and those of other slices are not even looked at: hundreds of
-    slices are tens of thousands of pairs of kinds, of which nearly none fit.
+    Facts are compared once for all kinds that have them, and those of other slices are not even
+    looked at: hundreds of slices are tens of thousands of pairs of kinds, of which nearly none fit.
     """
     anywhere, by_slice = _by_slice(prefills)
     agreeing = dict[Compared, Sequence[_Prefills]]()  # by the facts of decode engines
@@ -167,13 +196,21 @@ def _parts(prefills: Sequence[_Prefills], decodes: Sequence[_Decodes]) -> tuple[
             some, count = _agreeing(near, kind.known)
             agreeing[kind.known] = some
             comparisons += count
-        fitting = [each for each in some if each.engine_id not in kind.refused and each.name not in kind.resting]
-        found.setdefault(tuple([each.places[0] for each in fitting]), _Part(fitting, [])).kinds.append(kind)
+        fitting = [
+            each
+            for each in some
+            if each.engine_id not in kind.refused and each.name not in kind.resting
+        ]
+        found.setdefault(
+            tuple([each.places[0] for each in fitting]), _Part(fitting, [])
+        ).kinds.append(kind)
     return [*found.values()], comparisons
 
 
 def _agreeing(prefills: Sequence[_Prefills], known: Compared) -> tuple[Sequence[_Prefills], int]:
-    """List the kinds of prefill engines whose facts agree with some; say how many facts were compared."""
+    """List the kinds of prefill engines whose facts agree with some; say how many facts were
+    compared.
+    """
     agree_with = dict[Compared, bool]()
     for kind in prefills:
         if kind.known not in agree_with:
@@ -181,8 +218,12 @@ def _agreeing(prefills: Sequence[_Prefills], known: Compared) -> tuple[Sequence[
     return [kind for kind in prefills if agree_with[kind.known]], len(agree_with)
 
 
-def _by_slice(prefills: Sequence[_Prefills]) -> tuple[Sequence[_Prefills], dict[object, list[_Prefills]]]:
-    """List the kinds of prefill engines that fit in any slice, and those that the decode engines of each may fit."""
+def _by_slice(
+    prefills: Sequence[_Prefills],
+) -> tuple[Sequence[_Prefills], dict[object, list[_Prefills]]]:
+    """List the kinds of prefill engines that fit in any slice, and those that the decode engines of
+    each may fit.
+    """
     anywhere = [kind for kind in prefills if kind.known[WITHIN] is None]
     by_slice = dict[object, list[_Prefills]]()
     for kind in prefills:
@@ -192,15 +233,21 @@ def _by_slice(prefills: Sequence[_Prefills]) -> tuple[Sequence[_Prefills], dict[
     return anywhere, by_slice
 
 
-def _listed(engines: Sequence[Instance], kinds: Sequence[_Prefills] | Sequence[_Decodes]) -> Sequence[Instance]:
+def _listed(
+    engines: Sequence[Instance], kinds: Sequence[_Prefills] | Sequence[_Decodes]
+) -> Sequence[Instance]:
     """List the engines of some kinds, in their order."""
     if len(kinds) == 1 and len(kinds[0].places) == len(engines):
         return [*engines]
-    return [engines[place] for place in sorted(chain.from_iterable([kind.places for kind in kinds]))]
+    return [
+        engines[place] for place in sorted(chain.from_iterable([kind.places for kind in kinds]))
+    ]
 
 
 def _counts(parts: Sequence[_Part]) -> Sequence[float]:
-    """Divide each kind of prefill engines among the parts that it fits, in proportion to their decode engines."""
+    """Divide each kind of prefill engines among the parts that it fits, in proportion to their
+    decode engines.
+    """
     sizes = [sum([len(kind.places) for kind in part.kinds]) for part in parts]
     wanted = dict[int, int]()  # by the place of the first engine
     for part, size in zip(parts, sizes, strict=True):
@@ -213,7 +260,9 @@ def _counts(parts: Sequence[_Part]) -> Sequence[float]:
 
 
 def _without_itself(group: CompatibleGroup) -> CompatibleGroup:
-    """Leave no engine in a group that serves both roles and fits itself alone: no request has one engine twice."""
+    """Leave no engine in a group that serves both roles and fits itself alone: no request has one
+    engine twice.
+    """
     names = {instance.id for instance in group.decode}
     both = {instance.id for instance in group.prefill if instance.id in names}
     prefill = group.prefill
@@ -231,7 +280,9 @@ def _without_itself(group: CompatibleGroup) -> CompatibleGroup:
 
 
 def _bounded(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
-    """Merge the smallest groups if there are too many: the lists of all groups together must not grow as x times y."""
+    """Merge the smallest groups if there are too many: the lists of all groups together must not
+    grow as x times y.
+    """
     if len(groups) <= _MOST_GROUPS:
         return groups
     engines = {instance.id for group in groups for instance in group.prefill}
@@ -243,11 +294,16 @@ def _bounded(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
     prefill = {instance.id: instance for group in rest for instance in group.prefill}
     decode = [instance for group in rest for instance in group.decode]
     count = fsum([group.prefill_count for group in rest])
-    return [*kept, CompatibleGroup(rest[0].name, list(prefill.values()), decode, count, all_fit=False)]
+    return [
+        *kept,
+        CompatibleGroup(rest[0].name, list(prefill.values()), decode, count, all_fit=False),
+    ]
 
 
 def _named_apart(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
-    """Number the groups whose names are the same: they differ in which engines have refused each other."""
+    """Number the groups whose names are the same: they differ in which engines have refused each
+    other.
+    """
     seen = Counter[str]()
     found = list[CompatibleGroup]()
     for group in groups:

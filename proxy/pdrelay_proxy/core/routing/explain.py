@@ -1,4 +1,6 @@
-"""What would become of a request now: the engines, the rule that sends it there, and what each of them would get."""
+"""What would become of a request now: the engines, the rule that sends it there, and what each of
+them would get.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,11 +28,17 @@ from pdrelay_proxy.core.raw_json import TRUE, encode, text
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.retries import RetryAttempts
 from pdrelay_proxy.core.routing.route import Route, route, split_reason
-from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL, hints_of_call, model_of, with_model
+from pdrelay_proxy.core.routing.routing_hints import (
+    TELLS_MODEL,
+    hints_of_call,
+    model_of,
+    with_model,
+)
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.settings import Settings
 
-Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int] | Mapping[InstanceId, str]]  # by name; caches by engine
+# by name; caches by engine
+Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int] | Mapping[InstanceId, str]]
 _REQUEST: Final = RequestId("pdrelay-explained")  # a real request has another id
 _TRANSFER: Final = TransferId("xfer-explained")  # and another one here
 
@@ -43,9 +51,12 @@ class Explanation:
     prefill: Instance | None
     decode: Instance
     prefill_body: bytes | None
-    decode_body: bytes  # while the prefill engine has not answered, with words in place of its kv_transfer_params
-    expected: ExpectedTime | None = None  # what its engines were chosen by; None: no policy asks for it
-    bound: str | None = None  # what became of it, as a decode engine leaves it to others that has nearly all of it
+    # while the prefill engine has not answered, with words in place of its kv_transfer_params
+    decode_body: bytes
+    # what its engines were chosen by; None: no policy asks for it
+    expected: ExpectedTime | None = None
+    # what became of it, as a decode engine leaves it to others that has nearly all of it
+    bound: str | None = None
 
 
 class KnownCaches(Protocol):
@@ -56,7 +67,9 @@ class KnownCaches(Protocol):
         ...
 
     def tokens_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
-        """Return how many tokens of the prompt each engine has by its own events, of those that tell."""
+        """Return how many tokens of the prompt each engine has by its own events, of those that
+        tell.
+        """
         ...
 
     def sources_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, str]:
@@ -74,7 +87,10 @@ class PrefillModels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Explainer:
-    """Says what the relay would do. What it rehearses with leaves no trace, so that asking changes nothing."""
+    """Says what the relay would do.
+
+    What it rehearses with leaves no trace, so that asking changes nothing.
+    """
 
     rehearsal: Callable[[], FleetChoice]
     learned: PushCoordinates
@@ -82,7 +98,8 @@ class Explainer:
     sessions: SessionIds
     models: PrefillModels
     caches: KnownCaches | None = None  # None: no policy asks for them
-    passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False  # to a decode engine
+    # to a decode engine
+    passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False
     model_of_unnamed: Callable[[], str | None] | None = None  # as for requests (requests/intake.py)
 
     def explain(self, call: GenerationRequest) -> Explanation:
@@ -103,10 +120,13 @@ class Explainer:
             return self._explain_one(fleet, call, reason)
         one = GenerationRequest(call.api, one_of(call.fields, prompts[0]), call.headers, call.rank)
         found = self._explain_one(fleet, one, split_reason(fleet, one.api, one.fields))
-        return replace(found, rule=f"each of {len(prompts)} prompts by itself, the first: {found.rule}")
+        return replace(
+            found, rule=f"each of {len(prompts)} prompts by itself, the first: {found.rule}"
+        )
 
     def _named(self, call: GenerationRequest) -> tuple[GenerationRequest, bool]:
-        """Return a request with the model that it means; False: one engine serves it, for it is not known which one.
+        """Return a request with the model that it means; False: one engine serves it, for it is not
+        known which one.
 
         Raises BadRequest: it must name one.
         """
@@ -121,16 +141,22 @@ class Explainer:
     def _explain_one(
         self, fleet: FleetChoice, call: GenerationRequest, reason: SingleEngineReason | None
     ) -> Explanation:
-        """Say which engines would serve a request; ``reason``: why it must be one, if the request itself says so."""
+        """Say which engines would serve a request; ``reason``: why it must be one, if the request
+        itself says so.
+        """
         hints = hints_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
         found = route(fleet, hints, call.api, RetryAttempts(0), self.settings(), reason=reason)
         bound = None if fleet.pairs.bound is None else fleet.pairs.bound.outcome
         if found.prefill is not None:
-            return replace(self._split(call, found.prefill, found), expected=found.expected, bound=bound)
+            return replace(
+                self._split(call, found.prefill, found), expected=found.expected, bound=bound
+            )
         rule = f"single: {found.reason}"
         if found.why_no_match:
             rule = f"{rule} ({found.why_no_match})"
-        return Explanation(rule, None, found.decode, None, encode(call.fields), found.expected, bound)
+        return Explanation(
+            rule, None, found.decode, None, encode(call.fields), found.expected, bound
+        )
 
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""
@@ -142,8 +168,12 @@ class Explainer:
         return {
             "prompt_bytes": len(hints.prompt),
             "cached_bytes": nothing if self.caches is None else self.caches.by_engine(hints),
-            "cached_tokens": nothing if self.caches is None else self.caches.tokens_by_engine(hints),
-            "cached_known_by": unknown if self.caches is None else self.caches.sources_by_engine(hints),
+            "cached_tokens": nothing
+            if self.caches is None
+            else self.caches.tokens_by_engine(hints),
+            "cached_known_by": unknown
+            if self.caches is None
+            else self.caches.sources_by_engine(hints),
             "min_split_new_bytes": least,
             "lone_prompt_bytes": nothing if bound is None else bound.lone_bytes(),
         }
@@ -152,7 +182,11 @@ class Explainer:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
         told = None if found.mode is TransferMode.PULL else self.learned.coordinates(prefill.id)
         model = None
-        learns_model = self.model_of_unnamed is not None and model_of(call.fields) is None and call.api in TELLS_MODEL
+        learns_model = (
+            self.model_of_unnamed is not None
+            and model_of(call.fields) is None
+            and call.api in TELLS_MODEL
+        )
         if learns_model and told is not None:
             model = self.models.model_of(prefill.id)
             if model is None:
@@ -168,11 +202,15 @@ class Explainer:
             if self.passes_ids(call, found.decode):
                 asked["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
-                    answered = fields | {"prompt": text(f"the token ids that {prefill.id} answers with")}
+                    answered = fields | {
+                        "prompt": text(f"the token ids that {prefill.id} answers with")
+                    }
         if learns_model and model is None:
             answered = answered | {"model": text(f"the one that {prefill.id} answers with")}
         return Explanation(
-            "prefill first, then decode" if told is None else f"both legs at once ({LegOrder.CONCURRENT})",
+            "prefill first, then decode"
+            if told is None
+            else f"both legs at once ({LegOrder.CONCURRENT})",
             prefill,
             found.decode,
             encode(asked),

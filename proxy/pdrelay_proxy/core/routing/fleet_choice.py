@@ -1,4 +1,6 @@
-"""The choices that one can make among the engines as they are now, and what each choice leaves behind."""
+"""The choices that one can make among the engines as they are now, and what each choice leaves
+behind.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -23,7 +25,8 @@ _DECODE: Final = Role.DECODE
 class FleetChoice:
     """Chooses among the engines that a registry holds.
 
-    Requests choose from the LiveFleet, where each choice counts; ``rehearsal`` returns one in which none does.
+    Requests choose from the LiveFleet, where each choice counts; ``rehearsal`` returns one in which
+    none does.
     """
 
     def __init__(
@@ -37,7 +40,8 @@ class FleetChoice:
         remembers: bool,
         counts: bool,
     ) -> None:
-        """``modes``: of pairs that can pull and push; ``remembers``: the decode policy asks what engines have cached.
+        """``modes``: of pairs that can pull and push; ``remembers``: the decode policy asks what
+        engines have cached.
 
         ``counts``: a choice is made for a request that follows.
         """
@@ -46,7 +50,8 @@ class FleetChoice:
         self.missing = missing
         self.modes = modes
         self.remembers = remembers
-        # Whether the policy knows what engines take for a request, and so whether one alone is faster than two.
+        # Whether the policy knows what engines take for a request, and so whether one alone is
+        # faster than two.
         self.weighs = pairs.weighing is not None
         self.preference = pairs.preference
         self._noted = pairs.preference if counts else None  # what hears of each pair
@@ -77,13 +82,22 @@ class FleetChoice:
 
     def without_trials(self, among: Sequence[Instance], /) -> Sequence[Instance]:
         """Leave out the engines that wait for their trial; raises NoInstance: all do."""
-        found = [one for one in among if (member := self.registry.get(one.id)) and member.life.state is not _HALF_OPEN]
+        found = [
+            one
+            for one in among
+            if (member := self.registry.get(one.id)) and member.life.state is not _HALF_OPEN
+        ]
         if not found:
-            raise NoInstance("all engines that are left wait for a trial, and get no request that has failed elsewhere")
+            raise NoInstance(
+                "all engines that are left wait for a trial, and get no request that has failed "
+                "elsewhere"
+            )
         return found
 
     def check_path(self, path: str, hints: RoutingHints) -> None:
-        """Accept a path that an engine may have; raises PathNotServed: each has said that it has no such path."""
+        """Accept a path that an engine may have; raises PathNotServed: each has said that it has no
+        such path.
+        """
         self.missing.check(path, hints, now=self._clock())
 
     def offering(self, path: str, among: Sequence[Instance], /) -> Sequence[Instance]:
@@ -91,7 +105,8 @@ class FleetChoice:
         return self.missing.offering(path, among, now=self._clock())
 
     def shares_loads(self, /) -> bool:
-        """Tell whether n answers to one prompt cost any decode engine one load: with our connector, as metrics show.
+        """Tell whether n answers to one prompt cost any decode engine one load: with our connector,
+        as metrics show.
 
         Others read the blocks n times, and the prefill engine frees them after the first.
         """
@@ -102,23 +117,36 @@ class FleetChoice:
     def small(
         self, decode: Sequence[Instance], hints: RoutingHints, least: int, /
     ) -> tuple[SingleEngineReason | None, int]:
-        """Say why one engine serves a small prompt alone, and how many bytes of it that one has (PairSelector)."""
+        """Say why one engine serves a small prompt alone, and how many bytes of it that one has
+        (PairSelector).
+        """
         return self.pairs.small(decode, hints, least)
 
-    def any_small(self, hints: RoutingHints, least: int, /) -> tuple[SingleEngineReason | None, int]:
-        """Say the same with all decode engines that are usable. Raises as ``usable`` and ``small`` do."""
+    def any_small(
+        self, hints: RoutingHints, least: int, /
+    ) -> tuple[SingleEngineReason | None, int]:
+        """Say the same with all decode engines that are usable.
+
+        Raises as ``usable`` and ``small`` do.
+        """
         alone = self.pairs.calm_alone(hints, self._clock())
-        return self.pairs.small(self.usable(_DECODE) if alone is None else alone, hints, least, alone=alone)
+        return self.pairs.small(
+            self.usable(_DECODE) if alone is None else alone, hints, least, alone=alone
+        )
 
     def is_faster_alone(self, decode: Sequence[Instance], hints: RoutingHints, /) -> bool:
-        """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster than two engines."""
+        """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster
+        than two engines.
+        """
         try:
             return self.pairs.is_faster_alone(self.usable(_PREFILL), decode, hints)
         except NoInstance:  # whoever chooses two engines finds the same, and says what follows
             return False
 
     def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
-        """Return what was expected of the latest choice, once, if it was this request's; None: nothing is weighed."""
+        """Return what was expected of the latest choice, once, if it was this request's; None:
+        nothing is weighed.
+        """
         return self.pairs.take_expected(hints)
 
     # ---- which engines
@@ -149,7 +177,10 @@ class FleetChoice:
         return pair
 
     def any_pair(self, hints: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
-        """Choose among all engines that are usable, as ``pair`` does. Raises as ``usable`` and ``pair`` do."""
+        """Choose among all engines that are usable, as ``pair`` does.
+
+        Raises as ``usable`` and ``pair`` do.
+        """
         pair = self.pairs.calm(hints, self._clock(), may_be_alone=may_be_alone)
         if pair is None:
             decodes = self.usable(_DECODE)
@@ -165,7 +196,9 @@ class FleetChoice:
     def _try_rested_pair(
         self, prefill: Sequence[Instance], decode: Sequence[Instance], hints: RoutingHints
     ) -> Chosen | None:
-        """Return a pair that has rested for long enough, if this request may show whether it works."""
+        """Return a pair that has rested for long enough, if this request may show whether it
+        works.
+        """
         health = self.registry.pairs
         now = self._clock()
         pair = self.pairs.rested_pair(prefill, decode, hints, now)
@@ -186,10 +219,16 @@ class FleetChoice:
             member.life.chosen(now=self._clock())
 
     def mode_of(self, prefill: Instance, decode: Instance) -> TransferMode | None:
-        """Return how the KV of the next request of two engines moves; None: they do not leave it to the router."""
+        """Return how the KV of the next request of two engines moves; None: they do not leave it to
+        the router.
+        """
         member = self.registry.get(prefill.id)
         if member is None or member.facts.mode is not _AUTO:
             return None
         pair = (prefill.id, decode.id)
         now = self._clock()
-        return self.modes.next_way(pair, now=now) if self._counts else self.modes.expected_way(pair, now=now)
+        return (
+            self.modes.next_way(pair, now=now)
+            if self._counts
+            else self.modes.expected_way(pair, now=now)
+        )

@@ -33,33 +33,43 @@ def grouping_now(registry: Registry) -> Grouping:
 
 def _grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
     members = [member for member in registry.members() if member.life.state in SERVING]
-    sides = [[one for member in members if (one := member.as_role(role)) is not None] for role in Role]
+    sides = [
+        [one for member in members if (one := member.as_role(role)) is not None] for role in Role
+    ]
     yield
     return group_engines(sides[0], sides[1], registry.facts)
 
 
 def unpaired(registry: Registry) -> dict[Role, int]:
-    """Count the engines that fit none of the other role's; none counts where the other role has no engine at all."""
+    """Count the engines that fit none of the other role's; none counts where the other role has no
+    engine at all.
+    """
     return finish(unpaired_in_steps(registry))
 
 
 def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, int]]:
     """Count the same in steps of a millisecond or so: sorting thousands of engines takes longer."""
-    kinds = yield from lone_kinds_in_steps(registry, lambda decode: decode.facts.resting or frozenset())
+    kinds = yield from lone_kinds_in_steps(
+        registry, lambda decode: decode.facts.resting or frozenset()
+    )
     return {role: sum(map(len, some)) for role, some in kinds.lone.items()}
 
 
 def fleet_groups(
     registry: Registry, preference: PairPreference | None = None, *, may_be_alone: bool
 ) -> Sequence[EngineGroup]:
-    """List the groups, if there are several or engines without a partner; empty: one group has all engines."""
+    """List the groups, if there are several or engines without a partner; empty: one group has all
+    engines.
+    """
     return finish(fleet_groups_in_steps(registry, preference, may_be_alone=may_be_alone))
 
 
 def fleet_groups_in_steps(
     registry: Registry, preference: PairPreference | None, *, may_be_alone: bool
 ) -> Generator[None, None, Sequence[EngineGroup]]:
-    """List the same in steps; sorting, the longest of them, takes some milliseconds among thousands of engines."""
+    """List the same in steps; sorting, the longest of them, takes some milliseconds among thousands
+    of engines.
+    """
     found = yield from _grouping_in_steps(registry)
     yield
     shares = _shares(preference, found, may_be_alone=may_be_alone)
@@ -70,7 +80,9 @@ def fleet_groups_in_steps(
     groups.update({group.name: group for group in found.groups if not group.prefill})
     groups.update({group.name: group for group in _left_out(preference, found, shares)})
     rows = [
-        EngineGroup(name, len(group.prefill), len(group.decode), pairs.get(name, 0.0), alone.get(name, 0.0))
+        EngineGroup(
+            name, len(group.prefill), len(group.decode), pairs.get(name, 0.0), alone.get(name, 0.0)
+        )
         for name, group in groups.items()
     ]
     rows += _without_decode(registry, found.unpaired_prefill)
@@ -78,7 +90,9 @@ def fleet_groups_in_steps(
     return rows if len(rows) > 1 or is_divided else ()
 
 
-def _shares(preference: PairPreference | None, found: Grouping, *, may_be_alone: bool) -> Sequence[GroupShare]:
+def _shares(
+    preference: PairPreference | None, found: Grouping, *, may_be_alone: bool
+) -> Sequence[GroupShare]:
     """Divide the traffic as requests are divided."""
     if not found.pairs:
         return ()
@@ -92,7 +106,12 @@ def _left_out(
     """List the engines whose partners are not preferred, and get no traffic."""
     if preference is None or not shares:
         return ()
-    names = {one.id for share in shares for side in (share.group.prefill, share.group.decode) for one in side}
+    names = {
+        one.id
+        for share in shares
+        for side in (share.group.prefill, share.group.decode)
+        for one in side
+    }
     return [part for group in found.pairs for part in preference.left_out(group, names)]
 
 
@@ -101,6 +120,8 @@ def _without_decode(registry: Registry, prefill: Sequence[Instance]) -> Sequence
     within = Counter(registry.facts(instance).pairs_within for instance in prefill)
     named = {None: "", NO_SLICE: ", slice none"}
     return [
-        EngineGroup(f"no decode engine fits{named.get(name, f', slice {name}')}", count, 0, 0.0, 0.0)
+        EngineGroup(
+            f"no decode engine fits{named.get(name, f', slice {name}')}", count, 0, 0.0, 0.0
+        )
         for name, count in within.items()
     ]

@@ -1,9 +1,11 @@
-"""How much of the traffic each group of compatible engines gets, so that no engine gets much more than its fair share.
+"""How much of the traffic each group of compatible engines gets, so that no engine gets much more
+than its fair share.
 
-A request needs an engine of each role out of one group. With p and d engines of the roles, a group with p_g and d_g of
-them can take min(p_g / p, d_g / d) of all requests before one of its engines gets more than the mean. While a rollout
-replaces one role faster than the other, these shares do not add up to 1. Then every group gets up to ``BOUND`` times
-its share, and what is left goes to decode engines that serve alone, if they may.
+A request needs an engine of each role out of one group. With p and d engines of the roles, a group
+with p_g and d_g of them can take min(p_g / p, d_g / d) of all requests before one of its engines
+gets more than the mean. While a rollout replaces one role faster than the other, these shares do
+not add up to 1. Then every group gets up to ``BOUND`` times its share, and what is left goes to
+decode engines that serve alone, if they may.
 """
 
 from bisect import bisect_right
@@ -20,7 +22,8 @@ from pdrelay_proxy.core.routing.share_bound import EACH, SPARE
 
 BOUND: Final = 1.4  # times its fair share that an engine gets before decode engines serve alone
 _BURST: Final = 4.0  # requests that caches may send to a group beyond its bound
-_GOLDEN: Final = 0.6180339887498949  # its multiples, modulo 1, are spread evenly over any number of turns in a row
+# its multiples, modulo 1, are spread evenly over any number of turns in a row
+_GOLDEN: Final = 0.6180339887498949
 _HASHES: Final = float(1 << 64)
 _LEAST: Final = 1e-9
 _MOST_CREDITS: Final = 4096  # groups: there is one for each slice
@@ -28,7 +31,9 @@ _MOST_CREDITS: Final = 4096  # groups: there is one for each slice
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """A part of the traffic: requests of two engines of a group, or of one of its decode engines alone."""
+    """A part of the traffic: requests of two engines of a group, or of one of its decode engines
+    alone.
+    """
 
     group: CompatibleGroup
     alone: bool
@@ -39,16 +44,20 @@ class GroupShare:
 class Shares:
     """The traffic of a whole fleet, or of one model; it is not empty."""
 
-    def __init__(self, shares: Sequence[GroupShare], prefills: float = 0.0, decodes: float = 0.0) -> None:
+    def __init__(
+        self, shares: Sequence[GroupShare], prefills: float = 0.0, decodes: float = 0.0
+    ) -> None:
         """``prefills``, ``decodes``: the engines of each role, also those that get nothing."""
         self.all = shares
         self.prefills = prefills
         self.decodes = decodes
-        self.upto = list(accumulate([share.weight for share in shares]))  # the sums of the weights so far
+        # the sums of the weights so far
+        self.upto = list(accumulate([share.weight for share in shares]))
         self.limits = dict[str, float]()  # by group: the limit of its first share
         for share in reversed(shares):
             self.limits[share.group.name] = share.limit
-        # Empty: not looked at yet. Only caches ask for them, and to list thousands takes as long as to divide them.
+        # Empty: not looked at yet. Only caches ask for them, and to list thousands takes as long as
+        # to divide them.
         self._by_engine = dict[InstanceId, GroupShare]()
         self._sides: Sequence[Sequence[Instance]] = ((), ())
 
@@ -58,7 +67,9 @@ class Shares:
         if not self._by_engine:
             for share in reversed(self.all):
                 for engines in (share.group.decode, () if share.alone else share.group.prefill):
-                    self._by_engine.update(dict.fromkeys([instance.id for instance in engines], share))
+                    self._by_engine.update(
+                        dict.fromkeys([instance.id for instance in engines], share)
+                    )
         return self._by_engine
 
     @property
@@ -92,7 +103,8 @@ class FairRates:
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        # By role: the least that an engine may get, and what its shares give it. Empty: not looked at yet.
+        # By role: the least that an engine may get, and what its shares give it. Empty: not looked
+        # at yet.
         self._sides = list[tuple[float, dict[InstanceId, float]]]()
         self._size = 0  # engines
         self._known = dict[InstanceId, float]()
@@ -106,12 +118,18 @@ class FairRates:
         return isinstance(name, str) and self.get(InstanceId(name)) is not None
 
     def get(self, name: InstanceId, /) -> float | None:
-        """Return the part that an engine may get; one that serves both roles gets the parts of both. None: none."""
+        """Return the part that an engine may get; one that serves both roles gets the parts of
+        both.
+
+        None: none.
+        """
         rate = self._known.get(name)
         if rate is None:
             if not self._sides:
                 self._look()
-            rates = [max(least, SPARE * parts[name]) for least, parts in self._sides if name in parts]
+            rates = [
+                max(least, SPARE * parts[name]) for least, parts in self._sides if name in parts
+            ]
             if rates:
                 rate = self._known[name] = fsum(rates)
         return rate
@@ -120,7 +138,9 @@ class FairRates:
         shares = self._shares.all
         known = self._shares
         decodes = _parts([(share.weight, share.group.decode) for share in shares])
-        prefills = _parts([(share.weight, share.group.prefill) for share in shares if not share.alone])
+        prefills = _parts(
+            [(share.weight, share.group.prefill) for share in shares if not share.alone]
+        )
         self._size = len(decodes) + len(prefills)
         if not decodes.keys().isdisjoint(prefills):
             self._size = len(decodes.keys() | prefills.keys())
@@ -144,12 +164,17 @@ def _parts(shares: Sequence[tuple[float, Sequence[Instance]]]) -> dict[InstanceI
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
     """Divide the traffic; there must be a group with engines of both roles.
 
-    A single engine without a partner is not counted in its role: it is the first or the last one of a rollout, and
-    without this rule a fleet of one prefill and one decode engine would leave prefill work to its decode engine.
+    A single engine without a partner is not counted in its role: it is the first or the last one of
+    a rollout, and without this rule a fleet of one prefill and one decode engine would leave
+    prefill work to its decode engine.
     """
     pairs = grouping.pairs
-    prefills = fsum([group.prefill_count for group in pairs]) + _beyond_one(len(grouping.unpaired_prefill))
-    decodes = sum([len(group.decode) for group in pairs]) + _beyond_one(len(grouping.unpaired_decode))
+    prefills = fsum([group.prefill_count for group in pairs]) + _beyond_one(
+        len(grouping.unpaired_prefill)
+    )
+    decodes = sum([len(group.decode) for group in pairs]) + _beyond_one(
+        len(grouping.unpaired_decode)
+    )
     capacity = [min(group.prefill_count / prefills, len(group.decode) / decodes) for group in pairs]
     stretch = 1 / fsum(capacity)
     if may_be_alone:
@@ -166,7 +191,10 @@ def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
     if left <= _LEAST:
         return Shares(found, *everyone)
     used = {share.group.name: share.weight for share in found}
-    rooms = [max(0.0, len(group.decode) / decodes - used.get(group.name, 0.0)) for group in grouping.groups]
+    rooms = [
+        max(0.0, len(group.decode) / decodes - used.get(group.name, 0.0))
+        for group in grouping.groups
+    ]
     alone = [
         GroupShare(group, alone=True, weight=left * room / fsum(rooms), limit=BOUND * room)
         for group, room in zip(grouping.groups, rooms, strict=True)
@@ -180,11 +208,14 @@ def _beyond_one(count: int) -> int:
 
 
 class GroupTurns:
-    """Chooses a share of the traffic for each request; over any many requests in a row each gets its weight."""
+    """Chooses a share of the traffic for each request; over any many requests in a row each gets
+    its weight.
+    """
 
     def __init__(self, turn: int = 0, credit: Mapping[str, float] | None = None) -> None:
         self._turn = turn
-        # By group: the requests that its engines may still get because of a cache; None: no cache was asked yet.
+        # By group: the requests that its engines may still get because of a cache; None: no cache
+        # was asked yet.
         self._credit = None if credit is None else dict(credit)
 
     def next(self, shares: Shares) -> GroupShare:
@@ -196,7 +227,9 @@ class GroupTurns:
         return chosen
 
     def cached(self, shares: Shares, holders: Sequence[InstanceId]) -> GroupShare | None:
-        """Return the share of the first of these engines whose group has not reached its limit; None: there is none."""
+        """Return the share of the first of these engines whose group has not reached its limit;
+        None: there is none.
+        """
         if self._credit is None:
             self._credit = {}
         for name in holders:
@@ -207,13 +240,21 @@ class GroupTurns:
         return None
 
     def of_session(self, shares: Shares, session: str) -> GroupShare:
-        """Return the share of a session: by weighted rendezvous, so that few sessions move when weights change."""
+        """Return the share of a session: by weighted rendezvous, so that few sessions move when
+        weights change.
+        """
         return max(shares.all, key=lambda share: _bid(share, session))
 
-    def others(self, shares: Shares, chosen: GroupShare, session: str | None) -> Sequence[GroupShare]:
-        """List the other shares, in the order in which they take what the engines of the chosen one must not get."""
+    def others(
+        self, shares: Shares, chosen: GroupShare, session: str | None
+    ) -> Sequence[GroupShare]:
+        """List the other shares, in the order in which they take what the engines of the chosen one
+        must not get.
+        """
         others = [share for share in shares.all if share is not chosen]
-        return others if session is None else sorted(others, key=lambda share: -_bid(share, session))
+        return (
+            others if session is None else sorted(others, key=lambda share: -_bid(share, session))
+        )
 
     def moved(self, chosen: GroupShare, other: GroupShare) -> None:
         """The request that the chosen share was counted for goes to another one."""
@@ -238,7 +279,9 @@ class GroupTurns:
 
 
 def _bid(share: GroupShare, session: str) -> float:
-    """Bid for a session: the highest bid wins with a probability in proportion to the weight (rendezvous hashing)."""
+    """Bid for a session: the highest bid wins with a probability in proportion to the weight
+    (rendezvous hashing).
+    """
     key = blake2b(f"{share.group.name}#{share.alone}".encode(), digest_size=16).digest()
     drawn = int.from_bytes(blake2b(session.encode(), key=key, digest_size=8).digest())
     return share.weight / -log((drawn + 0.5) / _HASHES)

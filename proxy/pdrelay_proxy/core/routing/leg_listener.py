@@ -5,7 +5,9 @@ from pdrelay_proxy.core.request_record import RequestRecord
 
 
 class LegListener:
-    """Is told of each leg, in this order; no call may wait or raise. A listener overrides what it needs.
+    """Is told of each leg, in this order; no call may wait or raise.
+
+    A listener overrides what it needs.
 
     A class, because a compiled call of a Protocol is slow.
     """
@@ -21,12 +23,19 @@ class LegListener:
         """A decode engine will get the request once a prefill engine has answered."""
 
     def leg_sent(
-        self, engine: Instance, request: RequestId, hints: RoutingHints, /, *, computes: bool, is_timed: bool
+        self,
+        engine: Instance,
+        request: RequestId,
+        hints: RoutingHints,
+        /,
+        *,
+        computes: bool,
+        is_timed: bool,
     ) -> None:
         """A leg goes to an engine.
 
-        ``computes``: the engine computes what it lacks of the prompt; else another engine does. ``is_timed``: a call of
-        ``prompt_computed`` or ``stream_begun`` will tell when that is done.
+        ``computes``: the engine computes what it lacks of the prompt; else another engine does.
+        ``is_timed``: a call of ``prompt_computed`` or ``stream_begun`` will tell when that is done.
         """
 
     def prompt_computed(
@@ -44,4 +53,6 @@ class LegListener:
         """No leg of the request is at the engine any more."""
 
     def stepped(self, decode: InstanceId, gaps: list[float], /) -> None:
-        """The streams of a decode engine got their tokens so many seconds apart, in the last moment."""
+        """The streams of a decode engine got their tokens so many seconds apart, in the last
+        moment.
+        """

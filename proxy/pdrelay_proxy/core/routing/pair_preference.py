@@ -8,7 +8,9 @@ from pdrelay_proxy.core.routing.group_weights import Shares
 
 
 class PairPreference:
-    """A feature may have one. What it divides is remembered until a fact changes: no request pays for it.
+    """A feature may have one.
+
+    What it divides is remembered until a fact changes: no request pays for it.
 
     A class, because a compiled call of a Protocol is slow. A preference overrides what it needs.
     """
@@ -19,12 +21,18 @@ class PairPreference:
         """Divide the traffic of engines that fit once more."""
         return shares
 
-    def left_out(self, _group: CompatibleGroup, _served: Set[InstanceId], /) -> Sequence[CompatibleGroup]:
-        """List the engines of a group that get no traffic by this, in groups that have a name; ``served``: that do."""
+    def left_out(
+        self, _group: CompatibleGroup, _served: Set[InstanceId], /
+    ) -> Sequence[CompatibleGroup]:
+        """List the engines of a group that get no traffic by this, in groups that have a name;
+        ``served``: that do.
+        """
         return ()
 
     def nearest(self, _engine: Instance, others: Sequence[Instance], /) -> Sequence[Instance]:
-        """Leave those of some engines that had better be the partner of one; all of them, if none is."""
+        """Leave those of some engines that had better be the partner of one; all of them, if none
+        is.
+        """
         return others
 
     def reason(self, _prefill: Instance, _decode: Instance, _hints: RoutingHints, /) -> str | None:

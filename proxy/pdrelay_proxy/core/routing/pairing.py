@@ -8,7 +8,14 @@ from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet import compatibility
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHints, SingleEngineReason
+from pdrelay_proxy.core.model import (
+    ANY,
+    Instance,
+    InstanceId,
+    Role,
+    RoutingHints,
+    SingleEngineReason,
+)
 from pdrelay_proxy.core.routing.alone_bound import AloneBound, Holding
 from pdrelay_proxy.core.routing.candidates import Among, Candidates, Fits, Narrowed, serving
 from pdrelay_proxy.core.routing.group_weights import FairRates, GroupShare, GroupTurns, Shares
@@ -17,7 +24,8 @@ from pdrelay_proxy.core.routing.share_bound import ShareBound, ShareBounds, make
 from pdrelay_proxy.errors import NoInstance
 
 Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
-Chosen: TypeAlias = tuple[Instance | None, Instance]  # likewise; None: the decode engine serves the request alone
+# likewise; None: the decode engine serves the request alone
+Chosen: TypeAlias = tuple[Instance | None, Instance]
 
 
 class Policy(Protocol):
@@ -41,26 +49,39 @@ class PairPolicy(Policy, Protocol):
 
 
 class HolderPolicy(Protocol):
-    """A policy for decode engines that knows what these have in their caches. Asking it leaves no trace."""
+    """A policy for decode engines that knows what these have in their caches.
 
-    def holding(self, among: Among, hints: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
-        """Return the engines that lack fewer than ``least`` bytes of a prompt, and may compute these beside others."""
+    Asking it leaves no trace.
+    """
+
+    def holding(
+        self, among: Among, hints: RoutingHints, least: int, bound: AloneBound, /
+    ) -> Holding:
+        """Return the engines that lack fewer than ``least`` bytes of a prompt, and may compute
+        these beside others.
+        """
         ...
 
     def holders(self, among: Among, hints: RoutingHints, /) -> Among:
-        """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
+        """List the engines that would be chosen for what they have in their cache; none, if that
+        decides nothing.
+        """
         ...
 
 
 class WeighingPolicy(PairPolicy, Protocol):
-    """A choice that knows what each engine would take for a request, and so whether it is worth two of them."""
+    """A choice that knows what each engine would take for a request, and so whether it is worth two
+    of them.
+    """
 
     def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's."""
         ...
 
     def alone(self, prefill: Among, decode: Among, hints: RoutingHints, /) -> bool:
-        """Tell whether the decode engine that ``one`` returns next is expected to be faster than any pair."""
+        """Tell whether the decode engine that ``one`` returns next is expected to be faster than
+        any pair.
+        """
         ...
 
 
@@ -98,7 +119,8 @@ class PolicyPerLeg:
 
 
 _NOBODY: Final = frozenset[InstanceId]()
-_MOST_PARTS: Final = 4  # of the fleet, of which what they come down to is remembered: retries leave engines out
+# of the fleet, of which what they come down to is remembered: retries leave engines out
+_MOST_PARTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +148,9 @@ class _FoundHolders:
         self._prompt = hints.prompt
 
     def take(self, among: Among, hints: RoutingHints) -> Among:
-        """Return those of some engines, once, if it was this prompt (or the request is sent again)."""
+        """Return those of some engines, once, if it was this prompt (or the request is sent
+        again).
+        """
         if self._prompt is not hints.prompt:
             return ()
         engines = self._engines
@@ -137,10 +161,11 @@ class _FoundHolders:
 
 @dataclass(frozen=True, slots=True)
 class PairSelector:
-    """Narrows the engines down to those that serve the model and fit together, and lets a choice choose.
+    """Narrows the engines down to those that serve the model and fit together, and lets a choice
+    choose.
 
-    With several groups of compatible engines, as during a rollout, the group is chosen first (group_weights). So it is
-    with the groups into which a preference has divided them.
+    With several groups of compatible engines, as during a rollout, the group is chosen first
+    (group_weights). So it is with the groups into which a preference has divided them.
     """
 
     registry: Registry
@@ -148,25 +173,38 @@ class PairSelector:
     holder: HolderPolicy | None = None  # the policy of decode engines; None: it remembers nothing
     bound: AloneBound | None = None  # for what decode engines compute alone; None: likewise
     turns: GroupTurns = field(default_factory=GroupTurns)
-    weighing: WeighingPolicy | None = None  # the choice, if it also decides whether a decode engine serves alone
-    # Prefill engines that the cache of their policy prefers, where that of decode engines does not decide.
+    # the choice, if it also decides whether a decode engine serves alone
+    weighing: WeighingPolicy | None = None
+    # Prefill engines that the cache of their policy prefers, where that of decode engines does not
+    # decide.
     prefill_holders: Callable[[Among, RoutingHints], Among] | None = None
     # How much one engine gets while revisions are mixed; None: the policies see to it themselves.
     bounds: ShareBounds | None = None
-    short_alone: bool = True  # a decode engine serves short prompts alone, though it has nothing of them
+    # a decode engine serves short prompts alone, though it has nothing of them
+    short_alone: bool = True
     preference: PairPreference | None = None  # among engines that fit; None: any will do
-    _whole: list[Candidates] = field(default_factory=list[Candidates])  # all usable engines, as they were last
-    _parts: list[Candidates] = field(default_factory=list[Candidates])  # some of them, the latest last
+    # all usable engines, as they were last
+    _whole: list[Candidates] = field(default_factory=list[Candidates])
+    # some of them, the latest last
+    _parts: list[Candidates] = field(default_factory=list[Candidates])
     _found: _FoundHolders = field(default_factory=_FoundHolders)
     _calm: dict[str | None, _Calm] = field(default_factory=dict[str | None, _Calm])  # by model
 
-    def calm(self, hints: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False) -> Chosen | None:
-        """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
+    def calm(
+        self, hints: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False
+    ) -> Chosen | None:
+        """Return what ``pair`` would with all usable engines, if nothing has changed; None: only
+        ``pair`` can tell.
+        """
         calm = self._calm_now(hints, now)
-        return None if calm is None else self._choose(calm.narrowed, hints, may_be_alone=may_be_alone)
+        return (
+            None if calm is None else self._choose(calm.narrowed, hints, may_be_alone=may_be_alone)
+        )
 
     def calm_alone(self, hints: RoutingHints, now: float) -> Among | None:
-        """Return the engines of which one may serve a request alone; None: nothing is remembered, as for ``calm``."""
+        """Return the engines of which one may serve a request alone; None: nothing is remembered,
+        as for ``calm``.
+        """
         calm = self._calm_now(hints, now)
         return None if calm is None or not calm.tells_alone else calm.narrowed.alone
 
@@ -188,8 +226,8 @@ class PairSelector:
     ) -> Chosen:
         """Return two engines that can share it, or one where that is fairer (``may_be_alone``).
 
-        ``are_all``: these are all usable engines, so that what is found holds for the next requests (``calm``).
-        Raises UnknownModel, BadRequest (no such rank), or NoInstance.
+        ``are_all``: these are all usable engines, so that what is found holds for the next requests
+        (``calm``). Raises UnknownModel, BadRequest (no such rank), or NoInstance.
         """
         among = self._candidates(self._whole if are_all else self._parts, prefill, decode)
         waiting = among.waiting(hints)
@@ -205,12 +243,16 @@ class PairSelector:
             if hints.model not in self._calm:
                 make_room(self._calm, self.registry)
             until = min(self.registry.steady_until, self.registry.pairs.next_at)
-            tells_alone = not waiting or not [d for d in decode if d.id in waiting]  # one of these gets any request
+            # one of these gets any request
+            tells_alone = not waiting or not [d for d in decode if d.id in waiting]
             self._calm[hints.model] = _Calm(among.version, until, narrowed, tells_alone)
         return self._choose(narrowed, hints, may_be_alone=may_be_alone)
 
-    def rested_pair(self, prefill: Among, decode: Among, hints: RoutingHints, now: float) -> Pair | None:
-        """Return a pair that has rested for long enough, if this request may show whether it works; it counts nothing.
+    def rested_pair(
+        self, prefill: Among, decode: Among, hints: RoutingHints, now: float
+    ) -> Pair | None:
+        """Return a pair that has rested for long enough, if this request may show whether it works;
+        it counts nothing.
 
         It goes before what ``pair`` would choose.
         """
@@ -221,14 +263,18 @@ class PairSelector:
         for names in health.due(now=now):
             found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
             pair = [each for each in found if each is not None and self._may_try(each, hints)]
-            if len(pair) == len(names) and compatibility.fit(*[self.registry.facts(each) for each in pair]):
+            if len(pair) == len(names) and compatibility.fit(
+                *[self.registry.facts(each) for each in pair]
+            ):
                 return pair[0], pair[1]
         return None
 
     def _may_try(self, instance: Instance, hints: RoutingHints) -> bool:
         member = self.registry.get(instance.id)
         return (
-            member is not None and member.life.state is not HealthState.HALF_OPEN and member.facts.serves(hints.model)
+            member is not None
+            and member.life.state is not HealthState.HALF_OPEN
+            and member.facts.serves(hints.model)
         )
 
     def _candidates(self, known: list[Candidates], prefill: Among, decode: Among) -> Candidates:
@@ -241,12 +287,16 @@ class PairSelector:
         if len(known) >= most:
             del known[0]
         is_bound = self.bounds is not None
-        found = Candidates(self.registry, prefill, decode, is_bound=is_bound, preference=self.preference)
+        found = Candidates(
+            self.registry, prefill, decode, is_bound=is_bound, preference=self.preference
+        )
         known.append(found)
         return found
 
     def choose(self, decode: Among, hints: RoutingHints = ANY, /) -> Instance:
-        """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
+        """Return the engine that serves the request, or its decode leg, alone; raises what ``pair``
+        raises.
+        """
         among = self._within_bound(self._alone(decode, hints), hints)
         chosen = self.choice.choose(self._found.take(among, hints) or among, hints)
         rates = self._rates_alone(hints)
@@ -257,10 +307,12 @@ class PairSelector:
     def small(
         self, decode: Among, hints: RoutingHints, least: int, *, alone: Among | None = None
     ) -> tuple[SingleEngineReason | None, int]:
-        """Say why the engine that ``one`` returns next serves a prompt alone, and how many bytes of it that engine has.
+        """Say why the engine that ``one`` returns next serves a prompt alone, and how many bytes of
+        it that engine has.
 
-        It does if it lacks fewer than ``least`` bytes, those of others included that it computes alone now. ``alone``:
-        those that may serve it alone, if they are known. Raises what ``pair`` raises.
+        It does if it lacks fewer than ``least`` bytes, those of others included that it computes
+        alone now. ``alone``: those that may serve it alone, if they are known. Raises what ``pair``
+        raises.
         """
         if self.short_alone and len(hints.prompt) < least:
             return SingleEngineReason.SHORT, 0
@@ -277,15 +329,20 @@ class PairSelector:
         return SingleEngineReason.CACHED, found.cached
 
     def is_faster_alone(self, prefill: Among, decode: Among, hints: RoutingHints) -> bool:
-        """Tell whether the engine that ``one`` returns next is faster than any pair; raises what ``pair`` raises."""
+        """Tell whether the engine that ``one`` returns next is faster than any pair; raises what
+        ``pair`` raises.
+        """
         if self.weighing is None:
             return False
         prefill = serving(self.registry, Role.PREFILL, prefill, hints)
-        alone = self._within_bound(self._alone(decode, hints), hints)  # the engines that ``one`` looks at
+        # the engines that ``one`` looks at
+        alone = self._within_bound(self._alone(decode, hints), hints)
         return self.weighing.alone(prefill, alone, hints)
 
     def take_expected(self, hints: RoutingHints) -> ExpectedTime | None:
-        """Return what was expected of the latest choice, once, if it was this request's; None: nothing is weighed."""
+        """Return what was expected of the latest choice, once, if it was this request's; None:
+        nothing is weighed.
+        """
         return None if self.weighing is None else self.weighing.take_expected(hints)
 
     def copy(self) -> "PairSelector":
@@ -305,7 +362,9 @@ class PairSelector:
         )
 
     def _alone(self, decode: Among, hints: RoutingHints) -> Among:
-        """List the engines of which one may serve the request alone; one that waits for its trial gets it."""
+        """List the engines of which one may serve the request alone; one that waits for its trial
+        gets it.
+        """
         trying, well = self._sorted(serving(self.registry, decode[0].role, decode, hints))
         return trying[:1] if trying and not (hints.again and well) else well
 
@@ -317,7 +376,9 @@ class PairSelector:
         return without(alone, self.bounds.of(hints.model).exhausted()) or alone
 
     def _rates_alone(self, hints: RoutingHints) -> FairRates | None:
-        """Return what each engine may get where one may serve alone, as ``pair`` has found it; None: any part."""
+        """Return what each engine may get where one may serve alone, as ``pair`` has found it;
+        None: any part.
+        """
         calm = self._calm.get(hints.model)
         if calm is None or calm.version != self.registry.changes.count:
             return None
@@ -328,18 +389,25 @@ class PairSelector:
         shares = found.shares_alone if may_be_alone else found.shares
         if shares is None:
             return self.choice.pair(
-                found.prefill, found.decode, hints, compatibility.always if found.all_fit else found.fits
+                found.prefill,
+                found.decode,
+                hints,
+                compatibility.always if found.all_fit else found.fits,
             )
         rates = found.rates.get(may_be_alone)
         if self.bounds is not None and rates is not None:
-            return self._choose_within(shares, rates, self.bounds.of(hints.model), hints, found.fits)
+            return self._choose_within(
+                shares, rates, self.bounds.of(hints.model), hints, found.fits
+            )
         share = self._share(shares, _NOBODY, hints)
         return self._choose_of(share, share.group.prefill, share.group.decode, hints, found.fits)
 
     def _choose_within(
         self, shares: Shares, rates: FairRates, bound: ShareBound, hints: RoutingHints, fits: Fits
     ) -> Chosen:
-        """Choose likewise among engines that may get more; if a group has none of a role, another group serves."""
+        """Choose likewise among engines that may get more; if a group has none of a role, another
+        group serves.
+        """
         out = bound.exhausted()
         first = share = self._share(shares, out, hints)
         sides = share.group.prefill, share.group.decode
@@ -357,13 +425,18 @@ class PairSelector:
         bound.count(rates, chosen)
         return chosen
 
-    def _choose_of(self, share: GroupShare, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits) -> Chosen:
+    def _choose_of(
+        self, share: GroupShare, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits
+    ) -> Chosen:
         if share.alone:
             return None, self.choice.choose(decode, hints)
-        return self.choice.pair(prefill, decode, hints, compatibility.always if share.group.all_fit else fits)
+        return self.choice.pair(
+            prefill, decode, hints, compatibility.always if share.group.all_fit else fits
+        )
 
     def _share(self, shares: Shares, out: Set[InstanceId], hints: RoutingHints) -> GroupShare:
-        """Choose a share: that of a session, of an engine that has the prompt in its cache, or the next.
+        """Choose a share: that of a session, of an engine that has the prompt in its cache, or the
+        next.
 
         ``out``: engines that are not asked for their caches.
         """
@@ -386,12 +459,18 @@ class PairSelector:
         return self.turns.next(shares) if share is None else share
 
     def _pair_on_trial(
-        self, among: Candidates, waiting: frozenset[InstanceId], hints: RoutingHints, *, may_be_alone: bool
+        self,
+        among: Candidates,
+        waiting: frozenset[InstanceId],
+        hints: RoutingHints,
+        *,
+        may_be_alone: bool,
     ) -> Chosen | None:
-        """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
+        """If an engine waits for its trial, this request is it, with a partner that is well if
+        there is one.
 
-        A request that has failed before is on its last chances, and goes to engines that are well if there are any.
-        None: those that wait have no partner.
+        A request that has failed before is on its last chances, and goes to engines that are well
+        if there are any. None: those that wait have no partner.
         """
         if hints.again:
             try:  # rests of pairs are respected: there may be another engine
@@ -419,7 +498,9 @@ class PairSelector:
 
     def _without(self, among: Candidates, waiting: frozenset[InstanceId]) -> Candidates:
         """Leave the engines that do not wait for their trial."""
-        sides = [[one for one in side if one.id not in waiting] for side in (among.prefill, among.decode)]
+        sides = [
+            [one for one in side if one.id not in waiting] for side in (among.prefill, among.decode)
+        ]
         return self._candidates(self._parts, *sides)
 
     def _near(self, engine: Instance, others: Among) -> Among:
@@ -431,6 +512,9 @@ class PairSelector:
         trying = [
             instance
             for instance in among
-            if (member := self.registry.get(instance.id)) is not None and member.life.state is HealthState.HALF_OPEN
+            if (member := self.registry.get(instance.id)) is not None
+            and member.life.state is HealthState.HALF_OPEN
         ]
-        return trying, [instance for instance in among if instance not in trying] if trying else among
+        return trying, [
+            instance for instance in among if instance not in trying
+        ] if trying else among

@@ -1,8 +1,9 @@
-"""Which engine has which prompts in its cache, as far as the router knows from what it has sent and what came back.
+"""Which engine has which prompts in its cache, as far as the router knows from what it has sent and
+what came back.
 
-Engines do not say what they evict, so all of it is a guess with a lifetime: it decides where a request goes, and never
-what is right. The blocks of a prompt are remembered from its end to its beginning, so an engine that has one has all
-those before it: the longest match is found by halves.
+Engines do not say what they evict, so all of it is a guess with a lifetime: it decides where a
+request goes, and never what is right. The blocks of a prompt are remembered from its end to its
+beginning, so an engine that has one has all those before it: the longest match is found by halves.
 """
 
 from collections import OrderedDict
@@ -22,9 +23,12 @@ _Key: TypeAlias = tuple[InstanceId, int]
 
 
 class _Entry:
-    """What is remembered of some blocks; those that were sent together share it. It does not change.
+    """What is remembered of some blocks; those that were sent together share it.
 
-    Blocks that are there are coming as well when a prompt with them is sent again: the engine may have evicted them.
+    It does not change.
+
+    Blocks that are there are coming as well when a prompt with them is sent again: the engine may
+    have evicted them.
     """
 
     __slots__ = ("answer", "answered_at", "at", "is_coming", "is_there")
@@ -41,11 +45,14 @@ class _Entry:
         self.is_there = is_there  # an answer has shown it
         self.is_coming = is_coming  # it was sent since it arrived last
         self.answer = answer  # bytes of the answer to the prompt that ends with it; 0: none does
-        self.answered_at = answered_at  # when it came: that the prompt is sent again does not use the answer
+        # when it came: that the prompt is sent again does not use the answer
+        self.answered_at = answered_at
 
 
 class PromptMemory:
-    """The blocks by engine; the oldest are forgotten first. Times are seconds of a clock that only rises.
+    """The blocks by engine; the oldest are forgotten first.
+
+    Times are seconds of a clock that only rises.
 
     ``since``: from when on the engine's cache is the one it has now; what was sent before is lost.
     """
@@ -85,8 +92,12 @@ class PromptMemory:
         if now >= self._shrinks_at or len(entries) > self._most:
             self._shrink(now)
 
-    def answered(self, engine: InstanceId, blocks: PromptBlocks, answer: int, *, now: float) -> None:
-        """An engine has decoded a prompt, and answered with so many bytes: both are in its cache."""
+    def answered(
+        self, engine: InstanceId, blocks: PromptBlocks, answer: int, *, now: float
+    ) -> None:
+        """An engine has decoded a prompt, and answered with so many bytes: both are in its
+        cache.
+        """
         self.changes += 1
         if not blocks.names:
             return
@@ -121,21 +132,37 @@ class PromptMemory:
             if old is not None and old.is_coming:
                 entries[key] = _arrived(old, now) if old.answer else there
 
-    def on_its_way(self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float) -> int:
-        """Return how many bytes of a prompt an engine will have once it has computed what it was sent; 0: nothing new.
+    def on_its_way(
+        self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float
+    ) -> int:
+        """Return how many bytes of a prompt an engine will have once it has computed what it was
+        sent; 0: nothing new.
 
-        What has arrived counts for a moment, until the engine's events tell of it; later it may be gone again.
+        What has arrived counts for a moment, until the engine's events tell of it; later it may be
+        gone again.
         """
         oldest = now - self._lifetime_s
         if since > oldest:  # noqa: PLR1730 (a call of ``max`` takes as long as a step of the search)
             oldest = since
         low, found = self._deepest(engine, blocks, oldest, is_there=False)
-        return 0 if found is None or (not found.is_coming and now > found.at + _EVENTS_S) else blocks.ends[low - 1]
+        return (
+            0
+            if found is None or (not found.is_coming and now > found.at + _EVENTS_S)
+            else blocks.ends[low - 1]
+        )
 
     def matched(
-        self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float, is_there: bool = False
+        self,
+        engine: InstanceId,
+        blocks: PromptBlocks,
+        *,
+        since: float,
+        now: float,
+        is_there: bool = False,
     ) -> int:
-        """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does not count."""
+        """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does
+        not count.
+        """
         oldest = now - self._lifetime_s
         if since > oldest:  # noqa: PLR1730 (as above)
             oldest = since

@@ -1,8 +1,10 @@
-"""How often a request is sent again, where (core/protocol/fault_table.py says what), and how many the engines can bear.
+"""How often a request is sent again, where (core/protocol/fault_table.py says what), and how many
+the engines can bear.
 
-Nothing has been shown to the client yet. What counts is whether the KV parameters are still good: a decode engine that
-has answered with an error may have told the prefill engine to free the blocks, and the same parameters would then lead
-to another request's KV cache. So only a decode engine that got nothing of the request may be replaced alone.
+Nothing has been shown to the client yet. What counts is whether the KV parameters are still good: a
+decode engine that has answered with an error may have told the prefill engine to free the blocks,
+and the same parameters would then lead to another request's KV cache. So only a decode engine that
+got nothing of the request may be replaced alone.
 """
 
 from collections.abc import Sequence, Set
@@ -44,19 +46,26 @@ class LegFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BrokenAnswer:
-    """An engine's part of an answer that it has not brought to its end, and that was not sent again from the start."""
+    """An engine's part of an answer that it has not brought to its end, and that was not sent again
+    from the start.
+    """
 
     instance: Instance
     failure: Failure
-    is_break: bool  # it broke off behind its beginning: the engine has not said itself that it failed
+    # it broke off behind its beginning: the engine has not said itself that it failed
+    is_break: bool
     is_stream: bool  # its first event has come, and was counted as a good answer
 
 
-def held_to_account(broken: Sequence[BrokenAnswer], served_by: InstanceId | None) -> Sequence[BrokenAnswer]:
-    """Return what is held against its engine of a request that is over; ``served_by``: the engine that has ended it.
+def held_to_account(
+    broken: Sequence[BrokenAnswer], served_by: InstanceId | None
+) -> Sequence[BrokenAnswer]:
+    """Return what is held against its engine of a request that is over; ``served_by``: the engine
+    that has ended it.
 
-    Where another engine has served the rest, the request was good. Where none has, the last engine is held to account
-    if its answer broke off behind its beginning: it had taken the request, and made tokens.
+    Where another engine has served the rest, the request was good. Where none has, the last engine
+    is held to account if its answer broke off behind its beginning: it had taken the request, and
+    made tokens.
     """
     if served_by is None:
         return [each for each in broken[-1:] if each.is_break]
@@ -108,8 +117,8 @@ class RetryAttempts:
     ) -> bool:
         """Tell whether there is another try, with so many engines of that role known, and count it.
 
-        ``needs_other``: only another engine can take it, whatever the rule; ``may_be_alone``: a decode engine may
-        serve the request alone where prefill engines fail.
+        ``needs_other``: only another engine can take it, whatever the rule; ``may_be_alone``: a
+        decode engine may serve the request alone where prefill engines fail.
         """
         rule = failed.rule
         if rule.where is not RetryTarget.ANY:
@@ -135,18 +144,22 @@ class RetryAttempts:
         return True
 
     def _may_be_free(self, error: EngineError | Refused) -> bool:
-        """Tell whether a request may be sent again that its engine may have read: it cannot be known (RFC 9110 9.2.2).
+        """Tell whether a request may be sent again that its engine may have read: it cannot be
+        known (RFC 9110 9.2.2).
 
         Without retries only what cannot have been computed is sent again.
         """
         return not (self._is_sent_once and isinstance(error, ConnectionStale) and error.was_sent)
 
     def _is_last(self, others: Sequence[Instance]) -> bool:
-        """Tell whether no prefill engine shall have another try: none is left, or the last retry shall not be lost."""
+        """Tell whether no prefill engine shall have another try: none is left, or the last retry
+        shall not be lost.
+        """
         return not others or (self.left == 1 and self.prefills_failed > 1)
 
     def guilty(self, witness: Instance) -> Sequence[tuple[Instance, Failure]]:
-        """Return the engines of its role that failed where ``witness`` answers well, and how: the request was good.
+        """Return the engines of its role that failed where ``witness`` answers well, and how: the
+        request was good.
 
         One that serves it alone speaks for both roles.
         """
@@ -164,7 +177,8 @@ class RetryAttempts:
 class RetryBudget:
     """A bucket of tokens: requests fill it, time fills it a little, every retry takes one out.
 
-    When all engines fail, retries multiply the load by at most 1 + ``share``, and not by the retries of each request.
+    When all engines fail, retries multiply the load by at most 1 + ``share``, and not by the
+    retries of each request.
     """
 
     share: float = 0.2  # retries for each request

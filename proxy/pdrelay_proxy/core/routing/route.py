@@ -1,4 +1,6 @@
-"""Which engines serve a request, and how: the one decision behind requests, ``explain`` and replays."""
+"""Which engines serve a request, and how: the one decision behind requests, ``explain`` and
+replays.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -30,13 +32,16 @@ class Route:
 
     __slots__ = ("cached", "decode", "expected", "mode", "prefill", "reason", "why_no_match")
 
-    def __init__(self, prefill: Instance | None, decode: Instance, reason: SingleEngineReason | None) -> None:
+    def __init__(
+        self, prefill: Instance | None, decode: Instance, reason: SingleEngineReason | None
+    ) -> None:
         self.prefill = prefill  # None: the decode engine serves the request alone
         self.decode = decode
         self.reason = reason  # why it does; None: it does not
         self.why_no_match = ""  # which engines do not fit, if that is the reason
         self.mode: TransferMode | None = None  # for two engines that can do either
-        self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine has, and of all of it
+        # bytes of the prompt that the decode engine has, and of all of it
+        self.cached: tuple[int, int] | None = None
         self.expected: ExpectedTime | None = None  # None: the policies do not ask for it
 
 
@@ -45,20 +50,29 @@ def split_reason(
 ) -> SingleEngineReason | None:
     """Say why a request must not be split between two engines of this fleet; None: it may be.
 
-    Of several prompts: why they do not go their own ways. ``may_be_alone``: without prefill engines, a decode engine
-    serves requests alone.
+    Of several prompts: why they do not go their own ways. ``may_be_alone``: without prefill
+    engines, a decode engine serves requests alone.
     """
     reason = solo_reason(api, fields)
     if reason is _N and may_share(api, fields) and fleet.shares_loads():
         return None
     if reason is _PROMPTS:
         prompts = prompts_of(api, fields)
-        return array_reason(fleet, api, fields, prompts, may_be_alone=may_be_alone) if prompts else reason
+        return (
+            array_reason(fleet, api, fields, prompts, may_be_alone=may_be_alone)
+            if prompts
+            else reason
+        )
     return reason
 
 
 def array_reason(
-    fleet: FleetChoice, api: Api, fields: Fields, prompts: Sequence[msgspec.Raw], *, may_be_alone: bool
+    fleet: FleetChoice,
+    api: Api,
+    fields: Fields,
+    prompts: Sequence[msgspec.Raw],
+    *,
+    may_be_alone: bool,
 ) -> SingleEngineReason | None:
     """Say why one engine gets all prompts of an array; None: each goes its own way.
 
@@ -85,8 +99,8 @@ def route(
 ) -> Route:
     """Choose the engines of a request; at a fleet whose choices count, this one does.
 
-    ``reason``: why one engine must serve it, if something of the request itself says so (``split_reason``).
-    Raises UnknownModel, BadRequest (no such rank), or NoInstance.
+    ``reason``: why one engine must serve it, if something of the request itself says so
+    (``split_reason``). Raises UnknownModel, BadRequest (no such rank), or NoInstance.
     """
     cached: tuple[int, int] | None = None
     expected: ExpectedTime | None = None
@@ -98,7 +112,9 @@ def route(
             prefill, decode = (
                 fleet.any_pair(hints, may_be_alone=settings.decode_only_fallback)
                 if not tries.avoided and path not in fleet.missing.denials
-                else _pair_of_some(fleet, hints, path, tries, may_be_alone=settings.decode_only_fallback)
+                else _pair_of_some(
+                    fleet, hints, path, tries, may_be_alone=settings.decode_only_fallback
+                )
             )
         except NoMatchingInstance as error:
             if not settings.decode_only_fallback:
@@ -111,7 +127,9 @@ def route(
             fleet.usable(_DECODE)  # raises NoInstance, if that is why
             reason = SingleEngineReason.NO_PREFILL
         else:
-            found = Route(prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None)
+            found = Route(
+                prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None
+            )
             found.cached = cached
             found.expected = fleet.take_expected(hints) if fleet.weighs else None
             if prefill is not None:
@@ -125,9 +143,15 @@ def route(
 
 
 def choose_decode(
-    fleet: FleetChoice, hints: RoutingHints, path: str, tries: RetryAttempts, among: Sequence[Instance]
+    fleet: FleetChoice,
+    hints: RoutingHints,
+    path: str,
+    tries: RetryAttempts,
+    among: Sequence[Instance],
 ) -> Instance:
-    """Choose the engine of a decode leg, or of a request that one engine serves; raises as ``route``."""
+    """Choose the engine of a decode leg, or of a request that one engine serves; raises as
+    ``route``.
+    """
     if path in fleet.missing.denials:
         among = fleet.offering(path, among) or among
     among = tries.among(among)
@@ -141,7 +165,8 @@ def choose_decode(
 def _small_reason(
     fleet: FleetChoice, hints: RoutingHints, tries: RetryAttempts, least: int
 ) -> tuple[SingleEngineReason | None, tuple[int, int] | None, ExpectedTime | None]:
-    """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not.
+    """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it
+    does not.
 
     Say also what it has cached, and what is expected of it, as far as that was looked up.
     """
@@ -149,7 +174,9 @@ def _small_reason(
         reason, cached = fleet.small(tries.among(fleet.usable(_DECODE)), hints, least)
     else:
         reason, cached = fleet.any_small(hints, least)
-    shown = (cached, hints.blocks.size) if fleet.remembers and least and reason is not _SHORT else None
+    shown = (
+        (cached, hints.blocks.size) if fleet.remembers and least and reason is not _SHORT else None
+    )
     if reason is not None or not fleet.weighs:
         return reason, shown, None
     if not fleet.is_faster_alone(tries.among(fleet.usable(_DECODE)), hints):
@@ -172,7 +199,8 @@ def _pair_of_some(
 
 
 def _fresh(fleet: FleetChoice, path: str, tries: RetryAttempts, role: Role) -> Sequence[Instance]:
-    """List the engines of a role that have not failed this request, if any, else all; raises NoInstance.
+    """List the engines of a role that have not failed this request, if any, else all; raises
+    NoInstance.
 
     One that waits for its trial gets no request that may be to blame for its failure.
     """

@@ -11,19 +11,30 @@ from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, text
 from pdrelay_proxy.errors import BadRequest
 
 _NO_PROMPT: Final = msgspec.Raw(b"")
-# Their answers name the model that has made them, so that it need not be known before. Those of GENERATE do not, and
-# engines refuse a request of MESSAGES that names none.
+# Their answers name the model that has made them, so that it need not be known before. Those of
+# GENERATE do not, and engines refuse a request of MESSAGES that names none.
 TELLS_MODEL: Final = frozenset({Api.COMPLETIONS, Api.CHAT, Api.RESPONSES})
 _NO_NAME: Final = (b"null", b'""')
 _MODELS_MOST: Final = 256
 _MODEL_BYTES: Final = 256  # of a name that is remembered
 
 
-def hints_of_call(call: GenerationRequest, session: str | None = None, model: str | None = None) -> RoutingHints:
-    """Describe a request that has a prompt; ``model``: the one that it names or means; None: see what it names."""
+def hints_of_call(
+    call: GenerationRequest, session: str | None = None, model: str | None = None
+) -> RoutingHints:
+    """Describe a request that has a prompt; ``model``: the one that it names or means; None: see
+    what it names.
+    """
     fields = call.fields
     prompt = memoryview(fields.get(PROMPTS[call.api], _NO_PROMPT))
-    return RoutingHints(model_of(fields) if model is None else model, session, prompt, None, call.rank, context=fields)
+    return RoutingHints(
+        model_of(fields) if model is None else model,
+        session,
+        prompt,
+        None,
+        call.rank,
+        context=fields,
+    )
 
 
 def hints_of_passthrough(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:
@@ -32,7 +43,8 @@ def hints_of_passthrough(errand: PassthroughRequest, session: str | None = None)
 
 
 def model_of(fields: Fields) -> str | None:
-    """Return the model that a body names; None if it leaves that to the engine, or names it in an odd way.
+    """Return the model that a body names; None if it leaves that to the engine, or names it in an
+    odd way.
 
     An empty name leaves it to the engine, too (vllm/entrypoints/openai/models/serving.py).
     """
@@ -41,7 +53,8 @@ def model_of(fields: Fields) -> str | None:
 
 
 def with_model(api: Api, fields: Fields, model: str) -> Fields:
-    """Name the model of a request that leaves it to the engine: another engine may be there by now, and say so.
+    """Name the model of a request that leaves it to the engine: another engine may be there by now,
+    and say so.
 
     For vLLM an empty name is none; /v1/messages wants a name, and engines refuse one without.
     """
@@ -56,10 +69,14 @@ def _known_model(raw: bytes) -> str | None:
 
 
 def rank_of(said: bytes | None) -> int | None:
-    """Return the rank in a client's X-data-parallel-rank, if it has one; raises BadRequest: it is no whole number."""
+    """Return the rank in a client's X-data-parallel-rank, if it has one; raises BadRequest: it is
+    no whole number.
+    """
     number = (said or b"").strip()
     if not number:
         return None
     if number.isdigit() and len(number) < 10:
         return int(number)
-    raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {number.decode('latin-1')!r}")
+    raise BadRequest(
+        f"X-data-parallel-rank must be a whole number from 0 on, not {number.decode('latin-1')!r}"
+    )

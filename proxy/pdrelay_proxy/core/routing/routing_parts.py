@@ -16,20 +16,25 @@ from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
 class Weighing:
     """What it would take engines to serve a request, for the choice among them."""
 
-    # Measures legs. It notes what engines are sent, once it has looked at what they have (PromptMatches.sent).
+    # Measures legs. It notes what engines are sent, once it has looked at what they have
+    # (PromptMatches.sent).
     listener: LegListener
-    # Tells whether a decode engine may compute a prompt alone, for the sake of its streams; None: nobody wants to know.
+    # Tells whether a decode engine may compute a prompt alone, for the sake of its streams; None:
+    # nobody wants to know.
     spares: Callable[[Instance, RoutingHints], bool] | None
-    policy: CacheWeighingPolicy | None = None  # chooses both engines; None: the policies of the two legs do
+    # chooses both engines; None: the policies of the two legs do
+    policy: CacheWeighingPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingParts:
     """All of it; each may be left out."""
 
-    reports: CacheReports | None = None  # what engines tell of their caches; only one feature may have it
+    # what engines tell of their caches; only one feature may have it
+    reports: CacheReports | None = None
     id_reader: PromptIdReader | None = None  # has prefill engines tell the ids of prompts; likewise
-    listeners: Sequence[LegListener] = ()  # of each leg, behind what policies that go by caches learn themselves
+    # of each leg, behind what policies that go by caches learn themselves
+    listeners: Sequence[LegListener] = ()
     policies: Sequence[str] = ()  # names of policies for both legs, which go by caches
     # Returns what the settings want to be weighed; only one feature may. Raises ConfigError.
     weigh: Callable[[PolicyParts], Weighing | None] = lambda _: None

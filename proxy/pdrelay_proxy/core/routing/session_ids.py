@@ -6,7 +6,8 @@ from typing import Final
 
 from pdrelay_proxy.core.raw_json import Fields, maybe
 
-# The first one that a request has names its session. What names a user, and not one conversation, comes last.
+# The first one that a request has names its session. What names a user, and not one conversation,
+# comes last.
 HEADERS: Final = (
     "x-session-id",  # ours, and vLLM's router's; Crush and OpenCode send it, too
     "x-claude-code-session-id",  # Claude Code
@@ -23,18 +24,23 @@ BODY_FIELDS: Final = (
     "user",  # the same, of earlier clients
 )
 OF_BODY: Final = "body:"  # begins an operator's name of a field
-LONGEST: Final = 512  # bytes of a session's id; a longer value names none, because hashing it would take too long
+# bytes of a session's id; a longer value names none, because hashing it would take too long
+LONGEST: Final = 512
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class SessionIds:
-    """Where a session's id is looked for: an operator's names first, in their order, then those that clients use."""
+    """Where a session's id is looked for: an operator's names first, in their order, then those
+    that clients use.
+    """
 
     headers: Sequence[bytes]
     fields: Sequence[tuple[str, str]]  # a field of the body, and one in it; empty: the field itself
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """``names``: headers, and fields of the body as ``body:conversation_id`` or ``body:metadata.thread``."""
+        """``names``: headers, and fields of the body as ``body:conversation_id`` or
+        ``body:metadata.thread``.
+        """
         headers = [name.lower() for name in names if not name.startswith(OF_BODY)]
         fields = [name.removeprefix(OF_BODY) for name in names if name.startswith(OF_BODY)]
         object.__setattr__(self, "headers", tuple(name.encode() for name in (*headers, *HEADERS)))
@@ -43,7 +49,8 @@ class SessionIds:
     def of(self, headers: Mapping[bytes, bytes], fields: Fields) -> str | None:
         """Return the id of a request's session: headers count before fields; None: it names none.
 
-        ``headers``: by name, in lower case. An empty value and one that is no string name no session.
+        ``headers``: by name, in lower case. An empty value and one that is no string name no
+            session.
         """
         for header in self.headers:
             value = headers.get(header)

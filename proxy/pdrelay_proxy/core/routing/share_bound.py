@@ -1,9 +1,11 @@
-"""A bound for what one engine gets while revisions are mixed, whatever a cache or a session asks for.
+"""A bound for what one engine gets while revisions are mixed, whatever a cache or a session asks
+for.
 
-``group_weights`` bounds what a revision gets. Within it, a policy that looks for caches or sessions sends some engines
-more than others. So each engine has a token bucket: of any R requests in a row it gets at most ``EACH`` times its fair
-share, R divided by the engines of its role, and ``BURST`` more. An engine that has no request now is not overloaded by
-the next one, which may go there in any case.
+``group_weights`` bounds what a revision gets. Within it, a policy that looks for caches or sessions
+sends some engines more than others. So each engine has a token bucket: of any R requests in a row
+it gets at most ``EACH`` times its fair share, R divided by the engines of its role, and ``BURST``
+more. An engine that has no request now is not overloaded by the next one, which may go there in any
+case.
 """
 
 from collections.abc import Sequence, Set
@@ -12,10 +14,14 @@ from typing import Final, Protocol, TypeVar
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId
 
-EACH: Final = 1.45  # times its fair share that an engine gets: more than its revision may get on the mean
-SPARE: Final = 1.03  # times its part of its group's weight that it gets in any case: there may be no other group
-BURST: Final = 8.0  # requests; sessions come unevenly, and with 4 three times as many leave their engine
-_LEAST_MODELS: Final = 64  # names that something is kept for, also if engines serve fewer, or do not say
+# times its fair share that an engine gets: more than its revision may get on the mean
+EACH: Final = 1.45
+# times its part of its group's weight that it gets in any case: there may be no other group
+SPARE: Final = 1.03
+# requests; sessions come unevenly, and with 4 three times as many leave their engine
+BURST: Final = 8.0
+# names that something is kept for, also if engines serve fewer, or do not say
+_LEAST_MODELS: Final = 64
 _MOST_MODELS: Final = 512  # however many engines serve: clients can think of models without end
 T = TypeVar("T")
 _NONE: Final = frozenset[InstanceId]()
@@ -39,8 +45,10 @@ class ShareBound:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._total = 0.0  # requests so far
-        self._full_at = dict[InstanceId, float]()  # at how many requests an engine's bucket is full again
-        self._free_at = dict[InstanceId, float]()  # at how many requests one that has nothing left has something
+        # at how many requests an engine's bucket is full again
+        self._full_at = dict[InstanceId, float]()
+        # at how many requests one that has nothing left has something
+        self._free_at = dict[InstanceId, float]()
 
     def exhausted(self) -> Set[InstanceId]:
         """Return the engines that may get no request now."""
@@ -51,7 +59,9 @@ class ShareBound:
         return {name for name in self._free_at if not self._is_idle(name)}
 
     def count(self, rates: RatesByEngine, chosen: Sequence[Instance | None]) -> None:
-        """Count a request that goes to these engines; ``rates``: the part of all requests that an engine may get."""
+        """Count a request that goes to these engines; ``rates``: the part of all requests that an
+        engine may get.
+        """
         self._total += 1.0
         for instance in chosen:
             rate = None if instance is None else rates.get(instance.id)
@@ -79,7 +89,9 @@ class ShareBound:
 
 
 class ShareBounds:
-    """The bounds of all models: an engine's fair share is one of the requests that it could serve."""
+    """The bounds of all models: an engine's fair share is one of the requests that it could
+    serve.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -103,9 +115,12 @@ class ShareBounds:
 def make_room(kept: dict[str | None, T], registry: Registry) -> None:
     """Drop the oldest of what is kept by model, if there is no room for one more.
 
-    All that engines serve has room: what is dropped is found anew, and a bound that is dropped begins anew.
+    All that engines serve has room: what is dropped is found anew, and a bound that is dropped
+    begins anew.
     """
-    if len(kept) >= _LEAST_MODELS and len(kept) >= min(len(registry.models.names) + 1, _MOST_MODELS):
+    if len(kept) >= _LEAST_MODELS and len(kept) >= min(
+        len(registry.models.names) + 1, _MOST_MODELS
+    ):
         del kept[next(iter(kept))]
 
 

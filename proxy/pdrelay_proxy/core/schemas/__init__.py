@@ -1,7 +1,8 @@
 """What engines say and are told in JSON: types, and nothing that is done with them.
 
-They stand apart from the modules that read them because those are compiled (see docs/performance.md), and msgspec makes
-its own classes: a compiled module would make something else of them.
+They stand apart from the modules that read them because those are compiled (see
+docs/performance.md), and msgspec makes its own classes: a compiled module would make something else
+of them.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ class TransferNaming(msgspec.Struct):
 
 
 class KvParams(TransferNaming, kw_only=True):
-    """The parameters without which a decode engine dies, as they are in the answers of vLLM 0.32."""
+    """The parameters without which a decode engine dies, as they are in the answers of vLLM
+    0.32.
+    """
 
     do_remote_prefill: bool
     remote_engine_id: _Text
@@ -67,11 +70,14 @@ class KvParams(TransferNaming, kw_only=True):
     remote_port: int
     remote_block_ids: msgspec.Raw
     pdrelay_first_token: msgspec.Raw = NULL  # a FirstTokenOffer, for routers alone
-    pdrelay_looks_back: msgspec.Raw = NULL  # true: no other engine goes on exactly with its streams; for routers alone
+    # true: no other engine goes on exactly with its streams; for routers alone
+    pdrelay_looks_back: msgspec.Raw = NULL
 
 
 class FirstTokenOffer(msgspec.Struct, frozen=True):
-    """What a prefill engine says of its token (connector/pdrelay_connector/shell/first_token.py)."""
+    """What a prefill engine says of its token
+    (connector/pdrelay_connector/shell/first_token.py).
+    """
 
     apis: tuple[str, ...]  # for which a client may see it
     max_model_len: Annotated[int, msgspec.Meta(ge=1)]  # tokens of a prompt and its answer together
@@ -135,7 +141,9 @@ class TokensAnswer(msgspec.Struct):
 
 
 class Coordinates(msgspec.Struct, frozen=True):
-    """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are missing or odd."""
+    """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are
+    missing or odd.
+    """
 
     remote_engine_id: _Text
     remote_host: _Text
@@ -161,7 +169,9 @@ class PromptUsage(Usage):
 
 
 class UsageInside(msgspec.Struct):
-    """The last event of /v1/responses has its answer inside, and the first one of /v1/messages its message."""
+    """The last event of /v1/responses has its answer inside, and the first one of /v1/messages its
+    message.
+    """
 
     usage: Usage | None = None
 
@@ -259,7 +269,8 @@ class ErrorBody(msgspec.Struct):
 class NamedMetrics(msgspec.Struct):
     """The two numbers of its load that vLLM 0.32 sends; other ones are not read."""
 
-    num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0  # in its queue, whoever sent them
+    # in its queue, whoever sent them
+    num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     kv_cache_usage_perc: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share in use
 
 

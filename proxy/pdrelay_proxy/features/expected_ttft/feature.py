@@ -22,22 +22,29 @@ class ExpectedTtftFeature(Feature):
 
     @staticmethod
     def check(settings: Settings, /) -> None:
-        """Raise ConfigError if streams shall be spared, and no policy knows what prompts would cost them."""
+        """Raise ConfigError if streams shall be spared, and no policy knows what prompts would cost
+        them.
+        """
         is_bound = settings.of(ExpectedTtftSettings).max_decode_itl_s > 0
         if is_bound and settings.decode_policy not in (PolicyName.PREFIX, EXPECTED_TTFT):
             raise ConfigError(
-                "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what decode engines have "
+                "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what "
+                "decode engines have "
                 "to compute of a prompt"
             )
 
     def routing(self) -> RoutingParts:
         """Return the policy, and what learns from legs."""
-        return routing_parts(self.ground.settings, self.ground.engines.registry, self._speeds, self.ground.clock)
+        return routing_parts(
+            self.ground.settings, self.ground.engines.registry, self._speeds, self.ground.clock
+        )
 
     def parts(self, core: Core) -> FeatureParts:
         """Return the metrics."""
         del core
-        return FeatureParts(families=partial(speed_families, self.ground.engines.registry, self._speeds))
+        return FeatureParts(
+            families=partial(speed_families, self.ground.engines.registry, self._speeds)
+        )
 
 
 FEATURE: Final = ExpectedTtftFeature

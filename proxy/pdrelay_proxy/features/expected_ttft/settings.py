@@ -6,7 +6,8 @@ from typing import Final
 from pdrelay_proxy.declarations import SomeSeconds
 from pdrelay_proxy.settings import ENGINES
 
-EXPECTED_TTFT: Final = "expected_ttft"  # for both legs: the two engines whose first token is expected first
+# for both legs: the two engines whose first token is expected first
+EXPECTED_TTFT: Final = "expected_ttft"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,16 @@ def speed_families(registry: Registry, speeds: EngineSpeeds) -> Iterator[Family]
     members = registry.members()
     for name, text, value in _SPEEDS:
         for some in parts_of(members, SERIES_AT_ONCE):
-            shown = [(member.instance.id, value(speed)) for member in some if (speed := speeds.known(member))]
+            shown = [
+                (member.instance.id, value(speed))
+                for member in some
+                if (speed := speeds.known(member))
+            ]
             yield gauge_family(
-                name, text, ("instance",), [((engine,), number) for engine, number in shown if number is not None]
+                name,
+                text,
+                ("instance",),
+                [((engine,), number) for engine, number in shown if number is not None],
             )
 
 
@@ -24,7 +31,9 @@ def _rate(speed: EngineSpeed) -> float | None:
 
 
 def _queued(speed: EngineSpeed) -> float | None:
-    return speed.computing.tokens if speed.prefill.line is not None or speed.computing.tokens else None
+    return (
+        speed.computing.tokens if speed.prefill.line is not None or speed.computing.tokens else None
+    )
 
 
 def _step(speed: EngineSpeed) -> float | None:
@@ -37,10 +46,15 @@ _SPEEDS: Final[tuple[tuple[str, str, Callable[[EngineSpeed], float | None]], ...
         "Tokens of prompts that an engine computes in a second, as its legs show.",
         _rate,
     ),
-    ("pdrelay_instance_queued_tokens", "Tokens of prompts that this router waits for an engine to compute.", _queued),
+    (
+        "pdrelay_instance_queued_tokens",
+        "Tokens of prompts that this router waits for an engine to compute.",
+        _queued,
+    ),
     (
         "pdrelay_instance_inter_token_latency_seconds",
-        "Seconds between two tokens of a stream of an engine, with the streams that it has now, as its streams show.",
+        "Seconds between two tokens of a stream of an engine, with the streams that it has now, as "
+        "its streams show.",
         _step,
     ),
 )

@@ -1,4 +1,7 @@
-"""What can be wrong with KV events. Compiled classes, as those of the core, derive from compiled ones alone."""
+"""What can be wrong with KV events.
+
+Compiled classes, as those of the core, derive from compiled ones alone.
+"""
 
 from pdrelay_proxy.errors import EngineError
 

@@ -1,4 +1,6 @@
-"""Follows the KV events of all engines, so that the router knows what they have cached: one long GET for each."""
+"""Follows the KV events of all engines, so that the router knows what they have cached: one long
+GET for each.
+"""
 
 import asyncio
 import logging
@@ -21,9 +23,11 @@ from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
 
 logger = logging.getLogger(__name__)
-SILENT_S: Final = 20.0  # seconds without a byte until a connection is given up: engines show life every 5
+# seconds without a byte until a connection is given up: engines show life every 5
+SILENT_S: Final = 20.0
 _TICK_S: Final = 0.25  # seconds between two glances at which engines there are
-_PAUSE_S: Final = 0.5  # seconds before the next attempt; doubled with each that fails, up to the most
+# seconds before the next attempt; doubled with each that fails, up to the most
+_PAUSE_S: Final = 0.5
 _PAUSE_MOST_S: Final = 30.0
 _REFUSED_S: Final = 300.0  # an engine that has no events will hardly have some soon
 _REFUSALS: Final = frozenset({401, 403, 404, 405, 501})
@@ -91,10 +95,16 @@ class KvEventFollower:
     async def _run(self) -> None:
         while True:
             wanted = self._wanted()
-            gone = [name for name, one in self._followed.items() if wanted.get(name, (None, None))[1] != one.members]
+            gone = [
+                name
+                for name, one in self._followed.items()
+                if wanted.get(name, (None, None))[1] != one.members
+            ]
             await self._drop(frozenset(gone))
             if gone:
-                self.counts.keep(frozenset([member.instance.id for member in self.registry.members()]))
+                self.counts.keep(
+                    frozenset([member.instance.id for member in self.registry.members()])
+                )
             for name, (instance, members) in wanted.items():
                 if name not in self._followed:
                     task = asyncio.create_task(self._follow(name, instance))
@@ -104,12 +114,17 @@ class KvEventFollower:
             await asyncio.sleep(_TICK_S)
 
     def _wanted(self) -> dict[InstanceId, tuple[Instance, _Members]]:
-        """List the engines: what is at one address under one role, named by the first of its instances."""
+        """List the engines: what is at one address under one role, named by the first of its
+        instances.
+        """
         by_place: dict[_Place, list[Instance]] = {}
         for member in self.registry.members():
             instance = member.instance
             by_place.setdefault((instance.pool, instance.address), []).append(instance)
-        return {found[0].id: (found[0], {one.id: one.rank for one in found}) for found in by_place.values()}
+        return {
+            found[0].id: (found[0], {one.id: one.rank for one in found})
+            for found in by_place.values()
+        }
 
     async def _drop(self, names: frozenset[InstanceId]) -> None:
         tasks = [self._followed[name].task for name in names]
@@ -125,7 +140,10 @@ class KvEventFollower:
         """Have engines asked at once that are up again: their pauses may have become long."""
         for one in self._followed.values():
             members = [self.registry.get(name) for name in one.members]
-            is_up = any(member is not None and member.life.state is HealthState.HEALTHY for member in members)
+            is_up = any(
+                member is not None and member.life.state is HealthState.HEALTHY
+                for member in members
+            )
             if is_up and not one.is_up:
                 one.came_up.set()
             one.is_up = is_up
@@ -167,9 +185,14 @@ class KvEventFollower:
                     logging.INFO if reason is EndReason.UNREACHABLE else logging.WARNING,
                     "the KV events of %s are not followed: %s", name, said,
                 )  # fmt: skip
-            pause = self.refused_s if reason in _AFTER else min(self.pause_s * 2 ** min(failed, 16), _PAUSE_MOST_S)
+            pause = (
+                self.refused_s
+                if reason in _AFTER
+                else min(self.pause_s * 2 ** min(failed, 16), _PAUSE_MOST_S)
+            )
             if failed == 0:
-                came_up.clear()  # it was up, and has ended the connection: that it came up was before
+                # it was up, and has ended the connection: that it came up was before
+                came_up.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause * (0.75 + self.chance() / 2)):
                     await came_up.wait()
@@ -205,7 +228,9 @@ class KvEventFollower:
         except ProbeFailed as exc:
             if one.state is not FollowState.FOLLOWING:
                 return EndReason.UNREACHABLE, f"it {exc}"
-            return (EndReason.SILENT if isinstance(exc.__cause__, TimeoutError) else EndReason.ENDED), f"it {exc}"
+            return (
+                EndReason.SILENT if isinstance(exc.__cause__, TimeoutError) else EndReason.ENDED
+            ), f"it {exc}"
 
     def _count(self, name: InstanceId) -> None:
         counts = self.index.take_counts(name)
@@ -221,4 +246,7 @@ class KvEventFollower:
                 events[name, word] += number
 
 
-_AFTER: Final = {EndReason.REFUSED: FollowState.REFUSED, EndReason.OVER_LIMIT: FollowState.OVER_LIMIT}
+_AFTER: Final = {
+    EndReason.REFUSED: FollowState.REFUSED,
+    EndReason.OVER_LIMIT: FollowState.OVER_LIMIT,
+}

@@ -22,10 +22,12 @@ class BlockStored(msgspec.Struct, tag="BlockStored", gc=False):
     block_hashes: list[BlockHash]
     token_ids: list[_TokenId]
     block_size: _BlockSize
-    parent_block_hash: BlockHash | None = None  # of the block before the first; None: a prompt begins here
+    # of the block before the first; None: a prompt begins here
+    parent_block_hash: BlockHash | None = None
     lora_name: str | None = None
-    # One for each block, untagged and in vLLM's order: the name of the LoRA adapter, (id, offset) of images and the
-    # like, the salt, and digests of embeddings (``to_event_extra_keys`` in vllm/v1/core/kv_cache_utils.py).
+    # One for each block, untagged and in vLLM's order: the name of the LoRA adapter, (id, offset)
+    # of images and the like, the salt, and digests of embeddings (``to_event_extra_keys`` in
+    # vllm/v1/core/kv_cache_utils.py).
     extra_keys: list[tuple[msgspec.Raw, ...] | None] | None = None
     medium: str | None = None
     group_idx: _Group | None = None

@@ -37,9 +37,12 @@ class KvEventFeature(Feature):
         """Raise ConfigError if no policy asks for it."""
         policies = {settings.prefill_policy, settings.decode_policy}
         by_cache = {PolicyName.PREFIX, *feature_policies()}
-        if settings.of(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(by_cache):
+        if settings.of(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(
+            by_cache
+        ):
             raise ConfigError(
-                "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
+                "kv_events is auto, and no policy asks for it: write prefill_policy or "
+                "decode_policy prefix, "
                 "or both expected_ttft"
             )
 
@@ -50,7 +53,9 @@ class KvEventFeature(Feature):
         clock = self.ground.clock
         lookup = PromptLookup(self._known, clock)
         reports = EventReports(self._index, lookup)
-        learner = PromptLearner(self._known, clock, lambda call: asyncio.get_running_loop().call_soon(call), lookup)
+        learner = PromptLearner(
+            self._known, clock, lambda call: asyncio.get_running_loop().call_soon(call), lookup
+        )
         return RoutingParts(reports, learner)
 
     def parts(self, core: Core) -> FeatureParts:
@@ -58,12 +63,19 @@ class KvEventFeature(Feature):
         del core
         engines = self.ground.engines
         follower = KvEventFollower(
-            engines.registry, engines.checks, self._index, self._counts, random.random, known=self._known
+            engines.registry,
+            engines.checks,
+            self._index,
+            self._counts,
+            random.random,
+            known=self._known,
         )
         return FeatureParts((follower.running,) if self._is_on else (), families=self._families)
 
     def _families(self) -> Iterator[Family | None]:
-        self._counts.keep(frozenset([member.instance.id for member in self.ground.engines.registry.members()]))
+        self._counts.keep(
+            frozenset([member.instance.id for member in self.ground.engines.registry.members()])
+        )
         yield from self._counts.families()
 
 

@@ -28,10 +28,14 @@ class PeersFeature(Feature):
         if not chosen.peers:
             return
         if settings.workers > 1:
-            raise ConfigError(f"peers needs workers 1, not {settings.workers}: run more routers in place of workers")
+            raise ConfigError(
+                f"peers needs workers 1, not {settings.workers}: run more routers in place of "
+                f"workers"
+            )
         if len((chosen.peer_secret or "").encode()) < _LEAST_SECRET:
             raise ConfigError(
-                f"peers needs a secret of {_LEAST_SECRET} characters or more in PDRELAY_PEER_SECRET, the same for all: "
+                f"peers needs a secret of {_LEAST_SECRET} characters or more in "
+                f"PDRELAY_PEER_SECRET, the same for all: "
                 "else anybody could say that engines are busy"
             )
 
@@ -54,7 +58,9 @@ class PeersFeature(Feature):
             probes=self.ground.settings.health_check_interval_s > 0,
         )
         core.serving.fleet.tell_load_changes(peers.changed)
-        return FeatureParts((peers.running,), families=self.counts.families, other_probes=peers.probes)
+        return FeatureParts(
+            (peers.running,), families=self.counts.families, other_probes=peers.probes
+        )
 
     def _meeting(self) -> Meeting | None:
         """Return where this router meets the others; None: there are none."""
@@ -67,7 +73,9 @@ class PeersFeature(Feature):
         if not chosen.peers:
             return None
         others = [Address.parse(text) for text in chosen.peers]
-        return Meeting(others, (chosen.peer_secret or "").encode(), (settings.host, chosen.peer_port))
+        return Meeting(
+            others, (chosen.peer_secret or "").encode(), (settings.host, chosen.peer_port)
+        )
 
 
 FEATURE: Final = PeersFeature

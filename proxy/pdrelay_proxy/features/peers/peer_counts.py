@@ -13,7 +13,8 @@ class PeerCounts:
     def __init__(self) -> None:
         self.heard: int | None = None  # other routers; None: the settings name none
         self.known = 0  # those that there should be
-        self.datagrams: Counter[str] = Counter()  # sent, send_failed, received, or why one was dropped
+        # sent, send_failed, received, or why one was dropped
+        self.datagrams: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Show what there will be."""
@@ -22,7 +23,10 @@ class PeerCounts:
 
     def families(self) -> Iterator[Family]:
         """Return its metrics."""
-        text = "Other routers of the fleet: those that are heard, and those that are known by their addresses."
+        text = (
+            "Other routers of the fleet: those that are heard, and those that are known by their "
+            "addresses."
+        )
         states = [] if self.heard is None else [(("heard",), self.heard), (("known",), self.known)]
         yield gauge_family("pdrelay_peers", text, ("state",), states)
         text = "Datagrams to and from other routers, by what became of them."

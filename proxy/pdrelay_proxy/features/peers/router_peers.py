@@ -1,4 +1,6 @@
-"""The other routers of the fleet: tells them over UDP what this one has at engines and has let in, and hears theirs."""
+"""The other routers of the fleet: tells them over UDP what this one has at engines and has let in,
+and hears theirs.
+"""
 
 import asyncio
 import logging
@@ -73,7 +75,8 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._clock = clock
         self._wall = wall
         self._transport: asyncio.DatagramTransport | None = None
-        self._places: dict[Address, Sequence[tuple[Any, ...]]] = {}  # of each name, as it was found last
+        # of each name, as it was found last
+        self._places: dict[Address, Sequence[tuple[Any, ...]]] = {}
         self._targets: Sequence[tuple[Any, ...]] = ()  # socket addresses
         self._unresolved: frozenset[str] = frozenset()  # names that were logged
         self._pace = SendPace()
@@ -93,13 +96,19 @@ class RouterPeers(asyncio.DatagramProtocol):
                 transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=listen)
         except OSError as exc:
             host, port = listen if isinstance(listen, tuple) else listen.getsockname()
-            raise ConfigError(f"the UDP port {port} of {host} (peer_port) cannot be opened: {exc.strerror}") from exc
+            raise ConfigError(
+                f"the UDP port {port} of {host} (peer_port) cannot be opened: {exc.strerror}"
+            ) from exc
         self._transport = transport
         try:
             self._set_share()  # the small one: nobody is heard yet
             async with (
                 meanwhile(self._resolve_for_ever(transport.get_extra_info("socket").family)),
-                meanwhile(repeatedly(_REPEAT_S, self._repeat, logger, "the other routers could not be told")),
+                meanwhile(
+                    repeatedly(
+                        _REPEAT_S, self._repeat, logger, "the other routers could not be told"
+                    )
+                ),
             ):
                 yield
         finally:
@@ -110,13 +119,17 @@ class RouterPeers(asyncio.DatagramProtocol):
             transport.close()
 
     def changed(self, instance: InstanceId) -> None:
-        """The number of requests at an engine changes: the others are told, as soon as the pace allows."""
+        """The number of requests at an engine changes: the others are told, as soon as the pace
+        allows.
+        """
         self._loads.note(instance)
         if self._timer is None and self._transport is not None:
             loop = asyncio.get_running_loop()
             now = self._clock()
             due = self._pace.due(now=now)
-            self._timer = loop.call_soon(self._send) if now >= due else loop.call_later(due - now, self._send)
+            self._timer = (
+                loop.call_soon(self._send) if now >= due else loop.call_later(due - now, self._send)
+            )
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:  # noqa: ARG002 (the tag says who it is)
         """Take in what another router says."""
@@ -145,7 +158,9 @@ class RouterPeers(asyncio.DatagramProtocol):
 
     async def _repeat(self) -> None:
         if silent := self._exchange.expire(now=self._clock()):
-            logger.info("%d of the fleet's routers are silent: their requests do not count any more", silent)
+            logger.info(
+                "%d of the fleet's routers are silent: their requests do not count any more", silent
+            )
         heard = self._exchange.peers
         if heard > (self._counts.heard or 0):
             logger.info("another router of the fleet is heard: %d now", heard)
@@ -162,19 +177,28 @@ class RouterPeers(asyncio.DatagramProtocol):
 
     @property
     def _known(self) -> int:
-        """Return how many other routers there should be: a name that has led nowhere yet counts as one."""
+        """Return how many other routers there should be: a name that has led nowhere yet counts as
+        one.
+        """
         places = len(self._targets) + len({*self._names} - self._places.keys())
         return max(0, min(places, MOST_PEERS) - self._exchange.hears_itself)
 
     def _set_share(self) -> None:
-        """Have this router keep to its share of limits while it does not hear some of the others."""
+        """Have this router keep to its share of limits while it does not hear some of the
+        others.
+        """
         heard = self._exchange.peers
         known = self._known
         admission = self._admission
         share = (1 + min(heard, known)) / (1 + known) if admission.shares_limits else 1.0
         if share != admission.share:
             log = logger.warning if share < 1 else logger.info
-            log("%d of %d other routers are heard: limits of the fleet are %.0f %% here", heard, known, 100 * share)
+            log(
+                "%d of %d other routers are heard: limits of the fleet are %.0f %% here",
+                heard,
+                known,
+                100 * share,
+            )
             admission.share = share
 
     def _send(self) -> None:
@@ -207,7 +231,8 @@ class RouterPeers(asyncio.DatagramProtocol):
         """Look up where the others are; while a name has no address, those of before are kept."""
         loop = asyncio.get_running_loop()
         unresolved = set[str]()
-        # Our socket for :: takes IPv4, too, and the Service of the other routers may have nothing else.
+        # Our socket for :: takes IPv4, too, and the Service of the other routers may have nothing
+        # else.
         flags = socket.AI_V4MAPPED if family == socket.AF_INET6 else 0
         for name in self._names:
             try:
@@ -217,7 +242,11 @@ class RouterPeers(asyncio.DatagramProtocol):
             except OSError as exc:
                 unresolved.add(name.host)
                 if name.host not in self._unresolved:
-                    logger.warning("%s, where other routers should be, has no address: %s", name.host, exc.strerror)
+                    logger.warning(
+                        "%s, where other routers should be, has no address: %s",
+                        name.host,
+                        exc.strerror,
+                    )
             else:
                 self._places[name] = [place[4] for place in places]
         self._unresolved = frozenset(unresolved)
@@ -226,7 +255,8 @@ class RouterPeers(asyncio.DatagramProtocol):
         is_new = set(targets) != set(self._targets)
         self._targets = targets
         if is_new:
-            self._exchange.hears_itself = False  # within a second it does, if it is still among them
+            # within a second it does, if it is still among them
+            self._exchange.hears_itself = False
             if self._introducing is None:
                 self._introduce()
 

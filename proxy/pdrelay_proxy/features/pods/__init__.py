@@ -1,1 +1,3 @@
-"""Engines that are pods of a Kubernetes cluster: by a label selector, or those of an InferencePool."""
+"""Engines that are pods of a Kubernetes cluster: by a label selector, or those of an
+InferencePool.
+"""

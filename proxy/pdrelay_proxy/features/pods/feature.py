@@ -24,20 +24,27 @@ class PodsFeature(Feature):
         """Raise ConfigError if both a selector and a pool name the pods."""
         chosen = settings.of(PodSettings)
         if chosen.kubernetes_selector is not None and chosen.kubernetes_inference_pool is not None:
-            raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
+            raise ConfigError(
+                "kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector"
+            )
 
     @staticmethod
     def finds_engines(settings: Settings, /) -> bool:
         """Tell whether pods are to be followed."""
         chosen = settings.of(PodSettings)
-        return chosen.kubernetes_selector is not None or chosen.kubernetes_inference_pool is not None
+        return (
+            chosen.kubernetes_selector is not None or chosen.kubernetes_inference_pool is not None
+        )
 
     def feed(self) -> EngineFeed | None:
         """Return what follows them; None: no pods are named."""
         return self._follow if self.finds_engines(self.ground.settings) else None
 
     def _follow(self, reconciler: Reconciler) -> Running:
-        """Return what tells the reconciler of pods while it runs. Raises ConfigError: this is no pod."""
+        """Return what tells the reconciler of pods while it runs.
+
+        Raises ConfigError: this is no pod.
+        """
         settings = self.ground.settings
         clock = self.ground.clock
         chosen = settings.of(PodSettings)
@@ -53,10 +60,18 @@ class PodsFeature(Feature):
                 clock=clock,
                 chance=random.random,
             ).running
-        what = Collection(PODS.format(cluster.namespace), {"labelSelector": chosen.kubernetes_selector or ""})
+        what = Collection(
+            PODS.format(cluster.namespace), {"labelSelector": chosen.kubernetes_selector or ""}
+        )
         read = partial(read_pod, slice_label=chosen.slice_label)
         watch = Reflector(
-            Kubernetes(cluster), what, read, seen, clock=clock, chance=random.random, changed=seen.changed
+            Kubernetes(cluster),
+            what,
+            read,
+            seen,
+            clock=clock,
+            chance=random.random,
+            changed=seen.changed,
         )
         return watch.running
 

@@ -1,7 +1,9 @@
-"""An InferencePool of the Gateway API Inference Extension: which pods it selects, and the ports of their engines.
+"""An InferencePool of the Gateway API Inference Extension: which pods it selects, and the ports of
+their engines.
 
-The API is inference.networking.k8s.io/v1 (config/crd/bases of kubernetes-sigs/gateway-api-inference-extension). Its
-endpoint picker plays no part here: the router chooses engines itself.
+The API is inference.networking.k8s.io/v1 (config/crd/bases of
+kubernetes-sigs/gateway-api-inference-extension). Its endpoint picker plays no part here: the router
+chooses engines itself.
 """
 
 import re
@@ -54,7 +56,10 @@ class _Pool(msgspec.Struct):
 
 
 def read_pool(meta: Meta, raw: msgspec.Raw) -> PoolMembers | UnusablePool:
-    """Read a pool; what is wrong with it is a value, too. A selector without labels would select all pods."""
+    """Read a pool; what is wrong with it is a value, too.
+
+    A selector without labels would select all pods.
+    """
     try:
         spec = decode(raw, _Pool).spec
     except NotJson as exc:
@@ -62,11 +67,22 @@ def read_pool(meta: Meta, raw: msgspec.Raw) -> PoolMembers | UnusablePool:
     labels = spec.selector.match_labels
     ports = [port.number for port in spec.target_ports]
     if spec.app_protocol != _HTTP:
-        return UnusablePool(f"InferencePool {meta.name} has appProtocol {spec.app_protocol!r}: engines speak http")
+        return UnusablePool(
+            f"InferencePool {meta.name} has appProtocol {spec.app_protocol!r}: engines speak http"
+        )
     if not 0 < len(labels) <= _LABELS_MOST or not all(
         LABEL_KEY.fullmatch(key) and _VALUE.fullmatch(value) for key, value in labels.items()
     ):
-        return UnusablePool(f"InferencePool {meta.name} has no labels, or some that are none: matchLabels needs them")
-    if not 0 < len(set(ports)) == len(ports) <= _PORTS_MOST or not all(0 < port < 65536 for port in ports):
-        return UnusablePool(f"InferencePool {meta.name} has targetPorts {ports}: write 1 to {_PORTS_MOST} ports")
-    return PoolMembers(",".join(f"{key}={value}" for key, value in sorted(labels.items())), tuple(ports))
+        return UnusablePool(
+            f"InferencePool {meta.name} has no labels, or some that are none: matchLabels needs "
+            f"them"
+        )
+    if not 0 < len(set(ports)) == len(ports) <= _PORTS_MOST or not all(
+        0 < port < 65536 for port in ports
+    ):
+        return UnusablePool(
+            f"InferencePool {meta.name} has targetPorts {ports}: write 1 to {_PORTS_MOST} ports"
+        )
+    return PoolMembers(
+        ",".join(f"{key}={value}" for key, value in sorted(labels.items())), tuple(ports)
+    )

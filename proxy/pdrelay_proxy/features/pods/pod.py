@@ -70,12 +70,15 @@ def read_pod(
 ) -> Wanted | AddressError | None:
     """Read a pod; what is wrong with it is a value, too.
 
-    ``port``: that of the engine, unless the pod names another (an InferencePool has ports of its own); ``is_first``:
-    this is the first of several, which is the engine of a pod that names its port; ``slice_label``: names its slice.
+    ``port``: that of the engine, unless the pod names another (an InferencePool has ports of its
+    own); ``is_first``: this is the first of several, which is the engine of a pod that names its
+    port; ``slice_label``: names its slice.
     """
     try:
         pod = decode(raw, Pod)
-        return engine_of(pod, port, slice_label) if is_first or _mark(pod, Mark.PORT) is None else None
+        return (
+            engine_of(pod, port, slice_label) if is_first or _mark(pod, Mark.PORT) is None else None
+        )
     except AddressError as exc:
         return exc
     except NotJson as exc:
@@ -83,16 +86,23 @@ def read_pod(
 
 
 def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) -> Wanted | None:
-    """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
+    """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's
+    engine.
 
-    A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and keeps its record
-    should it become ready again. Streams move from one that is deleted, if it says so: the other one may come back.
+    A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and
+    keeps its record should it become ready again. Streams move from one that is deleted, if it says
+    so: the other one may come back.
 
     Raises:
-        AddressError: what the pod says of its engine cannot be; the message names the pod and the label.
+        AddressError: what the pod says of its engine cannot be; the message names the pod and the
+            label.
     """
     labels = pod.metadata.labels or {}
-    if pod.status.ip is None or pod.status.phase in ("Failed", "Succeeded") or labels.get(WORKER_INDEX, "0") != "0":
+    if (
+        pod.status.ip is None
+        or pod.status.phase in ("Failed", "Succeeded")
+        or labels.get(WORKER_INDEX, "0") != "0"
+    ):
         return None
     role = _mark(pod, Mark.ROLE)
     if role is None:
@@ -100,8 +110,15 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
     if role not in tuple(EngineRole):
         raise _wrong(pod, Mark.ROLE, role, "prefill, decode or both")
     if (is_both := role == EngineRole.BOTH) and _mark(pod, Mark.RANKS) is not None:
-        raise _wrong(pod, Mark.ROLE, role, f"prefill or decode: {Mark.RANKS} is set, and such an engine cannot turn")
-    is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
+        raise _wrong(
+            pod,
+            Mark.ROLE,
+            role,
+            f"prefill or decode: {Mark.RANKS} is set, and such an engine cannot turn",
+        )
+    is_ready = any(
+        one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ()
+    )
     is_deleted = pod.metadata.deletion_timestamp is not None
     move = _mark(pod, Mark.MOVE) or "false"
     if move not in ("true", "false"):
@@ -110,7 +127,9 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
     leaves = is_deleted or not is_ready
     moves = is_deleted and move == "true"
     # The pool of one that serves both is that of decode engines: the key it wants, and its name.
-    return Wanted(Role.DECODE if is_both else Role(role), target, pod.metadata.uid, leaves, moves, is_both)
+    return Wanted(
+        Role.DECODE if is_both else Role(role), target, pod.metadata.uid, leaves, moves, is_both
+    )
 
 
 def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:

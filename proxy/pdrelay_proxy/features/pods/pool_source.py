@@ -1,4 +1,6 @@
-"""The pods of an InferencePool: one watch of the pool, and one of the pods that it selects at the time."""
+"""The pods of an InferencePool: one watch of the pool, and one of the pods that it selects at the
+time.
+"""
 
 import asyncio
 import logging
@@ -19,7 +21,8 @@ from pdrelay_proxy.io.discovery.reconciler import Pods
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
 logger = logging.getLogger(__name__)
-_Engines: TypeAlias = Sequence[Wanted | AddressError | None]  # of one pod, one for each port of the pool
+# of one pod, one for each port of the pool
+_Engines: TypeAlias = Sequence[Wanted | AddressError | None]
 PODS: Final = "/api/v1/namespaces/{}/pods"
 _RHYTHM: Final = WatchTimes()
 _PAUSE_S: Final = 5.0  # before the next try, if the account's files cannot be read
@@ -28,7 +31,8 @@ _PAUSE_S: Final = 5.0  # before the next try, if the account's files cannot be r
 class PoolSource:
     """Two tasks; run them for as long as the router serves.
 
-    A pool that is gone, or makes no sense, changes nothing: the pods that it selected last stay the engines.
+    A pool that is gone, or makes no sense, changes nothing: the pods that it selected last stay the
+    engines.
     """
 
     def __init__(
@@ -57,14 +61,20 @@ class PoolSource:
     async def running(self) -> AsyncGenerator[None]:
         """Follow the pool while the block lasts."""
         api = self._api()
-        what = Collection(PATH.format(api.namespace), {"fieldSelector": f"metadata.name={self._name}"})
-        watch = Reflector(api, what, read_pool, self, clock=self._clock, chance=self._chance, rhythm=self._rhythm)
+        what = Collection(
+            PATH.format(api.namespace), {"fieldSelector": f"metadata.name={self._name}"}
+        )
+        watch = Reflector(
+            api, what, read_pool, self, clock=self._clock, chance=self._chance, rhythm=self._rhythm
+        )
         async with watch.running(), meanwhile(self._follow()):
             yield
 
     async def take(self, objects: Mapping[str, PoolMembers | UnusablePool], /) -> None:
         """Take the pool: there is one of the name, or none."""
-        found = next(iter(objects.values()), UnusablePool(f"there is no InferencePool {self._name}"))
+        found = next(
+            iter(objects.values()), UnusablePool(f"there is no InferencePool {self._name}")
+        )
         if isinstance(found, UnusablePool):
             if found.why != self._trouble:
                 kept = "" if self._members is None else "; the pods that it selected last stay"
@@ -73,7 +83,9 @@ class PoolSource:
             return
         self._trouble = ""
         if found != self._members:
-            logger.info("InferencePool %s selects %s, ports %s", self._name, found.selector, found.ports)
+            logger.info(
+                "InferencePool %s selects %s, ports %s", self._name, found.selector, found.ports
+            )
             self._members = found
             self._changed.set()
 
@@ -92,7 +104,10 @@ class PoolSource:
                 async with self._watch(members).running():
                     await self._changed.wait()
             except Exception:  # also a bug: it must not end the discovery for good
-                logger.exception("the pods of InferencePool %s cannot be watched; the last view stays", self._name)
+                logger.exception(
+                    "the pods of InferencePool %s cannot be watched; the last view stays",
+                    self._name,
+                )
                 await asyncio.sleep(_PAUSE_S)
 
     def _watch(self, members: PoolMembers) -> Reflector[_Engines]:
@@ -129,7 +144,9 @@ class _PortedPods:
 
     async def take(self, objects: Mapping[str, _Engines], /) -> None:
         """Take all pods, in steps."""
-        await self._pods.take({f"{uid}/{n}": one for uid, engines in objects.items() for n, one in enumerate(engines)})
+        await self._pods.take(
+            {f"{uid}/{n}": one for uid, engines in objects.items() for n, one in enumerate(engines)}
+        )
 
     def changed(self, objects: Mapping[str, _Engines | None], /) -> None:
         """Take some pods that have changed; None: it is gone."""

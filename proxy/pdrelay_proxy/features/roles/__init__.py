@@ -1,1 +1,3 @@
-"""Engines change between prefill and decode with the load: how many each role needs, and which one turns."""
+"""Engines change between prefill and decode with the load: how many each role needs, and which one
+turns.
+"""

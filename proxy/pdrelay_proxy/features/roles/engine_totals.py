@@ -1,4 +1,6 @@
-"""What an engine has done so far and has to do, as its own metrics say: so it counts whoever has sent the requests."""
+"""What an engine has done so far and has to do, as its own metrics say: so it counts whoever has
+sent the requests.
+"""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ _COMPUTED: Final = b'source="local_compute"'
 _LINE: Final = re.compile(rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]*)\})? (?P<value>[^\n]*)")
 _ENGINE: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 _MOST_REQUESTS: Final = 1e9
-_MOST: Final = 1e15  # tokens, steps or seconds since the start of an engine: a thousand engines take years for less
+# tokens, steps or seconds since the start of an engine: a thousand engines take years for less
+_MOST: Final = 1e15
 _LEAST: Final = 1e-9  # less is nothing
 
 
@@ -38,7 +41,8 @@ class EngineTotals:
     prompts: float  # requests that are over
     itl_sum_s: float  # seconds between two tokens of an answer, of all answers
     itl_count: float  # how many those were
-    prefill_s: float | None = None  # from the first step of a request to its first token, of all; None: not shown
+    # from the first step of a request to its first token, of all; None: not shown
+    prefill_s: float | None = None
     steps: float | None = None  # of the engine, that made a token; None: not shown
 
 
@@ -56,8 +60,8 @@ class EngineReading:
 def engine_totals(text: bytes, rank: int | None = None, *, now: float) -> EngineTotals | None:
     """Read an engine's metrics, or those of one of its data-parallel ranks.
 
-    None: they are not vLLM's, or one of them is absurd, as NaN or a negative count: the others are not to be believed,
-    and what would follow from it is decided for all engines.
+    None: they are not vLLM's, or one of them is absurd, as NaN or a negative count: the others are
+    not to be believed, and what would follow from it is decided for all engines.
     """
     try:
         return _totals(text, rank, now)
@@ -69,7 +73,9 @@ class _AbsurdNumber(Exception): ...
 
 
 def _totals(text: bytes, rank: int | None, now: float) -> EngineTotals | None:
-    running, waiting = (_values(text, name, rank, most=_MOST_REQUESTS) for name in (_RUNNING, _WAITING))
+    running, waiting = (
+        _values(text, name, rank, most=_MOST_REQUESTS) for name in (_RUNNING, _WAITING)
+    )
     usage = _values(text, _KV, rank)
     computed = _values(text, _SOURCES, rank, label=_COMPUTED)
     prefill = _values(text, _PREFILL_SUM, rank)
@@ -94,7 +100,9 @@ def _totals(text: bytes, rank: int | None, now: float) -> EngineTotals | None:
     )
 
 
-def _values(text: bytes, name: bytes, rank: int | None, *, label: bytes = b"", most: float = _MOST) -> list[float]:
+def _values(
+    text: bytes, name: bytes, rank: int | None, *, label: bytes = b"", most: float = _MOST
+) -> list[float]:
     """Read the values of a metric; ``label``: of those lines that have it. Raises _AbsurdNumber."""
     found = list[float]()
     at = text.find(name)

@@ -29,16 +29,23 @@ class RolesFeature(Feature):
 
     @staticmethod
     def check(settings: Settings, /) -> None:
-        """Raise ConfigError if it does not know what is wanted, or routers cannot tell which of them decides."""
+        """Raise ConfigError if it does not know what is wanted, or routers cannot tell which of
+        them decides.
+        """
         chosen = settings.of(RoleSettings)
-        if chosen.roles is not RolesMode.OFF and (chosen.target_ttft_s is None or chosen.target_itl_s is None):
+        if chosen.roles is not RolesMode.OFF and (
+            chosen.target_ttft_s is None or chosen.target_itl_s is None
+        ):
             raise ConfigError(
-                f"roles is {chosen.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
+                f"roles is {chosen.roles}, and what is wanted is not known: write target_ttft_s "
+                f"and target_itl_s"
             )
-        has_others = settings.workers == 1 and has_other_routers(settings)  # workers have a store in any case
+        # workers have a store in any case
+        has_others = settings.workers == 1 and has_other_routers(settings)
         if chosen.roles is RolesMode.AUTO and has_others and settings.store == "memory":
             raise ConfigError(
-                "roles is auto, and several routers (peers) would decide at the same time, because store is memory: "
+                "roles is auto, and several routers (peers) would decide at the same time, because "
+                "store is memory: "
                 "write kubernetes:CONFIGMAP, redis://... or file:PATH"
             )
 
@@ -48,12 +55,22 @@ class RolesFeature(Feature):
         engines = self.ground.engines
         clock = self.ground.clock
         chosen = settings.of(RoleSettings)
-        if chosen.roles is RolesMode.OFF or chosen.target_ttft_s is None or chosen.target_itl_s is None:
+        if (
+            chosen.roles is RolesMode.OFF
+            or chosen.target_ttft_s is None
+            or chosen.target_itl_s is None
+        ):
             return FeatureParts()
         board = RoleBoard(chosen.roles, chosen.turns_per_hour, clock)
         targets = RoleTargets(chosen.target_ttft_s, chosen.target_itl_s, slots=chosen.decode_slots)
-        limits = RoleLimits(chosen.min_prefill, chosen.min_decode, turns_per_hour=chosen.turns_per_hour)
-        text = build_shared_text(settings, "roles", lasts_s=LASTS_S) if chosen.roles is RolesMode.AUTO else None
+        limits = RoleLimits(
+            chosen.min_prefill, chosen.min_decode, turns_per_hour=chosen.turns_per_hour
+        )
+        text = (
+            build_shared_text(settings, "roles", lasts_s=LASTS_S)
+            if chosen.roles is RolesMode.AUTO
+            else None
+        )
         admission = core.serving.gate.admission
         watch = RoleWatch(
             engines.registry,

@@ -41,11 +41,14 @@ class LeasedTurns:
             return RoleHold(holds=False, trouble=str(exc))
         holder = view.holder if holds == view.holds else ""
         if holder != self._holder:
-            logger.info("roles are decided by %s", "this router" if holds else holder or "another router")
+            logger.info(
+                "roles are decided by %s", "this router" if holds else holder or "another router"
+            )
             self._holder = holder
         now = self._clock()
         wall = self._wall()
-        # The wall clock may have been set back since the look: what was written down is over all the same.
+        # The wall clock may have been set back since the look: what was written down is over all
+        # the same.
         return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.turned_at))
 
     async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:

@@ -22,7 +22,8 @@ class RoleBoard:
     """Takes in what was decided."""
 
     def __init__(self, mode: RolesMode, turns_most: int, clock: Callable[[], float]) -> None:
-        self.decisions = Counter[tuple[str, str]]()  # by verdict, and by the role that lacks an engine, or none
+        # by verdict, and by the role that lacks an engine, or none
+        self.decisions = Counter[tuple[str, str]]()
         self._mode = mode
         self._turns_most = turns_most
         self._clock = clock  # seconds; only differences count
@@ -31,7 +32,10 @@ class RoleBoard:
         self._last_turn: tuple[float, str] | None = None
 
     def decided(self, decision: RoleDecision) -> None:
-        """Show a decision. One that is as the one before, in other numbers, has no line of its own."""
+        """Show a decision.
+
+        One that is as the one before, in other numbers, has no line of its own.
+        """
         now = self._clock()
         self._latest = now, decision
         if decision.turn is not None:
@@ -68,19 +72,27 @@ class RoleBoard:
                 _row(Role.PREFILL, found.engines.prefill, found.prefill, wanted),
                 _row(Role.DECODE, found.engines.decode, found.decode, wanted),
             ),
-            sentences=(found.why, f"{found.turns} of {self._turns_most} turns in the last hour{last}"),
+            sentences=(
+                found.why,
+                f"{found.turns} of {self._turns_most} turns in the last hour{last}",
+            ),
         )
 
     def families(self) -> Iterator[Family]:
         """Yield the metrics."""
         wanted = None if self.latest is None else self.latest.wanted
         text = "Engines that a role needs for its traffic (roles); nothing while that is not known."
-        values = [] if wanted is None else [((role.value,), float(wanted.of(role))) for role in Role]
+        values = (
+            [] if wanted is None else [((role.value,), float(wanted.of(role))) for role in Role]
+        )
         yield gauge_family("pdrelay_wanted_engines", text, ("role",), values)
         text = (
-            "Decisions on the roles of engines, each of which is a line of the log: by verdict, and by who lacks one."
+            "Decisions on the roles of engines, each of which is a line of the log: by verdict, "
+            "and by who lacks one."
         )
-        yield from counter_family("pdrelay_role_decisions", text, ("verdict", "lacks"), [*self.decisions.items()])
+        yield from counter_family(
+            "pdrelay_role_decisions", text, ("verdict", "lacks"), [*self.decisions.items()]
+        )
 
 
 def _row(
@@ -101,9 +113,16 @@ def facts(decision: RoleDecision, mode: RolesMode) -> Mapping[str, object]:
         found |= {"instance": decision.turn.instance, "to": decision.turn.role.value}
     if decision.lacks is not None:
         found["lacks"] = decision.lacks.value
-    found |= {"prefill": decision.engines.prefill, "decode": decision.engines.decode, "turns": decision.turns}
+    found |= {
+        "prefill": decision.engines.prefill,
+        "decode": decision.engines.decode,
+        "turns": decision.turns,
+    }
     if decision.wanted is not None:
-        found |= {"wanted_prefill": decision.wanted.prefill, "wanted_decode": decision.wanted.decode}
+        found |= {
+            "wanted_prefill": decision.wanted.prefill,
+            "wanted_decode": decision.wanted.decode,
+        }
     found |= {} if decision.prefill is None else _prefill_facts(decision.prefill)
     found |= {} if decision.decode is None else _decode_facts(decision.decode)
     return found | {"why": decision.why}
@@ -132,4 +151,6 @@ def _decode_facts(work: DecodeWork) -> Mapping[str, object]:
 
 
 def _text(found: Mapping[str, object]) -> str:
-    return " ".join(f"{name}={value!r}" if name == "why" else f"{name}={value}" for name, value in found.items())
+    return " ".join(
+        f"{name}={value!r}" if name == "why" else f"{name}={value}" for name, value in found.items()
+    )

@@ -1,8 +1,8 @@
 """Decides, every few seconds, whether an engine should turn to the other role. Boring on purpose.
 
-One engine at a time, and the next one only when the fleet has settled: after a cool-down, and when the numbers of all
-engines are new. All that it must know of earlier turns comes with each snapshot, so another controller goes on where
-this one ended, and two of them choose the same engine.
+One engine at a time, and the next one only when the fleet has settled: after a cool-down, and when
+the numbers of all engines are new. All that it must know of earlier turns comes with each snapshot,
+so another controller goes on where this one ended, and two of them choose the same engine.
 """
 
 from collections import deque
@@ -26,7 +26,8 @@ class Verdict(StrEnum):
     TURN = auto()  # an engine turns, or would in a dry run
     ASSIGN = auto()  # an engine that serves both roles turns to one of them, or would
     BALANCED = auto()  # neither role lacks an engine
-    SHORT = auto()  # a role lacks an engine, and the other one cannot spare one: the fleet is too small
+    # a role lacks an engine, and the other one cannot spare one: the fleet is too small
+    SHORT = auto()
     UNKNOWN = auto()  # something was not measured yet
     WAITING = auto()  # a role lacks an engine, but not for long enough
     COOLING = auto()  # the last turn is not long ago
@@ -60,7 +61,8 @@ class FleetSnapshot:
 
     readings: Sequence[EngineReading]  # without those that turn, and those that serve both roles
     turning: Sequence[InstanceId] = ()
-    turned_at: Sequence[float] | None = None  # when engines began to turn, by any controller; None: by this one alone
+    # when engines began to turn, by any controller; None: by this one alone
+    turned_at: Sequence[float] | None = None
     queued_requests: int = 0  # in this router
     trouble: str = ""  # why there can be no decision
     leads: bool = True  # this router decides; others measure, to go on at once
@@ -114,11 +116,15 @@ class RoleController:
             self._lacks = None
             kept = self._kept(now)
             lacks = None if turn is None else turn.role
-            return RoleDecision(verdict, why, engines, prefill, decode, kept, len(turned_at), lacks, turn)
+            return RoleDecision(
+                verdict, why, engines, prefill, decode, kept, len(turned_at), lacks, turn
+            )
         trouble = fleet.trouble or self._trouble(fleet, engines, prefill, decode, now)
         if trouble or prefill is None or decode is None:
             self._lacks = None
-            return RoleDecision(Verdict.UNKNOWN, trouble, engines, prefill, decode, self._kept(now), len(turned_at))
+            return RoleDecision(
+                Verdict.UNKNOWN, trouble, engines, prefill, decode, self._kept(now), len(turned_at)
+            )
         busy = Busy(prefill.busy, decode.busy, self._targets.utilisation)
         self._needs.append((now, wanted(busy, self._limits.least)))
         lacks = lacking(busy, engines)
@@ -130,14 +136,23 @@ class RoleController:
             turned_at = (*turned_at, now)
             self._lacks = None
             self._own = turned_at
-        return RoleDecision(verdict, why, engines, prefill, decode, self._kept(now), len(turned_at), lacks, turn)
+        return RoleDecision(
+            verdict, why, engines, prefill, decode, self._kept(now), len(turned_at), lacks, turn
+        )
 
     def _assignment(
-        self, fleet: FleetSnapshot, engines: Split, prefill: PrefillWork | None, decode: DecodeWork | None
+        self,
+        fleet: FleetSnapshot,
+        engines: Split,
+        prefill: PrefillWork | None,
+        decode: DecodeWork | None,
     ) -> tuple[Verdict, str, WantedTurn | None]:
-        """Give an engine that serves both roles the one that needs it more. It is no turn of the hour's.
+        """Give an engine that serves both roles the one that needs it more.
 
-        It already serves that role, so nothing waits for it; what it has of the other one is what a turn costs.
+        It is no turn of the hour's.
+
+        It already serves that role, so nothing waits for it; what it has of the other one is what a
+        turn costs.
         """
         if busy := self._idle_verdict(fleet):
             return *busy, None
@@ -147,19 +162,33 @@ class RoleController:
             return Verdict.STUCK, f"{count}, and none of them can turn ({fleet.both[0].name})", None
         least = self._limits.least
         others = len(fleet.both) - 1
-        roles = [role for role in Role if engines.of(OTHER[role]) + others]  # without it, who serves the other one?
+        # without it, who serves the other one?
+        roles = [role for role in Role if engines.of(OTHER[role]) + others]
         if not roles:
             return Verdict.BOUND, f"{able[0].name} serves both roles, and is the only engine", None
-        work = None if prefill is None or decode is None else Busy(prefill.busy, decode.busy, self._targets.utilisation)
+        work = (
+            None
+            if prefill is None or decode is None
+            else Busy(prefill.busy, decode.busy, self._targets.utilisation)
+        )
 
         def need(role: Role) -> tuple[float, float, int, bool]:
             missing = max(0, least.of(role) - engines.of(role))
-            return missing, work.pressure(role, engines) if work else 0.0, -engines.of(role), role is Role.DECODE
+            return (
+                missing,
+                work.pressure(role, engines) if work else 0.0,
+                -engines.of(role),
+                role is Role.DECODE,
+            )
 
         role = max(roles, key=need)
         first = min(able, key=lambda one: one.key)
         state = f"{engines.prefill} engines are prefill and {engines.decode} are decode"
-        return Verdict.ASSIGN, f"{first.name} to {role}: {count}, {state}", WantedTurn(first.name, role)
+        return (
+            Verdict.ASSIGN,
+            f"{first.name} to {role}: {count}, {state}",
+            WantedTurn(first.name, role),
+        )
 
     def _idle_verdict(self, fleet: FleetSnapshot) -> tuple[Verdict, str] | None:
         """Say why this controller has nothing to decide now; None: it may decide."""
@@ -171,10 +200,17 @@ class RoleController:
 
     def _turns(self, shared: Sequence[float] | None, now: float) -> tuple[float, ...]:
         """Return the turns of the last hour."""
-        return tuple([at for at in (self._own if shared is None else shared) if now - HOUR_S < at <= now])
+        return tuple(
+            [at for at in (self._own if shared is None else shared) if now - HOUR_S < at <= now]
+        )
 
     def _trouble(
-        self, fleet: FleetSnapshot, engines: Split, prefill: PrefillWork | None, decode: DecodeWork | None, now: float
+        self,
+        fleet: FleetSnapshot,
+        engines: Split,
+        prefill: PrefillWork | None,
+        decode: DecodeWork | None,
+        now: float,
     ) -> str:
         """Say what is not known; empty: nothing that matters."""
         for role in Role:
@@ -189,7 +225,9 @@ class RoleController:
         return ""
 
     def _kept(self, now: float) -> Split | None:
-        """Return what was needed at most in a while, up to now; None: nothing was known for so long."""
+        """Return what was needed at most in a while, up to now; None: nothing was known for so
+        long.
+        """
         while self._needs and self._needs[0][0] < now - self._limits.release_s:
             self._needs.popleft()
         if not self._needs:
@@ -197,7 +235,13 @@ class RoleController:
         return Split(*(max([need.of(role) for _, need in self._needs]) for role in Role))
 
     def _verdict(
-        self, fleet: FleetSnapshot, busy: Busy, lacks: Role | None, turned_at: Sequence[float], *, now: float
+        self,
+        fleet: FleetSnapshot,
+        busy: Busy,
+        lacks: Role | None,
+        turned_at: Sequence[float],
+        *,
+        now: float,
     ) -> tuple[Verdict, str]:
         engines = _engines(fleet)
         if idle := self._idle_verdict(fleet):
@@ -205,7 +249,9 @@ class RoleController:
             return idle
         if lacks is None:
             self._lacks = None
-            return Verdict.SHORT if is_short(busy, engines) else Verdict.BALANCED, _state(busy, engines)
+            return Verdict.SHORT if is_short(busy, engines) else Verdict.BALANCED, _state(
+                busy, engines
+            )
         if self._lacks is None or self._lacks[0] is not lacks:
             self._lacks = (lacks, now)
         since = self._lacks[1]
@@ -213,8 +259,16 @@ class RoleController:
         state = f"{lacks} lacks an engine: {_state(busy, engines)}"
         giver = OTHER[lacks]
         checks = (
-            (Verdict.BOUND, engines.of(giver) <= limits.least.of(giver), f"{giver} keeps {limits.least.of(giver)}"),
-            (Verdict.WAITING, now - since < limits.hold_s, f"since {now - since:.0f} of {limits.hold_s:g} s"),
+            (
+                Verdict.BOUND,
+                engines.of(giver) <= limits.least.of(giver),
+                f"{giver} keeps {limits.least.of(giver)}",
+            ),
+            (
+                Verdict.WAITING,
+                now - since < limits.hold_s,
+                f"since {now - since:.0f} of {limits.hold_s:g} s",
+            ),
             (
                 Verdict.SPENT,
                 len(turned_at) >= limits.turns_per_hour,
@@ -242,7 +296,9 @@ def _able(readings: Sequence[EngineReading], role: Role) -> list[EngineReading]:
 
 
 def _first(readings: Sequence[EngineReading], role: Role) -> EngineReading:
-    """Return the engine that turns: the same one for all controllers, whatever they see of loads."""
+    """Return the engine that turns: the same one for all controllers, whatever they see of
+    loads.
+    """
     return min(_able(readings, role), key=lambda one: one.key)
 
 

@@ -1,9 +1,11 @@
-"""Which router decides on roles, and when engines began to turn: one short text that all routers share.
+"""Which router decides on roles, and when engines began to turn: one short text that all routers
+share.
 
-A lease as in Kubernetes' leader election: who holds it writes it anew again and again, and another router takes it when
-it has not changed for as long as it lasts, by that router's own clock, so that clocks need not agree. Each write
-replaces the text that was read, or fails. There is no consensus: a holder that hangs may believe for a moment that it
-still holds the lease, so a turn is written down before it is made, and that write fails then.
+A lease as in Kubernetes' leader election: who holds it writes it anew again and again, and another
+router takes it when it has not changed for as long as it lasts, by that router's own clock, so that
+clocks need not agree. Each write replaces the text that was read, or fails. There is no consensus:
+a holder that hangs may believe for a moment that it still holds the lease, so a turn is written
+down before it is made, and that write fails then.
 """
 
 from collections import Counter
@@ -46,26 +48,35 @@ class RoleHold:
 
 
 class RoleLease:
-    """One router's side. ``now`` is seconds of a clock that only rises, ``wall`` seconds since 1970."""
+    """One router's side.
+
+    ``now`` is seconds of a clock that only rises, ``wall`` seconds since 1970.
+    """
 
     def __init__(self, me: str) -> None:
         """``me``: no other process has this name, also after a restart."""
         self._me = me
-        self._seen: tuple[str, float] | None = None  # the text that another one wrote last, and when it was new
+        # the text that another one wrote last, and when it was new
+        self._seen: tuple[str, float] | None = None
         self._renewed = float("-inf")
-        self._turned_at: tuple[float, ...] = ()  # as this one has written them last: a store may lose its memory
+        # as this one has written them last: a store may lose its memory
+        self._turned_at: tuple[float, ...] = ()
 
-    def look(self, text: str, *, now: float, wall: float, turns: bool = False, counts: bool = True) -> LeaseView:
+    def look(
+        self, text: str, *, now: float, wall: float, turns: bool = False, counts: bool = True
+    ) -> LeaseView:
         """Take in the text as it is.
 
-        ``turns``: an engine shall turn, and this one must still hold the lease when it does, so the text is written
-        anew; ``counts``: the turn is one of those that are written down.
+        ``turns``: an engine shall turn, and this one must still hold the lease when it does, so the
+        text is written anew; ``counts``: the turn is one of those that are written down.
         """
         record = _read(text)
-        # A turn of the future is one of now: its router's clock is ahead. The holder's next renewal writes that down.
-        # Several of those may have the same time from then on, and are several.
+        # A turn of the future is one of now: its router's clock is ahead. The holder's next renewal
+        # writes that down. Several of those may have the same time from then on, and are several.
         known = Counter(record.turned_at) | Counter(self._turned_at)
-        turned_at = tuple(sorted([min(at, wall) for at in known.elements() if wall - _HOUR_S < at]))[-_MOST_TURNS:]
+        turned_at = tuple(
+            sorted([min(at, wall) for at in known.elements() if wall - _HOUR_S < at])
+        )[-_MOST_TURNS:]
         if record.holder not in ("", self._me) and not self._is_over(text, now):
             return LeaseView(holds=False, holder=record.holder, turned_at=turned_at, text=None)
         if turns:

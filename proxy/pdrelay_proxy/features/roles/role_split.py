@@ -1,8 +1,9 @@
 """How a number of engines is divided between two roles. Pure arithmetic.
 
-A role lacks an engine where more than the target utilisation of its engines is busy. An engine turns to it if the role
-that gives it would, without it, still be less pressed than the one that lacks: by a margin, so noise up to that margin
-in both numbers cannot turn an engine there and back. A fleet that is too small for both roles is left as it is.
+A role lacks an engine where more than the target utilisation of its engines is busy. An engine
+turns to it if the role that gives it would, without it, still be less pressed than the one that
+lacks: by a margin, so noise up to that margin in both numbers cannot turn an engine there and back.
+A fleet that is too small for both roles is left as it is.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Final
 from pdrelay_proxy.core.model import Role
 
 MARGIN: Final = 1.15
-GIVES: Final = 1.2  # pressure of a role from which on it gives no engine, whatever the other one lacks
+# pressure of a role from which on it gives no engine, whatever the other one lacks
+GIVES: Final = 1.2
 MOST_WANTED: Final = 10_000  # engines of a role; as planning/sizing.py
 OTHER: Final = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
@@ -55,13 +57,16 @@ class Busy:
 def wanted(busy: Busy, least: Split) -> Split:
     """Return the engines that each role needs, as ``pdrelay plan`` counts them."""
     prefill, decode = (
-        min(MOST_WANTED, max(least.of(role), ceil(busy.of(role) / busy.utilisation - 1e-9))) for role in Role
+        min(MOST_WANTED, max(least.of(role), ceil(busy.of(role) / busy.utilisation - 1e-9)))
+        for role in Role
     )
     return Split(prefill, decode)
 
 
 def lacking(busy: Busy, split: Split) -> Role | None:
-    """Return the role to which an engine should turn; None: neither lacks one, or the other cannot spare one."""
+    """Return the role to which an engine should turn; None: neither lacks one, or the other cannot
+    spare one.
+    """
     for role in Role:
         other = OTHER[role]
         if not split.of(other):

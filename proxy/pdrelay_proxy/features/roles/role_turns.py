@@ -14,7 +14,9 @@ class RoleTurns(Protocol):
         ...
 
     async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:
-        """Write down that an engine turns, and have it begin; say why it does not. Empty: it does. Never raises.
+        """Write down that an engine turns, and have it begin; say why it does not.
+
+        Empty: it does. Never raises.
 
         ``counts``: it is one of the turns of an hour.
         """

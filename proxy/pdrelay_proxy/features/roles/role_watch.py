@@ -48,14 +48,22 @@ class RoleWatch:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Look and decide while the block lasts."""
-        async with meanwhile(repeatedly(self._every_s, self.look, logger, "the roles could not be decided")):
+        async with meanwhile(
+            repeatedly(self._every_s, self.look, logger, "the roles could not be decided")
+        ):
             yield
 
     async def look(self) -> None:
         """Look at every engine that serves, and decide."""
         known = self._registry.members()
-        members = [one for one in known if one.life.state in WELL and not one.life.is_away and one.turn is None]
-        found = await look_at_all([member.instance for member in members], self._read, self._every_s)
+        members = [
+            one
+            for one in known
+            if one.life.state in WELL and not one.life.is_away and one.turn is None
+        ]
+        found = await look_at_all(
+            [member.instance for member in members], self._read, self._every_s
+        )
         readings = list[EngineReading]()
         both = list[EngineReading]()
         for one, totals in zip(members, found, strict=True):
@@ -77,13 +85,17 @@ class RoleWatch:
         if decision.turn is not None and self._turns is not None:
             instance = decision.turn.instance
             role = decision.turn.role
-            if why := await self._turns.begin(instance, role, counts=decision.verdict is Verdict.TURN):
+            if why := await self._turns.begin(
+                instance, role, counts=decision.verdict is Verdict.TURN
+            ):
                 logger.warning("%s does not turn to %s: %s", instance, role, why)
 
     def _reading(self, member: Member, totals: EngineTotals | None) -> EngineReading:
         one = member.instance
         other = EngineRole.DECODE if one.role is Role.PREFILL else EngineRole.PREFILL
-        may_turn = self._registry.get(one.id) is member and self._registry.departures.can_turn(one.id, other)
+        may_turn = self._registry.get(one.id) is member and self._registry.departures.can_turn(
+            one.id, other
+        )
         return EngineReading(one.id, one.role, _key(one), totals, may_turn)
 
     async def _read(self, instance: Instance) -> EngineTotals | None:
@@ -113,7 +125,9 @@ def _mixed(members: Sequence[Member]) -> str:
         if one.facts.models is not None
     }
     if len(models) > 1:
-        return f"engines serve {len(models)} different sets of models, and roles are decided for one"
+        return (
+            f"engines serve {len(models)} different sets of models, and roles are decided for one"
+        )
     keys = [_key(one.instance) for one in members]
     if len(set(keys)) < len(keys):
         return "an engine has both roles at the same time"

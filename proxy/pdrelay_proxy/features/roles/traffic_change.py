@@ -1,7 +1,8 @@
 """When the traffic of a role became another one: a mean over both is of neither.
 
-Requests that come by chance (a Poisson process) are sometimes twice as many for a while. So there must be enough of
-them to tell: 24 where 12 were expected, or the other way round, is chance once in some hundred looks.
+Requests that come by chance (a Poisson process) are sometimes twice as many for a while. So there
+must be enough of them to tell: 24 where 12 were expected, or the other way round, is chance once in
+some hundred looks.
 """
 
 from collections import deque
@@ -14,14 +15,18 @@ _ENOUGH: Final = 24.0  # requests since the change, or that would have come with
 
 
 class TrafficSteps:
-    """What the engines of a role did from one look to the next, for as long as their numbers are means of."""
+    """What the engines of a role did from one look to the next, for as long as their numbers are
+    means of.
+    """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._steps = deque[tuple[float, float, float]]()  # seconds, tokens, requests; the oldest first
+        # seconds, tokens, requests; the oldest first
+        self._steps = deque[tuple[float, float, float]]()
 
     def add(self, elapsed_s: float, tokens: float, requests: float) -> int | None:
-        """Take in a step; return how many steps there are since the traffic changed; None: it did not.
+        """Take in a step; return how many steps there are since the traffic changed; None: it did
+        not.
 
         Steps before the change are forgotten.
         """

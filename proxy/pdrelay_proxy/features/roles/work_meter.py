@@ -1,8 +1,10 @@
-"""How many engines of each role the traffic keeps busy, measured at the engines: the numbers of ``pdrelay plan``.
+"""How many engines of each role the traffic keeps busy, measured at the engines: the numbers of
+``pdrelay plan``.
 
-Work is in engines that would be busy all the time (the utilisation law, as planning/sizing.py). Prefill: prompt tokens
-that arrive in a second over those that an engine computes in one. Decode: tokens that are made in a second over those
-that an engine makes with the largest batch that keeps the target between tokens; or the KV caches that are full.
+Work is in engines that would be busy all the time (the utilisation law, as planning/sizing.py).
+Prefill: prompt tokens that arrive in a second over those that an engine computes in one. Decode:
+tokens that are made in a second over those that an engine makes with the largest batch that keeps
+the target between tokens; or the KV caches that are full.
 """
 
 from collections import deque
@@ -58,7 +60,8 @@ class DecodeWork:
     itl_s: float  # mean; 0: no stream
     rate: float  # tokens that one engine makes in a second within the target
     kv_engines: float  # caches that are full
-    busy: float  # engines that this keeps busy; all of them, if their time between tokens is over the target
+    # engines that this keeps busy; all of them, if their time between tokens is over the target
+    busy: float
 
 
 @dataclass(slots=True)
@@ -68,7 +71,8 @@ class _Track:
     role: Role
     looks: deque[EngineTotals]
     since: float  # the first look, which may be older than those that are kept
-    owed_s: float = 0.0  # of work that ended lately, and was done before the look at which it showed
+    # of work that ended lately, and was done before the look at which it showed
+    owed_s: float = 0.0
 
     def is_known(self, now: float) -> bool:
         return self.looks[-1].at - self.since >= _KNOWN_S and now - self.looks[-1].at <= _STALE_S
@@ -80,9 +84,10 @@ class _Track:
     def worked_s(self, before: EngineTotals, now: EngineTotals) -> float:
         """Return for how long a prefill engine had something to do between its last two looks.
 
-        vLLM's gauges are those behind its last step: prompts that take one step are in none of them. It also shows how
-        long prompts took from their first step to their token (vllm/v1/metrics/stats.py), which is as long, but for
-        prompts that share steps: those of one last step count once, and there is no more time than has passed.
+        vLLM's gauges are those behind its last step: prompts that take one step are in none of
+        them. It also shows how long prompts took from their first step to their token
+        (vllm/v1/metrics/stats.py), which is as long, but for prompts that share steps: those of one
+        last step count once, and there is no more time than has passed.
         """
         elapsed_s = now.at - before.at
         if now.prefill_s is None or before.prefill_s is None:
@@ -113,8 +118,12 @@ class WorkMeter:
         names = {reading.name for reading in readings}
         for gone in self._tracks.keys() - names:
             del self._tracks[gone]
-        steps = [(reading, step) for reading in readings if (step := self._step(reading)) is not None]
-        self._learn_prefill([(self._tracks[one.name], *step) for one, step in steps if one.role is Role.PREFILL])
+        steps = [
+            (reading, step) for reading in readings if (step := self._step(reading)) is not None
+        ]
+        self._learn_prefill(
+            [(self._tracks[one.name], *step) for one, step in steps if one.role is Role.PREFILL]
+        )
         self._learn_decode([step for one, step in steps if one.role is Role.DECODE])
         for role in Role:
             self._forget_other_traffic(role, [step for one, step in steps if one.role is role])
@@ -122,10 +131,17 @@ class WorkMeter:
     def unknown(self, readings: Iterable[EngineReading], now: float) -> Sequence[InstanceId]:
         """List the engines that were not looked at for long enough, or lately."""
         tracks = self._tracks
-        return [one.name for one in readings if one.name not in tracks or not tracks[one.name].is_known(now)]
+        return [
+            one.name
+            for one in readings
+            if one.name not in tracks or not tracks[one.name].is_known(now)
+        ]
 
     def prefill(self, queued_requests: int) -> PrefillWork | None:
-        """Return the work of prefill engines; ``queued_requests``: in this router. None: their rate is not known."""
+        """Return the work of prefill engines; ``queued_requests``: in this router.
+
+        None: their rate is not known.
+        """
         tracks = self._of(Role.PREFILL)
         rate = self._prefill_rate.per_s
         if rate is None or not tracks:
@@ -143,7 +159,8 @@ class WorkMeter:
     def decode(self, prefill: PrefillWork | None) -> DecodeWork | None:
         """Return the work of decode engines; None: their rate is not known.
 
-        What waits before prefill engines comes to decode engines as soon as there are more of those.
+        What waits before prefill engines comes to decode engines as soon as there are more of
+        those.
         """
         tracks = self._of(Role.DECODE)
         itl_s = self._targets.itl_s
@@ -160,10 +177,15 @@ class WorkMeter:
         return DecodeWork(made, seconds, waiting, seen_s, rate, caches, busy)
 
     def _of(self, role: Role) -> list[_Track]:
-        return [track for track in self._tracks.values() if track.role is role and len(track.looks) > 1]
+        return [
+            track for track in self._tracks.values() if track.role is role and len(track.looks) > 1
+        ]
 
     def _step(self, reading: EngineReading) -> tuple[EngineTotals, EngineTotals] | None:
-        """Note a look; return it behind the one before. An engine that turned or was restarted begins anew."""
+        """Note a look; return it behind the one before.
+
+        An engine that turned or was restarted begins anew.
+        """
         now = reading.totals
         if now is None:
             return None
@@ -181,8 +203,13 @@ class WorkMeter:
         return before, now
 
     def _learn_prefill(self, steps: Sequence[tuple[_Track, EngineTotals, EngineTotals]]) -> None:
-        # Streams that a late turn has left keep an engine busy and compute no prompt: it shows nothing until they end.
-        steps = [(track, before, now) for track, before, now in steps if now.itl_count <= before.itl_count]
+        # Streams that a late turn has left keep an engine busy and compute no prompt: it shows
+        # nothing until they end.
+        steps = [
+            (track, before, now)
+            for track, before, now in steps
+            if now.itl_count <= before.itl_count
+        ]
         if not steps:
             return
         tokens = fsum([now.computed_tokens - before.computed_tokens for _, before, now in steps])
@@ -194,21 +221,27 @@ class WorkMeter:
         for before, now in steps:
             tokens = now.itl_count - before.itl_count
             seconds = now.itl_sum_s - before.itl_sum_s
-            if tokens >= _TOKENS and seconds > 0:  # seconds of streams in a second are streams (Little's law)
+            # seconds of streams in a second are streams (Little's law)
+            if tokens >= _TOKENS and seconds > 0:
                 shown.append((seconds / (now.at - before.at), seconds / tokens))
         if shown:
             self._decode_line.fade(max(now.at - before.at for before, now in steps))
         for batch, itl_s in shown:
             self._decode_line.add(batch, itl_s)
 
-    def _forget_other_traffic(self, role: Role, steps: Sequence[tuple[EngineTotals, EngineTotals]]) -> None:
+    def _forget_other_traffic(
+        self, role: Role, steps: Sequence[tuple[EngineTotals, EngineTotals]]
+    ) -> None:
         """Drop the looks at a role's engines that are older than its traffic."""
         if not steps:
             return
         tokens, requests = (
-            fsum([total(now) - total(before) for before, now in steps]) for total in (_TOKENS_OF[role], _prompts)
+            fsum([total(now) - total(before) for before, now in steps])
+            for total in (_TOKENS_OF[role], _prompts)
         )
-        since = self._traffic[role].add(max(now.at - before.at for before, now in steps), tokens, requests)
+        since = self._traffic[role].add(
+            max(now.at - before.at for before, now in steps), tokens, requests
+        )
         if since is None:
             return
         for track in self._of(role):
@@ -217,7 +250,9 @@ class WorkMeter:
 
     def _prompt_tokens(self, tracks: Sequence[_Track]) -> float:
         """Return how many tokens of a prompt an engine computes, on the mean."""
-        tokens = fsum([track.looks[-1].computed_tokens - track.looks[0].computed_tokens for track in tracks])
+        tokens = fsum(
+            [track.looks[-1].computed_tokens - track.looks[0].computed_tokens for track in tracks]
+        )
         prompts = fsum([track.looks[-1].prompts - track.looks[0].prompts for track in tracks])
         return tokens / prompts if prompts else 0.0
 
@@ -247,14 +282,16 @@ def _is_busy(look: EngineTotals) -> bool:
 
 def _per_s(tracks: Sequence[_Track], total: Callable[[EngineTotals], float]) -> float:
     """Return how much a total rises in a second, of all engines together."""
-    return fsum([(total(track.looks[-1]) - total(track.looks[0])) / track.elapsed_s for track in tracks])
+    return fsum(
+        [(total(track.looks[-1]) - total(track.looks[0])) / track.elapsed_s for track in tracks]
+    )
 
 
 def _mean(track: _Track, value: Callable[[EngineTotals], float]) -> float:
     """Return the mean of a gauge over the time that the looks span."""
-    return fsum([(value(one) + value(two)) / 2 * (two.at - one.at) for one, two in pairwise(track.looks)]) / (
-        track.elapsed_s
-    )
+    return fsum(
+        [(value(one) + value(two)) / 2 * (two.at - one.at) for one, two in pairwise(track.looks)]
+    ) / (track.elapsed_s)
 
 
 def _growth(track: _Track) -> float:
@@ -263,7 +300,9 @@ def _growth(track: _Track) -> float:
 
 
 def _kv(track: _Track) -> float:
-    """Return the share of its KV cache that an engine needs: what waits needs as much as what runs."""
+    """Return the share of its KV cache that an engine needs: what waits needs as much as what
+    runs.
+    """
     used = _mean(track, lambda look: look.kv_usage or 0.0)
     running = _mean(track, lambda look: look.running)
     waiting = _mean(track, lambda look: look.waiting)
@@ -271,7 +310,9 @@ def _kv(track: _Track) -> float:
 
 
 def _inflow(prefill: PrefillWork | None) -> float:
-    """Return how many times as much would come to decode engines if no prompt waited; 1 unless the queue is late."""
+    """Return how many times as much would come to decode engines if no prompt waited; 1 unless the
+    queue is late.
+    """
     if prefill is None or prefill.tokens_per_s <= 0 or not prefill.is_late:
         return 1.0
     return min(max(1.0, prefill.arriving_per_s / prefill.tokens_per_s), _MOST_INFLOW)

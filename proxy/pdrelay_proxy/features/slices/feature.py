@@ -24,7 +24,9 @@ class SlicesFeature(Feature):
 
     @staticmethod
     def pairs_within(settings: Settings, /) -> PairsWithin | None:
-        """Have engines of two slices not fit, where one is required; those without a slice are one."""
+        """Have engines of two slices not fit, where one is required; those without a slice are
+        one.
+        """
         requires = settings.of(SliceSettings).slice_pairing is SlicePairing.REQUIRE
         return (lambda name: name or NO_SLICE) if requires else None
 
@@ -39,15 +41,21 @@ class SlicesFeature(Feature):
 
     def _families(self) -> Iterator[Family]:
         plays_a_part = self._pairing is not SlicePairing.OFF
-        return slice_families(self.ground.engines.registry if plays_a_part else None, self._preference)
+        return slice_families(
+            self.ground.engines.registry if plays_a_part else None, self._preference
+        )
 
 
-def slice_families(registry: Registry | None, preference: SlicePreference | None) -> Iterator[Family]:
+def slice_families(
+    registry: Registry | None, preference: SlicePreference | None
+) -> Iterator[Family]:
     """Return the metrics; None: there is nothing to show."""
     sizes = {} if registry is None else slice_sizes(registry)
     text = "Engines that may serve, by pdrelay/slice; 0: the slice has some, and none of them may."
     yield gauge_family("pdrelay_slice_instances", text, ("slice", "role"), list(sizes.items()))
-    text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
+    text = (
+        "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
+    )
     crossings: Mapping[tuple[str, ...], int] = {} if preference is None else preference.counted
     yield from counter_family("pdrelay_slice_crossings", text, ("reason",), crossings)
 

@@ -12,7 +12,8 @@ class SlicePairing(StrEnum):
 
     OFF = "off"  # slices play no part
     PREFER = "prefer"  # another slice takes part only where one lacks engines of a role
-    REQUIRE = "require"  # never two slices; an engine without a slice pairs with those that have none either
+    # never two slices; an engine without a slice pairs with those that have none either
+    REQUIRE = "require"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""``pdrelay why NAME``: where the time of a request went, over the router and both engines (docs/why.md)."""
+"""``pdrelay why NAME``: where the time of a request went, over the router and both engines
+(docs/why.md).
+"""
 
 import argparse
 import json
@@ -7,7 +9,12 @@ from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import quote
 
-from pdrelay_proxy.console.router_client import Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.console.router_client import (
+    Json,
+    RouterClient,
+    add_access_arguments,
+    run_command,
+)
 from pdrelay_proxy.console.tables import in_lines, widths_of
 
 _BAR: Final = 30  # characters that stand for the whole time
@@ -16,10 +23,14 @@ _BAR: Final = 30  # characters that stand for the whole time
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument(
-        "name", metavar="NAME", help="X-Request-Id of the response, the client's own id, or the beginning of one"
+        "name",
+        metavar="NAME",
+        help="X-Request-Id of the response, the client's own id, or the beginning of one",
     )
     add_access_arguments(parser)
-    parser.add_argument("--router-only", action="store_true", help="do not ask the engines (one may hang)")
+    parser.add_argument(
+        "--router-only", action="store_true", help="do not ask the engines (one may hang)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -44,11 +55,16 @@ def text(found: Json) -> str:
 def _request(request: Json) -> str:
     began = datetime.fromtimestamp(request["began_at"], UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     client = f" (client: {request['client_id']})" if request["client_id"] else ""
-    how = f"{request['status']} {request['outcome']}" if request["status"] else f"under way: {request['state']}"
+    how = (
+        f"{request['status']} {request['outcome']}"
+        if request["status"]
+        else f"under way: {request['state']}"
+    )
     reason = f", {request['single_reason']}" if request["single_reason"] else ""
     lines = [
         f"{request['request_id']}{client}",
-        f"{request['path']}  {how}  {request['mode']}{reason}  {began}Z  {request['duration_ms']:.1f} ms",
+        f"{request['path']}  {how}  {request['mode']}{reason}  {began}Z  "
+        f"{request['duration_ms']:.1f} ms",
     ]
     lines += [f"error: {request['error']}"] if request["error"] else []
     lines += [f"retried: {retry}" for retry in request["retries"]]
@@ -60,7 +76,8 @@ def _request(request: Json) -> str:
         if row["leg"]:
             continue
         table.append(_cells(row, request["duration_ms"], row["what"]))
-        if row["what"].endswith(" leg"):  # what its engine noted lies inside it, and may go on behind it
+        # what its engine noted lies inside it, and may go on behind it
+        if row["what"].endswith(" leg"):
             parts = [part for part in inner if part["leg"] == row["where"]]
             inner = [part for part in inner if part["leg"] != row["where"]]
             table += [_cells(part, request["duration_ms"], f"  {part['what']}") for part in parts]

@@ -1,7 +1,8 @@
-"""Adds what engines noted of a request to its trace, after its end: the engines' rows of ``pdrelay why``.
+"""Adds what engines noted of a request to its trace, after its end: the engines' rows of ``pdrelay
+why``.
 
-Whoever traces every request of a busy router must not have it ask engines twice for each: some requests a second get
-their rows, and the others are counted.
+Whoever traces every request of a busy router must not have it ask engines twice for each: some
+requests a second get their rows, and the others are counted.
 """
 
 import asyncio
@@ -19,16 +20,20 @@ from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.metric_families import Family, counter_family
 
 logger = logging.getLogger(__name__)
-AddRows: TypeAlias = Callable[[float, Sequence[Row]], None]  # when the request began, in seconds since the epoch; rows
+# when the request began, in seconds since the epoch; rows
+AddRows: TypeAlias = Callable[[float, Sequence[Row]], None]
 HearEnd: TypeAlias = Callable[[RequestRecord, AddRows], None]
-LATER_S: Final = 1.0  # after the end of a request: engines tell what they noted with their next steps
+# after the end of a request: engines tell what they noted with their next steps
+LATER_S: Final = 1.0
 _LEAST_S: Final = 0.1  # between two requests that engines are asked of
 _MOST_WAITING: Final = 64
 _QUIET_S: Final = 60.0  # for which engines that told nothing are not asked
 
 
 class EngineSpans:
-    """Takes in requests that are over; asks their engines in one task. Times are seconds of one clock.
+    """Takes in requests that are over; asks their engines in one task.
+
+    Times are seconds of one clock.
 
     ``ask`` gets a request and the engines that are to be left out.
     """
@@ -44,11 +49,15 @@ class EngineSpans:
         self._clock = clock
         self._later_s = later_s
         self._over = asyncio.Queue[tuple[float, RequestRecord, AddRows]](_MOST_WAITING)
-        self._quiet = dict[InstanceId, float]()  # engines that told nothing, and until when they are not asked
-        self.outcomes = Counter[Key]({("added",): 0, ("untold",): 0, ("skipped",): 0})  # traces, by what became of them
+        # engines that told nothing, and until when they are not asked
+        self._quiet = dict[InstanceId, float]()
+        # traces, by what became of them
+        self.outcomes = Counter[Key]({("added",): 0, ("untold",): 0, ("skipped",): 0})
 
     def offer(self, record: RequestRecord, add: AddRows) -> None:
-        """Have the rows of a request that is over added, unless its engines tell nothing or too many wait."""
+        """Have the rows of a request that is over added, unless its engines tell nothing or too
+        many wait.
+        """
         now = self._clock()
         if not any(self._quiet.get(leg.record.instance, now) <= now for leg in legs_of(record)):
             return
@@ -76,10 +85,16 @@ class EngineSpans:
                 quiet = {name for name, until in self._quiet.items() if until > self._clock()}
                 began_at, timeline = await self._ask(record, quiet)
                 rows = [row for row in timeline.rows if row.leg]
-                self._note([leg.record.instance for leg in legs_of(record)], quiet, {row.leg for row in rows})
+                self._note(
+                    [leg.record.instance for leg in legs_of(record)],
+                    quiet,
+                    {row.leg for row in rows},
+                )
                 add(began_at, rows)
             except Exception:
-                logger.exception("the rows of engines could not be added to the trace of %s", record.request_id)
+                logger.exception(
+                    "the rows of engines could not be added to the trace of %s", record.request_id
+                )
 
     def _note(self, engines: Sequence[InstanceId], quiet: Set[InstanceId], told: Set[str]) -> None:
         """Note which engines told something."""

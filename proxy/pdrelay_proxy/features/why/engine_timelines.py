@@ -1,4 +1,6 @@
-"""Asks the engines of a request what they noted of it, and puts it together with what the router knows."""
+"""Asks the engines of a request what they noted of it, and puts it together with what the router
+knows.
+"""
 
 import asyncio
 import time
@@ -54,7 +56,12 @@ class Timelines:
     wall_clock: Callable[[], float] = _WALL_CLOCK  # seconds since the epoch
 
     async def of(
-        self, record: RequestRecord, *, is_over: bool, asks_engines: bool, without: Set[InstanceId] = frozenset()
+        self,
+        record: RequestRecord,
+        *,
+        is_over: bool,
+        asks_engines: bool,
+        without: Set[InstanceId] = frozenset(),
     ) -> tuple[float, Timeline]:
         """Return when a request began, in seconds since the epoch, and what happened since.
 
@@ -67,7 +74,9 @@ class Timelines:
         if record.prefill is not None and record.decode is not None:
             pair = record.prefill.instance, record.decode.instance
             if (trouble := self.registry.pairs.troubles.get(pair)) is not None:
-                timeline.notes.append(f"{pair[1]} loads no KV of {pair[0]} ({trouble.reason}): {trouble.why}")
+                timeline.notes.append(
+                    f"{pair[1]} loads no KV of {pair[0]} ({trouble.reason}): {trouble.why}"
+                )
         legs = [leg for leg in legs if leg.record.instance not in without]
         answers = await asyncio.gather(*[self._ask(leg) for leg in legs])
         for leg, (events, said) in zip(legs, answers, strict=True):

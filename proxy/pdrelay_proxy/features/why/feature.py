@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 
 class WhyFeature(Feature):
-    """Keeps the latest requests that are over, asks engines what they noted of one, and sends spans to a collector."""
+    """Keeps the latest requests that are over, asks engines what they noted of one, and sends spans
+    to a collector.
+    """
 
-    def __init__(self, ground: Ground, make_traces: "Callable[[HearEnd], Traces] | None" = None) -> None:
+    def __init__(
+        self, ground: Ground, make_traces: "Callable[[HearEnd], Traces] | None" = None
+    ) -> None:
         """``make_traces``: those of a test; None: as the settings ask for. Raises ConfigError."""
         super().__init__(ground)
         chosen = ground.settings.of(WhySettings)
@@ -55,14 +59,19 @@ class WhyFeature(Feature):
             return self._history
 
         routes = partial(
-            request_routes, history, lambda: [(each.record, each.state) for each in requests], self._timelines
+            request_routes,
+            history,
+            lambda: [(each.record, each.state) for each in requests],
+            self._timelines,
         )
         if self._traces is None:
             return FeatureParts(routes=(routes,))
         running = partial(_closing, self._traces), self._engine_spans.running
         return FeatureParts(running, (routes,), families=self._engine_spans.families)
 
-    def _rows(self, record: RequestRecord, without: Set[InstanceId]) -> Awaitable[tuple[float, Timeline]]:
+    def _rows(
+        self, record: RequestRecord, without: Set[InstanceId]
+    ) -> Awaitable[tuple[float, Timeline]]:
         """Ask the engines of a request that is over for their rows, but for some of them."""
         return self._timelines.of(record, is_over=True, asks_engines=True, without=without)
 
@@ -77,7 +86,9 @@ async def _closing(traces: "Traces") -> AsyncGenerator[None]:
 
 
 def _trace_maker(endpoint: str | None) -> "Callable[[HearEnd], Traces] | None":
-    """Return what makes the traces, for what hears of requests that are over; None: nobody asks for spans."""
+    """Return what makes the traces, for what hears of requests that are over; None: nobody asks for
+    spans.
+    """
     if endpoint is None:
         return None
     try:

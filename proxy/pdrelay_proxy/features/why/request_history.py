@@ -1,4 +1,6 @@
-"""The records of the latest requests that are over, for operators who ask what happened to one (docs/why.md)."""
+"""The records of the latest requests that are over, for operators who ask what happened to one
+(docs/why.md).
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,18 +24,22 @@ class RequestHistory:
     def add(self, records: Sequence[RequestRecord]) -> None:
         """Keep records, without what they hold of answers, and forget the oldest.
 
-        Requests that were not admitted are not kept: strangers could send so many that no other is left. Nor are the
-        prompts of a request that has thousands: its own record has the notable ones.
+        Requests that were not admitted are not kept: strangers could send so many that no other is
+        left. Nor are the prompts of a request that has thousands: its own record has the notable
+        ones.
         """
         for record in records:
             record.end = NO_END
-            was_admitted = record.queue_s is not None or record.decode is not None  # the latter of a session
+            # the latter of a session
+            was_admitted = record.queue_s is not None or record.decode is not None
             if was_admitted and not isinstance(record, PromptRecord):
                 self._over.append(record)
 
     def find(self, name: str) -> Sequence[RequestRecord]:
         """Return the records with this name, the latest first."""
-        return [found for record in reversed(self._over) for found in records_named(record, name)][:MOST_FOUND]
+        return [found for record in reversed(self._over) for found in records_named(record, name)][
+            :MOST_FOUND
+        ]
 
     def find_beginning(self, beginning: str) -> Sequence[RequestRecord]:
         """Return the records with a name that begins so, the latest first."""
@@ -41,7 +47,9 @@ class RequestHistory:
 
 
 def records_named(record: RequestRecord, name: str) -> Sequence[RequestRecord]:
-    """Return a request if it has this name, the router's or its client's, or the one of its prompts that has it."""
+    """Return a request if it has this name, the router's or its client's, or the one of its prompts
+    that has it.
+    """
     own = record.request_id
     if name in (own, record.client_id):
         return (record,)

@@ -1,4 +1,5 @@
-"""What happened to one request, as rows: those of the router follow each other, those of an engine lie inside a leg.
+"""What happened to one request, as rows: those of the router follow each other, those of an engine
+lie inside a leg.
 
 All times are milliseconds since the request's head came to the router.
 """
@@ -17,7 +18,9 @@ _TOLERANCE_MS: Final = 1.0  # an engine's clock that differs less is taken to be
 
 
 class EngineEvent(NamedTuple):
-    """Something that an engine noted of the request (connector/pdrelay_connector/core/timeline.py)."""
+    """Something that an engine noted of the request
+    (connector/pdrelay_connector/core/timeline.py).
+    """
 
     step: str
     at: float  # s since the epoch, by the engine's clock
@@ -28,7 +31,10 @@ class EngineEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stretch of time. ``leg``: the leg that it is a part of, by the engine's id; empty: a row of the router."""
+    """A stretch of time.
+
+    ``leg``: the leg that it is a part of, by the engine's id; empty: a row of the router.
+    """
 
     what: str
     where: str
@@ -40,7 +46,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One leg: ``answered_ms``: when its answer had begun, or it had failed; None: that has not happened."""
+    """One leg: ``answered_ms``: when its answer had begun, or it had failed; None: that has not
+    happened.
+    """
 
     record: LegRecord
     role: Role
@@ -63,7 +71,9 @@ class Timeline:
 
 def legs_of(record: RequestRecord) -> list[Leg]:
     """List the legs in the order in which they were sent."""
-    legs = [_leg(record, retry.leg, retry.role, failure=str(retry.reason)) for retry in record.retries]
+    legs = [
+        _leg(record, retry.leg, retry.role, failure=str(retry.reason)) for retry in record.retries
+    ]
     legs += [_leg(record, leg, role) for leg, role in record.past]
     for leg, role in ((record.prefill, Role.PREFILL), (record.decode, Role.DECODE)):
         if leg is not None:
@@ -71,7 +81,9 @@ def legs_of(record: RequestRecord) -> list[Leg]:
     return sorted(legs, key=lambda leg: leg.sent_ms)
 
 
-def _leg(record: RequestRecord, leg: LegRecord, role: Role, *, failure: str = "", transfer: str = "") -> Leg:
+def _leg(
+    record: RequestRecord, leg: LegRecord, role: Role, *, failure: str = "", transfer: str = ""
+) -> Leg:
     sent = (leg.sent_at - record.began_at) * 1e3
     answered = None if leg.ms is None else sent + leg.ms
     streams = role is Role.DECODE and record.ttft_s is not None
@@ -99,7 +111,8 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
     legs = legs_of(record)
     waited = 0.0 if record.queue_s is None else record.queue_s * 1e3
     if record.admitted_s is not None or waited:
-        ready = total if record.admitted_s is None else record.admitted_s * 1e3  # or it waited in vain
+        # or it waited in vain
+        ready = total if record.admitted_s is None else record.admitted_s * 1e3
         until(ready - waited, "read the request")
         until(ready, "queue")
     before = "choose engines"
@@ -111,9 +124,15 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
             before = "move"
         until(leg.sent_ms, before if leg.sent_ms > cursor else "", note="")
         end = total if leg.answered_ms is None else leg.answered_ms
-        beside = f"sent at {leg.sent_ms:.1f} ms, beside the other leg" if leg.sent_ms < cursor - 0.05 else ""
+        beside = (
+            f"sent at {leg.sent_ms:.1f} ms, beside the other leg"
+            if leg.sent_ms < cursor - 0.05
+            else ""
+        )
         failed = f"failed: {leg.failure}" if leg.failure else ""
-        until(end, f"{leg.role} leg", leg.record.instance, "; ".join(filter(None, (beside, failed))))
+        until(
+            end, f"{leg.role} leg", leg.record.instance, "; ".join(filter(None, (beside, failed)))
+        )
         before = "begin again" if leg.failure else "hand over"
     if record.ttft_s is not None:
         until(record.ttft_s * 1e3, "write the first event")
@@ -149,44 +168,62 @@ _COMPUTED: Final = frozenset({"computing", "first_token", "finished"})
 _NEXT_PART: Final = frozenset({"staging", "reading", "read"})  # of a load, or its end
 
 
-def engine_rows(leg: Leg, events: Sequence[EngineEvent], timeline: Timeline, began_at: float) -> None:
+def engine_rows(
+    leg: Leg, events: Sequence[EngineEvent], timeline: Timeline, began_at: float
+) -> None:
     """Add an engine's rows to a timeline, and a note if its clock differs from the router's.
 
     ``began_at``: when the request's head came, in seconds since the epoch by the router's clock.
     """
     where = leg.record.instance
     end = timeline.total_ms if leg.answered_ms is None else leg.answered_ms
-    placed = [event._replace(at=(event.at - began_at) * 1e3) for event in sorted(events, key=lambda event: event.at)]
+    placed = [
+        event._replace(at=(event.at - began_at) * 1e3)
+        for event in sorted(events, key=lambda event: event.at)
+    ]
     own = [event for event in placed if event.step in _ENDED or event.step == "arrived"]
     if own and (error := _clock_error(leg, own, end)):
-        timeline.notes.append(f"the clock of {where} differs by about {error:+.0f} ms; its rows are moved")
+        timeline.notes.append(
+            f"the clock of {where} differs by about {error:+.0f} ms; its rows are moved"
+        )
         placed = [event._replace(at=event.at - error) for event in placed]
         own = [event._replace(at=event.at - error) for event in own]
-    for how in dict.fromkeys(event.note for event in placed if event.step == "load_failed" and event.note):
+    for how in dict.fromkeys(
+        event.note for event in placed if event.step == "load_failed" and event.note
+    ):
         timeline.notes.append(f"{where} did not get the KV ({how}) and computed the prompt")
     rows: list[Row] = []
     if own and own[0].at > leg.sent_ms:
         rows.append(Row("reach the engine", where, leg.sent_ms, own[0].at - leg.sent_ms, where))
-    # An engine may know several by this name: other answers or inputs, and what has told it to free the blocks.
+    # An engine may know several by this name: other answers or inputs, and what has told it to free
+    # the blocks.
     for request in dict.fromkeys(event.request for event in own):
         _add_rows(rows, where, [event for event in own if event.request == request])
     rows += _on_its_way(leg, own, where)
     timeline.rows += rows
     for what, first, lasts in (
         ("write KV", "writing", ("written",)),
-        ("lease", "lease_granted", tuple(event.step for event in placed if event.step in _LEASE_ENDS)),
+        (
+            "lease",
+            "lease_granted",
+            tuple(event.step for event in placed if event.step in _LEASE_ENDS),
+        ),
     ):
         timeline.rows += _span(what, where, placed, first, lasts)
 
 
 def _on_its_way(leg: Leg, own: Sequence[EngineEvent], where: str) -> Sequence[Row]:
-    """Return the row of what the engine had computed, and the router did not have yet; none, if the leg failed."""
+    """Return the row of what the engine had computed, and the router did not have yet; none, if the
+    leg failed.
+    """
     end = leg.answered_ms
     if end is None or leg.failure:
         return ()
     step = "first_token" if leg.streams else "finished"
     ready = [
-        event.at for event in own if event.at < end - _LEAST_MS and (event.step == step or leg.role is Role.PREFILL)
+        event.at
+        for event in own
+        if event.at < end - _LEAST_MS and (event.step == step or leg.role is Role.PREFILL)
     ]
     if not ready:
         return ()
@@ -195,7 +232,9 @@ def _on_its_way(leg: Leg, own: Sequence[EngineEvent], where: str) -> Sequence[Ro
 
 
 def _add_rows(rows: list[Row], where: str, events: Sequence[EngineEvent]) -> None:
-    """Add the rows of one request of an engine; steps of one kind that follow each other are one."""
+    """Add the rows of one request of an engine; steps of one kind that follow each other are
+    one.
+    """
     begins = True
     for before, after in pairwise(events):
         what, note = _label(before, after)
@@ -212,11 +251,15 @@ def _add_rows(rows: list[Row], where: str, events: Sequence[EngineEvent]) -> Non
         begins = False
 
 
-_LEASE_ENDS: Final = frozenset({"lease_done", "lease_dropped", "lease_peer_lost", "lease_expired", "lease_revoked"})
+_LEASE_ENDS: Final = frozenset(
+    {"lease_done", "lease_dropped", "lease_peer_lost", "lease_expired", "lease_revoked"}
+)
 
 
 def _clock_error(leg: Leg, own: Sequence[EngineEvent], end: float) -> float:
-    """Return by how many ms the engine's clock must be wrong at least: it can only have seen the request in its leg."""
+    """Return by how many ms the engine's clock must be wrong at least: it can only have seen the
+    request in its leg.
+    """
     arrived = own[0].at
     if arrived < leg.sent_ms - _TOLERANCE_MS or arrived > end + _TOLERANCE_MS:
         return arrived - leg.sent_ms
@@ -231,7 +274,9 @@ def _label(before: EngineEvent, after: EngineEvent) -> tuple[str, str]:
     if before.step == "load_ordered" and after.step == "loaded":
         return "wait for the writes of P", _counted(before.number, "token")
     if after.step == "considered":
-        return _ENDED[after.step], f"{_counted(after.number, 'token')} cached" if after.number else ""
+        return _ENDED[
+            after.step
+        ], f"{_counted(after.number, 'token')} cached" if after.number else ""
     if before.step == "reading" and after.step in _NEXT_PART:
         return "read KV", _counted(before.number, "block")
     if after.step == "load_failed":
@@ -249,7 +294,9 @@ def _joined(first: str, second: str) -> str:
     return f"{first} + {second}" if first and second else first or second
 
 
-def _span(what: str, where: str, events: Sequence[EngineEvent], first: str, lasts: Sequence[str]) -> Sequence[Row]:
+def _span(
+    what: str, where: str, events: Sequence[EngineEvent], first: str, lasts: Sequence[str]
+) -> Sequence[Row]:
     """Return one row from the first event of a kind to the last of others, if there are both."""
     begins = [e for e in events if e.step == first]
     ends = [e for e in events if e.step in lasts]
@@ -260,4 +307,13 @@ def _span(what: str, where: str, events: Sequence[EngineEvent], first: str, last
     if not ends:
         return (Row(f"{what}, not over", where, begins[0].at, 0.0, where, note),)
     how = ends[-1].step.removeprefix("lease_") if what == "lease" else ""
-    return (Row(what, where, begins[0].at, ends[-1].at - begins[0].at, where, f"{how}, {note}" if how else note),)
+    return (
+        Row(
+            what,
+            where,
+            begins[0].at,
+            ends[-1].at - begins[0].at,
+            where,
+            f"{how}, {note}" if how else note,
+        ),
+    )

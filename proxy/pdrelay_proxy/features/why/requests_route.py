@@ -5,7 +5,12 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, HTTPException, Path, Query
 
-from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OPERATORS, OperatorAccess, operator_errors
+from pdrelay_proxy.api.operator_route import (
+    OPERATOR_KEY,
+    OPERATORS,
+    OperatorAccess,
+    operator_errors,
+)
 from pdrelay_proxy.core.request_record import (
     CLIENT_CLOSED_REQUEST,
     PromptParts,
@@ -30,31 +35,50 @@ def request_routes(
     access: OperatorAccess,
 ) -> APIRouter:
     """Build the route; it wants the operator's key."""
-    router = APIRouter(prefix="/requests", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
+    router = APIRouter(
+        prefix="/requests",
+        tags=[OPERATORS],
+        dependencies=[OPERATOR_KEY],
+        route_class=access.route(),
+    )
 
     @router.get("/{name}", responses=operator_errors(400))
     async def show(
         name: Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[!-~]+$")],
         *,
-        engines: Annotated[bool, Query(description="ask its engines, too; one that hangs is waited for")] = True,
+        engines: Annotated[
+            bool, Query(description="ask its engines, too; one that hangs is waited for")
+        ] = True,
     ) -> RequestTimelines:
-        """Say what happened to the requests with a name: that of a response's X-Request-Id, or the client's own.
+        """Say what happened to the requests with a name: that of a response's X-Request-Id, or the
+        client's own.
 
         The beginning of a name is enough where no other request has one that begins so.
         """
-        found = [(one, _state(one, state)) for record, state in under_way() for one in records_named(record, name)]
+        found = [
+            (one, _state(one, state))
+            for record, state in under_way()
+            for one in records_named(record, name)
+        ]
         found += [(record, RequestState.OVER) for record in history().find(name)]
         if not found:
             beginning = name.removesuffix(_CUT)
-            found = [(record, state) for record, state in under_way() if name_begins(record, beginning)]
+            found = [
+                (record, state) for record, state in under_way() if name_begins(record, beginning)
+            ]
             found += [(record, RequestState.OVER) for record in history().find_beginning(beginning)]
             _check_unique(beginning, [record for record, _ in found])
         if not found:
             kept = len(history())
             raise HTTPException(
-                404, f"There is no request {name!r} among those under way and the last {kept} that are over"
+                404,
+                f"There is no request {name!r} among those under way and the last {kept} that are "
+                f"over",
             )
-        shown = [await _shown(record, state, timelines, asks_engines=engines) for record, state in found[:_MOST]]
+        shown = [
+            await _shown(record, state, timelines, asks_engines=engines)
+            for record, state in found[:_MOST]
+        ]
         return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
 
     return router
@@ -63,21 +87,34 @@ def request_routes(
 def _check_unique(beginning: str, found: Sequence[RequestRecord]) -> None:
     """Raise HTTPException if more than one request has a name that begins so."""
     if len(found) > 1:
-        raise HTTPException(400, f"{len(found)} requests have an id that begins with {beginning!r}: write more of it")
+        raise HTTPException(
+            400,
+            f"{len(found)} requests have an id that begins with {beginning!r}: write more of it",
+        )
 
 
 def _state(record: RequestRecord, state: RequestState) -> RequestState:
-    """Return the state of a record: prompts are kept once they are over, and their request may be under way."""
+    """Return the state of a record: prompts are kept once they are over, and their request may be
+    under way.
+    """
     return RequestState.OVER if isinstance(record, PromptRecord) else state
 
 
 def _notes_of_parts(parts: PromptParts) -> Iterable[str]:
-    """Say what became of the prompts of a request, and under which names some of them can be asked for."""
+    """Say what became of the prompts of a request, and under which names some of them can be asked
+    for.
+    """
     failed = f", {parts.failed} of them failed" if parts.failed else ""
     yield f"{parts.count} prompts are over{failed}; each has its own legs, and these are kept:"
     for part in parts.notable:
         engines = [leg.instance for leg in (part.prefill, part.decode) if leg is not None]
-        how = "" if part.status < 400 else " left" if part.status == CLIENT_CLOSED_REQUEST else f" {part.status}"
+        how = (
+            ""
+            if part.status < 400
+            else " left"
+            if part.status == CLIENT_CLOSED_REQUEST
+            else f" {part.status}"
+        )
         yield f"{part.request_id}{how} {written_ms(part.duration_s * 1000)} ms {' '.join(engines)}".rstrip()
 
 

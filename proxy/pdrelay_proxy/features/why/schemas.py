@@ -8,7 +8,11 @@ class TimelineRow(BaseModel):
 
     what: str = Field(examples=["prefill leg"])
     where: str = Field(description="router, or the engine's id", examples=["prefill-0"])
-    leg: str = Field(description="the leg that it is a part of, by its engine; empty: these rows follow each other")
+    leg: str = Field(
+        description=(
+            "the leg that it is a part of, by its engine; empty: these rows follow each other"
+        )
+    )
     begin_ms: float
     duration_ms: float
     note: str

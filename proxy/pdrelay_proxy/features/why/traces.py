@@ -24,7 +24,8 @@ from pdrelay_proxy.io.request_path.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
 _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
-_ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
+# fields of the log that spans name otherwise
+_ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})
 _BAD: Final = 400  # statuses from here on are errors
 _MOST_EVENTS: Final = 64  # of one span, the first ones; OpenTelemetry keeps the last 128
 _MOST_NS: Final = 1 << 63  # since the epoch
@@ -32,12 +33,20 @@ _MOST_ROWS: Final = 256  # of the engines of one request, the first ones
 
 
 class Traces:
-    """The spans of one router; the environment's OTEL_* variables apply as in every OpenTelemetry program."""
+    """The spans of one router; the environment's OTEL_* variables apply as in every OpenTelemetry
+    program.
+    """
 
-    def __init__(self, paths: frozenset[str], processor: SpanProcessor, ended: HearEnd | None = None) -> None:
-        """``ended``: hears of each request that is over and has a trace; None: nothing is added to it."""
+    def __init__(
+        self, paths: frozenset[str], processor: SpanProcessor, ended: HearEnd | None = None
+    ) -> None:
+        """``ended``: hears of each request that is over and has a trace; None: nothing is added to
+        it.
+        """
         name = Resource({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "pdrelay")})
-        self._provider = TracerProvider(resource=Resource.create().merge(name), shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            resource=Resource.create().merge(name), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pdrelay_proxy")
         self._paths = paths
@@ -45,7 +54,9 @@ class Traces:
 
     @classmethod
     def to(cls, endpoint: str, paths: frozenset[str], ended: HearEnd) -> "Traces":
-        """Send the spans by OTLP over HTTP to a collector at this base URL, in batches and from a thread."""
+        """Send the spans by OTLP over HTTP to a collector at this base URL, in batches and from a
+        thread.
+        """
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         return cls(paths, BatchSpanProcessor(exporter), ended)
 
@@ -55,7 +66,9 @@ class Traces:
 
     def request(self, record: RequestRecord, headers: Headers) -> "TracedRequest":
         """Open the span of a request, under the client's own if it has one."""
-        parent = _CONTEXT.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
+        parent = _CONTEXT.extract(
+            {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        )
         path = record.path
         name = f"POST {path}" if path in self._paths else "request"
         attributes = {"url.path": path, "pdrelay.request_id": record.request_id}
@@ -82,16 +95,23 @@ class TracedRequest:
         self._handed_ns: int | None = None  # when the prefill engine had answered, since the epoch
 
     def leg(self, instance: Instance, headers: Headers) -> tuple["TracedLeg", Headers]:
-        """Open the span of a leg; return it, and the headers that name it to the engine in place of the client's."""
+        """Open the span of a leg; return it, and the headers that name it to the engine in place of
+        the client's.
+        """
         if instance.role is Role.DECODE and self._handed_ns is not None:
             self._tracer.start_span("handoff", self._context, start_time=self._handed_ns).end()
         attributes = {"pdrelay.instance": instance.id, "pdrelay.role": instance.role}
-        span = self._tracer.start_span(f"{instance.role} leg", self._context, SpanKind.CLIENT, attributes)
+        span = self._tracer.start_span(
+            f"{instance.role} leg", self._context, SpanKind.CLIENT, attributes
+        )
         carrier: dict[str, str] = {}
         self._legs[instance.id] = context = set_span_in_context(span)
         _CONTEXT.inject(carrier, context)
         others = tuple(header for header in headers if header[0] not in _NAMES)
-        return TracedLeg(span), (*others, *((name.encode(), value.encode()) for name, value in carrier.items()))
+        return TracedLeg(span), (
+            *others,
+            *((name.encode(), value.encode()) for name, value in carrier.items()),
+        )
 
     def handed_over(self) -> None:
         """The prefill engine has answered: the time until the decode leg is sent is the handoff."""
@@ -105,7 +125,9 @@ class TracedRequest:
         span.set_attribute("http.response.status_code", record.status)
         for name, value in fields(record).items():
             if value is not None and name not in _ELSEWHERE:
-                span.set_attribute(f"pdrelay.{name}", value if isinstance(value, int | float) else str(value))
+                span.set_attribute(
+                    f"pdrelay.{name}", value if isinstance(value, int | float) else str(value)
+                )
         span.set_attribute("pdrelay.outcome", outcome)
         span.set_attribute("pdrelay.mode", record.mode)
         span.set_attribute("pdrelay.retries", len(record.retries))
@@ -118,26 +140,38 @@ class TracedRequest:
         span.end()
 
     def _add_timeline(self, now_ns: int) -> None:
-        """Add the router's rows of ``pdrelay why`` as events, each at its begin, in nanoseconds since the epoch."""
+        """Add the router's rows of ``pdrelay why`` as events, each at its begin, in nanoseconds
+        since the epoch.
+        """
         record = self._record
         began_ns = now_ns - int(record.duration_s * 1e9)
         for row in router_timeline(record, record.duration_s).rows[:_MOST_EVENTS]:
-            attributes: dict[str, str | float] = {"pdrelay.where": row.where, "pdrelay.duration_ms": row.duration_ms}
+            attributes: dict[str, str | float] = {
+                "pdrelay.where": row.where,
+                "pdrelay.duration_ms": row.duration_ms,
+            }
             if row.note:
                 attributes["pdrelay.note"] = row.note
             self._span.add_event(row.what, attributes, began_ns + int(row.begin_ms * 1e6))
 
     def _add_engine_rows(self, began_at: float, rows: Sequence[Row]) -> None:
-        """Add the engines' rows as spans of their legs; ``began_at``: of the request, in seconds since the epoch."""
+        """Add the engines' rows as spans of their legs; ``began_at``: of the request, in seconds
+        since the epoch.
+        """
         began_ns = int(began_at * 1e9)
         for row in rows[:_MOST_ROWS]:
-            attributes = {"pdrelay.instance": row.where} | ({"pdrelay.note": row.note} if row.note else {})
+            attributes = {"pdrelay.instance": row.where} | (
+                {"pdrelay.note": row.note} if row.note else {}
+            )
             begin_ns = began_ns + int(row.begin_ms * 1e6)
             end_ns = begin_ns + int(row.duration_ms * 1e6)
-            if not 0 <= begin_ns <= end_ns < _MOST_NS:  # an engine's clock; the exporter would drop all it has with it
+            # an engine's clock; the exporter would drop all it has with it
+            if not 0 <= begin_ns <= end_ns < _MOST_NS:
                 continue
             under = self._legs.get(row.leg, self._context)
-            span = self._tracer.start_span(row.what, under, SpanKind.INTERNAL, attributes, start_time=begin_ns)
+            span = self._tracer.start_span(
+                row.what, under, SpanKind.INTERNAL, attributes, start_time=begin_ns
+            )
             span.end(end_ns)
 
 

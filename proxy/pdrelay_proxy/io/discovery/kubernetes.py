@@ -1,4 +1,6 @@
-"""The Kubernetes API, as far as the router needs it: list, watch, patch one key. httpx stops at this file."""
+"""The Kubernetes API, as far as the router needs it: list, watch, patch one key. httpx stops at
+this file.
+"""
 
 import asyncio
 import os
@@ -18,14 +20,20 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import read_text
 
 ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
-_MOST_BYTES: Final = 64 * 1024 * 1024  # of one answer, and of one event: 200 pods have some megabytes
+# of one answer, and of one event: 200 pods have some megabytes
+_MOST_BYTES: Final = 64 * 1024 * 1024
 _SAID: Final = 300  # characters of an answer that an error repeats
 
 
 class KubeError(Exception):
-    """The API did not do what it was asked for; the message says how. ``retry_after_s``: as it wishes."""
+    """The API did not do what it was asked for; the message says how.
 
-    def __init__(self, message: str, *, status: int | None = None, retry_after_s: float = 0.0) -> None:
+    ``retry_after_s``: as it wishes.
+    """
+
+    def __init__(
+        self, message: str, *, status: int | None = None, retry_after_s: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
@@ -46,12 +54,18 @@ class Cluster:
 
     @classmethod
     def around(cls, namespace: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
-        """Find this pod's cluster; ``PDRELAY_SERVICE_ACCOUNT``: another folder. Raises ConfigError: there is none."""
+        """Find this pod's cluster; ``PDRELAY_SERVICE_ACCOUNT``: another folder.
+
+        Raises ConfigError: there is none.
+        """
         folder = environ.get("PDRELAY_SERVICE_ACCOUNT", ACCOUNT)
         host = environ.get("KUBERNETES_SERVICE_HOST")
         port = environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
-            raise ConfigError("this is no pod (KUBERNETES_SERVICE_HOST is not set): leave out what needs Kubernetes")
+            raise ConfigError(
+                "this is no pod (KUBERNETES_SERVICE_HOST is not set): leave out what needs "
+                "Kubernetes"
+            )
         read_text(f"{folder}/token")
         shown = f"[{host}]" if ":" in host else host
         where = namespace or read_text(f"{folder}/namespace").strip()
@@ -84,7 +98,8 @@ class Kubernetes:
         )
 
     async def __aenter__(self) -> Self:
-        anyio.get_cancelled_exc_class()  # loads what httpx would load with the first request: nobody waits for it yet
+        # loads what httpx would load with the first request: nobody waits for it yet
+        anyio.get_cancelled_exc_class()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -100,13 +115,19 @@ class Kubernetes:
         return await self._asked("PATCH", path, {}, content=body, headers=kind)
 
     async def json_patch(self, path: str, body: bytes) -> bytes:
-        """Change an object by a JSON patch (RFC 6902), and return the whole object; status 422: its test has failed."""
+        """Change an object by a JSON patch (RFC 6902), and return the whole object; status 422: its
+        test has failed.
+        """
         return await self._asked(
             "PATCH", path, {}, content=body, headers={"content-type": "application/json-patch+json"}
         )
 
-    async def watch(self, path: str, query: Mapping[str, str], *, silence_s: float) -> AsyncGenerator[list[bytes]]:
-        """Yield the lines of an answer as they come, several at a time; KubeError also if nothing comes for so long."""
+    async def watch(
+        self, path: str, query: Mapping[str, str], *, silence_s: float
+    ) -> AsyncGenerator[list[bytes]]:
+        """Yield the lines of an answer as they come, several at a time; KubeError also if nothing
+        comes for so long.
+        """
         timeout = httpx.Timeout(self._timeout_s, read=silence_s)
         rest = b""
         with _telling(path):
@@ -125,14 +146,22 @@ class Kubernetes:
             raise KubeError(f"{path} broke off in the middle of an event")
 
     async def _asked(
-        self, method: str, path: str, query: Mapping[str, str], *, content: bytes = b"", headers: Mapping[str, str] = {}
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        content: bytes = b"",
+        headers: Mapping[str, str] = {},
     ) -> bytes:
         headers = {**self._headers(), **headers}
         try:
             with _telling(path):
                 async with (
                     asyncio.timeout(self._timeout_s),
-                    self._client.stream(method, path, params=dict(query), content=content, headers=headers) as response,
+                    self._client.stream(
+                        method, path, params=dict(query), content=content, headers=headers
+                    ) as response,
                 ):
                     too_long = KubeError(f"{path} is answered without end")
                     body = await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
@@ -148,7 +177,9 @@ class Kubernetes:
         try:
             token = Path(self._cluster.token_file).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as exc:
-            raise KubeError(f"{self._cluster.token_file} cannot be read: the API would not know us") from exc
+            raise KubeError(
+                f"{self._cluster.token_file} cannot be read: the API would not know us"
+            ) from exc
         return {"authorization": f"Bearer {token}"}
 
 
@@ -169,4 +200,6 @@ def _refusal(path: str, response: httpx.Response, body: bytes) -> KubeError:
     kind = Expired if status == HTTPStatus.GONE else KubeError
     wish = response.headers.get("retry-after", "")
     after = min(float(wish), 60.0) if wish.isascii() and wish.isdigit() else 0.0
-    return kind(f"{path} is answered with status {status}: {said}", status=status, retry_after_s=after)
+    return kind(
+        f"{path} is answered with status {status}: {said}", status=status, retry_after_s=after
+    )

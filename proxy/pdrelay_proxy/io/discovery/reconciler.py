@@ -32,8 +32,10 @@ from pdrelay_proxy.io.background import Running, meanwhile, repeatedly
 from pdrelay_proxy.io.discovery.stores import Store, StoreDown
 
 logger = logging.getLogger(__name__)
-_FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
-_ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
+# a source that was not heard for longer may not know what there is; a watch says so by then
+_FRESH_S: Final = 90.0
+# seconds between two looks at the assignments of engines that may be gone
+_ASSIGNMENTS_S: Final = 5.0
 _AT_ONCE: Final = 20  # places that are compared in one step
 _READ_AT_ONCE: Final = 200  # objects that are sorted in one step: less than a millisecond
 _TEXTS_AT_ONCE: Final = 50  # likewise, that are read
@@ -46,15 +48,20 @@ class NotManagedHere(Exception):
 
 
 class Reconciler:
-    """Makes the registry what the sources say that it should be, whenever one of them says something new."""
+    """Makes the registry what the sources say that it should be, whenever one of them says
+    something new.
+    """
 
-    def __init__(self, registry: Registry, sources: Iterable[EngineSource], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: Registry, sources: Iterable[EngineSource], clock: Callable[[], float]
+    ) -> None:
         self._registry = registry
         self.clock = clock  # seconds; the one of the registry's times
         self.sources = Sources(sources, now=clock())
         self.assignments: Mapping[Key, Assignment] = {}  # of engines that have turned, or shall
         self._begins = True  # the store has not been heard, so this router has just started
-        self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
+        # changes of the registry, and of the views, when all was compared last
+        self._compared = -1, -1
         self._full = set[EngineSource]()  # those that name more engines than a router takes
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
@@ -62,17 +69,24 @@ class Reconciler:
         finish(self.view_in_steps(source, engines))
 
     def view_in_steps(self, source: EngineSource, engines: Iterable[Wanted]) -> Generator[None]:
-        """Take in the same in steps, between which requests are served; the source has been heard after the last."""
+        """Take in the same in steps, between which requests are served; the source has been heard
+        after the last.
+        """
         is_first = not self.sources.views[source].is_synced
         for changed in self.sources.replace_in_steps(source, engines, now=self.clock()):
             self._compare(changed)
             yield
         self._say_if_full(source)
         if is_first and source is EngineSource.PODS:
-            logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
+            logger.info(
+                "there are %d engines among the pods", len(self.sources.views[source].engines)
+            )
 
     def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None]) -> None:
-        """Take in what a source says of some places; the others are not looked at. None: no engine is there."""
+        """Take in what a source says of some places; the others are not looked at.
+
+        None: no engine is there.
+        """
         changed = self.sources.change(source, engines, now=self.clock())
         self._compare(changed)
         self._say_if_full(source)
@@ -95,16 +109,22 @@ class Reconciler:
         return self.sources.freshness(now=self.clock())
 
     def reconcile(self) -> Generator[None]:
-        """Compare everything, if anything may have changed since: an engine that has retired may have made room.
+        """Compare everything, if anything may have changed since: an engine that has retired may
+        have made room.
 
-        In steps of some places, between which requests are served: thousands of engines take longer than a request may.
+        In steps of some places, between which requests are served: thousands of engines take longer
+        than a request may.
         """
-        changes = (self._registry.lineup.count, sum(view.generation for view in self.sources.views.values()))
+        changes = (
+            self._registry.lineup.count,
+            sum(view.generation for view in self.sources.views.values()),
+        )
         if self._compared == changes:
             return
         seen = set[Key]()
         members = self._registry.members()
-        for begin in range(0, len(members), _AT_ONCE):  # first: one that goes makes room for another
+        # first: one that goes makes room for another
+        for begin in range(0, len(members), _AT_ONCE):
             keys = {_key(member) for member in members[begin : begin + _AT_ONCE]}
             self._compare(keys)
             seen |= keys
@@ -117,28 +137,38 @@ class Reconciler:
         self._compared = changes  # what has changed since is compared the next time
 
     def _compare(self, keys: Iterable[Key]) -> None:
-        """Compare what there should be at some places with what there is, and carry out the difference."""
+        """Compare what there should be at some places with what there is, and carry out the
+        difference.
+        """
         present = self._registry.members_at(keys)
         self._carry_out(self.sources.desired_at(keys), present)
         if EngineSource.STORE not in self.sources.missing:  # else it is not known what has turned
             self._turn_all([member for member in present if self._is_known(member)])
 
-    def assign_in_steps(self, assignments: Mapping[Key, Assignment], view: Generator[None]) -> Generator[None]:
-        """Take in what engines serve in place of what their sources say, and a view of the store, in its steps.
+    def assign_in_steps(
+        self, assignments: Mapping[Key, Assignment], view: Generator[None]
+    ) -> Generator[None]:
+        """Take in what engines serve in place of what their sources say, and a view of the store,
+        in its steps.
 
-        A router that has just started has nothing at engines that have turned: they serve their role at once, before
-        the store has been heard, after which requests may come.
+        A router that has just started has nothing at engines that have turned: they serve their
+        role at once, before the store has been heard, after which requests may come.
         """
         before = self.assignments
         self.assignments = assignments
         if self._begins:
-            members = self._registry.members()  # those that come with the view serve it from the beginning
+            # those that come with the view serve it from the beginning
+            members = self._registry.members()
             for begin in range(0, len(members), _AT_ONCE):
-                self._turn_all([one for one in members[begin : begin + _AT_ONCE] if self._is_known(one)])
+                self._turn_all(
+                    [one for one in members[begin : begin + _AT_ONCE] if self._is_known(one)]
+                )
                 yield
         yield from view
         if not self._begins:
-            changed = [key for key in {**before, **assignments} if before.get(key) != assignments.get(key)]
+            changed = [
+                key for key in {**before, **assignments} if before.get(key) != assignments.get(key)
+            ]
             for begin in range(0, len(changed), _AT_ONCE):
                 self._turn_all(self._registry.members_at(changed[begin : begin + _AT_ONCE]))
                 yield
@@ -156,34 +186,45 @@ class Reconciler:
         return found.serves
 
     def of_gone_pods(self) -> Sequence[Key]:
-        """List the assignments of pods that are gone; none while it is not known which pods there are.
+        """List the assignments of pods that are gone; none while it is not known which pods there
+        are.
 
         A pod that is not Ready is there, also if it is no engine of this router yet.
         """
         pods = self.sources.views.get(EngineSource.PODS)
         if pods is None or self.sources.missing or self.clock() > pods.heard + _FRESH_S:
             return ()
-        return [key for key, found in self.assignments.items() if found.identity and not self._is_there(key, found)]
+        return [
+            key
+            for key, found in self.assignments.items()
+            if found.identity and not self._is_there(key, found)
+        ]
 
     def is_named(self, found: Assignment) -> bool | None:
-        """Tell whether a source of this router names the engine of an assignment; None: that is not known now.
+        """Tell whether a source of this router names the engine of an assignment; None: that is not
+        known now.
 
-        One that the settings name no longer is there until it has nothing left. Whether a pod is there, only a router
-        that watches pods can tell.
+        One that the settings name no longer is there until it has nothing left. Whether a pod is
+        there, only a router that watches pods can tell.
         """
         if self._is_there(found.key, found):
             return True
         views = self.sources.views
         if found.identity and EngineSource.PODS not in views:
             return None
-        is_known = all(view.is_synced and self.clock() <= view.heard + _FRESH_S for view in views.values())
+        is_known = all(
+            view.is_synced and self.clock() <= view.heard + _FRESH_S for view in views.values()
+        )
         return False if is_known else None
 
     def _is_there(self, key: Key, assignment: Assignment) -> bool:
-        wanted = [view.engines.get(key) or view.left_out.get(key) for view in self.sources.views.values()]
+        wanted = [
+            view.engines.get(key) or view.left_out.get(key) for view in self.sources.views.values()
+        ]
         if any(one is not None and assignment.means(one.identity) for one in wanted):
             return True
-        return any(member.origin.wanted is None for member in self._registry.members_at([key]))  # the settings name it
+        # the settings name it
+        return any(member.origin.wanted is None for member in self._registry.members_at([key]))
 
     def _turn_all(self, members: Sequence[Member]) -> None:
         """Have engines serve what they should."""
@@ -197,7 +238,13 @@ class Reconciler:
         self._registry.departures.turn(member.instance.id, role, now=self.clock(), at_once=at_once)
         if member.heading is role:
             verb = "serves" if member.turn is None else "turns to"
-            logger.info("%s %s %s%s", member.instance.id, verb, role, "" if before is None else ", and not as before")
+            logger.info(
+                "%s %s %s%s",
+                member.instance.id,
+                verb,
+                role,
+                "" if before is None else ", and not as before",
+            )
 
     def _carry_out(self, desired: Mapping[Key, Origin], present: Sequence[Member]) -> None:
         current = dict[Key, Origin]()
@@ -218,12 +265,16 @@ class Reconciler:
         if wanted is None:
             return
         try:
-            added = self._registry.add_target(wanted.role, wanted.target, now=self.clock(), origin=action.origin)
+            added = self._registry.add_target(
+                wanted.role, wanted.target, now=self.clock(), origin=action.origin
+            )
         except AlreadyKnown as exc:
             logger.warning("%s", exc)
         else:
             for instance in added:
-                logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)
+                logger.info(
+                    "%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source
+                )
                 member = self._registry.member(instance.id)
                 if member.heading is not (role := self.role_of(member)):
                     self._turn(member, role, at_once=True)
@@ -246,14 +297,18 @@ class Reconciler:
 
 
 class Pods:
-    """Hears what a source sees: engines, and objects that say something impossible. The source is the watch of pods."""
+    """Hears what a source sees: engines, and objects that say something impossible.
+
+    The source is the watch of pods.
+    """
 
     def __init__(self, reconciler: Reconciler, source: EngineSource = EngineSource.PODS) -> None:
         self._reconciler = reconciler
         self._source = source
         self._said: set[str] = set()
         self._objects: dict[str, Wanted | AddressError | None] = {}
-        self._named: dict[Key, dict[str, Wanted]] = {}  # engines by place, and then by object: two may claim one
+        # engines by place, and then by object: two may claim one
+        self._named: dict[Key, dict[str, Wanted]] = {}
 
     def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
         """Take all objects."""
@@ -280,16 +335,26 @@ class Pods:
         )
 
     async def take(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take all objects; others run between the steps. One view at a time, and ``changed`` waits for it."""
+        """Take all objects; others run between the steps.
+
+        One view at a time, and ``changed`` waits for it.
+        """
         for _ in self.listed(objects):
             await asyncio.sleep(0)
 
     def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take some objects that have changed; None: it is gone, or no engine. The others are as they were."""
+        """Take some objects that have changed; None: it is gone, or no engine.
+
+        The others are as they were.
+        """
         finish(self.changed_in_steps(objects))
 
-    def changed_in_steps(self, objects: Mapping[str, Wanted | AddressError | None]) -> Generator[None]:
-        """Take the same in steps, first the places where no engine is any more, which makes room."""
+    def changed_in_steps(
+        self, objects: Mapping[str, Wanted | AddressError | None]
+    ) -> Generator[None]:
+        """Take the same in steps, first the places where no engine is any more, which makes
+        room.
+        """
         keys = dict[Key, None]()
         for number, (name, new) in enumerate(objects.items(), start=1):
             old = self._objects.pop(name, None)
@@ -309,8 +374,11 @@ class Pods:
             if number % _READ_AT_ONCE == 0:
                 yield
         order = sorted(keys, key=lambda key: bool(self._named.get(key)))
-        for begin in range(0, len(order), _AT_ONCE) or (0,):  # also if none is another: the source was heard
-            self._reconciler.change(self._source, {key: self._at(key) for key in order[begin : begin + _AT_ONCE]})
+        # also if none is another: the source was heard
+        for begin in range(0, len(order), _AT_ONCE) or (0,):
+            self._reconciler.change(
+                self._source, {key: self._at(key) for key in order[begin : begin + _AT_ONCE]}
+            )
             yield
 
     def heard(self) -> None:
@@ -318,7 +386,9 @@ class Pods:
         self._reconciler.heard(self._source)
 
     def _at(self, key: Key) -> Wanted | None:
-        """Return the engine of a place: of two, the one that stays counts, else the one that was named last."""
+        """Return the engine of a place: of two, the one that stays counts, else the one that was
+        named last.
+        """
         named = self._named.get(key)
         if not named:
             self._named.pop(key, None)
@@ -343,7 +413,9 @@ class Entries:
         return self._texts.get(name)
 
     async def take(self, entries: Mapping[str, str], /) -> None:
-        """Take all entries, or those of a later view, after the view that is being taken in; others run in between."""
+        """Take all entries, or those of a later view, after the view that is being taken in; others
+        run in between.
+        """
         self._waiting = entries
         async with self._turn:
             while (latest := self._waiting) is not None:
@@ -352,7 +424,9 @@ class Entries:
                 try:
                     for _ in steps:
                         await asyncio.sleep(0)
-                finally:  # a task that is cancelled leaves no view half taken: its store would not tell it again
+                finally:
+                    # a task that is cancelled leaves no view half taken: its store would not tell
+                    # it again
                     finish(steps)
 
     def view(self, entries: Mapping[str, str]) -> None:
@@ -360,7 +434,9 @@ class Entries:
         finish(self.in_steps(entries))
 
     def in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
-        """Take all entries; only those are looked at that have changed, of what may be thousands."""
+        """Take all entries; only those are looked at that have changed, of what may be
+        thousands.
+        """
         before = self._texts
         self._texts = dict(entries)
         engines = dict[str, Wanted | AddressError | None]()
@@ -376,7 +452,11 @@ class Entries:
                 engines[name] = None
                 self._assignments[name] = one
             else:
-                engines[name] = one if isinstance(one, Wanted) else AddressError(f"entry {shown_name(name)}: {one}")
+                engines[name] = (
+                    one
+                    if isinstance(one, Wanted)
+                    else AddressError(f"entry {shown_name(name)}: {one}")
+                )
             if number % _TEXTS_AT_ONCE == 0:
                 yield
         is_first = EngineSource.STORE in self._reconciler.sources.missing
@@ -385,12 +465,16 @@ class Entries:
         yield from self._reconciler.assign_in_steps({one.key: one for one in found}, view)
 
 
-# What tells a reconciler of engines: is given it, and returns what runs while the router serves. Raises ConfigError.
+# What tells a reconciler of engines: is given it, and returns what runs while the router serves.
+# Raises ConfigError.
 EngineFeed: TypeAlias = Callable[[Reconciler], Running]
 
 
 class Discovery:
-    """All sources while they run, and what an operator may change. Changes are made where all routers see them."""
+    """All sources while they run, and what an operator may change.
+
+    Changes are made where all routers see them.
+    """
 
     def __init__(
         self,
@@ -423,15 +507,21 @@ class Discovery:
             await stack.enter_async_context(self._store.running())
             for feed in self._feeds:
                 await stack.enter_async_context(feed())
-            await stack.enter_async_context(meanwhile(repeatedly(_TICK_S, self._reconcile, logger, trouble)))
+            await stack.enter_async_context(
+                meanwhile(repeatedly(_TICK_S, self._reconcile, logger, trouble))
+            )
             yield
 
     async def add(self, role: Role, target: Target) -> None:
-        """Add an engine, for all routers of the store; raises AlreadyKnown, or StoreDown: it was not acknowledged."""
+        """Add an engine, for all routers of the store; raises AlreadyKnown, or StoreDown: it was
+        not acknowledged.
+        """
         wanted = Wanted(role, target, added=secrets.token_hex(8))
         for member in self._registry.members():
             if _key(member) == wanted.key and not member.retires:
-                raise AlreadyKnown(f"{target.address.authority} is already known as {member.instance.id}")
+                raise AlreadyKnown(
+                    f"{target.address.authority} is already known as {member.instance.id}"
+                )
         if wanted.key in self._reconciler.assignments:  # of an engine that was there before
             await self._store.delete(assignment_name(wanted.key))
         await self._store.put(entry_name(wanted.key), entry_of(wanted))
@@ -440,13 +530,16 @@ class Discovery:
         """Take an engine out; with a rank that is in the store go the other ranks at its address.
 
         Raises:
-            UnknownInstance: there is none of this id, or another one has been added at its address since.
+            UnknownInstance: there is none of this id, or another one has been added at its address
+                since.
             NotManagedHere: its pod is still there.
             StoreDown: the store has not acknowledged it.
         """
         member = self._registry.member(name)
         if member.origin.source is EngineSource.PODS:
-            raise NotManagedHere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
+            raise NotManagedHere(
+                f"{name} is a pod, and would be back at once: drain it, or delete the pod"
+            )
         await self._rewrite(member, lambda _: None)
         if _key(member) in self._reconciler.assignments:
             await self._store.delete(assignment_name(_key(member)))
@@ -454,7 +547,9 @@ class Discovery:
             self._registry.remove(name, now=self._reconciler.clock())
 
     async def drain(self, name: InstanceId, *, moves: bool = False) -> None:
-        """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove.
+        """Send it nothing new: no router of the store does, if it was added there; else this one.
+
+        Raises as remove.
 
         ``moves``: its streams go on at other engines.
         """
@@ -479,14 +574,16 @@ class Discovery:
         self._registry.departures.undrain(name, now=self._reconciler.clock())
 
     async def turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
-        """Have an engine serve another role, at all routers of the store, as soon as nothing of the old one is left.
+        """Have an engine serve another role, at all routers of the store, as soon as nothing of the
+        old one is left.
 
-        A turn to what it serves ends the one that is under way. This returns when it has begun: the registry's member
-        tells how it goes on.
+        A turn to what it serves ends the one that is under way. This returns when it has begun: the
+        registry's member tells how it goes on.
 
         Raises:
             UnknownInstance: there is none of this id.
-            CannotTurn: it cannot, or is the last one that serves the role that it leaves, and ``force`` is not set.
+            CannotTurn: it cannot, or is the last one that serves the role that it leaves, and
+                ``force`` is not set.
             StoreDown: the store has not acknowledged it.
         """
         self._registry.departures.check_turn(name, to, force=force)
@@ -512,7 +609,9 @@ class Discovery:
             await self._store.delete(assignment_name(key))
         else:
             identity = "" if wanted is None else wanted.identity
-            await self._store.put(assignment_name(key), assignment_of(Assignment(key, role, identity)))
+            await self._store.put(
+                assignment_name(key), assignment_of(Assignment(key, role, identity))
+            )
 
     async def _forget_assignments(self) -> None:
         """Drop the assignments of pods that are gone."""
@@ -523,12 +622,15 @@ class Discovery:
         member = self._registry.member(name)
         if not _has_entry(member):
             return  # nothing that the other routers would know it by
-        await self._rewrite(member, lambda now: replace(now, leaves=leaves, moves=leaves and (moves or now.moves)))
+        await self._rewrite(
+            member, lambda now: replace(now, leaves=leaves, moves=leaves and (moves or now.moves))
+        )
 
     async def _rewrite(self, member: Member, change: Callable[[Wanted], Wanted | None]) -> None:
         """Change the entry of an engine, or drop it (None), if it is still there.
 
-        Raises UnknownInstance: another engine has been added at its address since, by way of another router.
+        Raises UnknownInstance: another engine has been added at its address since, by way of
+        another router.
         """
         key = _key(member)
         own = member.origin.wanted
@@ -539,11 +641,18 @@ class Discovery:
             if text is None or not isinstance(now, Wanted):
                 return
             if own is not None and own.added and now.added and own.added != now.added:
-                raise UnknownInstance(f"{member.instance.id} is gone: another engine has been added at its address")
+                raise UnknownInstance(
+                    f"{member.instance.id} is gone: another engine has been added at its address"
+                )
             wanted = change(now)
-            if wanted == now or await self._store.replace(entry, text, None if wanted is None else entry_of(wanted)):
+            if wanted == now or await self._store.replace(
+                entry, text, None if wanted is None else entry_of(wanted)
+            ):
                 return
-        raise StoreDown(f"others have changed what the store has of {member.instance.id} {_TRIES} times meanwhile")
+        raise StoreDown(
+            f"others have changed what the store has of {member.instance.id} {_TRIES} times "
+            f"meanwhile"
+        )
 
     async def _reconcile(self) -> None:
         for _ in self._reconciler.reconcile():
@@ -556,7 +665,9 @@ class Discovery:
     async def look_at_assignments(self) -> None:
         """Forget what engines serve that no router of the store names any more."""
         reconciler = self._reconciler
-        looked = self._unnamed.look(reconciler.assignments, reconciler.is_named, now=reconciler.clock())
+        looked = self._unnamed.look(
+            reconciler.assignments, reconciler.is_named, now=reconciler.clock()
+        )
         try:
             for before, after in looked:
                 if reconciler.assignments.get(before.key) != before:
@@ -567,7 +678,10 @@ class Discovery:
                     self._unnamed.written(after, now=reconciler.clock())
                 else:
                     await self._store.delete(name)
-                    said = "no router knows a %s engine at %s any more: it is forgotten that it serves %s"
+                    said = (
+                        "no router knows a %s engine at %s any more: it is forgotten that it "
+                        "serves %s"
+                    )
                     logger.info(said, before.key.role, before.key.authority, before.serves)
         except StoreDown as exc:  # the next look tries again
             logger.warning("what engines serve that are gone is not forgotten yet: %s", exc)
@@ -576,7 +690,11 @@ class Discovery:
 def _has_entry(member: Member) -> bool:
     """Tell whether the store has an entry of this engine alone."""
     wanted = member.origin.wanted
-    return wanted is not None and member.origin.source is EngineSource.STORE and len(wanted.target.ranks) <= 1
+    return (
+        wanted is not None
+        and member.origin.source is EngineSource.STORE
+        and len(wanted.target.ranks) <= 1
+    )
 
 
 def _key(member: Member) -> Key:

@@ -1,4 +1,6 @@
-"""Keeps a view of objects of the Kubernetes API: a LIST replaces it, a WATCH keeps it, any doubt lists anew."""
+"""Keeps a view of objects of the Kubernetes API: a LIST replaces it, a WATCH keeps it, any doubt
+lists anew.
+"""
 
 import asyncio
 import logging
@@ -29,9 +31,12 @@ _SHORT_S: Final = 1.0  # a round that is over sooner counts as failed
 class WatchTimes:
     """Times, in seconds."""
 
-    relist_s: float = 300.0  # give or take a quarter: what a watch has lost is found then at the latest
-    silence_s: float = 90.0  # a watch in which nothing comes for so long is dead: bookmarks come every minute
-    pause_s: float = 0.5  # before the next try after the first failure; doubled with every further one
+    # give or take a quarter: what a watch has lost is found then at the latest
+    relist_s: float = 300.0
+    # a watch in which nothing comes for so long is dead: bookmarks come every minute
+    silence_s: float = 90.0
+    # before the next try after the first failure; doubled with every further one
+    pause_s: float = 0.5
     pause_most_s: float = 30.0
 
 
@@ -86,11 +91,13 @@ class Reflector(Generic[T]):
         self._what = what
         self._read = read  # raises nothing: an object that makes no sense is a value, too
         self._told = told
-        self._changed = changed  # takes the objects of some events, None for one that is gone; None: ``told`` takes all
+        # takes the objects of some events, None for one that is gone; None: ``told`` takes all
+        self._changed = changed
         self._clock = clock  # seconds; only differences count
         self._chance = chance  # 0 to 1, so that the rounds of several routers do not fall together
         self._rhythm = rhythm
-        self._items: dict[str, tuple[str, T]] = {}  # version and value by uid: a name may come back as another object
+        # version and value by uid: a name may come back as another object
+        self._items: dict[str, tuple[str, T]] = {}
         self._gone: set[str] = set()  # uids deleted since the list; none of them comes back
         self._listed = ""  # the version of the list
         self._since = math.inf  # when it was read
@@ -110,19 +117,25 @@ class Reflector(Generic[T]):
             failures = (0 if lived else failures) + (after is not None or not lived)
             pause = 0.0
             if failures:
-                longer = min(self._rhythm.pause_s * 2.0 ** min(failures - 1, 30), self._rhythm.pause_most_s)
+                longer = min(
+                    self._rhythm.pause_s * 2.0 ** min(failures - 1, 30), self._rhythm.pause_most_s
+                )
                 pause = longer * (0.5 + self._chance() / 2)
             await asyncio.sleep(max(after or 0.0, pause))
 
     async def _round(self, *, first: bool) -> float | None:
-        """List and watch once; return None, or after a failure how many seconds the API wants to be left alone."""
+        """List and watch once; return None, or after a failure how many seconds the API wants to be
+        left alone.
+        """
         try:
             await self._list()
             await self._watch()
         except Expired as exc:
             logger.info("%s; listing anew", exc)
         except KubeError as exc:
-            logger.log(logging.WARNING if first else logging.INFO, "%s; the last view of it stays", exc)
+            logger.log(
+                logging.WARNING if first else logging.INFO, "%s; the last view of it stays", exc
+            )
             return exc.retry_after_s
         except Exception:  # a bug must not end the discovery for good
             logger.exception("the watch of %s failed", self._what.path)
@@ -164,7 +177,8 @@ class Reflector(Generic[T]):
         }
         watching = self._api.watch(self._what.path, query, silence_s=self._rhythm.silence_s)
         try:
-            async with asyncio.timeout(seconds + 1), aclosing(watching) as events:  # also if it knows no timeoutSeconds
+            # also if it knows no timeoutSeconds
+            async with asyncio.timeout(seconds + 1), aclosing(watching) as events:
                 async for lines in events:
                     applied = [self._apply(_sound(line, _Event)) for line in lines]
                     changed = {uid: self._items.get(uid) for uid in applied if uid is not None}
@@ -173,7 +187,12 @@ class Reflector(Generic[T]):
                     elif self._changed is None:
                         await self._tell()
                     else:
-                        self._changed({uid: None if item is None else item[1] for uid, item in changed.items()})
+                        self._changed(
+                            {
+                                uid: None if item is None else item[1]
+                                for uid, item in changed.items()
+                            }
+                        )
         except TimeoutError:
             return
 
@@ -185,7 +204,9 @@ class Reflector(Generic[T]):
             case "ERROR":
                 failure = _sound(event.object, _Failure)
                 kind = Expired if failure.code == HTTPStatus.GONE else KubeError
-                raise kind(f"the watch of {self._what.path} ends: {failure.message}", status=failure.code)
+                raise kind(
+                    f"the watch of {self._what.path} ends: {failure.message}", status=failure.code
+                )
             case "DELETED":
                 uid = _sound(event.object, _Holder).metadata.uid
                 self._gone.add(uid)
@@ -195,13 +216,16 @@ class Reflector(Generic[T]):
                 known = self._items.get(meta.uid)
                 seen = self._listed if known is None else known[0]
                 new = meta.resource_version
-                is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)  # it came twice, or late
+                # it came twice, or late
+                is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)
                 if meta.uid in self._gone or is_old:
                     return None
                 self._items[meta.uid] = item
                 return meta.uid
             case other:
-                raise KubeError(f"the watch of {self._what.path} sends {other!r}, which is no event")
+                raise KubeError(
+                    f"the watch of {self._what.path} sends {other!r}, which is no event"
+                )
 
     def _item(self, raw: msgspec.Raw) -> tuple[Meta, tuple[str, T]]:
         meta = _sound(raw, _Holder).metadata

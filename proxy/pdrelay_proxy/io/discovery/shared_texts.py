@@ -1,4 +1,6 @@
-"""One short text that routers share, beside the engines of a store: where a feature keeps a lease."""
+"""One short text that routers share, beside the engines of a store: where a feature keeps a
+lease.
+"""
 
 import asyncio
 from contextlib import suppress
@@ -101,7 +103,9 @@ class LeaseText:
     """
 
     def __init__(self, api: Kubernetes, name: str, annotation: str, *, lasts_s: float) -> None:
-        """``annotation``: its key; ``lasts_s``: how long the holder that the text names has the lease."""
+        """``annotation``: its key; ``lasts_s``: how long the holder that the text names has the
+        lease.
+        """
         self._api = api
         self._annotation = annotation
         self._lasts_s = lasts_s
@@ -122,10 +126,16 @@ class LeaseText:
         spec = {
             "holderIdentity": decode(text.encode(), _LeaseHolder).holder,
             "leaseDurationSeconds": int(self._lasts_s),
-            "renewTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "renewTime": datetime.now(UTC)
+            .isoformat(timespec="microseconds")
+            .replace("+00:00", "Z"),
         }
         try:
-            self._taken(await self._api.merge_patch(self._path, msgspec.json.encode({"metadata": meta, "spec": spec})))
+            self._taken(
+                await self._api.merge_patch(
+                    self._path, msgspec.json.encode({"metadata": meta, "spec": spec})
+                )
+            )
         except KubeError as exc:
             if exc.status == _CONFLICT:
                 return False

@@ -1,1 +1,3 @@
-"""What the router looks at beside the requests: whether engines live, what they are, and what their counters say."""
+"""What the router looks at beside the requests: whether engines live, what they are, and what their
+counters say.
+"""

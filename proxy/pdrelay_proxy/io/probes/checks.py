@@ -1,4 +1,6 @@
-"""Looks at engines beside the requests: whether they live, and what they are. httpx stops at this file."""
+"""Looks at engines beside the requests: whether they live, and what they are. httpx stops at this
+file.
+"""
 
 import asyncio
 import errno
@@ -27,14 +29,18 @@ from pdrelay_proxy.io.wire.engine_tls import EngineTls
 T = TypeVar("T")
 NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
 _PORTS: Final = {"http": 80, "https": 443}
-_HEADERS: Final = ((b"accept-encoding", b"identity"), (b"user-agent", b"pdrelay"))  # what is unpacked has no bound
+# what is unpacked has no bound
+_HEADERS: Final = ((b"accept-encoding", b"identity"), (b"user-agent", b"pdrelay"))
 _UNAUTHORIZED: Final = 401
 _KEY_SETTINGS: Final = {
     Role.PREFILL: "PDRELAY_PREFILL_API_KEY or prefill_api_key_file",
     Role.DECODE: "PDRELAY_DECODE_API_KEY or decode_api_key_file",
 }
-_REFUSED: Final = f"[Errno {errno.ECONNREFUSED}]"  # asyncio puts those of several addresses into one text
-_NO_ROUTE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
+# asyncio puts those of several addresses into one text
+_REFUSED: Final = f"[Errno {errno.ECONNREFUSED}]"
+_NO_ROUTE: Final = frozenset(
+    {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+)
 _CAUSES_MOST: Final = 8  # of an error
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
@@ -52,7 +58,10 @@ class ProbeInvalid(ProbeFailed):
 
 
 class ProbeNotMade(ProbeFailed):
-    """The router could not ask: it has too few descriptors, ports or buffers. That says nothing of the engine."""
+    """The router could not ask: it has too few descriptors, ports or buffers.
+
+    That says nothing of the engine.
+    """
 
     silent = False
 
@@ -86,8 +95,11 @@ class HttpChecks:
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
         self._tls = tls or EngineTls.usual()
-        # httpcore's word for the name that is asked for and looked for in certificates; over http nothing is.
-        self._extensions = {} if self._tls.server_name is None else {"sni_hostname": self._tls.server_name}
+        # httpcore's word for the name that is asked for and looked for in certificates; over http
+        # nothing is.
+        self._extensions = (
+            {} if self._tls.server_name is None else {"sni_hostname": self._tls.server_name}
+        )
         self._given = transport
         self._guard = guard
 
@@ -95,7 +107,8 @@ class HttpChecks:
     async def _connected(self) -> AsyncGenerator[httpx.AsyncBaseTransport]:
         """Give the transport of one look.
 
-        There is no client in front of it: its cookies, redirects and logins, which no probe needs, take a third of one.
+        There is no client in front of it: its cookies, redirects and logins, which no probe needs,
+        take a third of one.
         """
         if self._given is not None:
             yield self._given
@@ -104,15 +117,23 @@ class HttpChecks:
             yield transport if self._guard is None else _GuardedTransport(transport, self._guard)
 
     async def look(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
-        """Ask whether it lives, then, in a whole look, what it is. Raises ProbeFailed: it does not live."""
+        """Ask whether it lives, then, in a whole look, what it is.
+
+        Raises ProbeFailed: it does not live.
+        """
         async with self._connected() as transport:
             status, _ = await self._get(transport, instance, "/health")
             if status != 200:
                 raise ProbeInvalid(f"answers /health with status {status}")
-            return await self._capabilities(transport, instance) if is_whole else EngineCapabilities()
+            return (
+                await self._capabilities(transport, instance) if is_whole else EngineCapabilities()
+            )
 
     async def facts(self, instance: Instance) -> EngineCapabilities:
-        """Ask for all that it says of itself. Raises ProbeFailed: it does not live, or keeps its metrics to itself."""
+        """Ask for all that it says of itself.
+
+        Raises ProbeFailed: it does not live, or keeps its metrics to itself.
+        """
         found = await self.look(instance)
         return found.updated(shown_facts(await self.numbers(instance)))
 
@@ -121,20 +142,27 @@ class HttpChecks:
         return engine_metrics.read(await self.metrics(instance), instance.rank)
 
     async def metrics(self, instance: Instance) -> bytes:
-        """Return its metrics as it writes them; nothing, if it has none. Raises ProbeFailed: it does not answer."""
+        """Return its metrics as it writes them; nothing, if it has none.
+
+        Raises ProbeFailed: it does not answer.
+        """
         async with self._connected() as transport:
             status, body = await self._get(transport, instance, "/metrics")
             return body if status == 200 else b""
 
     async def timeline(self, instance: Instance, name: str) -> bytes | None:
-        """Return what the engine noted of a request; None: it keeps no timelines. Raises ProbeFailed."""
+        """Return what the engine noted of a request; None: it keeps no timelines.
+
+        Raises ProbeFailed.
+        """
         async with self._connected() as transport:
             status, body = await self._get(transport, instance, f"/v1/pdrelay/requests/{name}")
             return body if status == 200 else None
 
     @asynccontextmanager
     async def open(self, instance: Instance, path: str) -> AsyncGenerator[tuple[int, NextBytes]]:
-        """Ask for an answer without end; yields its status, and what reads on: nothing when it is over after all.
+        """Ask for an answer without end; yields its status, and what reads on: nothing when it is
+        over after all.
 
         Raises ProbeFailed, as reading does, which takes the seconds that it may wait.
         """
@@ -153,7 +181,9 @@ class HttpChecks:
 
                 yield response.status_code, read
 
-    async def _capabilities(self, transport: httpx.AsyncBaseTransport, instance: Instance) -> EngineCapabilities:
+    async def _capabilities(
+        self, transport: httpx.AsyncBaseTransport, instance: Instance
+    ) -> EngineCapabilities:
         status, body = await self._get(transport, instance, "/v1/models")
         if status >= 500:
             raise ProbeInvalid(f"answers /v1/models with status {status}")
@@ -161,25 +191,37 @@ class HttpChecks:
             raise ProbeInvalid(f"wants another API key ({_KEY_SETTINGS[instance.pool]})")
         cards = _read(body, _ModelCards).data if status == 200 else None
         models = None if cards is None else frozenset(card.id for card in cards)
-        adapters = None if cards is None else frozenset(card.id for card in cards if card.parent is not None)
+        adapters = (
+            None
+            if cards is None
+            else frozenset(card.id for card in cards if card.parent is not None)
+        )
         root = next((card.root for card in cards or () if card.parent is None), None)
         status, body = await self._get(transport, instance, "/version")
         version = _read(body, _Version).version if status == 200 else None
         return EngineCapabilities(models, version, adapters=adapters, root=root)
 
-    async def _get(self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str) -> tuple[int, bytes]:
+    async def _get(
+        self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str
+    ) -> tuple[int, bytes]:
         with self._failures(instance, path, self._timeout_s):
             async with (
                 FairTimeout(self._timeout_s),
-                aclosing(await transport.handle_async_request(self._request(instance, path))) as response,
+                aclosing(
+                    await transport.handle_async_request(self._request(instance, path))
+                ) as response,
             ):
                 _check_coding(response, path)
                 too_long = ProbeInvalid(f"answers {path} without end")
-                return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
+                return response.status_code, await whole(
+                    response.aiter_bytes(), _MOST_BYTES, too_long
+                )
 
     def _request(self, instance: Instance, path: str) -> httpx.Request:
         headers = [*_HEADERS, *self._headers(instance.pool)]
-        return httpx.Request("GET", instance.address.url + path, headers=headers, extensions=self._extensions)
+        return httpx.Request(
+            "GET", instance.address.url + path, headers=headers, extensions=self._extensions
+        )
 
     @contextmanager
     def _failures(self, instance: Instance, path: str, patience_s: float) -> Generator[None]:
@@ -216,7 +258,9 @@ def _lack(error: BaseException | None) -> OSError | None:
 
 
 def _check_coding(response: httpx.Response, path: str) -> None:
-    """Refuse a body that would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
+    """Refuse a body that would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110,
+    8.4).
+    """
     coding = str(response.headers.get("content-encoding", "")).strip().lower()
     if coding not in ("", "identity"):
         raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
@@ -255,18 +299,24 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
         self._guard = guard
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request to the address that was looked at; certificates are checked for the name."""
+        """Send a request to the address that was looked at; certificates are checked for the
+        name.
+        """
         url = request.url
         try:
-            places = await self._guard.places(Address(url.scheme, url.host, url.port or _PORTS[url.scheme]))
+            places = await self._guard.places(
+                Address(url.scheme, url.host, url.port or _PORTS[url.scheme])
+            )
         except (NotAllowed, OSError) as exc:
             raise httpx.ConnectError(str(exc), request=request) from exc
         if not places:
             return await self._transport.handle_async_request(request)
-        request.extensions = {"sni_hostname": url.host, **request.extensions}  # the name of all engines goes before
+        # the name of all engines goes before
+        request.extensions = {"sni_hostname": url.host, **request.extensions}
         for place in places[:-1]:
             request.url = url.copy_with(host=place)
-            with suppress(httpx.ConnectError, httpx.ConnectTimeout):  # nothing has been sent: the next may take it
+            # nothing has been sent: the next may take it
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
                 return await self._transport.handle_async_request(request)
         request.url = url.copy_with(host=places[-1])
         return await self._transport.handle_async_request(request)

@@ -1,4 +1,5 @@
-"""Reads the metrics of all decode engines again and again: does KV arrive, whose fails, how busy are they?
+"""Reads the metrics of all decode engines again and again: does KV arrive, whose fails, how busy
+are they?
 
 A prefill engine's are read only where a decode engine's give a reason.
 """
@@ -9,7 +10,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad, incompatible_peers, read, received, shown_load
+from pdrelay_proxy.core.fleet.engine_metrics import (
+    ShownLoad,
+    incompatible_peers,
+    read,
+    received,
+    shown_load,
+)
 from pdrelay_proxy.core.fleet.kv_inflow import KvInflow
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, Role
@@ -54,11 +61,14 @@ class EngineMetricsWatch:
         """Look at every decode engine once, some of them at the same time."""
         decodes = self._registry.known(Role.DECODE)
         known = (*decodes, *self._registry.known(Role.PREFILL))
-        self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
+        # also if nobody ever looks at the numbers
+        self._telemetry.keep(frozenset(instance.id for instance in known))
         self._inflow.keep(frozenset(decode.id for decode in decodes))
         looks = await look_at_all(decodes, self._look_at, self._every_s)
         refused = frozenset[str]().union(*[incompatible for incompatible, _ in looks])
-        loads = {one.id: load for one, (_, load) in zip(decodes, looks, strict=True) if load is not None}
+        loads = {
+            one.id: load for one, (_, load) in zip(decodes, looks, strict=True) if load is not None
+        }
         self._registry.relief.look(loads)
         for name, load in loads.items():
             member = self._registry.get(name)
@@ -79,9 +89,11 @@ class EngineMetricsWatch:
         """Look at a decode engine.
 
         Returns:
-            The engine ids of those that it cannot load from, and how busy it is, if it gets requests.
+            The engine ids of those that it cannot load from, and how busy it is, if it gets
+            requests.
         """
-        promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
+        # before the engine counts: see KvInflow
+        promised = self._telemetry.transfers_expected[decode.id]
         exposition = await self._read(decode)
         found = received(exposition, decode.rank)
         refused = frozenset[str]()
@@ -97,7 +109,9 @@ class EngineMetricsWatch:
             if self._pairs is not None:
                 self._pairs.look(decode, exposition, now)
         if dry := self._inflow.look(decode.id, found, promised):
-            said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
+            said = (
+                "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
+            )
             logger.warning(said, decode.id, dry)
             self._telemetry.transfers_missing(decode.id, dry)
         return refused, load

@@ -1,7 +1,8 @@
 """Has many engines looked at in one round: some at a time, and not all in one moment.
 
-A look holds a place while it lasts, but not for long: one at an engine that does not answer goes on without a place, so
-that a zone that is gone costs a round one timeout, and not one for each of its engines.
+A look holds a place while it lasts, but not for long: one at an engine that does not answer goes on
+without a place, so that a zone that is gone costs a round one timeout, and not one for each of its
+engines.
 """
 
 import asyncio
@@ -14,18 +15,24 @@ T = TypeVar("T")
 _LEAST_PLACES: Final = 16  # so many begin at once
 _MOST_PLACES: Final = 256
 _ENGINES_A_PLACE: Final = 60
-# Of the time between two rounds: the others of a large fleet begin evenly over so much of it. A look costs the router
-# a connection and the reading of some hundred kB, and in between it serves requests.
+# Of the time between two rounds: the others of a large fleet begin evenly over so much of it. A
+# look costs the router a connection and the reading of some hundred kB, and in between it serves
+# requests.
 _SPREAD: Final = 1 / 3
 _SLOW: Final = 1 / 15  # of the time between two rounds a look holds its place, at most
 _SLOW_MOST_S: Final = 1.0
 
 
-async def look_at_all(engines: Sequence[Seen], look: Callable[[Seen], Awaitable[T]], every_s: float) -> Sequence[T]:
-    """Look at each once; return what was found, in their order. ``every_s``: seconds between two rounds.
+async def look_at_all(
+    engines: Sequence[Seen], look: Callable[[Seen], Awaitable[T]], every_s: float
+) -> Sequence[T]:
+    """Look at each once; return what was found, in their order.
 
-    A look must end by itself. Its error is raised at the end of the round, in an ExceptionGroup; not by the TaskGroup,
-    which forgets that it is cancelled if a task of it fails at that moment (python/cpython#116720, up to Python 3.12).
+    ``every_s``: seconds between two rounds.
+
+    A look must end by itself. Its error is raised at the end of the round, in an ExceptionGroup;
+    not by the TaskGroup, which forgets that it is cancelled if a task of it fails at that moment
+    (python/cpython#116720, up to Python 3.12).
     """
     loop = asyncio.get_running_loop()
     count = min(_MOST_PLACES, max(_LEAST_PLACES, math.ceil(len(engines) / _ENGINES_A_PLACE)))

@@ -1,4 +1,6 @@
-"""Looks at an engine that was added just now, before its first probe: whether it shares a request with any other."""
+"""Looks at an engine that was added just now, before its first probe: whether it shares a request
+with any other.
+"""
 
 import asyncio
 
@@ -19,11 +21,14 @@ class Newcomers:
         self._patience_s = patience_s  # for all that an engine says: an operator waits for it
 
     async def warning(self, role: Role, address: Address) -> str | None:
-        """Say why an engine that is known by now shares no request; None: it may, as far as it tells of itself.
+        """Say why an engine that is known by now shares no request; None: it may, as far as it
+        tells of itself.
 
         Of its data-parallel ranks the first is asked: they differ in nothing that counts here.
         """
-        instance = next((each for each in self._registry.known(role) if each.address == address), None)
+        instance = next(
+            (each for each in self._registry.known(role) if each.address == address), None
+        )
         if instance is None:
             return None
         try:

@@ -1,6 +1,7 @@
 """One connection to an engine, for the requests of one look. httpcore stops at this file.
 
-httpx's own transport opens a pool of connections, and connects by anyio: more than half of what a look costs.
+httpx's own transport opens a pool of connections, and connects by anyio: more than half of what a
+look costs.
 """
 
 import asyncio
@@ -13,25 +14,36 @@ import httpx
 
 
 class OneConnection(httpx.AsyncBaseTransport):
-    """Sends one request after the other; it connects anew if the engine has closed, or to another address."""
+    """Sends one request after the other; it connects anew if the engine has closed, or to another
+    address.
+    """
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         self._tls = tls
         self._connection: httpcore.AsyncHTTPConnection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return a response whose body is still to come. Raises httpx.ConnectError, and httpx.ReadError for the rest.
+        """Return a response whose body is still to come.
 
-        It waits as long as its task does. The extension ``sni_hostname`` is the name that a certificate must have.
+        Raises httpx.ConnectError, and httpx.ReadError for the rest.
+
+        It waits as long as its task does. The extension ``sni_hostname`` is the name that a
+        certificate must have.
         """
         url = request.url
-        place = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
-        asked = httpcore.Request(request.method, place, headers=request.headers.raw, content=request.stream)
+        place = httpcore.URL(
+            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+        )
+        asked = httpcore.Request(
+            request.method, place, headers=request.headers.raw, content=request.stream
+        )
         name = str(request.extensions.get("sni_hostname", url.host))
         with _errors_of_httpx():
             answer = await (await self._connected(place.origin, name)).handle_async_request(asked)
         assert isinstance(answer.stream, AsyncIterable)
-        return httpx.Response(answer.status, headers=answer.headers, stream=_Body(answer.stream, answer.aclose))
+        return httpx.Response(
+            answer.status, headers=answer.headers, stream=_Body(answer.stream, answer.aclose)
+        )
 
     async def aclose(self) -> None:
         """Close the connection, if there is one."""
@@ -41,11 +53,18 @@ class OneConnection(httpx.AsyncBaseTransport):
 
     async def _connected(self, origin: httpcore.Origin, name: str) -> httpcore.AsyncHTTPConnection:
         found = self._connection
-        if found is not None and found.can_handle_request(origin) and found.is_available() and not found.has_expired():
+        if (
+            found is not None
+            and found.can_handle_request(origin)
+            and found.is_available()
+            and not found.has_expired()
+        ):
             return found
         await self.aclose()
         sockets = _Sockets(self._tls if origin.scheme == b"https" else None, name)
-        self._connection = httpcore.AsyncHTTPConnection(origin, ssl_context=self._tls, network_backend=sockets)
+        self._connection = httpcore.AsyncHTTPConnection(
+            origin, ssl_context=self._tls, network_backend=sockets
+        )
         return self._connection
 
 
@@ -89,7 +108,9 @@ class _Sockets(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         try:
-            streams = await asyncio.open_connection(host, port, ssl=self._tls, server_hostname=self._name)
+            streams = await asyncio.open_connection(
+                host, port, ssl=self._tls, server_hostname=self._name
+            )
         except OSError as exc:  # certificates that do not fit are among these
             raise httpcore.ConnectError(str(exc)) from exc
         return _Stream(*streams)
@@ -117,7 +138,8 @@ class _Stream(httpcore.AsyncNetworkStream):
         if self._writer.get_extra_info("ssl_object") is None:
             self._writer.close()
         else:
-            self._writer.transport.abort()  # TLS would wait for the engine's last word, for half a minute if it hangs
+            # TLS would wait for the engine's last word, for half a minute if it hangs
+            self._writer.transport.abort()
 
     async def start_tls(
         self,
@@ -128,5 +150,7 @@ class _Stream(httpcore.AsyncNetworkStream):
         return self  # it began so
 
     def get_extra_info(self, info: str) -> object:
-        """Answer what httpcore asks before the next request: whether the engine has closed meanwhile."""
+        """Answer what httpcore asks before the next request: whether the engine has closed
+        meanwhile.
+        """
         return self._reader.at_eof() if info == "is_readable" else None

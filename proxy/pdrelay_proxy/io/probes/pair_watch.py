@@ -1,4 +1,6 @@
-"""Reads in engines' metrics whose KV they could not load, and how fast it moved; tells what is known of pairs."""
+"""Reads in engines' metrics whose KV they could not load, and how fast it moved; tells what is
+known of pairs.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +15,9 @@ _ASKED_AT_ONCE: Final = 8  # prefill engines that are asked for their ids in one
 
 
 class PairWatch:
-    """Looks at one decode engine's metrics after the other; a round is over when all have been looked at."""
+    """Looks at one decode engine's metrics after the other; a round is over when all have been
+    looked at.
+    """
 
     def __init__(self, registry: Registry, notes: PairNotes) -> None:
         self._registry = registry
@@ -21,9 +25,11 @@ class PairWatch:
         self._loads = PeerLoads()
         self._rates = PeerRates()
         self._written = PeerRates()
-        self._read_from = set[InstanceId]()  # prefill engines whose KV was read since the last round
+        # prefill engines whose KV was read since the last round
+        self._read_from = set[InstanceId]()
         self._round_began = 0.0
-        self._engine_ids: dict[InstanceId, str | None] = {}  # of prefill engines, at the end of the last round
+        # of prefill engines, at the end of the last round
+        self._engine_ids: dict[InstanceId, str | None] = {}
         self._unknown = 0  # engines of this round's news that nobody knows
         self._next = 0  # the prefill engine that is asked next
 
@@ -40,13 +46,19 @@ class PairWatch:
         self._unknown += unknown
 
     def writers(self, now: float) -> Sequence[Instance]:
-        """Return the prefill engines whose KV seems to be pushed, for those count it themselves; once in each round."""
+        """Return the prefill engines whose KV seems to be pushed, for those count it themselves;
+        once in each round.
+        """
         since = self._round_began
         self._round_began = now
         used = self._notes.matrix.used_since(since) - self._read_from
         self._read_from = set[InstanceId]()
         prefills = self._registry.known(Role.PREFILL) if used else ()
-        return [one for one in prefills if one.id in used and self._registry.facts(one).connector == OURS]
+        return [
+            one
+            for one in prefills
+            if one.id in used and self._registry.facts(one).connector == OURS
+        ]
 
     def look_at_writer(self, prefill: Instance, exposition: bytes) -> None:
         """Take in what a prefill engine shows."""
@@ -54,7 +66,9 @@ class PairWatch:
         self._notes.moved(prefill, rates, writes=True)
 
     def end_round(self) -> Sequence[Instance]:
-        """Forget what is known of engines that were replaced; return prefill engines whose ids should be read again."""
+        """Forget what is known of engines that were replaced; return prefill engines whose ids
+        should be read again.
+        """
         prefills = self._registry.known(Role.PREFILL)
         before = self._engine_ids
         self._engine_ids = {one.id: self._registry.facts(one).engine_id for one in prefills}

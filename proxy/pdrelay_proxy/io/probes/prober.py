@@ -1,4 +1,6 @@
-"""Asks every engine again and again whether it lives and, less often, what it is; drained ones, what they keep."""
+"""Asks every engine again and again whether it lives and, less often, what it is; drained ones,
+what they keep.
+"""
 
 import asyncio
 import logging
@@ -21,17 +23,21 @@ logger = logging.getLogger(__name__)
 # Seconds between two glances at who is due: each wakes a process that may have nothing to do.
 _TICK_MOST_S: Final = 0.25
 _TICK_LEAST_S: Final = 0.1
-# Probes that begin at the same moment: with thousands of engines a hundred and more are due at a glance. All of them
-# together would take tens of milliseconds, in which requests wait, so they are spread over the time until the next.
+# Probes that begin at the same moment: with thousands of engines a hundred and more are due at a
+# glance. All of them together would take tens of milliseconds, in which requests wait, so they are
+# spread over the time until the next.
 _BEGUN_AT_ONCE: Final = 4
-_APART_MOST_S: Final = 0.01  # between these: enough for what four take, and a small fleet is known at once
+# between these: enough for what four take, and a small fleet is known at once
+_APART_MOST_S: Final = 0.01
 _SEEN_AT_ONCE: Final = 250  # engines that are gone over in one step: half a millisecond
 _MOST_SAID: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
-_START_S: Final = 30.0  # an engine that has not answered by then may never do: a wrong name, port or key
-# Without a request, until a draining prefill engine is believed to be empty that does not say so: twice the leases of
-# both connectors (30 s), which decode engines may have renewed once more.
+# an engine that has not answered by then may never do: a wrong name, port or key
+_START_S: Final = 30.0
+# Without a request, until a draining prefill engine is believed to be empty that does not say so:
+# twice the leases of both connectors (30 s), which decode engines may have renewed once more.
 DRAIN_IDLE_S: Final = 60.0
-HUNG_S: Final = 30.0  # without an answer to any check, until an engine's requests are retried elsewhere
+# without an answer to any check, until an engine's requests are retried elsewhere
+HUNG_S: Final = 30.0
 _TICKS: Final = 20  # glances in the time between two probes
 
 
@@ -60,7 +66,10 @@ class Prober:
         drain_idle_s: float = DRAIN_IDLE_S,
         hung_s: float = HUNG_S,
     ) -> None:
-        """``others``: what other routers probe; None: there are none. ``warnings``: those of others to see."""
+        """``others``: what other routers probe; None: there are none.
+
+        ``warnings``: those of others to see.
+        """
         self._registry = registry
         self._checks = checks
         self._settings = settings
@@ -70,7 +79,8 @@ class Prober:
         self._give_up = give_up
         self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, others)
         self._others = others
-        self._told: dict[InstanceId, tuple[HealthState, str, bool]] = {}  # and whether it should be up by now
+        # and whether it should be up by now
+        self._told: dict[InstanceId, tuple[HealthState, str, bool]] = {}
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: Mapping[tuple[InstanceId, InstanceId], str] = {}
         self._warnings = warnings or FleetWarnings()
@@ -83,12 +93,16 @@ class Prober:
             yield
 
     async def _run(self) -> None:
-        tick_s = max(_TICK_LEAST_S, min(_TICK_MOST_S, self._settings.health_check_interval_s / _TICKS))
+        tick_s = max(
+            _TICK_LEAST_S, min(_TICK_MOST_S, self._settings.health_check_interval_s / _TICKS)
+        )
         async with asyncio.TaskGroup() as group:
             while True:
                 until = self._clock() + tick_s
                 await self._tell()
-                for instance in self._registry.settle(patience_s=self._drain_idle_s, now=self._clock()):
+                for instance in self._registry.settle(
+                    patience_s=self._drain_idle_s, now=self._clock()
+                ):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
                 due = await self._due()
@@ -99,7 +113,9 @@ class Prober:
                 await asyncio.sleep(max(0.0, until - self._clock()))
 
     async def _due(self) -> Sequence[Member]:
-        """Return the engines to probe now: to go over thousands takes milliseconds, so others have their turns."""
+        """Return the engines to probe now: to go over thousands takes milliseconds, so others have
+        their turns.
+        """
         members = self._registry.members()
         self._schedule.know(members)
         due = list[tuple[float, Member]]()
@@ -109,7 +125,9 @@ class Prober:
         return self._schedule.begin_due(due, now=self._clock())
 
     async def _tell(self) -> None:
-        """Log what has changed since the last glance; each look at thousands of engines is a step of its own."""
+        """Log what has changed since the last glance; each look at thousands of engines is a step
+        of its own.
+        """
         self._tell_lives()
         await asyncio.sleep(0)
         if self._compared != self._registry.changes.count:
@@ -126,21 +144,34 @@ class Prober:
         told = dict[InstanceId, tuple[HealthState, str, bool]]()
         for member in members:
             life = member.life
-            is_late = life.state is HealthState.STARTING and life.is_away and now >= life.since + _START_S
+            is_late = (
+                life.state is HealthState.STARTING and life.is_away and now >= life.since + _START_S
+            )
             told[member.instance.id] = life.state, life.why, is_late
-            if self._told.get(member.instance.id, (life.state, life.why, False)) != told[member.instance.id]:
-                level = logging.WARNING if is_late or life.state is HealthState.EJECTED else logging.INFO
+            if (
+                self._told.get(member.instance.id, (life.state, life.why, False))
+                != told[member.instance.id]
+            ):
+                level = (
+                    logging.WARNING
+                    if is_late or life.state is HealthState.EJECTED
+                    else logging.INFO
+                )
                 logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
         self._told = told
 
     def _tell_differences(self) -> None:
-        """Log, once, each two engines that cannot share requests; of engines that are alike, the first."""
+        """Log, once, each two engines that cannot share requests; of engines that are alike, the
+        first.
+        """
         found = pair_differences(self._registry.members())
         new = [(pair, why) for pair, why in found.items() if self._differences.get(pair) != why]
         for (decode_id, prefill_id), why in new[:_MOST_SAID]:
             logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
         if len(new) > _MOST_SAID:
-            logger.warning("so it is with %d more pairs of engines of two kinds", len(new) - _MOST_SAID)
+            logger.warning(
+                "so it is with %d more pairs of engines of two kinds", len(new) - _MOST_SAID
+            )
         self._differences = found
 
     def _tell_warnings(self) -> None:
@@ -158,14 +189,25 @@ class Prober:
         except ProbeNotMade as lack:
             if not self._is_lacking:
                 self._is_lacking = True
-                logger.warning("%s %s: engines are not judged by probes until that is over", member.instance.id, lack)
+                logger.warning(
+                    "%s %s: engines are not judged by probes until that is over",
+                    member.instance.id,
+                    lack,
+                )
         except ProbeFailed as sick:
             member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
             if not missed and self._is_missed_elsewhere(member.instance.id, begun=begun):
-                member.life.missed(f"{sick}, and another router neither", now=self._clock(), silent=sick.silent)
+                member.life.missed(
+                    f"{sick}, and another router neither", now=self._clock(), silent=sick.silent
+                )
             hung_s = self._hung_s
-            hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
-            if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
+            # its connections may stay open for ever
+            hangs = member.life.silent_s(now=self._clock()) >= hung_s
+            if (
+                hangs
+                and self._give_up
+                and (count := self._give_up(member.instance, silent_s=hung_s))
+            ):
                 said = "%s has answered no probe for %g s: %d requests are given up"
                 logger.warning(said, member.instance.id, hung_s, count)
         except Exception:  # a bug must not end the probing of all the others

@@ -1,4 +1,7 @@
-"""The access log: a line for each request, by the logger ``pdrelay.access``. Ids and our own words, nothing private."""
+"""The access log: a line for each request, by the logger ``pdrelay.access``.
+
+Ids and our own words, nothing private.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -39,7 +42,9 @@ def fields(record: RequestRecord) -> dict[str, object]:
 
 
 def text(record: RequestRecord) -> str:
-    """Return the same as a line for people; a line break in a path or an error stays on its line."""
+    """Return the same as a line for people; a line break in a path or an error stays on its
+    line.
+    """
     prefill = record.prefill
     decode = record.decode
     path = record.path
@@ -49,7 +54,8 @@ def text(record: RequestRecord) -> str:
         path = path.encode("unicode_escape").decode()
     prefill_ms = None if prefill is None else prefill.ms
     line = (
-        f"request_id={record.request_id} path={path} prefill={'-' if prefill is None else prefill.instance} "
+        f"request_id={record.request_id} path={path} "
+        f"prefill={'-' if prefill is None else prefill.instance} "
         f"decode={'-' if decode is None else decode.instance} status={record.status} "
         f"duration_ms={written_ms(record.duration_s * 1000)} "
         f"ttft_ms={'-' if ttft_s is None else written_ms(ttft_s * 1000)} "
@@ -67,7 +73,10 @@ def _unusual(record: RequestRecord) -> dict[str, object]:
         ("single_reason", record.single_reason and str(record.single_reason)),
         ("mode", record.push and str(record.push)),
         ("transfer", record.transfer),
-        ("retries", ", ".join([str(retry) for retry in record.retries]) if record.retries else None),
+        (
+            "retries",
+            ", ".join([str(retry) for retry in record.retries]) if record.retries else None,
+        ),
         ("moves", ", ".join([str(move) for move in record.moves]) if record.moves else None),
         ("prefill_error", record.prefill_error),
         ("error", record.error),

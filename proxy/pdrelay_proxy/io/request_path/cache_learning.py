@@ -1,4 +1,6 @@
-"""Learns from legs what engines have in their caches, and which prompts decode engines compute alone."""
+"""Learns from legs what engines have in their caches, and which prompts decode engines compute
+alone.
+"""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,7 +12,8 @@ from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.io.request_path.caches import Caches
 
-_FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
+# of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
+_FAR: Final = 0.5
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 
@@ -18,8 +21,13 @@ _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 class CacheLearning(LegListener):
     """For policies that go by caches."""
 
-    def __init__(self, caches: Caches, registry: Registry, clock: Callable[[], float], *, remembers: bool) -> None:
-        """``remembers``: the policy of decode engines goes by caches, too. ``clock``: seconds; the one of the fleet."""
+    def __init__(
+        self, caches: Caches, registry: Registry, clock: Callable[[], float], *, remembers: bool
+    ) -> None:
+        """``remembers``: the policy of decode engines goes by caches, too.
+
+        ``clock``: seconds; the one of the fleet.
+        """
         self._caches = caches
         self._registry = registry
         self._clock = clock
@@ -54,7 +62,9 @@ class CacheLearning(LegListener):
         self.left(decode, request)
 
     def answered(self, decode: Instance, hints: RoutingHints, record: RequestRecord, /) -> None:
-        """Note that the engine keeps prompt and answer, or that it has not kept what it was chosen for."""
+        """Note that the engine keeps prompt and answer, or that it has not kept what it was chosen
+        for.
+        """
         if not self._remembers:
             return
         if record.single_reason in _BY_CACHE and record.cached is not None:

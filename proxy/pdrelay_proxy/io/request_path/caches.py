@@ -1,4 +1,6 @@
-"""What engines have in their prefix caches: by what was sent to them, and by what they tell themselves."""
+"""What engines have in their prefix caches: by what was sent to them, and by what they tell
+themselves.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -10,7 +12,8 @@ from pdrelay_proxy.core.routing.cache_reports import CacheReports, PromptReports
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 
 SENT: Final = "sent"  # it is known by what was sent alone
-_ON_ITS_WAY_S: Final = 5.0  # for so long a prompt that was sent counts before the engine tells of it
+# for so long a prompt that was sent counts before the engine tells of it
+_ON_ITS_WAY_S: Final = 5.0
 _SAME_S: Final = 0.1  # for so long the passing of time changes nothing that matters
 
 
@@ -20,10 +23,16 @@ class _Matches:
     __slots__ = ("at", "blocks", "changes", "coming", "model", "reports", "there")
 
     def __init__(
-        self, at: float, changes: int, blocks: PromptBlocks, model: str | None, reports: PromptReports | None
+        self,
+        at: float,
+        changes: int,
+        blocks: PromptBlocks,
+        model: str | None,
+        reports: PromptReports | None,
     ) -> None:
         self.at = at  # seconds
-        self.changes = changes  # of what was sent, of engines and of their reports, added up: each can only grow
+        # of what was sent, of engines and of their reports, added up: each can only grow
+        self.changes = changes
         self.blocks = blocks
         self.model = model
         self.reports = reports  # None: what was sent decides
@@ -48,18 +57,27 @@ class Caches:
         self._latest: _Matches | None = None  # of the prompt whose engines are chosen
 
     def matched(self, instance: Instance, hints: RoutingHints, /, *, is_there: bool = False) -> int:
-        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
+        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does
+        not count.
+        """
         return self.matches((instance,), hints, is_there=is_there)[0]
 
-    def matches(self, among: Sequence[Instance], hints: RoutingHints, /, *, is_there: bool = False) -> list[int]:
-        """Return the same for each of some engines. It is looked up once, while a request's engines are chosen."""
+    def matches(
+        self, among: Sequence[Instance], hints: RoutingHints, /, *, is_there: bool = False
+    ) -> list[int]:
+        """Return the same for each of some engines.
+
+        It is looked up once, while a request's engines are chosen.
+        """
         matches = self._recent(hints)
         known = matches.there if is_there else matches.coming
         sizes: list[int] = []  # ``list[int]()`` takes ten times as long
         for instance in among:
             size = known.get(instance.id)
             if size is None:
-                size = known[instance.id] = self._size_and_source(instance, matches, is_there=is_there)[0]
+                size = known[instance.id] = self._size_and_source(
+                    instance, matches, is_there=is_there
+                )[0]
             sizes.append(size)
         return sizes
 
@@ -82,7 +100,9 @@ class Caches:
             matches = self._latest = _Matches(now, changes, blocks, hints.model, reports)
         return matches
 
-    def _size_and_source(self, instance: Instance, matches: _Matches, *, is_there: bool) -> tuple[int, str]:
+    def _size_and_source(
+        self, instance: Instance, matches: _Matches, *, is_there: bool
+    ) -> tuple[int, str]:
         """Return how many bytes of the prompt an engine has, and how it is known."""
         member = self._registry.get(instance.id)
         if member is None:
@@ -92,10 +112,14 @@ class Caches:
         now = matches.at
         report = None if matches.reports is None else matches.reports.report(member)
         if report is None:
-            return memory.matched(instance.id, matches.blocks, since=since, now=now, is_there=is_there), SENT
+            return memory.matched(
+                instance.id, matches.blocks, since=since, now=now, is_there=is_there
+            ), SENT
         size, most, source = report
         if most > size:
-            sent = memory.matched(instance.id, matches.blocks, since=since, now=now, is_there=is_there)
+            sent = memory.matched(
+                instance.id, matches.blocks, since=since, now=now, is_there=is_there
+            )
             size = max(size, min(sent, most))
         if is_there:
             return size, source
@@ -105,7 +129,9 @@ class Caches:
         return coming if coming > size else size, source
 
     def tokens_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
-        """Return how many tokens of the prompt each engine has by its own reports, of those that tell."""
+        """Return how many tokens of the prompt each engine has by its own reports, of those that
+        tell.
+        """
         reports = self._recent(hints).reports
         if reports is None:
             return {}
@@ -116,12 +142,17 @@ class Caches:
         """Return how it is known what each engine has."""
         known = [instance for role in Role for instance in self._registry.known(role)]
         matches = self._recent(hints)
-        return {one.id: self._size_and_source(one, matches, is_there=one.role is Role.DECODE)[1] for one in known}
+        return {
+            one.id: self._size_and_source(one, matches, is_there=one.role is Role.DECODE)[1]
+            for one in known
+        }
 
     def by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many bytes of the prompt each engine has, of those that have some."""
         known = [instance for role in Role for instance in self._registry.known(role)]
-        cached = {one.id: self.matched(one, hints, is_there=one.role is Role.DECODE) for one in known}
+        cached = {
+            one.id: self.matched(one, hints, is_there=one.role is Role.DECODE) for one in known
+        }
         return {name: size for name, size in cached.items() if size}
 
     def sent(self, instance: Instance, hints: RoutingHints, /) -> None:

@@ -1,7 +1,8 @@
 """What need not be done while a request is under way: kept for a moment, and done in one go.
 
-Counting and logging touch much memory that nothing else of a request needs. Done for many requests at a time they cost
-a fraction, and no first token waits for them. Whoever reads what is counted settles first, so nobody sees the delay.
+Counting and logging touch much memory that nothing else of a request needs. Done for many requests
+at a time they cost a fraction, and no first token waits for them. Whoever reads what is counted
+settles first, so nobody sees the delay.
 """
 
 import asyncio
@@ -26,7 +27,9 @@ class DeferredCalls:
         self._timer: asyncio.TimerHandle | None = None
 
     def end_batches_with(self, do: Callable[[], None]) -> None:
-        """Have this called at the end of each batch, by what has calls made here itself: neither can be built last."""
+        """Have this called at the end of each batch, by what has calls made here itself: neither
+        can be built last.
+        """
         self._after.append(do)
 
     def add(self, do: Callable[..., object], *args: object) -> None:
@@ -39,7 +42,9 @@ class DeferredCalls:
             self.settle()
 
     def settle(self) -> None:
-        """Make the calls that wait; one that fails is a bug, is logged as such, and holds up none of the others."""
+        """Make the calls that wait; one that fails is a bug, is logged as such, and holds up none
+        of the others.
+        """
         if self._timer is None:
             return
         self._timer.cancel()

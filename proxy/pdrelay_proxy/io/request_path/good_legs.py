@@ -1,4 +1,6 @@
-"""Legs that went well, which are counted for each engine at a time: one by one they cost several times as much."""
+"""Legs that went well, which are counted for each engine at a time: one by one they cost several
+times as much.
+"""
 
 from collections.abc import Callable
 
@@ -24,7 +26,9 @@ class EngineLegs:
 
 
 class GoodLegs:
-    """Takes in good legs, and has them counted with what else waits: a failure is counted after what came before it."""
+    """Takes in good legs, and has them counted with what else waits: a failure is counted after
+    what came before it.
+    """
 
     __slots__ = ("_by_engine", "_count", "_later")
 
@@ -33,7 +37,9 @@ class GoodLegs:
         self._count = count
         self._by_engine: dict[InstanceId, EngineLegs] = {}
 
-    def answered(self, instance: Instance, path: str, request: RequestId, seconds: float, at: float) -> None:
+    def answered(
+        self, instance: Instance, path: str, request: RequestId, seconds: float, at: float
+    ) -> None:
         """An engine has begun a good answer, so long after it was asked; its end may be far off."""
         legs = self._by_engine.get(instance.id) or self._new(instance)
         legs.paths.add(path)
@@ -50,7 +56,13 @@ class GoodLegs:
         legs.at = at
 
     def over(  # noqa: PLR0917 (by name it costs more)
-        self, instance: Instance, path: str, request: RequestId, answered_s: float, seconds: float, at: float
+        self,
+        instance: Instance,
+        path: str,
+        request: RequestId,
+        answered_s: float,
+        seconds: float,
+        at: float,
     ) -> None:
         """A leg is over whose engine has given a good answer so long after it was asked."""
         legs = self._by_engine.get(instance.id) or self._new(instance)

@@ -1,13 +1,14 @@
-"""The random names that the router gives: to requests, which clients see, and to transfers, which only engines see."""
+"""The random names that the router gives: to requests, which clients see, and to transfers, which
+only engines see.
+"""
 
 import os
 from typing import Final, cast
 
 from pdrelay_proxy.core.model import RequestId, TransferId
 
-_SLICE: Final = (
-    4096  # bytes that the operating system is asked for at once: a call for each name costs six times as much
-)
+# bytes that the operating system is asked for at once: a call for each name costs six times as much
+_SLICE: Final = 4096
 _DIGITS: Final = 32  # of a name: 128 bits
 _IDS: Final[list[RequestId]] = []  # nobody has seen these yet
 _TRANSFERS: Final[list[TransferId]] = []
@@ -33,7 +34,8 @@ def new_id() -> RequestId:
 def new_transfer() -> TransferId:
     """Return a name for a transfer that tells nothing of its request, nor the request's of it.
 
-    In push a decode engine gets the blocks of the transfer that it can name, so clients must not see this.
+    In push a decode engine gets the blocks of the transfer that it can name, so clients must not
+    see this.
     """
     while True:
         try:

@@ -56,13 +56,17 @@ class Loads:
         return 0.0 if member is None else member.load.score(self._clock())
 
     def kv_usage(self, instance: Instance) -> float | None:
-        """Return the share of an engine's KV cache that is in use, as it showed last; None: not known."""
+        """Return the share of an engine's KV cache that is in use, as it showed last; None: not
+        known.
+        """
         member = self._find(instance.id)
         return None if member is None else member.load.kv_usage(now=self._clock())
 
 
 class LiveFleet(FleetChoice):
-    """Requests choose from it, and tell it what became of their legs; what it is told of removed engines is dropped."""
+    """Requests choose from it, and tell it what became of their legs; what it is told of removed
+    engines is dropped.
+    """
 
     def __init__(
         self,
@@ -106,19 +110,23 @@ class LiveFleet(FleetChoice):
 
     @property
     def bounds(self) -> Counter[Key]:
-        """The counter of prompts that decode engines leave to others for the sake of their streams."""
+        """The counter of prompts that decode engines leave to others for the sake of their
+        streams.
+        """
         return Counter() if self.pairs.bound is None else self.pairs.bound.counts
 
     def tell_load_changes(self, hear: Callable[[InstanceId], None]) -> None:
         """Have this called with each engine that gets a request or loses one.
 
-        The exchange with other routers says so when it is built: it counts its datagrams among the router's counters,
-        some of which are kept here.
+        The exchange with other routers says so when it is built: it counts its datagrams among the
+        router's counters, some of which are kept here.
         """
         self._load_changed = hear
 
     def serves(self, role: Role, address: Address, found: EngineCapabilities) -> None:
-        """Take in what is known of an engine that was added just now: its first probe is still to come."""
+        """Take in what is known of an engine that was added just now: its first probe is still to
+        come.
+        """
         for instance in self.known(role):
             if instance.address == address:
                 self.registry.learn(instance.id, found)
@@ -135,11 +143,14 @@ class LiveFleet(FleetChoice):
             self.missing.served(path, instance.id, now=now)
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that can read the blocks of a prefill engine, as far as it is known."""
+        """List those decode engines that can read the blocks of a prefill engine, as far as it is
+        known.
+        """
         return self.registry.fitting(prefill, decode)
 
     def readers(self, lender: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that may read from one that a stream leaves; one that has rested from it is tried.
+        """List those decode engines that may read from one that a stream leaves; one that has
+        rested from it is tried.
 
         Requests try pairs of a prefill and a decode engine alone.
         """
@@ -147,13 +158,17 @@ class LiveFleet(FleetChoice):
         now = self._clock()
         for each in decode if health.has_any else ():
             pair = lender.id, each.id
-            if health.has_rested(pair, now=now) and fit(self.registry.facts(lender), self.registry.facts(each)):
+            if health.has_rested(pair, now=now) and fit(
+                self.registry.facts(lender), self.registry.facts(each)
+            ):
                 health.tried(pair, now=now)
                 return [each]
         return self.registry.fitting(lender, decode)
 
     def nearest(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """Leave the decode engines that had better be a prefill engine's partner: all of them fit it."""
+        """Leave the decode engines that had better be a prefill engine's partner: all of them fit
+        it.
+        """
         return decode if self.preference is None else self.preference.nearest(prefill, decode)
 
     def took_over(self, prefill: Instance, decode: Instance, hints: RoutingHints, /) -> None:
@@ -166,16 +181,24 @@ class LiveFleet(FleetChoice):
         return self.id_reader is not None and self.id_reader.wants_ids(call, hints)
 
     def takes_chat_ids(self, decode: Instance) -> bool:
-        """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is exact."""
+        """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is
+        exact.
+        """
         member = self.registry.get(decode.id)
         return member is not None and takes_chat_ids(member.facts.version)
 
     def passes_ids(self, call: GenerationRequest, decode: Instance) -> bool:
-        """Tell whether a decode engine can get the ids of a request's prompt in place of its text, or messages."""
-        return (call.api is not _CHAT or self.takes_chat_ids(decode)) and may_pass_ids(call.api, call.fields)
+        """Tell whether a decode engine can get the ids of a request's prompt in place of its text,
+        or messages.
+        """
+        return (call.api is not _CHAT or self.takes_chat_ids(decode)) and may_pass_ids(
+            call.api, call.fields
+        )
 
     def learn(self, hints: RoutingHints, answer: TokensAnswer | None) -> None:
-        """A prefill engine has answered that was asked for the tokens of the prompt; None: it cannot be read."""
+        """A prefill engine has answered that was asked for the tokens of the prompt; None: it
+        cannot be read.
+        """
         if self.id_reader is not None:
             self.id_reader.ids_told(hints, answer)
 
@@ -187,7 +210,9 @@ class LiveFleet(FleetChoice):
         """An engine has given some good answers."""
         if (member := self.registry.get(instance.id)) is not None:
             member.life.succeeded(requests, self._clock())
-            mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
+            mode = (
+                MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
+            )
             if mode is not None and member.facts.mode not in (mode, _AUTO):
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))
 
@@ -197,7 +222,13 @@ class LiveFleet(FleetChoice):
             member.life.completed()
 
     def ended(
-        self, instance: Instance, request: RequestId, failure: Failure | None, /, *, was_begun: bool = False
+        self,
+        instance: Instance,
+        request: RequestId,
+        failure: Failure | None,
+        /,
+        *,
+        was_begun: bool = False,
     ) -> None:
         """It is closed; ``was_begun``: it has failed behind the first event of a stream."""
         if failure is not None and (member := self.registry.get(instance.id)) is not None:

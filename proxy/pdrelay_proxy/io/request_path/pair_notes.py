@@ -1,10 +1,18 @@
-"""What happens between the two engines of a request, as the router and decode engines see it: told to the cores."""
+"""What happens between the two engines of a request, as the router and decode engines see it: told
+to the cores.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pdrelay_proxy.core.fleet.pair_health import LASTING, FailingPair, Pair, PairFailure, PairTrouble
+from pdrelay_proxy.core.fleet.pair_health import (
+    LASTING,
+    FailingPair,
+    Pair,
+    PairFailure,
+    PairTrouble,
+)
 from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
 from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.peer_loads import PeerNews
@@ -29,13 +37,16 @@ _PUSH: Final = TransferMode.PUSH
 class PairNotes:
     """Tells the matrix what was used, and the registry which pairs fail."""
 
-    def __init__(self, registry: Registry, matrix: PairMatrix, modes: PairModes | None = None) -> None:
+    def __init__(
+        self, registry: Registry, matrix: PairMatrix, modes: PairModes | None = None
+    ) -> None:
         self.matrix = matrix
         self.modes: Final = PairModes() if modes is None else modes
         self.health: Final = registry.pairs
         self.find: Final = registry.get  # what is known of an engine
         self._registry = registry
-        self._engines_by_id: tuple[int, Mapping[str, Sequence[Instance]]] = -1, {}  # at this count of changes
+        # at this count of changes
+        self._engines_by_id: tuple[int, Mapping[str, Sequence[Instance]]] = -1, {}
 
     # ---- what requests show
 
@@ -56,18 +67,25 @@ class PairNotes:
                 matrix.used(pair, ttft_s, now, record.began_at)
             if self.modes.has_any and ttft_s is not None and record.push in (None, _AT_ONCE):
                 self.modes.served(pair, _PULL if record.push is None else _PUSH, ttft_s, now=now)
-        if self.health.has_any and self.health.worked(pair, only=PairFailure.ENGINE_ERROR) is not None:
+        if (
+            self.health.has_any
+            and self.health.worked(pair, only=PairFailure.ENGINE_ERROR) is not None
+        ):
             self._healed(pair)
 
-    def leg_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, now: float) -> None:
+    def leg_failed(
+        self, prefill: InstanceId, decode: InstanceId, failure: Failure, now: float
+    ) -> None:
         """A decode leg has failed whose prefill engine had answered."""
         if is_engines(failure):  # not a client's mistake
             self.matrix.failed((prefill, decode), failure, now)
 
     def blamed(self, record: RequestRecord, decode: InstanceId, now: float) -> None:
-        """Another engine has answered well what this one answered with 5xx; our connector's engines say why themselves.
+        """Another engine has answered well what this one answered with 5xx; our connector's engines
+        say why themselves.
 
-        It may be the engine's fault: the next failures count if both engines have worked with others since the first.
+        It may be the engine's fault: the next failures count if both engines have worked with
+        others since the first.
         """
         if self._registry.facts_of(decode).connector == OURS:
             return
@@ -85,7 +103,9 @@ class PairNotes:
     # ---- what decode engines show
 
     def loads(self, decode: Instance, news: Sequence[PeerNews], now: float) -> list[str]:
-        """Take in what became of the loads of a decode engine; return ids of prefill engines that are not known."""
+        """Take in what became of the loads of a decode engine; return ids of prefill engines that
+        are not known.
+        """
         unknown = list[str]()
         by_peer = self._lenders() if news else dict[str, Sequence[Instance]]()
         for each in news:
@@ -104,27 +124,41 @@ class PairNotes:
         return unknown
 
     def troubles(self, decode: Instance, shown: Mapping[str, PairTrouble]) -> None:
-        """Take in why a decode engine's loads fail, by the prefill engines' ids; log what lasts, once."""
+        """Take in why a decode engine's loads fail, by the prefill engines' ids; log what lasts,
+        once.
+        """
         if not shown and not self.health.troubles:
             return
         by_peer = self._lenders()
-        pairs = {(one.id, decode.id): each for peer, each in shown.items() for one in by_peer.get(peer, ())}
+        pairs = {
+            (one.id, decode.id): each
+            for peer, each in shown.items()
+            for one in by_peer.get(peer, ())
+        }
         for pair in self.health.shown(decode.id, pairs):
             if (trouble := pairs[pair]).reason in LASTING:
-                logger.warning("%s loads no KV of %s (%s): %s", pair[1], pair[0], trouble.reason, trouble.why)
+                logger.warning(
+                    "%s loads no KV of %s (%s): %s", pair[1], pair[0], trouble.reason, trouble.why
+                )
 
-    def moved(self, engine: Instance, rates: Mapping[str, float], *, writes: bool) -> tuple[list[InstanceId], int]:
-        """Take in at how many bytes a second KV moved between an engine and others, by the ids that they go by there.
+    def moved(
+        self, engine: Instance, rates: Mapping[str, float], *, writes: bool
+    ) -> tuple[list[InstanceId], int]:
+        """Take in at how many bytes a second KV moved between an engine and others, by the ids that
+        they go by there.
 
         Returns:
             Those others, and how many are not known.
 
-        ``writes``: it is the prefill engine, which writes; else it is the decode engine, which reads.
+        ``writes``: it is the prefill engine, which writes; else it is the decode engine, which
+            reads.
         """
         if not self.matrix.most or not rates:
             return [], 0
         by_peer = self._lenders()
-        found = [(other.id, rate) for peer, rate in rates.items() for other in by_peer.get(peer, ())]
+        found = [
+            (other.id, rate) for peer, rate in rates.items() for other in by_peer.get(peer, ())
+        ]
         for other, rate in found:
             self.matrix.moved((engine.id, other) if writes else (other, engine.id), rate)
         return [other for other, _ in found], sum([peer not in by_peer for peer in rates])
@@ -166,7 +200,12 @@ class PairNotes:
         return found
 
     def _failed(
-        self, pair: Pair, failed: Mapping[PairFailure, int], reason: PairFailure, count: int, now: float
+        self,
+        pair: Pair,
+        failed: Mapping[PairFailure, int],
+        reason: PairFailure,
+        count: int,
+        now: float,
     ) -> None:
         prefill, decode = pair
         self._count(failed)
@@ -175,7 +214,8 @@ class PairNotes:
             self._warn_of_wrong_kv(pair, rests)
         elif rests is not None:
             logger.warning(
-                "%s and %s cannot meet: %d transfers in a row have failed (%s), so the pair rests for %g s",
+                "%s and %s cannot meet: %d transfers in a row have failed (%s), so the pair rests "
+                "for %g s",
                 prefill,
                 decode,
                 rests.in_a_row,
@@ -186,7 +226,10 @@ class PairNotes:
 
     def _warn_of_wrong_kv(self, pair: Pair, rests: FailingPair) -> None:
         logger.warning(
-            "KV of %s arrives wrong at %s (%s), so the pair rests for %g s", *pair, rests.reason, rests.rest_s
+            "KV of %s arrives wrong at %s (%s), so the pair rests for %g s",
+            *pair,
+            rests.reason,
+            rests.rest_s,
         )
 
     def _worked(self, pair: Pair) -> None:

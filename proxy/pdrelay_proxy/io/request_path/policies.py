@@ -34,7 +34,9 @@ _OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
     PolicyName.LEAST_LOADED: lambda parts: LeastLoaded(parts.load, parts.turn),
     PolicyName.POWER_OF_TWO: lambda parts: PowerOfTwo(parts.load, parts.dice),
     PolicyName.SESSION: lambda parts: Session(LeastLoaded(parts.load, parts.turn)),
-    PolicyName.PREFIX: lambda parts: Prefix(parts.load, LeastLoaded(parts.load, parts.turn), parts.caches),
+    PolicyName.PREFIX: lambda parts: Prefix(
+        parts.load, LeastLoaded(parts.load, parts.turn), parts.caches
+    ),
 }
 
 
@@ -59,10 +61,11 @@ def fleet_of(
     modes: PairModes | None = None,
     later: DeferredCalls | None = None,
 ) -> LiveFleet:
-    """Return the engines under the policies of the settings; raises ConfigError: there is no such policy.
+    """Return the engines under the policies of the settings; raises ConfigError: there is no such
+    policy.
 
-    ``turn``: where policies begin, so that several routers do not all begin with the same engine; ``added``: by
-    features; ``modes`` and ``later``: as in LiveFleet.
+    ``turn``: where policies begin, so that several routers do not all begin with the same engine;
+    ``added``: by features; ``modes`` and ``later``: as in LiveFleet.
     """
     id_reader = next((each.id_reader for each in added if each.id_reader is not None), None)
     build = partial(LiveFleet, id_reader=id_reader, modes=modes, later=later)
@@ -73,8 +76,12 @@ def fleet_of(
     names = settings.prefill_policy, settings.decode_policy
     if settings.return_kv and settings.decode_policy not in by_cache:
         names_known = " or ".join(by_cache)
-        raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
-    # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find its KV there.
+        raise ConfigError(
+            f"return_kv needs decode_policy {names_known}: others forget what decode engines have "
+            f"cached"
+        )
+    # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find
+    # its KV there.
     short_alone = not (settings.reuse_kv and settings.decode_policy in by_cache)
     select = partial(PairSelector, registry, short_alone=short_alone, preference=preference)
     if set(names) == {PolicyName.ROUND_ROBIN}:
@@ -98,7 +105,8 @@ def fleet_of(
     prefill, decode = (policy_of(name, parts, by_features) for name in names)
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=weighing is None)
     if weighing is not None and settings.prefill_policy == PolicyName.PREFIX:
-        prefill = prefix.copy()  # what weighs notes what engines are sent, once it has looked at what these have
+        # what weighs notes what engines are sent, once it has looked at what these have
+        prefill = prefix.copy()
     if settings.decode_policy != PolicyName.PREFIX:
         holders = prefill.holders if isinstance(prefill, Prefix) else None
         choice = PolicyPerLeg(prefill, decode)

@@ -9,8 +9,11 @@ from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 LEAST: Final = 256  # bytes of the prompt: with less, an engine is not worth a question
 
 
-def cached_on(fleet: LiveFleet, hints: RoutingHints, prefill: InstanceId | None = None) -> CachedOn | None:
-    """Return the decode engine whose cache has most of the prompt; None if none is known to have enough of it.
+def cached_on(
+    fleet: LiveFleet, hints: RoutingHints, prefill: InstanceId | None = None
+) -> CachedOn | None:
+    """Return the decode engine whose cache has most of the prompt; None if none is known to have
+    enough of it.
 
     ``prefill``: the engine that is told so, which need not be told of itself.
 

@@ -1,8 +1,10 @@
-"""What happens to requests and their legs, as one stream of events: counters, histograms, recent stats and the log.
+"""What happens to requests and their legs, as one stream of events: counters, histograms, recent
+stats and the log.
 
-The request calls this at the transitions of its life (requests/lifecycle.py); nothing else counts requests. Nearly all
-calls are deferred (io/request_path/deferred.py): they cost least when they are made for many requests at a time. Spans
-get the same events from the request itself, for they have to be opened before a leg is sent (io/traces.py).
+The request calls this at the transitions of its life (requests/lifecycle.py); nothing else counts
+requests. Nearly all calls are deferred (io/request_path/deferred.py): they cost least when they are
+made for many requests at a time. Spans get the same events from the request itself, for they have
+to be opened before a leg is sent (io/traces.py).
 """
 
 import logging
@@ -32,7 +34,8 @@ logger = logging.getLogger(__name__)
 HearEnded: TypeAlias = Callable[[Sequence[RequestRecord]], None]
 _OK: Final = "ok"
 _ENGINES_AT_ONCE: Final = 20
-_STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up takes as long as a call
+# looking a member up takes as long as a call
+_STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED
 _SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _UNKNOWN: Final = Arrival.UNKNOWN
@@ -65,7 +68,9 @@ _SAY_AGAIN_S: Final = 3600.0
 
 
 def log_calls() -> DeferredCalls:
-    """Return what collects calls for later; the lines that a batch of them logs are written together."""
+    """Return what collects calls for later; the lines that a batch of them logs are written
+    together.
+    """
     return DeferredCalls(lines_together)
 
 
@@ -94,7 +99,10 @@ class _Engine:
 
 
 class _Kind:
-    """The numbers of the requests that are alike in all labels, until they are added up. Times are seconds."""
+    """The numbers of the requests that are alike in all labels, until they are added up.
+
+    Times are seconds.
+    """
 
     __slots__ = (
         "decode",
@@ -114,12 +122,16 @@ class _Kind:
         self.path = path
         self.outcome = record.outcome
         self.is_part = isinstance(record, PromptRecord)
-        self.is_failed = not self.is_part and (self.outcome is _SERVER_ERROR or self.outcome is _STREAM_ABORTED)
+        self.is_failed = not self.is_part and (
+            self.outcome is _SERVER_ERROR or self.outcome is _STREAM_ABORTED
+        )
         self.mode = record.mode
         self.reason: str = record.single_reason or "none"
         self.decode = None if record.decode is None else record.decode.instance
         # A push whose legs went out at once may tell in its answer whether the KV cache arrived.
-        self.has_transfer = record.prefill is not None and record.status == 200 and record.push is not _AT_ONCE
+        self.has_transfer = (
+            record.prefill is not None and record.status == 200 and record.push is not _AT_ONCE
+        )
         self.durations: list[float] = []
         self.ttft: list[float] = []
         self.unqueued = 0  # requests that were admitted at once
@@ -162,9 +174,9 @@ class Telemetry:
     ) -> None:
         """``pairs``: is told what happens between two engines; None: nothing is.
 
-        ``later``: what waits to be counted (None: only this object's). ``stepped``: gets the seconds between two reads
-        of an engine's streams; None: to count them by path will do. ``ended``: hear of requests that are over, once
-        their lines are written.
+        ``later``: what waits to be counted (None: only this object's). ``stepped``: gets the
+        seconds between two reads of an engine's streams; None: to count them by path will do.
+        ``ended``: hear of requests that are over, once their lines are written.
         """
         self._counters = counters
         self._ended = ended
@@ -177,9 +189,13 @@ class Telemetry:
         self.later.end_batches_with(self._finish)
         self._over: list[RequestRecord] = []  # whose lines are to be written
         self._engines: dict[InstanceId, _Engine] = {}
-        self._kinds: dict[tuple[str, int, bool, str | None, str | None, str | None, bool, bool], _Kind] = {}
-        self._handoffs: list[float] = []  # seconds between a prefill answer and its decode leg, to be counted
-        # By path, and by engine where that is wanted: seconds between two reads of a stream, to be counted.
+        self._kinds: dict[
+            tuple[str, int, bool, str | None, str | None, str | None, bool, bool], _Kind
+        ] = {}
+        # seconds between a prefill answer and its decode leg, to be counted
+        self._handoffs: list[float] = []
+        # By path, and by engine where that is wanted: seconds between two reads of a stream, to be
+        # counted.
         self._gaps: dict[tuple[str, InstanceId | None], list[float]] = {}
         self._stepped = stepped
         self._pairs = pairs
@@ -199,7 +215,9 @@ class Telemetry:
         return self._recent
 
     def settled_pairs(self) -> PairNotes:
-        """Return what is known of pairs of engines, with all that has happened; raises LookupError: nothing is."""
+        """Return what is known of pairs of engines, with all that has happened; raises LookupError:
+        nothing is.
+        """
         if self._pairs is None:
             raise LookupError("pairs are not noted")
         self.later.settle()
@@ -213,7 +231,8 @@ class Telemetry:
     def count_legs_of(self, engines: Callable[[], Iterable[InstanceId]]) -> None:
         """Have the legs under way counted: ``engines`` returns the engine of each.
 
-        The requests say so themselves: they are built later, because each of them tells this object what it does.
+        The requests say so themselves: they are built later, because each of them tells this object
+        what it does.
         """
         self._legs_under_way = engines
 
@@ -223,7 +242,8 @@ class Telemetry:
         return Counter(self._legs_under_way())
 
     def counters_in_steps(self) -> Generator[None, None, Counters]:
-        """Return the counters after steps of a millisecond or so: thousands of engines may have had legs.
+        """Return the counters after steps of a millisecond or so: thousands of engines may have had
+        legs.
 
         What happens between two steps may be missing: the next scrape has it.
         """
@@ -257,7 +277,9 @@ class Telemetry:
 
     # ---- legs
 
-    def legs_over(self, instance: Instance, answered_s: list[float], over_s: list[float], at: float) -> None:
+    def legs_over(
+        self, instance: Instance, answered_s: list[float], over_s: list[float], at: float
+    ) -> None:
         """Good legs of an engine were answered, and were over, so long after they were sent."""
         engine = self._engine(instance)
         engine.answered += answered_s
@@ -265,7 +287,12 @@ class Telemetry:
         engine.at = at
 
     def leg_ended(
-        self, instance: Instance, seconds: float, failure: Failure | None, request: RequestId, at: float
+        self,
+        instance: Instance,
+        seconds: float,
+        failure: Failure | None,
+        request: RequestId,
+        at: float,
     ) -> None:
         """A leg is over."""
         if failure is None:
@@ -289,7 +316,9 @@ class Telemetry:
             self._said[key] = at
             logger.warning(_SAID[failure], {"engine": instance.id, "pool": instance.pool.upper()})
 
-    def pair_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, at: float) -> None:
+    def pair_failed(
+        self, prefill: InstanceId, decode: InstanceId, failure: Failure, at: float
+    ) -> None:
         """A decode leg has failed whose prefill engine had answered."""
         if self._pairs is not None:
             self._pairs.leg_failed(prefill, decode, failure, at)
@@ -304,11 +333,15 @@ class Telemetry:
         self._handoffs.append(seconds)
 
     def transfer_expected(self, decode: InstanceId) -> None:
-        """A decode engine has begun to answer a leg that followed its prefill leg: it should have got KV cache."""
+        """A decode engine has begun to answer a leg that followed its prefill leg: it should have
+        got KV cache.
+        """
         self.transfers_expected[decode] += 1
 
     def gaps(self, path: str, instance: InstanceId | None = None) -> list[float]:
-        """Return what takes the seconds between two reads of a stream of this path; see ``count_gaps``."""
+        """Return what takes the seconds between two reads of a stream of this path; see
+        ``count_gaps``.
+        """
         label = self._counters.label(path)
         found = self._gaps.get((label, instance))
         if found is None:
@@ -317,10 +350,14 @@ class Telemetry:
         return found
 
     def count_gaps(self) -> None:
-        """Put the times between reads into their histograms: many at once cost a fraction of each at its read."""
+        """Put the times between reads into their histograms: many at once cost a fraction of each
+        at its read.
+        """
         self._count_gaps(self._gaps.items())
 
-    def _count_gaps(self, by_stream: Iterable[tuple[tuple[str, InstanceId | None], list[float]]]) -> None:
+    def _count_gaps(
+        self, by_stream: Iterable[tuple[tuple[str, InstanceId | None], list[float]]]
+    ) -> None:
         for (label, instance), gaps in by_stream:
             if gaps:
                 self._counters.inter_token.of((label,)).observe_all(gaps)
@@ -361,7 +398,8 @@ class Telemetry:
 
     def _count_retries(self, retries: Sequence[Retry]) -> None:
         for retry in retries:
-            if retry.reason is not _CONNECTION_CLOSED:  # it says nothing about an engine, or the request
+            # it says nothing about an engine, or the request
+            if retry.reason is not _CONNECTION_CLOSED:
                 self._counters.retries[retry.role, retry.reason] += 1
 
     def _finish(self) -> None:
@@ -394,7 +432,16 @@ class Telemetry:
         is_part = isinstance(record, PromptRecord)
         has_prefill = record.prefill is not None
         # Its outcome follows from its status and whether there was an error.
-        key = path, record.status, record.error is None, record.single_reason, decode, record.push, has_prefill, is_part
+        key = (
+            path,
+            record.status,
+            record.error is None,
+            record.single_reason,
+            decode,
+            record.push,
+            has_prefill,
+            is_part,
+        )
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = _Kind(path, record)
@@ -411,7 +458,9 @@ class Telemetry:
         self._counters.mismatches[prefill, decode] += 1
 
     def kv_return_looked_up(self, *, named: bool) -> None:
-        """A prefill leg was sent that names a decode engine with KV of earlier answers, or for which none is known."""
+        """A prefill leg was sent that names a decode engine with KV of earlier answers, or for
+        which none is known.
+        """
         self._counters.return_kv_legs[("named" if named else "unknown",)] += 1
 
     def stream_moved(self, reason: MoveReason, outcome: MoveOutcome, gap_s: float | None) -> None:
@@ -434,7 +483,8 @@ class Telemetry:
         """A prefill engine's answer named a host that no decode engine can reach."""
         if not self._counters.unreachable_hosts[(prefill.id,)]:
             logger.warning(
-                "%s names %r as the host of its KV cache, where no decode engine can reach it: %s is put in its place. "
+                "%s names %r as the host of its KV cache, where no decode engine can reach it: %s "
+                "is put in its place. "
                 "Set VLLM_NIXL_SIDE_CHANNEL_HOST there",
                 prefill.id,
                 said[:100],
@@ -459,7 +509,9 @@ class Telemetry:
         return found
 
     def _add_up(self) -> None:
-        """Put what has happened into the counters and the recent stats: many events at once cost a fraction of each."""
+        """Put what has happened into the counters and the recent stats: many events at once cost a
+        fraction of each.
+        """
         self.count_gaps()
         for engine in self._engines.values():
             engine.add_up(self._counters, self._recent)

@@ -1,19 +1,21 @@
 """Turns to open a connection, first come first served.
 
-The event loop goes breadth first: of hundreds of connections that are opened side by side, each is taken a step further
-before the first one is ready, and all their requests go out at the end. A few at a time, the first request is on its
-way before the last connection is begun.
+The event loop goes breadth first: of hundreds of connections that are opened side by side, each is
+taken a step further before the first one is ready, and all their requests go out at the end. A few
+at a time, the first request is on its way before the last connection is begun.
 """
 
 import asyncio
 from typing import Final
 
 OPENING_MOST: Final = 8  # docs/performance.md: one of the best of 1 to 16
-_ROUNDS: Final = 6  # of the event loop; a connection to this machine is open after four (asyncio), or two (uvloop)
+# of the event loop; a connection to this machine is open after four (asyncio), or two (uvloop)
+_ROUNDS: Final = 6
 
 
 class ConnectSlot:
-    """The right to open a connection, until it is passed on: after some rounds of the event loop at the latest.
+    """The right to open a connection, until it is passed on: after some rounds of the event loop at
+    the latest.
 
     Who waits for the network takes no time of the event loop, so others may begin meanwhile.
     """

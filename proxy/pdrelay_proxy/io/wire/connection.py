@@ -1,4 +1,6 @@
-"""One connection to an engine: sends a request, and gives the response, as its reader finds it, to a handler."""
+"""One connection to an engine: sends a request, and gives the response, as its reader finds it, to
+a handler.
+"""
 
 import asyncio
 import select
@@ -12,8 +14,8 @@ from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.io.wire.response_reader import ResponseReader
 from pdrelay_proxy.io.wire.simple_response import CONTENT_TYPE, SimpleResponses, parse_single_chunk
 
-# An engine that closes an idle connection as a request is written to it is heard of after one round trip; one that has
-# read the request and dies later has failed it.
+# An engine that closes an idle connection as a request is written to it is heard of after one round
+# trip; one that has read the request and dies later has failed it.
 STALE_S: Final = 1.0
 
 
@@ -34,7 +36,9 @@ class Owner(Protocol):
 
 
 class Peer:
-    """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
+    """What is kept of one address: connections, the one used last at the end, and the beginnings of
+    requests.
+    """
 
     __slots__ = ("address", "heads", "idle", "is_forgotten", "responses")
 
@@ -43,11 +47,14 @@ class Peer:
         self.idle: list[Connection] = []
         self.heads = Heads(address)
         self.responses = SimpleResponses()
-        self.is_forgotten = False  # nothing waited there: the next request to it gets another one of these
+        # nothing waited there: the next request to it gets another one of these
+        self.is_forgotten = False
 
 
 class Connection:
-    """Sends one request at a time, and gives what comes back to its ResponseHandler. It is an asyncio.Protocol.
+    """Sends one request at a time, and gives what comes back to its ResponseHandler.
+
+    It is an asyncio.Protocol.
 
     It is not derived from that class: mypyc would not clear weak references to what is.
     """
@@ -57,7 +64,8 @@ class Connection:
     def __init__(self, peer: Peer, owner: Owner) -> None:
         self.peer = peer  # what it leads to
         self.clock = asyncio.get_running_loop().time
-        self.heard_at = self.clock()  # when it began, a request was sent, some of an answer came, or reading went on
+        # when it began, a request was sent, some of an answer came, or reading went on
+        self.heard_at = self.clock()
         self._owner = owner
         self._poll = select.poll()
         self._reader = ResponseReader(peer.responses)
@@ -87,7 +95,8 @@ class Connection:
         return not self._poll.poll(0)
 
     def start(self, call: ResponseHandler, head: bytes, body: Sequence[bytes | memoryview]) -> bool:
-        """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is over.
+        """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is
+        over.
 
         ``body``: its pieces. Several are written in one go, and not copied for it.
         """
@@ -126,7 +135,8 @@ class Connection:
         """Let the engine wait."""
         self._held_up = True
         if self._reader.is_tls and (self._reply is None or self._reply.complete):
-            self._usable = False  # what comes now is read, and neither decrypted nor seen by ``silent``
+            # what comes now is read, and neither decrypted nor seen by ``silent``
+            self._usable = False
         if not self._transport.is_closing():
             self._transport.pause_reading()
 
@@ -152,7 +162,9 @@ class Connection:
         self._end(None)
 
     def dismiss(self) -> None:
-        """Forget a connection that nobody has got, whether or not the event loop will tell its end."""
+        """Forget a connection that nobody has got, whether or not the event loop will tell its
+        end.
+        """
         if hasattr(self, "_transport"):
             self.abort()
         self._closed()
@@ -193,7 +205,8 @@ class Connection:
         reader = self._reader
         body = None if reader.in_response else self.peer.responses.match(data)
         if body is not None:
-            self._usable = self._usable and not (reader.is_tls and self._held_up)  # of which the reader knows nothing
+            # of which the reader knows nothing
+            self._usable = self._usable and not (reader.is_tls and self._held_up)
             reply.arrived_whole(CONTENT_TYPE, body)
             return
         fault = reader.feed(data)
@@ -207,7 +220,9 @@ class Connection:
         if reader.done:
             self._answered(reply, clean=fault is None)
         elif fault is not None:
-            error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
+            error = EngineError(
+                f"{reply.engine} answered with something that is not HTTP/1.1: {fault}"
+            )
             error.__cause__ = fault
             reply.give_up(error)
 
@@ -217,7 +232,9 @@ class Connection:
             self.abort()
 
     def eof_received(self) -> None:
-        """Note that the engine sends no more: the end of an answer without a length, and of no other."""
+        """Note that the engine sends no more: the end of an answer without a length, and of no
+        other.
+        """
         reply = self._reply
         if reply is None or reply.complete:
             self._unasked()
@@ -241,7 +258,9 @@ class Connection:
 
     def _answered(self, reply: ResponseHandler, *, clean: bool) -> None:
         reader = self._reader
-        self._usable = self._usable and clean and reader.keeps and not (reader.is_tls and self._held_up)
+        self._usable = (
+            self._usable and clean and reader.keeps and not (reader.is_tls and self._held_up)
+        )
         reader.forget_head()
         self._begun = False
         reply.ended()
@@ -251,7 +270,9 @@ class Connection:
         self._reader.close()
 
     def _unasked(self) -> None:
-        """Drop a connection on which something comes that nobody asked for; an answer is never made of it."""
+        """Drop a connection on which something comes that nobody asked for; an answer is never made
+        of it.
+        """
         self._usable = False
         if self._reply is None:
             self.abort()

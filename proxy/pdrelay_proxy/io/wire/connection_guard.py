@@ -1,4 +1,6 @@
-"""Looks where a connection to an added engine would go, before it goes there, and has it go nowhere else."""
+"""Looks where a connection to an added engine would go, before it goes there, and has it go nowhere
+else.
+"""
 
 import asyncio
 import socket
@@ -21,20 +23,26 @@ async def resolved(host: str, port: int) -> Sequence[str]:
 class Guard:
     """Knows which addresses must be looked at: those that neither the settings nor a pod has named.
 
-    A name is resolved once for each connection, and the connection goes to what was found: a name that leads elsewhere
-    a moment later (DNS rebinding) changes nothing.
+    A name is resolved once for each connection, and the connection goes to what was found: a name
+    that leads elsewhere a moment later (DNS rebinding) changes nothing.
     """
 
     def __init__(
-        self, allowed: AllowList, is_given: Callable[[Address], bool], resolve: Resolve | None = resolved
+        self,
+        allowed: AllowList,
+        is_given: Callable[[Address], bool],
+        resolve: Resolve | None = resolved,
     ) -> None:
-        """``resolve``: None where nothing is connected, in tests that give a transport: names then pass as they are."""
+        """``resolve``: None where nothing is connected, in tests that give a transport: names then
+        pass as they are.
+        """
         self._allowed = allowed
         self._is_given = is_given
         self._resolve = resolve
 
     async def places(self, address: Address) -> Sequence[str]:
-        """Return the IP addresses to connect to, the best first; none: the host may be taken as it is.
+        """Return the IP addresses to connect to, the best first; none: the host may be taken as it
+        is.
 
         Raises:
             NotAllowed: it leads to where no engine may be added.
@@ -53,11 +61,14 @@ class Guard:
         admitted = [place for place in found if self._allowed.admits(host, place)]
         if not admitted:
             led = "" if is_ip(host) else f" leads to {', '.join(found) or 'nothing'}, which"
-            raise NotAllowed(f"{host}{led} is not in allowed_instances: name its network or its name there")
+            raise NotAllowed(
+                f"{host}{led} is not in allowed_instances: name its network or its name there"
+            )
         return admitted
 
     async def leads_to(self, address: Address) -> Sequence[str]:
-        """Return the IP addresses of an engine, wherever they are; none: names are not resolved here.
+        """Return the IP addresses of an engine, wherever they are; none: names are not resolved
+        here.
 
         Raises:
             OSError: the name leads nowhere.

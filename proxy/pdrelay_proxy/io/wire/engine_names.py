@@ -10,8 +10,9 @@ from typing import Final, TypeAlias
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]  # raises OSError
 _Name: TypeAlias = tuple[str, int]  # host and port
 _PATIENCE_S: Final = 1.0  # for an answer about a name whose addresses are known
-# Seconds after a good answer for which its addresses are used: a resolver restarts in fewer, and health checks ask each
-# few seconds. Later the address may be that of another pod, which would get the prompts and perhaps the key.
+# Seconds after a good answer for which its addresses are used: a resolver restarts in fewer, and
+# health checks ask each few seconds. Later the address may be that of another pod, which would get
+# the prompts and perhaps the key.
 _LAST_GOOD_S: Final = 60.0
 _MOST: Final = 65_536  # names that are remembered
 logger = logging.getLogger(__name__)
@@ -26,11 +27,14 @@ class _LastGood:
 
 
 class EngineNames:
-    """Resolves each name anew for each connection. One that does not resolve has its last good addresses for a minute.
+    """Resolves each name anew for each connection.
 
-    That no name resolves says nothing of the engines: it is the cluster's DNS, which is away for seconds when its pods
-    move. A request waits for it once; while a name is late, those that follow take the last addresses at once. A name
-    that DNS denies is treated alike: a DNS that has just started denies what it has not read yet.
+    One that does not resolve has its last good addresses for a minute.
+
+    That no name resolves says nothing of the engines: it is the cluster's DNS, which is away for
+    seconds when its pods move. A request waits for it once; while a name is late, those that follow
+    take the last addresses at once. A name that DNS denies is treated alike: a DNS that has just
+    started denies what it has not read yet.
     """
 
     def __init__(self, resolve: Resolve, *, patience_s: float = _PATIENCE_S) -> None:
@@ -86,13 +90,18 @@ class EngineNames:
     def _is_late(self, name: _Name, why: str) -> None:
         if not self._late:
             logger.warning(
-                "names of engines do not resolve (%s): their last good addresses are used for %g s", why, _LAST_GOOD_S
+                "names of engines do not resolve (%s): their last good addresses are used for %g s",
+                why,
+                _LAST_GOOD_S,
             )
         self._late.add(name)
 
     def _expire(self, name: _Name) -> None:
         if not self._expired:
-            said = "%s has not resolved for %g s: it is not connected to, as its address may be another's by now"
+            said = (
+                "%s has not resolved for %g s: it is not connected to, as its address may be "
+                "another's by now"
+            )
             logger.warning(said, name[0], _LAST_GOOD_S)
         self._expired.add(name)
 

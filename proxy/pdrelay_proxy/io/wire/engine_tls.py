@@ -1,4 +1,6 @@
-"""TLS to engines: whom the router trusts, which name certificates must have, and what went wrong, in one sentence."""
+"""TLS to engines: whom the router trusts, which name certificates must have, and what went wrong,
+in one sentence.
+"""
 
 import ssl
 from collections import Counter
@@ -26,8 +28,11 @@ _BY_CODE: Final = {
     **dict.fromkeys((2, 18, 19, 20, 21), TlsFailure.UNTRUSTED),
     **dict.fromkeys((9, 10), TlsFailure.EXPIRED),
 }
-# Reasons of OpenSSL for bytes that are no TLS record: a server of plain HTTP answers a handshake with 400.
-_NO_RECORD: Final = frozenset({"WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG"})
+# Reasons of OpenSSL for bytes that are no TLS record: a server of plain HTTP answers a handshake
+# with 400.
+_NO_RECORD: Final = frozenset(
+    {"WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG"}
+)
 # Alerts about a certificate (RFC 8446, 6.2): those of an engine are about the router's.
 _ABOUT_CERTIFICATES: Final = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 _DEEPEST: Final = 8  # errors behind an error
@@ -39,7 +44,9 @@ class EngineTls:
     __slots__ = ("context", "failures", "server_name")
 
     def __init__(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
-        """``server_name``: the name in every engine's certificate; None: the host of its address."""
+        """``server_name``: the name in every engine's certificate; None: the host of its
+        address.
+        """
         self.context = context
         self.server_name = server_name
         self.failures: Counter[tuple[str, ...]] = Counter()  # by instance and TlsFailure
@@ -53,11 +60,15 @@ class EngineTls:
         """Return the name that the certificate of an engine there must have."""
         return address.host if self.server_name is None else self.server_name
 
-    def failure(self, instance: Instance, error: BaseException, *, was_open: bool = False) -> str | None:
-        """Count what TLS said no to, and say it, with the engine as the subject; None: it was not about TLS.
+    def failure(
+        self, instance: Instance, error: BaseException, *, was_open: bool = False
+    ) -> str | None:
+        """Count what TLS said no to, and say it, with the engine as the subject; None: it was not
+        about TLS.
 
-        The sentence has no address: clients may read it. ``was_open``: the connection was open, where only one thing is
-        about trust: with TLS 1.3 an engine refuses the router's certificate after the handshake (RFC 8446, 4.4.2.4).
+        The sentence has no address: clients may read it. ``was_open``: the connection was open,
+        where only one thing is about trust: with TLS 1.3 an engine refuses the router's certificate
+        after the handshake (RFC 8446, 4.4.2.4).
         """
         found = _ssl_error(error)
         if found is None:
@@ -69,7 +80,11 @@ class EngineTls:
         return self._sentence(kind, found)
 
     def _sentence(self, kind: TlsFailure, error: ssl.SSLError) -> str:
-        said = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else _reason(error)
+        said = (
+            error.verify_message
+            if isinstance(error, ssl.SSLCertVerificationError)
+            else _reason(error)
+        )
         if kind is TlsFailure.WRONG_NAME and self.server_name is not None:
             return f"shows a certificate that is not for {self.server_name} (engine_server_name)"
         return {
@@ -98,7 +113,9 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def _ssl_error(error: BaseException | None) -> ssl.SSLError | None:
-    """Return TLS's own error, which libraries hide behind theirs; an end of the connection is none."""
+    """Return TLS's own error, which libraries hide behind theirs; an end of the connection is
+    none.
+    """
     for _ in range(_DEEPEST):
         if error is None:
             break

@@ -16,14 +16,15 @@ from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.io.wire.whole_response import WholeAnswer
 from pdrelay_proxy.settings import Settings
 
-KEEPALIVE_S: Final = 4.0  # of an idle connection: vLLM closes it after 5 s, and would lose a request that comes then
+# of an idle connection: vLLM closes it after 5 s, and would lose a request that comes then
+KEEPALIVE_S: Final = 4.0
 
 
 class WireEngines:
     """Keeps connections to every engine; use it as a context manager.
 
-    It speaks HTTP/1.1 alone, follows no redirect, keeps no cookie, and asks for no compression. A request is written to
-    one connection once: nothing is sent again behind the back of who asked.
+    It speaks HTTP/1.1 alone, follows no redirect, keeps no cookie, and asks for no compression. A
+    request is written to one connection once: nothing is sent again behind the back of who asked.
     """
 
     def __init__(
@@ -63,11 +64,14 @@ class WireEngines:
         return self._leg_sender
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
-        """End the requests to an engine that hangs: those that heard nothing from it for so long; return how many."""
+        """End the requests to an engine that hangs: those that heard nothing from it for so long;
+        return how many.
+        """
         return self._pool.give_up(instance, silent_s=silent_s)
 
     async def ask(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
-        """Post, and wait at most so many seconds for the whole answer; giving up closes the connection.
+        """Post, and wait at most so many seconds for the whole answer; giving up closes the
+        connection.
 
         Raises:
             EngineTimeout: the answer did not come in time.
@@ -75,9 +79,15 @@ class WireEngines:
         """
         return await self._whole(leg.instance, partial(self._leg_sender.post, leg=leg), timeout_s)
 
-    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse:
-        """Get the engine's list of models, ``bare``: without showing a key; raises what ``hints`` raises."""
-        asked = partial(self._leg_sender.get, instance=instance, path="/v1/models", headers=headers, bare=bare)
+    async def models(
+        self, instance: Instance, headers: Headers, *, bare: bool = False
+    ) -> EngineResponse:
+        """Get the engine's list of models, ``bare``: without showing a key; raises what ``hints``
+        raises.
+        """
+        asked = partial(
+            self._leg_sender.get, instance=instance, path="/v1/models", headers=headers, bare=bare
+        )
         return await self._whole(instance, asked, self._probe_timeout_s)
 
     async def _whole(
@@ -90,7 +100,9 @@ class WireEngines:
                 answer = await call.answer
         except TimeoutError as exc:
             if call.source is None:
-                raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from exc
+                raise EngineTimeout(
+                    f"{instance.id} did not accept a connection in time", reached=False
+                ) from exc
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         finally:
             if call.complete:

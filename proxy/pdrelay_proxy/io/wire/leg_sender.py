@@ -16,9 +16,12 @@ _JSON: Final = b"application/json"
 
 
 class LegSender:
-    """Asks by a pool's connections, and has a ResponseHandler told of each answer. All calls return at once.
+    """Asks by a pool's connections, and has a ResponseHandler told of each answer.
 
-    ``done`` gives the connection of a complete answer back. A request that HTTP cannot carry raises EngineError.
+    All calls return at once.
+
+    ``done`` gives the connection of a complete answer back. A request that HTTP cannot carry raises
+    EngineError.
     """
 
     __slots__ = ("_outbound", "_pool")
@@ -48,7 +51,11 @@ class LegSender:
             if content_type == _JSON:
                 head = heads.post_ours(path, headers, request, length)
             else:
-                named = (*headers, (b"x-request-id", request.encode()), (b"content-type", content_type))
+                named = (
+                    *headers,
+                    (b"x-request-id", request.encode()),
+                    (b"content-type", content_type),
+                )
                 head = heads.post(path, named, length)
         except Unsendable as exc:
             raise _unsendable(instance, exc) from exc
@@ -56,7 +63,10 @@ class LegSender:
 
     def post(self, call: ResponseHandler, leg: LegRequest) -> None:
         """Post a leg that has its id among its headers."""
-        headers = (*self._outbound.headers(leg.instance.pool, leg.headers), (b"content-type", leg.content_type))
+        headers = (
+            *self._outbound.headers(leg.instance.pool, leg.headers),
+            (b"content-type", leg.content_type),
+        )
         try:
             head = self._pool.peer(leg.instance).heads.post(leg.path, headers, len(leg.body))
         except Unsendable as exc:
@@ -64,24 +74,38 @@ class LegSender:
         self._start(call, leg.instance, self._pool.peer(leg.instance), head, [leg.body])
 
     def get(
-        self, call: ResponseHandler, instance: Instance, path: str, headers: Headers, *, bare: bool = False
+        self,
+        call: ResponseHandler,
+        instance: Instance,
+        path: str,
+        headers: Headers,
+        *,
+        bare: bool = False,
     ) -> None:
         """Get a path; ``bare``: without showing a key."""
-        shown = self._outbound.bare(headers) if bare else self._outbound.headers(instance.pool, headers)
+        shown = (
+            self._outbound.bare(headers) if bare else self._outbound.headers(instance.pool, headers)
+        )
         try:
             head = self._pool.peer(instance).heads.get(path, shown)
         except Unsendable as exc:
             raise _unsendable(instance, exc) from exc
         self._start(call, instance, self._pool.peer(instance), head, [b""])
 
-    def _start(self, call: ResponseHandler, instance: Instance, peer: Peer, head: bytes, body: Pieces) -> None:
+    def _start(
+        self, call: ResponseHandler, instance: Instance, peer: Peer, head: bytes, body: Pieces
+    ) -> None:
         while (connection := self._pool.waiting_at(peer)) is not None:
             if connection.start(call, head, body):
                 return
             connection.abort()
-        call.opening = asyncio.get_running_loop().create_task(self._open(call, instance, head, body))
+        call.opening = asyncio.get_running_loop().create_task(
+            self._open(call, instance, head, body)
+        )
 
-    async def _open(self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces) -> None:
+    async def _open(
+        self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces
+    ) -> None:
         """Open a connection for a request."""
         try:
             await self._open_and_start(call, instance, head, body)
@@ -91,7 +115,9 @@ class LegSender:
         finally:
             call.opening = None  # the task's exception leads to the call: a circle
 
-    async def _open_and_start(self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces) -> None:
+    async def _open_and_start(
+        self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces
+    ) -> None:
         try:
             connection = await self._pool.open(instance)
         except EngineError as error:
@@ -101,7 +127,12 @@ class LegSender:
             self._pool.put_back(connection)
         elif not connection.start(call, head, body):
             connection.abort()
-            call.failed(EngineError(f"{call.engine} closed the connection before the request was sent", reached=False))
+            call.failed(
+                EngineError(
+                    f"{call.engine} closed the connection before the request was sent",
+                    reached=False,
+                )
+            )
 
     def done(self, call: ResponseHandler) -> None:
         """Give back the connection of an answer that is complete; any other one is closed."""

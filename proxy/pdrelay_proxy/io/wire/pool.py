@@ -19,7 +19,8 @@ from pdrelay_proxy.io.wire.connection_guard import Guard
 from pdrelay_proxy.io.wire.engine_tls import EngineTls
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
-_FREED_AT_ONCE: Final = 8  # connections that are closed where one cannot be opened: others cannot be, either
+# connections that are closed where one cannot be opened: others cannot be, either
+_FREED_AT_ONCE: Final = 8
 _FREEING_S: Final = 0.001  # seconds in which the event loop closes them
 _LACKING_S: Final = 0.05  # seconds until another try where none could be closed
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
@@ -29,7 +30,9 @@ _CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it 
 
 
 class Pool:
-    """Opens connections and keeps those that are not in use, at most ``keepalive_s`` seconds each."""
+    """Opens connections and keeps those that are not in use, at most ``keepalive_s`` seconds
+    each.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,8 @@ class Pool:
         self._tls = tls
         self._guard = guard
         self._peers: dict[Address, Peer] = {}
-        self._by_id: dict[str, Peer] = {}  # by the engine that was there last; hashing an address takes longer
+        # by the engine that was there last; hashing an address takes longer
+        self._by_id: dict[str, Peer] = {}
         self._open: set[Connection] = set()
         self._idle = 0  # in all peers
         self._round: asyncio.TimerHandle | None = None
@@ -79,9 +83,13 @@ class Pool:
         while peer.idle:
             connection = peer.idle.pop()
             self._idle -= 1
-            if connection.clock() - connection.heard_at < self._keepalive_s and connection.is_silent():
+            if (
+                connection.clock() - connection.heard_at < self._keepalive_s
+                and connection.is_silent()
+            ):
                 return connection
-            connection.abort()  # it waited too long, or the engine has closed it and the event loop does not know yet
+            # it waited too long, or the engine has closed it and the event loop does not know yet
+            connection.abort()
         return None
 
     async def open(self, instance: Instance) -> Connection:
@@ -92,7 +100,9 @@ class Pool:
             EngineError: the engine cannot be reached.
         """
         if self._closing is not None:
-            raise EngineError(f"{instance.id} was not asked: the connections to engines are closed", reached=False)
+            raise EngineError(
+                f"{instance.id} was not asked: the connections to engines are closed", reached=False
+            )
         lacks: list[OSError] = []
         try:
             async with FairTimeout(self._connect_timeout_s):
@@ -102,17 +112,29 @@ class Pool:
                 finally:
                     turn.pass_on()
         except NotAllowed as elsewhere:
-            raise EngineError(f"{instance.id} is not where engines may be added", reached=False) from elsewhere
+            raise EngineError(
+                f"{instance.id} is not where engines may be added", reached=False
+            ) from elsewhere
         except TimeoutError as late:
             if lacks:
                 raise unreached(instance.id, lacks[-1].errno) from lacks[-1]
-            raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
-        except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
+            raise EngineTimeout(
+                f"{instance.id} did not accept a connection in time", reached=False
+            ) from late
+        except (OSError, UnicodeError) as exc:
+            # ssl.SSLError is an OSError; a name may not be one that DNS can have
             raise not_opened(instance, exc, self._tls) from exc
 
     def put_back(self, connection: Connection) -> None:
-        """Keep a connection for the next request, or close it at once: unless its answer is complete, say."""
-        if self._closing is not None or self._idle >= IDLE_MOST or self._keepalive_s <= 0 or not connection.rest():
+        """Keep a connection for the next request, or close it at once: unless its answer is
+        complete, say.
+        """
+        if (
+            self._closing is not None
+            or self._idle >= IDLE_MOST
+            or self._keepalive_s <= 0
+            or not connection.rest()
+        ):
             connection.abort()
             return
         if connection.peer.is_forgotten:
@@ -121,14 +143,20 @@ class Pool:
         self._idle += 1
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
-        """End the requests to an address that heard nothing for so many seconds; return how many there were.
+        """End the requests to an address that heard nothing for so many seconds; return how many
+        there were.
 
-        Not those that we hold up ourselves, for a client that is slow: they hear nothing from an engine that is well.
+        Not those that we hold up ourselves, for a client that is slow: they hear nothing from an
+        engine that is well.
         """
         since = asyncio.get_running_loop().time() - silent_s
         error = f"{instance.id} hangs: it has answered nothing, and no probe, for {silent_s:g} s"
-        listening = [one for one in self._open if one.peer.address == instance.address and not one.held_up]
-        return sum([one.give_up(EngineTimeout(error)) for one in listening if one.heard_at <= since])
+        listening = [
+            one for one in self._open if one.peer.address == instance.address and not one.held_up
+        ]
+        return sum(
+            [one.give_up(EngineTimeout(error)) for one in listening if one.heard_at <= since]
+        )
 
     async def close(self) -> None:
         """Close every connection, also those in use: their requests fail."""
@@ -165,9 +193,11 @@ class Pool:
             self._closing.set()
 
     async def _connect_when_possible(self, address: Address, lacks: list[OSError]) -> Connection:
-        """Open a connection, and try again while the router lacks what it takes; ``lacks`` gets what it lacked.
+        """Open a connection, and try again while the router lacks what it takes; ``lacks`` gets
+        what it lacked.
 
-        Connections that are idle make room: at first for as many as the router has announced that it can have.
+        Connections that are idle make room: at first for as many as the router has announced that
+        it can have.
         """
         most = engine_connections()
         if most is not None and len(self._open) >= most:
@@ -183,7 +213,9 @@ class Pool:
             await asyncio.sleep(_FREEING_S if is_freed else _LACKING_S)
 
     def _close_idle(self, count: int) -> bool:
-        """Close so many connections that wait, first those that have waited the longest; tell whether there was one."""
+        """Close so many connections that wait, first those that have waited the longest; tell
+        whether there was one.
+        """
         idle = [connection for peer in self._peers.values() for connection in peer.idle[:count]]
         idle.sort(key=lambda connection: connection.heard_at)
         for connection in idle[:count]:
@@ -210,11 +242,14 @@ class Pool:
         try:
             if self._dial is None:
                 loop = asyncio.get_running_loop()
-                await loop.create_connection(protocol, host, address.port, ssl=context, server_hostname=name)
+                await loop.create_connection(
+                    protocol, host, address.port, ssl=context, server_hostname=name
+                )
             else:
                 await self._dial(protocol, host, address.port)
         except BaseException:
-            for connection in made:  # uvloop closes a socket that was opened for nobody, and tells its protocol nothing
+            # uvloop closes a socket that was opened for nobody, and tells its protocol nothing
+            for connection in made:
                 connection.dismiss()
             raise
         return made[-1]
@@ -237,7 +272,9 @@ class Pool:
         self._round = asyncio.get_running_loop().call_later(pause, self._look_round)
 
     def _look_round(self) -> None:
-        """Close what would be too old at the next look, and forget addresses without connections."""
+        """Close what would be too old at the next look, and forget addresses without
+        connections.
+        """
         self._round = None
         oldest = asyncio.get_running_loop().time() - self._keepalive_s * (_ROUNDS - 1) / _ROUNDS
         for address, peer in tuple(self._peers.items()):

@@ -11,7 +11,8 @@ _PATHS_MOST: Final = 64  # heads that are kept for an engine; the router knows f
 _KNOWN_MOST: Final = 64  # headers of clients that are kept for an engine
 _PORTS: Final = {"http": 80, "https": 443}
 _PATH: Final = re.compile(r"/[!-~]*")
-# One pass over all lines. A name that decides where the request ends, or who gets it, is ours alone to say.
+# One pass over all lines. A name that decides where the request ends, or who gets it, is ours alone
+# to say.
 _LINES: Final = re.compile(
     rb"(?:(?!(?i:host|connection|content-length|transfer-encoding|expect|upgrade|te|trailer):)"
     rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++: [\t\x20-\x7e\x80-\xff]*+\r\n)*+"
@@ -38,17 +39,28 @@ class Heads:
 
     def post(self, path: str, headers: Headers, length: int) -> bytes:
         """Return the head of a POST with a body of so many bytes; raises Unsendable."""
-        return b"%b%bcontent-length: %d\r\n\r\n" % (self._beginning("POST", path), lines_of(headers), length)
+        return b"%b%bcontent-length: %d\r\n\r\n" % (
+            self._beginning("POST", path),
+            lines_of(headers),
+            length,
+        )
 
     def post_ours(self, path: str, headers: Headers, request: str, length: int) -> bytes:
-        """Return the head of a POST of JSON with an id that the router has made; raises Unsendable."""
+        """Return the head of a POST of JSON with an id that the router has made; raises
+        Unsendable.
+        """
         lines = self._lines(headers) if headers else b""
         beginning = self._beginnings.get(("POST", path)) or self._beginning("POST", path)
-        said = f"x-request-id: {request}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+        said = (
+            f"x-request-id: {request}\r\ncontent-type: application/json\r\ncontent-length: "
+            f"{length}\r\n\r\n"
+        )
         return beginning + lines + said.encode("ascii")
 
     def _lines(self, headers: Headers) -> bytes:
-        """Return the lines of a client's headers; many clients show the same key with each request."""
+        """Return the lines of a client's headers; many clients show the same key with each
+        request.
+        """
         lines = self._known.get(headers)
         if lines is None:
             lines = lines_of(headers)
@@ -61,7 +73,9 @@ class Heads:
         found = self._beginnings.get((method, path))
         if found is None:
             if not _PATH.fullmatch(path):
-                raise Unsendable(f"the path {path!r} cannot be sent: it must be printable ASCII without spaces")
+                raise Unsendable(
+                    f"the path {path!r} cannot be sent: it must be printable ASCII without spaces"
+                )
             if len(self._beginnings) >= _PATHS_MOST:
                 self._beginnings.clear()
             found = self._beginnings[method, path] = _beginning(self._address, method, path)

@@ -1,4 +1,6 @@
-"""One answer, told to whoever sent the request as it comes: no future, no task, nobody who waits."""
+"""One answer, told to whoever sent the request as it comes: no future, no task, nobody who
+waits.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -31,8 +33,9 @@ class ResponseSource(Protocol):
 class ResponseHandler(ABC):
     """What a connection tells about one answer, inside the event loop's read.
 
-    A subclass is told of the head (``began``), of each piece of the body (``arrived``), and once of the end: ``ended``
-    or ``failed``, after which nothing more comes. None of them may wait or raise.
+    A subclass is told of the head (``began``), of each piece of the body (``arrived``), and once of
+    the end: ``ended`` or ``failed``, after which nothing more comes. None of them may wait or
+    raise.
     """
 
     __slots__ = ("complete", "engine", "error", "opening", "source")
@@ -77,7 +80,9 @@ class ResponseHandler(ABC):
         """Some of its body is here; ``last``: no more will come, and ``end`` follows at once."""
 
     def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:  # noqa: ARG002 (of use to who passes it on)
-        """Some of its body is here, a chunk of its own; ``chunk``: the same as it has come, with its size."""
+        """Some of its body is here, a chunk of its own; ``chunk``: the same as it has come, with
+        its size.
+        """
         self.arrived(piece)
 
     def arrived_whole(self, content_type: bytes, body: bytes) -> None:
@@ -113,10 +118,13 @@ class ResponseHandler(ABC):
             self.error = error
             self.fail(error)
 
-    def broke_off(self, cause: BaseException | None = None, *, was_stale: bool = False, was_sent: bool = True) -> None:
+    def broke_off(
+        self, cause: BaseException | None = None, *, was_stale: bool = False, was_sent: bool = True
+    ) -> None:
         """Its connection ended before it did.
 
-        ``was_stale``: one of before, without a byte of an answer; ``was_sent``: the engine may have had all of it.
+        ``was_stale``: one of before, without a byte of an answer; ``was_sent``: the engine may have
+            had all of it.
         """
         if was_stale:
             said = f"{self.engine} closed an idle connection as a request came"

@@ -1,8 +1,10 @@
-"""Reads one response after the other from the bytes of a connection. httptools and its exceptions stop at this file.
+"""Reads one response after the other from the bytes of a connection. httptools and its exceptions
+stop at this file.
 
-llhttp, which httptools wraps, is strict about most of what a response may look like: two lengths, a length and chunks
-at once, folded lines, bare line feeds, control characters. The rest is here: the transfer coding, the version, statuses
-below 100, interim responses with a body, how long a head or a trailer may be, and how a response without a length ends.
+llhttp, which httptools wraps, is strict about most of what a response may look like: two lengths, a
+length and chunks at once, folded lines, bare line feeds, control characters. The rest is here: the
+transfer coding, the version, statuses below 100, interim responses with a body, how long a head or
+a trailer may be, and how a response without a length ends.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,10 @@ class UnclearResponse(Exception):
 
 
 class ResponseReader:
-    """The parser of one connection, and the head of the response that it reads. Its ``on_`` methods are httptools'."""
+    """The parser of one connection, and the head of the response that it reads.
+
+    Its ``on_`` methods are httptools'.
+    """
 
     __deletable__ = ("_parser",)  # mypyc wants to know
 
@@ -60,7 +65,9 @@ class ResponseReader:
         return fault
 
     def _read_stream_head(self, data: bytes) -> int:
-        """Read the head of a usual stream without the parser, which gets it when it is needed; return where it ends."""
+        """Read the head of a usual stream without the parser, which gets it when it is needed;
+        return where it ends.
+        """
         head = self._usual.match_stream(data)
         if head:
             self._head = head
@@ -91,7 +98,8 @@ class ResponseReader:
         except HttpParserError as exc:
             mine = exc.__context__
             fault = mine if isinstance(mine, UnclearResponse) else exc
-            return fault.with_traceback(None)  # it leads to our caller, who holds the fault: a circle
+            # it leads to our caller, who holds the fault: a circle
+            return fault.with_traceback(None)
         if self.loose > HEAD_MOST and not self.done:
             return UnclearResponse(f"a head of more than {HEAD_MOST} bytes")
         if self._codings:
@@ -99,16 +107,20 @@ class ResponseReader:
         return None
 
     def _look_behind_end(self, data: bytes) -> None:
-        """Do not keep a connection on which an empty line has come behind a body in chunks: llhttp skips it.
+        """Do not keep a connection on which an empty line has come behind a body in chunks: llhttp
+        skips it.
 
-        Nothing may follow a response that was not asked for, and what comes a moment later closes the connection.
+        Nothing may follow a response that was not asked for, and what comes a moment later closes
+        the connection.
         """
         tail = self._tail = data[-5:] if len(data) >= 5 else (self._tail + data)[-5:]
         if self.done and (tail[-4:] != b"\r\n\r\n" or tail[:-4] in (b"\r", b"\n")):
             self.keeps = False
 
     def close(self) -> None:
-        """Let go of the parser: the two hold each other, and would wait for the garbage collector."""
+        """Let go of the parser: the two hold each other, and would wait for the garbage
+        collector.
+        """
         if hasattr(self, "_parser"):
             del self._parser
 
@@ -160,7 +172,9 @@ class ResponseReader:
                 self._refuse(f"status {status} with a body")
             self.status = status
             return
-        if self._codings and (version == "1.0" or [one.lower() for one in self._codings] != [b"chunked"]):
+        if self._codings and (
+            version == "1.0" or [one.lower() for one in self._codings] != [b"chunked"]
+        ):
             self._refuse("a transfer coding other than chunked")
         self.status = status
         self.headed = True
@@ -189,7 +203,9 @@ class ResponseReader:
             self.in_response = True
             return
         self.done = True
-        stray = self.status in _BODYLESS and (bool(self._codings) or (self.status == 204 and self._has_length))
+        stray = self.status in _BODYLESS and (
+            bool(self._codings) or (self.status == 204 and self._has_length)
+        )
         self.keeps = self._parser.should_keep_alive() and not stray
 
     def take_content_type(self, value: bytes) -> None:
@@ -217,7 +233,8 @@ class ResponseReader:
         raise UnclearResponse(why)
 
 
-_IGNORED: Final[set[bytes]] = set()  # names of headers that say nothing to us, as engines write them
+# names of headers that say nothing to us, as engines write them
+_IGNORED: Final[set[bytes]] = set()
 _IGNORED_MOST: Final = 64
 _READ: Final[dict[bytes, Callable[[ResponseReader, bytes], None]]] = {
     b"content-type": ResponseReader.take_content_type,

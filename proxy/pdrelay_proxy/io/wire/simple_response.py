@@ -1,9 +1,9 @@
-"""Answers as engines nearly always give them: in one piece, with a head that says nothing out of the ordinary, or as a
-stream of chunks that come one by one.
+"""Answers as engines nearly always give them: in one piece, with a head that says nothing out of
+the ordinary, or as a stream of chunks that come one by one.
 
-One pattern reads such a head in a tenth of the time that llhttp and its callbacks take, and chunks take a third of
-theirs. Whatever does not fit to the last byte is left to llhttp, so an answer means the same either way; a test reads
-the same answers both ways.
+One pattern reads such a head in a tenth of the time that llhttp and its callbacks take, and chunks
+take a third of theirs. Whatever does not fit to the last byte is left to llhttp, so an answer means
+the same either way; a test reads the same answers both ways.
 """
 
 import re
@@ -11,13 +11,16 @@ from typing import Final
 
 CONTENT_TYPE: Final = b"application/json"
 _MOST: Final = 4096  # bytes of such a head
-_SILENT: Final = rb"(?:(?:date|server|x-request-id): [!-~ ]*+\r\n)*+"  # lines that say nothing to us
+# lines that say nothing to us
+_SILENT: Final = rb"(?:(?:date|server|x-request-id): [!-~ ]*+\r\n)*+"
 _LENGTH: Final = rb"content-length: ([0-9]{1,9}+)\r\n"
 _TYPE: Final = rb"content-type: application/json\r\n"
 _EVENTS: Final = rb"content-type: (text/event-stream(?:; charset=utf-8)?)\r\n"
 _CHUNKED: Final = rb"transfer-encoding: chunked\r\n"
-_SIZES: Final = {b"%x" % size: size for size in range(1, 4096)}  # of chunks, as engines write them: 5 and not 05 or +5
-# How a chunk of so many bytes, with its size and the ends of two lines, must begin; empty: there is none.
+# of chunks, as engines write them: 5 and not 05 or +5
+_SIZES: Final = {b"%x" % size: size for size in range(1, 4096)}
+# How a chunk of so many bytes, with its size and the ends of two lines, must begin; empty: there is
+# none.
 _BEGINNINGS: Final = [b""] * 4103
 for _size in range(1, 4096):
     _BEGINNINGS[len(b"%x\r\n\r\n" % _size) + _size] = b"%x\r\n" % _size
@@ -32,10 +35,11 @@ _STREAM_HEAD: Final = re.compile(
 
 
 class SimpleResponses:
-    """Finds usual answers among those of one engine: 200, kept alive, and whole JSON or a stream in chunks.
+    """Finds usual answers among those of one engine: 200, kept alive, and whole JSON or a stream in
+    chunks.
 
-    An engine repeats its head but for the length, and once a second the date: a head that differs in nothing but the
-    digits of its length is compared with the one before, and not matched.
+    An engine repeats its head but for the length, and once a second the date: a head that differs
+    in nothing but the digits of its length is compared with the one before, and not matched.
     """
 
     __slots__ = ("_before", "_behind", "_end", "_start", "_stop", "_stream_head", "stream_type")
@@ -43,8 +47,10 @@ class SimpleResponses:
     def __init__(self) -> None:
         self._stream_head = b""  # of the latest stream
         self.stream_type = b""  # its content type
-        self._before = self._behind = b""  # the bytes of the head before, on both sides of the digits
-        self._start = self._stop = self._end = 0  # where its digits began and ended, and where it ended itself
+        # the bytes of the head before, on both sides of the digits
+        self._before = self._behind = b""
+        # where its digits began and ended, and where it ended itself
+        self._start = self._stop = self._end = 0
 
     def match(self, received: bytes) -> bytes | None:
         """Return the body of such an answer; None: it is another one, or not all of it."""
@@ -52,7 +58,11 @@ class SimpleResponses:
         stop = self._stop
         end = self._end
         digits = received[start:stop]
-        if digits.isdigit() and received[stop:end] == self._behind and received[:start] == self._before:
+        if (
+            digits.isdigit()
+            and received[stop:end] == self._behind
+            and received[:start] == self._before
+        ):
             return received[end:] if len(received) - end == int(digits) else None
         if self._stream_head and received[: len(self._stream_head)] == self._stream_head:
             return None
@@ -60,13 +70,19 @@ class SimpleResponses:
         if head is None:
             return None
         group = 1 if head[1] is not None else 2
-        start, stop, end = self._start, self._stop, self._end = head.start(group), head.end(group), head.end()
+        start, stop, end = self._start, self._stop, self._end = (
+            head.start(group),
+            head.end(group),
+            head.end(),
+        )
         self._before = received[:start]
         self._behind = received[stop:end]
         return received[end:] if len(received) - end == int(head[group]) else None
 
     def match_stream(self, received: bytes) -> bytes:
-        """Return the usual head of a stream, which has the ``stream_type``; empty: it is another one."""
+        """Return the usual head of a stream, which has the ``stream_type``; empty: it is another
+        one.
+        """
         before = self._stream_head
         if before and received[: len(before)] == before:
             return before
@@ -79,7 +95,8 @@ class SimpleResponses:
 
 
 def parse_single_chunk(received: bytes) -> bytes | None:
-    """Return what is in a whole chunk of up to 4,095 bytes that came alone; None: it is another one, or anything else.
+    """Return what is in a whole chunk of up to 4,095 bytes that came alone; None: it is another
+    one, or anything else.
 
     Only to be asked where the next byte that llhttp waits for is the first of a chunk.
     """
@@ -91,11 +108,14 @@ def parse_single_chunk(received: bytes) -> bytes | None:
 
 
 def parse_chunks(received: bytes, at: int, pieces: list[bytes]) -> int:
-    """Add what is in the whole chunks of that size from ``at`` on; return where they end. To be asked as the other.
+    """Add what is in the whole chunks of that size from ``at`` on; return where they end.
+
+    To be asked as the other.
 
     A chunk that has the end of a line inside is left to llhttp.
     """
-    lines = received[at:].split(b"\r\n")  # sizes and chunks in turn: to cut them out one by one takes longer
+    # sizes and chunks in turn: to cut them out one by one takes longer
+    lines = received[at:].split(b"\r\n")
     for size, piece in zip(lines[:-2:2], lines[1:-1:2], strict=True):
         if not piece or _SIZES.get(size) != len(piece):
             break

@@ -1,4 +1,6 @@
-"""A whole answer that the router itself reads: lists of models, repeated requests, requests to free blocks."""
+"""A whole answer that the router itself reads: lists of models, repeated requests, requests to free
+blocks.
+"""
 
 import asyncio
 from typing import Final
@@ -12,7 +14,9 @@ READ_MOST: Final = 4 * 1024 * 1024
 
 
 class WholeAnswer(ResponseHandler):
-    """``answer`` is done when all of it is here; it raises EngineError when the engine breaks off."""
+    """``answer`` is done when all of it is here; it raises EngineError when the engine breaks
+    off.
+    """
 
     __slots__ = ("_load", "_pieces", "_size", "_status", "_type", "answer")
 
@@ -42,7 +46,9 @@ class WholeAnswer(ResponseHandler):
         """All of it is here."""
         if not self.answer.done():
             body = b"".join(self._pieces)
-            self.answer.set_result(EngineResponse(self._status, self._type.decode("latin-1"), body, self._load))
+            self.answer.set_result(
+                EngineResponse(self._status, self._type.decode("latin-1"), body, self._load)
+            )
 
     def fail(self, error: EngineError) -> None:
         """It broke off, or was given up."""

@@ -1,1 +1,4 @@
-"""``pdrelay replay``: the router's policies over simulated engines, in virtual time. Nothing here serves requests."""
+"""``pdrelay replay``: the router's policies over simulated engines, in virtual time.
+
+Nothing here serves requests.
+"""

@@ -11,10 +11,16 @@ _LEFT = 130
 _ROW = 14
 _TOP = 56
 _COLOURS = ("#4477aa", "#ccbb44", "#aa3377")
-_PANELS: Sequence[tuple[str, Sequence[tuple[str, Callable[[Summary], float | None]]], Callable[[float], str]]] = (
+_PANELS: Sequence[
+    tuple[str, Sequence[tuple[str, Callable[[Summary], float | None]]], Callable[[float], str]]
+] = (
     (
         "time to first token",
-        (("p50", lambda row: row.ttft_p50), ("p95", lambda row: row.ttft_p95), ("p99", lambda row: row.ttft_p99)),
+        (
+            ("p50", lambda row: row.ttft_p50),
+            ("p95", lambda row: row.ttft_p95),
+            ("p99", lambda row: row.ttft_p99),
+        ),
         lambda value: f"{value * 1e3:,.0f} ms",
     ),
     (
@@ -27,7 +33,11 @@ _PANELS: Sequence[tuple[str, Sequence[tuple[str, Callable[[Summary], float | Non
         (("prefill", lambda row: row.prefill_hits), ("decode", lambda row: row.decode_hits)),
         lambda value: f"{value:.0%}",
     ),
-    ("requests within the targets, a second", (("", lambda row: row.good_per_s),), lambda value: f"{value:,.2f}"),
+    (
+        "requests within the targets, a second",
+        (("", lambda row: row.good_per_s),),
+        lambda value: f"{value:,.2f}",
+    ),
 )
 
 
@@ -36,7 +46,8 @@ def draw(rows: Sequence[Summary], title: str) -> str:
     heights = [_TOP + len(rows) * (len(series) * _ROW + 10) for _, series, _ in _PANELS]
     height = 40 + max(heights[:2]) + max(heights[2:])
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'font-family="sans-serif">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(_WIDTH / 2, 24, title, size=15, anchor="middle"),
     ]

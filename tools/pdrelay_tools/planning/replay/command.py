@@ -1,4 +1,6 @@
-"""``pdrelay replay``: what each policy would make of a trace; docs/replay.md tells what is simulated."""
+"""``pdrelay replay``: what each policy would make of a trace; docs/replay.md tells what is
+simulated.
+"""
 
 import argparse
 import json
@@ -32,45 +34,124 @@ _HEAD: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    said = "Mooncake's JSON lines; prompt_tokens,output_tokens as CSV or JSON lines; or vLLM's multi-turn conversations"
+    said = (
+        "Mooncake's JSON lines; prompt_tokens,output_tokens as CSV or JSON lines; or vLLM's "
+        "multi-turn conversations"
+    )
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=said)
-    said = f"one of {', '.join(CHOICES)}, or one for each leg as session/prefix; repeat the flag to compare "
+    said = (
+        f"one of {', '.join(CHOICES)}, or one for each leg as session/prefix; repeat the flag to "
+        f"compare "
+    )
     said += f"(default: {' and '.join(_DEFAULT_POLICIES)})"
     parser.add_argument("--policy", action="append", metavar="POLICY", help=said)
     add = partial(parser.add_argument_group("traffic").add_argument, type=_positive)
-    add("--sessions", type=_count, metavar="N", help="number of conversations to generate instead of reading a trace")
-    add("--turns", type=_count, default=8, metavar="N", help="turns of a generated conversation (default: %(default)s)")
+    add(
+        "--sessions",
+        type=_count,
+        metavar="N",
+        help="number of conversations to generate instead of reading a trace",
+    )
+    add(
+        "--turns",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="turns of a generated conversation (default: %(default)s)",
+    )
     shared = "tokens at the beginning that all generated conversations share (default: %(default)s)"
     add("--system-tokens", type=_count, default=1000, metavar="N", help=shared)
-    add("--prompt-tokens", default=500, metavar="N", help="mean prompt tokens that a turn adds (default: %(default)s)")
-    add("--output-tokens", default=200, metavar="N", help="mean tokens of an answer (default: %(default)s)")
-    said = "a phase of traffic: seconds, requests a second, mean tokens of prompts and of answers; repeat it"
+    add(
+        "--prompt-tokens",
+        default=500,
+        metavar="N",
+        help="mean prompt tokens that a turn adds (default: %(default)s)",
+    )
+    add(
+        "--output-tokens",
+        default=200,
+        metavar="N",
+        help="mean tokens of an answer (default: %(default)s)",
+    )
+    said = (
+        "a phase of traffic: seconds, requests a second, mean tokens of prompts and of answers; "
+        "repeat it"
+    )
     add("--phase", type=_phase, action="append", metavar="S:R:P:O", help=said)
-    said = "conversations (or requests, of a file of lengths) that begin in a second (default: %(default)s)"
+    said = (
+        "conversations (or requests, of a file of lengths) that begin in a second (default: "
+        "%(default)s)"
+    )
     add("--rate", default=2.0, metavar="R", help=said)
-    add("--think", default=5.0, metavar="S", help="mean seconds from an answer to the next turn (default: %(default)s)")
-    add("--speed", default=1.0, metavar="X", help="factor by which timestamps pass faster (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: %(default)s)")
+    add(
+        "--think",
+        default=5.0,
+        metavar="S",
+        help="mean seconds from an answer to the next turn (default: %(default)s)",
+    )
+    add(
+        "--speed",
+        default=1.0,
+        metavar="X",
+        help="factor by which timestamps pass faster (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of all random choices (default: %(default)s)",
+    )
     option = parser.add_argument_group("engines").add_argument
-    option("--prefill", type=_engines, default=4, metavar="N", help="number of prefill engines (default: %(default)s)")
-    option("--decode", type=_engines, default=4, metavar="N", help="number of decode engines (default: %(default)s)")
+    option(
+        "--prefill",
+        type=_engines,
+        default=4,
+        metavar="N",
+        help="number of prefill engines (default: %(default)s)",
+    )
+    option(
+        "--decode",
+        type=_engines,
+        default=4,
+        metavar="N",
+        help="number of decode engines (default: %(default)s)",
+    )
     option(
         "--engine",
         type=Path,
         metavar="FILE",
         help="JSON file with the speed and the cache of an engine (docs/replay.md)",
     )
-    option("--decode-engine", type=Path, metavar="FILE", help="the same for decode engines, if they differ")
-    option("--odd-engine", type=Path, metavar="FILE", help="the same for the last prefill engine, if it differs")
+    option(
+        "--decode-engine",
+        type=Path,
+        metavar="FILE",
+        help="the same for decode engines, if they differ",
+    )
+    option(
+        "--odd-engine",
+        type=Path,
+        metavar="FILE",
+        help="the same for the last prefill engine, if it differs",
+    )
     said = "tokens of a block; Mooncake's traces have their own (default: %(default)s)"
     option("--block-size", type=_count, default=16, metavar="N", help=said)
-    option("--kv-events", action="store_true", help="engines tell what they have cached, and prompts are token ids")
+    option(
+        "--kv-events",
+        action="store_true",
+        help="engines tell what they have cached, and prompts are token ids",
+    )
     said = (
-        "auto: engines change their role as with --roles of pdrelay serve, for --ttft and --itl (default: %(default)s)"
+        "auto: engines change their role as with --roles of pdrelay serve, for --ttft and --itl "
+        "(default: %(default)s)"
     )
     option("--roles", choices=("off", "auto"), default="off", help=said)
     option = parser.add_argument_group("output").add_argument
-    said = "most seconds to the first token of a request that counts as served well (default: no limit)"
+    said = (
+        "most seconds to the first token of a request that counts as served well (default: no "
+        "limit)"
+    )
     option("--ttft", type=_positive, default=inf, metavar="S", help=said)
     said = "most mean seconds between two tokens of such a request (default: no limit)"
     option("--itl", type=_positive, default=inf, metavar="S", help=said)
@@ -98,7 +179,10 @@ def run(args: argparse.Namespace) -> int:
         targets = Targets(args.ttft, args.itl)
         replays = [replay(trace, policy, fleet, seed=args.seed) for policy in policies]
         rows = [summarise(each, targets) for each in replays]
-        title = f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode engines"
+        title = (
+            f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode "
+            f"engines"
+        )
         if args.plot is not None:
             _write(args.plot, chart.draw(rows, title))
     except (NoReplay, NoEngineModel) as exc:
@@ -125,12 +209,19 @@ def _trace(args: argparse.Namespace) -> Trace:
     if args.phase is not None:
         expected = sum(one.seconds * one.per_s for one in args.phase)
         if expected > _MOST_TURNS:
-            raise NoReplay(f"these phases have about {expected:,.0f} requests, more than {_MOST_TURNS:,}")
+            raise NoReplay(
+                f"these phases have about {expected:,.0f} requests, more than {_MOST_TURNS:,}"
+            )
         return phases(args.phase, args.block_size, args.seed)
     if args.trace is not None:
-        return read_trace(args.trace, Arrivals(args.rate, args.think, args.block_size, args.speed, args.seed))
+        return read_trace(
+            args.trace, Arrivals(args.rate, args.think, args.block_size, args.speed, args.seed)
+        )
     if args.sessions * args.turns > _MOST_TURNS:
-        raise NoReplay(f"{args.sessions:,} sessions of {args.turns:,} turns are more than {_MOST_TURNS:,} requests")
+        raise NoReplay(
+            f"{args.sessions:,} sessions of {args.turns:,} turns are more than {_MOST_TURNS:,} "
+            f"requests"
+        )
     lengths = args.system_tokens, args.prompt_tokens, args.output_tokens
     return Conversations(args.sessions, args.turns, args.rate, args.think, *lengths).generate(
         args.block_size, args.seed
@@ -148,14 +239,18 @@ def _as_text(rows: Sequence[Summary], title: str) -> str:
     cells = [_HEAD, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
-    lines = ["  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True)) for row in cells]
+    lines = [
+        "  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True))
+        for row in cells
+    ]
     return "\n".join([f"{title}, {rows[0].seconds:,.0f} s", "", *lines, ""])
 
 
 def _turns_text(replays: Sequence[Replayed]) -> str:
     """Write a line for each engine that turned."""
     lines = [
-        f"{each.policy}: at {one.began:,.0f} s an engine turns to {one.role}, from {one.ended:,.0f} s on "
+        f"{each.policy}: at {one.began:,.0f} s an engine turns to {one.role}, from "
+        f"{one.ended:,.0f} s on "
         f"{one.prefill} prefill and {one.decode} decode engines"
         for each in replays
         for one in each.turned
@@ -166,11 +261,27 @@ def _turns_text(replays: Sequence[Replayed]) -> str:
 def _cells(row: Summary) -> tuple[str, ...]:
     return (
         row.policy,
-        *map(_ms, (row.ttft_p50, row.ttft_p95, row.ttft_p99, row.later_ttft_p50, row.itl_p50, row.itl_p99)),
-        *("-" if share is None else f"{share:.0%}" for share in (row.prefill_hits, row.decode_hits, row.best_hits)),
+        *map(
+            _ms,
+            (
+                row.ttft_p50,
+                row.ttft_p95,
+                row.ttft_p99,
+                row.later_ttft_p50,
+                row.itl_p50,
+                row.itl_p99,
+            ),
+        ),
+        *(
+            "-" if share is None else f"{share:.0%}"
+            for share in (row.prefill_hits, row.decode_hits, row.best_hits)
+        ),
         f"{row.computed_per_new:.2f}",
         f"{row.good:.1%}",
-        *("-" if more is None else f"{more:.2f}" for more in (row.prefill_unevenness, row.decode_unevenness)),
+        *(
+            "-" if more is None else f"{more:.2f}"
+            for more in (row.prefill_unevenness, row.decode_unevenness)
+        ),
     )
 
 
@@ -195,7 +306,9 @@ def _positive(text: str) -> float:
 def _phase(text: str) -> Phase:
     parts = text.split(":")
     if len(parts) != 4:
-        raise argparse.ArgumentTypeError(f"{text!r} is no phase: write seconds:requests a second:prompt:answer tokens")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no phase: write seconds:requests a second:prompt:answer tokens"
+        )
     seconds, per_s, prompt, output = map(_positive, parts)
     if max(prompt, output) > _MOST_MEAN:
         raise argparse.ArgumentTypeError(f"{text!r} has a mean of more than {_MOST_MEAN:,} tokens")

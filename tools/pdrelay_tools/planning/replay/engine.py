@@ -14,7 +14,9 @@ from pdrelay_tools.planning.replay.kv_cache import CacheEvents, KvCache
 
 
 class EventLoop:
-    """Virtual time: what is due next is done next; what is due at once, in the order it was asked for."""
+    """Virtual time: what is due next is done next; what is due at once, in the order it was asked
+    for.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,11 +62,14 @@ class EngineLog:
     legs: int = 0  # that are over
     itl_sum_s: float = 0.0  # seconds that answers waited for their next tokens
     itl_count: int = 0  # tokens that came after the first of their answer
-    gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])  # seconds, tokens that waited them
+    # seconds, tokens that waited them
+    gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
 
 class VirtualEngine:
-    """Runs legs: in each step a token for every answer, and as much of the prompts as max_num_batched_tokens allow."""
+    """Runs legs: in each step a token for every answer, and as much of the prompts as
+    max_num_batched_tokens allow.
+    """
 
     def __init__(
         self,
@@ -76,7 +81,8 @@ class VirtualEngine:
         seed: int = 0,
         events: CacheEvents | None = None,
     ) -> None:
-        """``stepped``: its answers have got their next tokens so many seconds after the ones before.
+        """``stepped``: its answers have got their next tokens so many seconds after the ones
+        before.
 
         ``seed``: of the jitter; ``events``: where its cache publishes what changes (None: nowhere).
         """
@@ -112,7 +118,9 @@ class VirtualEngine:
 
     @property
     def queued(self) -> int:
-        """Return how many legs it has that it does not compute yet: they wait for room, or for their KV."""
+        """Return how many legs it has that it does not compute yet: they wait for room, or for
+        their KV.
+        """
         return len(self.waiting) + len(self._loaded) + self._reading
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
@@ -135,7 +143,9 @@ class VirtualEngine:
         self._wake()
 
     def _api(self, seconds: float) -> float:
-        """Have the API server do something behind what it has to do already; return in how many seconds it is done."""
+        """Have the API server do something behind what it has to do already; return in how many
+        seconds it is done.
+        """
         now = self._loop.now
         self._api_free = max(now, self._api_free) + seconds
         return self._api_free - now
@@ -168,12 +178,16 @@ class VirtualEngine:
         if self._stepping:
             seconds += self.model.step_s + self.model.batch_s(len(self._ends), self._context)
             if self.model.jitter:  # the mean stays what it is
-                seconds *= exp(self._chance.gauss(0.0, self.model.jitter) - self.model.jitter**2 / 2)
+                seconds *= exp(
+                    self._chance.gauss(0.0, self.model.jitter) - self.model.jitter**2 / 2
+                )
             self.log.busy_s += seconds
             self._loop.after(seconds, lambda: self._stepped(chunks, seconds))
 
     def _to_prefill(self) -> "list[VirtualLeg]":
-        """Return legs whose prompt is not computed, in order, those included that there is room for now."""
+        """Return legs whose prompt is not computed, in order, those included that there is room for
+        now.
+        """
         if not (self._prefilling or self._loaded or self.waiting):
             return self._prefilling
         tokens = sum(leg.left for leg in self._prefilling)
@@ -188,10 +202,14 @@ class VirtualEngine:
         return self._prefilling
 
     def _admitted(self) -> VirtualLeg | None:
-        """Return the next leg that can compute; those that must read their KV first begin to read it."""
+        """Return the next leg that can compute; those that must read their KV first begin to read
+        it.
+        """
         while self.waiting:
             leg = self.waiting[0]
-            found = min(self._cache.found(leg.blocks), (leg.prompt_tokens - 1) // self._block_tokens)
+            found = min(
+                self._cache.found(leg.blocks), (leg.prompt_tokens - 1) // self._block_tokens
+            )
             if not self._cache.take(leg.blocks, self._unnamed(leg)):
                 return None
             self.waiting.popleft()
@@ -203,7 +221,9 @@ class VirtualEngine:
         return None
 
     def _read(self, leg: VirtualLeg, other: "VirtualEngine", lent: VirtualLeg) -> None:
-        """Read what is missing over both engines' links, which carry one transfer after the other."""
+        """Read what is missing over both engines' links, which carry one transfer after the
+        other.
+        """
         missing = leg.left * self.model.kv_bytes_per_token
         self._reading += 1
         begins = max(self._loop.now, self.link_free, other.link_free)
@@ -246,7 +266,9 @@ class VirtualEngine:
         self._send_tokens(running, ended, begun, seconds)
         self._step()
 
-    def _send_tokens(self, running: int, ended: list[VirtualLeg], begun: list[VirtualLeg], seconds: float) -> None:
+    def _send_tokens(
+        self, running: int, ended: list[VirtualLeg], begun: list[VirtualLeg], seconds: float
+    ) -> None:
         """Have clients get the tokens of a step that took so many seconds."""
         took = self._api((running + len(begun)) * self.model.api_token_s)
 

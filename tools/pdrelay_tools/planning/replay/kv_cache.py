@@ -1,7 +1,8 @@
-"""The KV cache of one simulated engine: blocks in use, and free blocks that keep their content until they are needed.
+"""The KV cache of one simulated engine: blocks in use, and free blocks that keep their content
+until they are needed.
 
-As vLLM's (vllm/v1/core/kv_cache_manager.py, block_pool.py): least recently used free blocks go first, of one request
-the last block first, so that the beginning of a prompt outlives its end.
+As vLLM's (vllm/v1/core/kv_cache_manager.py, block_pool.py): least recently used free blocks go
+first, of one request the last block first, so that the beginning of a prompt outlives its end.
 """
 
 from collections import OrderedDict
@@ -14,7 +15,9 @@ class CacheEvents(Protocol):
     """Where a cache publishes what changes in it, as vLLM's KV events."""
 
     def stored(self, name: int, before: int | None, /) -> None:
-        """A block is in the cache from now on; ``before``: the one before it in its prompt (None: it is the first)."""
+        """A block is in the cache from now on; ``before``: the one before it in its prompt (None:
+        it is the first).
+        """
         ...
 
     def removed(self, name: int, /) -> None:
@@ -45,7 +48,9 @@ class KvCache:
         return len(names)
 
     def take(self, names: Sequence[int], unnamed: int) -> bool:
-        """Use these blocks and ``unnamed`` more; False: there is no room, and nothing has changed."""
+        """Use these blocks and ``unnamed`` more; False: there is no room, and nothing has
+        changed.
+        """
         users = self._users
         free = self._free
         if self.used + unnamed + len(names) - sum(map(users.__contains__, names)) > self.blocks:

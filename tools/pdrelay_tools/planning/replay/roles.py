@@ -1,7 +1,8 @@
-"""Engines that turn, in virtual time: the router's own controller decides by what simulated engines show.
+"""Engines that turn, in virtual time: the router's own controller decides by what simulated engines
+show.
 
-A turn is slower than the router's: nothing moves. The engine gets nothing new, serves what it has to its end, and then
-takes the other role with an empty batch and what is in its cache.
+A turn is slower than the router's: nothing moves. The engine gets nothing new, serves what it has
+to its end, and then takes the other role with an empty batch and what is in its cache.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -13,7 +14,12 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals
-from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, RoleDecision, RoleLimits
+from pdrelay_proxy.features.roles.role_controller import (
+    FleetSnapshot,
+    RoleController,
+    RoleDecision,
+    RoleLimits,
+)
 from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine
 
@@ -28,8 +34,10 @@ class RolesPlan:
 
     targets: RoleTargets
     limits: RoleLimits = field(default_factory=RoleLimits)
-    controllers: int = 1  # that decide beside each other, each a part of the time between two looks later
-    dies_every_s: float = 0.0  # the controllers are replaced so often by new ones, which know nothing; 0: never
+    # that decide beside each other, each a part of the time between two looks later
+    controllers: int = 1
+    # the controllers are replaced so often by new ones, which know nothing; 0: never
+    dies_every_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +62,17 @@ class SimulatedRoles:
         roles: MutableMapping[InstanceId, Role],
         loop: EventLoop,
     ) -> None:
-        """``engines`` and ``roles`` get another name for an engine that has turned; the old one stays."""
+        """``engines`` and ``roles`` get another name for an engine that has turned; the old one
+        stays.
+        """
         self._plan = plan
         self._registry = registry
         self._loop = loop
         self._engines = engines
         self._roles = roles
         self._controllers = self._new_controllers()
-        self._leaving = dict[InstanceId, tuple[Role, float]]()  # the role they turn to, and since when
+        # the role they turn to, and since when
+        self._leaving = dict[InstanceId, tuple[Role, float]]()
         self._turned_at = list[float]()  # what all controllers know of each other's turns
         self._is_over: Callable[[], bool] = lambda: False
         self.turned: Final = list[TurnedEngine]()
@@ -71,12 +82,17 @@ class SimulatedRoles:
         """Look again and again, until it is over."""
         self._is_over = is_over
         for number in range(self._plan.controllers):
-            self._loop.after(_LOOK_S * (1 + number / self._plan.controllers), partial(self._look, number))
+            self._loop.after(
+                _LOOK_S * (1 + number / self._plan.controllers), partial(self._look, number)
+            )
         if self._plan.dies_every_s:
             self._loop.after(self._plan.dies_every_s, self._die)
 
     def _new_controllers(self) -> list[RoleController]:
-        return [RoleController(self._plan.targets, self._plan.limits) for _ in range(self._plan.controllers)]
+        return [
+            RoleController(self._plan.targets, self._plan.limits)
+            for _ in range(self._plan.controllers)
+        ]
 
     def _die(self) -> None:
         if not self._is_over():
@@ -93,7 +109,9 @@ class SimulatedRoles:
             if one.life.state in _SERVE
         ]
         turning = list(self._leaving)
-        decision = self._controllers[number].decide(FleetSnapshot(readings, turning, self._turned_at), now=now)
+        decision = self._controllers[number].decide(
+            FleetSnapshot(readings, turning, self._turned_at), now=now
+        )
         self.decisions.append((now, decision))
         if decision.turn is not None:
             self._begin(decision.turn.instance, decision.turn.role)

@@ -1,4 +1,6 @@
-"""Who gets a request: the router's own policies on its own fleet, and a model of vllm-router's for comparison."""
+"""Who gets a request: the router's own policies on its own fleet, and a model of vllm-router's for
+comparison.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -34,33 +36,44 @@ from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.routing_plugins import installed_policies
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.planning.replay.kv_cache import CacheEvents
-from pdrelay_tools.planning.replay.traces import BYTES_PER_TOKEN, IDS_LEAST, NoReplay, Trace, token_ids
+from pdrelay_tools.planning.replay.traces import (
+    BYTES_PER_TOKEN,
+    IDS_LEAST,
+    NoReplay,
+    Trace,
+    token_ids,
+)
 
 Load: TypeAlias = Callable[[Instance], float]
 _TICK_S: Final = 0.25  # as requests/request_set.py
-_USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'  # of an answer
+# of an answer
+_USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'
 VLLM_ROUTER: Final = "vllm-router"
 CHOICES: Final = (*map(str, PolicyName), *feature_policies(), VLLM_ROUTER)
 
 
 class VllmRouter:
-    """vllm-router's default policy, ``cache_aware``, as src/policies/cache_aware.rs of vllm-project/router has it.
+    """vllm-router's default policy, ``cache_aware``, as src/policies/cache_aware.rs of
+    vllm-project/router has it.
 
-    The engine that was sent the longest beginning of this text, if that is more than 0.3 of the text; else, or if the
-    loads differ by more than 64 requests and by half, the one with the fewest requests. Not modelled: its session keys
-    and that its tree forgets (beyond 2**26 characters).
+    The engine that was sent the longest beginning of this text, if that is more than 0.3 of the
+    text; else, or if the loads differ by more than 64 requests and by half, the one with the fewest
+    requests. Not modelled: its session keys and that its tree forgets (beyond 2**26 characters).
     """
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._sent = OrderedDict[bytes, InstanceId]()  # who was sent a block last, named by all text before it, too
+        # who was sent a block last, named by all text before it, too
+        self._sent = OrderedDict[bytes, InstanceId]()
 
     def choose(self, among: Sequence[Instance], hints: RoutingHints = ANY, /) -> Instance:
         """Return one of these engines."""
         loads = [self._load(instance) for instance in among]
         chosen = among[loads.index(min(loads))]
         blocks = _chain(bytes(hints.prompt))
-        matched = next((count for count, block in enumerate(blocks) if block not in self._sent), len(blocks))
+        matched = next(
+            (count for count, block in enumerate(blocks) if block not in self._sent), len(blocks)
+        )
         uneven = max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)
         if blocks and matched / len(blocks) > 0.3 and not uneven:
             best = self._sent[blocks[matched - 1]]
@@ -83,12 +96,17 @@ def _chain(text: bytes, size: int = 512) -> Sequence[bytes]:
 
 
 class FollowedCache:
-    """The KV events of one engine: writes them as vLLM does, and has the router's index read them."""
+    """The KV events of one engine: writes them as vLLM does, and has the router's index read
+    them.
+    """
 
     def __init__(self, index: CacheIndex, engine: InstanceId, block_tokens: int) -> None:
         """Raises NoReplay: so small blocks cannot be told apart by their token ids."""
         if block_tokens < IDS_LEAST:
-            raise NoReplay(f"blocks of {block_tokens} tokens are too small for KV events: {IDS_LEAST} tell them apart")
+            raise NoReplay(
+                f"blocks of {block_tokens} tokens are too small for KV events: {IDS_LEAST} tell "
+                f"them apart"
+            )
         self._index = index
         self._engine = engine
         self._block_tokens = block_tokens
@@ -97,7 +115,9 @@ class FollowedCache:
 
     def stored(self, name: int, before: int | None) -> None:
         """A block is in the cache from now on."""
-        self._apply(BlockStored([name], [*token_ids(name, self._block_tokens)], self._block_tokens, before))
+        self._apply(
+            BlockStored([name], [*token_ids(name, self._block_tokens)], self._block_tokens, before)
+        )
 
     def removed(self, name: int) -> None:
         """A block is gone."""
@@ -110,7 +130,9 @@ class FollowedCache:
 
 
 class ReplayRouter:
-    """Chooses engines for the turns of a trace, and keeps count of what they have, as the router does."""
+    """Chooses engines for the turns of a trace, and keeps count of what they have, as the router
+    does.
+    """
 
     def __init__(
         self,
@@ -122,11 +144,13 @@ class ReplayRouter:
         *,
         kv_events: bool = False,
     ) -> None:
-        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an engine serves alone.
+        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an
+        engine serves alone.
 
-        That is ``:2048``, so many new bytes, and ``:20ms``, the longest pause in its streams. Raises NoReplay: there is
-        no such policy. ``engines``: how many prefill and decode engines. ``kv_events``: these tell what they have
-        cached, and prompts are token ids, as a router can look them up there.
+        That is ``:2048``, so many new bytes, and ``:20ms``, the longest pause in its streams.
+        Raises NoReplay: there is no such policy. ``engines``: how many prefill and decode engines.
+        ``kv_events``: these tell what they have cached, and prompts are token ids, as a router can
+        look them up there.
         """
         names, least, itl_s = _parsed(choice)
         self._index = CacheIndex() if kv_events else None
@@ -135,19 +159,28 @@ class ReplayRouter:
         facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
             for engine in range(number):
-                self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000), facts=facts)
+                self.fleet.registry.add(
+                    role, Address("http", f"{role}-{engine}", 8000), facts=facts
+                )
         self._trace = trace
         self._clock = clock
         self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
-        self._gaps = dict[InstanceId, list[float]]()  # between the tokens of streams, since they were looked at
+        # between the tokens of streams, since they were looked at
+        self._gaps = dict[InstanceId, list[float]]()
         self._looked = 0.0
 
     def events(self, engine: InstanceId) -> CacheEvents | None:
         """Return where an engine publishes what is in its cache; None: nobody follows it."""
-        return None if self._index is None else FollowedCache(self._index, engine, self._trace.block_tokens)
+        return (
+            None
+            if self._index is None
+            else FollowedCache(self._index, engine, self._trace.block_tokens)
+        )
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
-        """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone."""
+        """Return the engines of a turn's legs; no prefill engine: the decode engine serves it
+        alone.
+        """
         fleet = self.fleet
         request = RequestId(str(number))
         hints = self._ask(number)
@@ -204,7 +237,9 @@ class ReplayRouter:
 
     def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
         """A prefill engine has answered, and reports its load with the answer."""
-        self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
+        self.fleet.registry.member(prefill.id).load.reported(
+            NamedMetrics(waiting, kv_use), now=self._clock()
+        )
         hints = self._asked[number][0]
         tokens = self._trace.turns[number].prompt_tokens
         for listener in self.fleet.listeners:
@@ -227,7 +262,9 @@ class ReplayRouter:
 
 
 def _parsed(choice: str) -> tuple[str, int, float]:
-    """Return the policies, the bytes below which one engine serves alone, and the seconds its streams may wait."""
+    """Return the policies, the bytes below which one engine serves alone, and the seconds its
+    streams may wait.
+    """
     names, *bounds = choice.split(":")
     least = 0
     itl_s = 0.0
@@ -235,7 +272,8 @@ def _parsed(choice: str) -> tuple[str, int, float]:
         number = alone.removesuffix("ms")
         if not (number.isascii() and number.isdigit() and len(number) < 10):
             raise NoReplay(
-                f"{alone!r} in the policy {choice!r} is neither a number of bytes (--min-split-new-bytes) "
+                f"{alone!r} in the policy {choice!r} is neither a number of bytes "
+                f"(--min-split-new-bytes) "
                 "nor of milliseconds, as 20ms (--max-decode-itl)"
             )
         if number == alone:
@@ -255,7 +293,9 @@ def _fleet(
     """Return an empty fleet with its policies."""
     names = choice.split("/") if "/" in choice else [choice, choice]
     if len(names) != 2 or not set(names) <= {*CHOICES, *installed_policies()}:
-        raise NoReplay(f"there is no policy {choice!r}: name one, or one/other, of {', '.join(CHOICES)}")
+        raise NoReplay(
+            f"there is no policy {choice!r}: name one, or one/other, of {', '.join(CHOICES)}"
+        )
     learned = PushCoordinates(at_once=True)
     if VLLM_ROUTER not in names:
         settings = replace(settings, prefill_policy=names[0], decode_policy=names[1])

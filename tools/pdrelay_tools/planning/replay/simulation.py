@@ -64,7 +64,10 @@ class Replayed:
 
 
 def replay(trace: Trace, policy: str, fleet: SimulatedFleet, *, seed: int) -> Replayed:
-    """Serve a trace. Raises NoReplay: there is no such policy, or a turn is larger than an engine."""
+    """Serve a trace.
+
+    Raises NoReplay: there is no such policy, or a turn is larger than an engine.
+    """
     return _Replay(trace, policy, fleet, seed).run()
 
 
@@ -82,7 +85,10 @@ class _Replay:
             seed,
             kv_events=fleet.kv_events,
         )
-        instances = (*self._router.fleet.known(Role.PREFILL), *self._router.fleet.known(Role.DECODE))
+        instances = (
+            *self._router.fleet.known(Role.PREFILL),
+            *self._router.fleet.known(Role.DECODE),
+        )
         by_id = {one.id: models[one.role] for one in instances}
         if fleet.odd_model is not None:
             by_id[instances[fleet.prefill - 1].id] = fleet.odd_model
@@ -101,7 +107,9 @@ class _Replay:
         self._roles_of_engines = (
             None
             if fleet.roles is None
-            else SimulatedRoles(fleet.roles, self._router.fleet.registry, self._engines, self._roles, self._loop)
+            else SimulatedRoles(
+                fleet.roles, self._router.fleet.registry, self._engines, self._roles, self._loop
+            )
         )
         self._ended_count = 0
         self._served = list[Served]()
@@ -110,9 +118,15 @@ class _Replay:
 
     def run(self) -> Replayed:
         for number, turn in enumerate(self._trace.turns):
-            if not all(engine.fits(turn.prompt_tokens, turn.output_tokens) for engine in self._engines.values()):
+            if not all(
+                engine.fits(turn.prompt_tokens, turn.output_tokens)
+                for engine in self._engines.values()
+            ):
                 size = turn.prompt_tokens + turn.output_tokens
-                raise NoReplay(f"request {number} has {size:,} tokens, and an engine has room for fewer (kv_tokens)")
+                raise NoReplay(
+                    f"request {number} has {size:,} tokens, and an engine has room for fewer "
+                    f"(kv_tokens)"
+                )
             if turn.goes_on is not None and turn.waits:
                 self._next.setdefault(turn.goes_on, []).append(number)
             else:
@@ -121,7 +135,8 @@ class _Replay:
         if turning is not None:
             turning.start(lambda: self._ended_count == len(self._trace.turns))
         self._loop.run()
-        names = {id(engine): name for name, engine in self._engines.items()}  # the last one of an engine that turned
+        # the last one of an engine that turned
+        names = {id(engine): name for name, engine in self._engines.items()}
         logs = [(self._roles[name], self._engines[name].log) for name in names.values()]
         turned = () if turning is None else turning.turned
         return Replayed(self._policy, self._served, logs, turned)
@@ -135,17 +150,25 @@ class _Replay:
             self._decode(number, one, decode, None)
             return
         ended = partial(self._prefilled, number, one, prefill, decode)
-        leg = VirtualLeg(self._trace.full_blocks(turn), turn.prompt_tokens, 1, kept=True, ended=ended)
+        leg = VirtualLeg(
+            self._trace.full_blocks(turn), turn.prompt_tokens, 1, kept=True, ended=ended
+        )
         self._send(one, prefill, leg)
 
-    def _prefilled(self, number: int, one: Served, prefill: Instance, decode: Instance, leg: VirtualLeg) -> None:
+    def _prefilled(
+        self, number: int, one: Served, prefill: Instance, decode: Instance, leg: VirtualLeg
+    ) -> None:
         engine = self._engines[prefill.id]
         self._router.prefilled(prefill, number, len(engine.waiting), engine.kv_use)
         self._router.handed_over(decode, number)
         self._decode(number, one, decode, (engine, leg))
 
     def _decode(
-        self, number: int, one: Served, decode: Instance, source: tuple[VirtualEngine, VirtualLeg] | None
+        self,
+        number: int,
+        one: Served,
+        decode: Instance,
+        source: tuple[VirtualEngine, VirtualLeg] | None,
     ) -> None:
         leg = VirtualLeg(
             self._trace.full_blocks(one.turn),
@@ -178,7 +201,9 @@ class _Replay:
             self._loop.after(self._trace.turns[waiting].at_s, partial(self._come, waiting))
 
     def _best_hit(self, turn: Turn) -> int:
-        """Return how many tokens of a prompt some engine need not compute; the last one is always computed."""
+        """Return how many tokens of a prompt some engine need not compute; the last one is always
+        computed.
+        """
         size = self._trace.block_tokens
         blocks = self._trace.full_blocks(turn)
         most = max(engine.cached(blocks) for engine in self._engines.values())
@@ -186,8 +211,10 @@ class _Replay:
 
     def _new_tokens(self, turn: Turn) -> int:
         blocks = self._trace.full_blocks(turn)
-        known = next((count for count, name in enumerate(blocks) if name not in self._known), len(blocks))
-        self._known.update(blocks)
-        return turn.prompt_tokens - min(known, (turn.prompt_tokens - 1) // self._trace.block_tokens) * (
-            self._trace.block_tokens
+        known = next(
+            (count for count, name in enumerate(blocks) if name not in self._known), len(blocks)
         )
+        self._known.update(blocks)
+        return turn.prompt_tokens - min(
+            known, (turn.prompt_tokens - 1) // self._trace.block_tokens
+        ) * (self._trace.block_tokens)

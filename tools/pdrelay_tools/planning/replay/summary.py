@@ -32,8 +32,10 @@ class Summary:
     itl_p99: float | None
     prefill_hits: float | None  # share of prompt tokens that prefill engines had in their caches
     decode_hits: float | None  # the same of decode engines, before they read anything
-    best_hits: float | None  # of the tokens that the best of all caches had, those that the computing engine hit
-    computed_per_new: float  # prompt tokens that engines computed, for each that no prompt or answer had before
+    # of the tokens that the best of all caches had, those that the computing engine hit
+    best_hits: float | None
+    # prompt tokens that engines computed, for each that no prompt or answer had before
+    computed_per_new: float
     good: float  # share of requests within the targets
     good_per_s: float
     prefill_unevenness: float | None  # busy time of the busiest engine, over the mean
@@ -68,8 +70,12 @@ def summarise(replayed: Replayed, targets: Targets) -> Summary:
         computed_per_new=computed / sum(one.new_tokens for one in served),
         good=good / requests,
         good_per_s=good / seconds,
-        prefill_unevenness=_unevenness(log.busy_s for role, log in replayed.engines if role is Role.PREFILL),
-        decode_unevenness=_unevenness(log.busy_s for role, log in replayed.engines if role is Role.DECODE),
+        prefill_unevenness=_unevenness(
+            log.busy_s for role, log in replayed.engines if role is Role.PREFILL
+        ),
+        decode_unevenness=_unevenness(
+            log.busy_s for role, log in replayed.engines if role is Role.DECODE
+        ),
     )
 
 
@@ -89,11 +95,17 @@ def _weighted_quantile(values: Sequence[tuple[float, int]], share: float) -> flo
 
 def _hits(replayed: Replayed, role: Role) -> float | None:
     legs = [leg for one in replayed.served for its_role, leg in one.legs if its_role is role]
-    return sum(leg.cached_tokens for leg in legs) / sum(leg.prompt_tokens for leg in legs) if legs else None
+    return (
+        sum(leg.cached_tokens for leg in legs) / sum(leg.prompt_tokens for leg in legs)
+        if legs
+        else None
+    )
 
 
 def _of_the_best(served: Iterable[Served]) -> float | None:
-    """Return the hits of later turns beside those of an oracle that sees all caches; None: there was nothing to hit."""
+    """Return the hits of later turns beside those of an oracle that sees all caches; None: there
+    was nothing to hit.
+    """
     later = [one for one in served if one.turn.goes_on is not None]
     best = sum(one.best_hit for one in later)
     return sum(min(one.hit, one.best_hit) for one in later) / best if best else None

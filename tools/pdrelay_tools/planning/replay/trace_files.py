@@ -1,6 +1,7 @@
 """Reads traces: Mooncake's, lengths, and conversations as vLLM's multi-turn benchmark has them.
 
-Nothing of a file is trusted: its size, the number of its requests and every number in it have a limit.
+Nothing of a file is trusted: its size, the number of its requests and every number in it have a
+limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,14 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from pdrelay_tools.planning.replay.traces import BYTES_PER_TOKEN, BlockNames, NoReplay, Trace, Turn, poisson
+from pdrelay_tools.planning.replay.traces import (
+    BYTES_PER_TOKEN,
+    BlockNames,
+    NoReplay,
+    Trace,
+    Turn,
+    poisson,
+)
 
 MOST_BYTES: Final = 256 * 1024 * 1024  # of a file
 MOST_REQUESTS: Final = 1_000_000
@@ -29,7 +37,9 @@ class _Mooncake(msgspec.Struct):
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # ms
     input_length: _Tokens
     output_length: _Tokens
-    hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MOST_TOKENS)]
+    hash_ids: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MOST_TOKENS)
+    ]
 
 
 class _Lengths(msgspec.Struct):
@@ -61,7 +71,10 @@ class Arrivals:
 
 
 def read_trace(path: Path, arrivals: Arrivals) -> Trace:
-    """Read a file; what it is shows in its beginning. Raises NoReplay, with the line that is wrong."""
+    """Read a file; what it is shows in its beginning.
+
+    Raises NoReplay, with the line that is wrong.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
@@ -99,7 +112,8 @@ def _mooncake_row(path: Path, number: int, line: bytes) -> _Mooncake:
     expected = -(-row.input_length // MOONCAKE_BLOCK)
     if len(row.hash_ids) != expected:
         raise NoReplay(
-            f"{path}, line {number}: {row.input_length:,} tokens are {expected:,} hash_ids, not {len(row.hash_ids):,}"
+            f"{path}, line {number}: {row.input_length:,} tokens are {expected:,} hash_ids, not "
+            f"{len(row.hash_ids):,}"
         )
     return row
 
@@ -109,7 +123,9 @@ def _csv(path: Path, number: int, line: bytes) -> _Lengths:
     try:
         return msgspec.convert(dict(zip(_CSV, words, strict=True)), _Lengths, strict=False)
     except (ValueError, msgspec.MsgspecError) as exc:
-        raise NoReplay(f"{path}, line {number}: expected prompt_tokens,output_tokens ({exc})") from exc
+        raise NoReplay(
+            f"{path}, line {number}: expected prompt_tokens,output_tokens ({exc})"
+        ) from exc
 
 
 def _lengths(rows: Sequence[_Lengths], arrivals: Arrivals) -> Trace:
@@ -125,8 +141,9 @@ def _lengths(rows: Sequence[_Lengths], arrivals: Arrivals) -> Trace:
 def _mooncake(rows: Sequence[_Mooncake], arrivals: Arrivals) -> Trace:
     """Return the requests at their times, and who goes on with whose conversation.
 
-    The trace does not say that. A request goes on with an earlier one if it has all its full blocks, of which the last
-    one was new then; its blocks after them are what the answer has filled.
+    The trace does not say that. A request goes on with an earlier one if it has all its full
+    blocks, of which the last one was new then; its blocks after them are what the answer has
+    filled.
     """
     names = BlockNames(1 + max(max(row.hash_ids, default=0) for row in rows))
     sessions = list[str]()
@@ -150,21 +167,30 @@ def _mooncake(rows: Sequence[_Mooncake], arrivals: Arrivals) -> Trace:
     for number, row in enumerate(rows):
         begin, end = _answer_span(row)
         blocks = [*row.hash_ids[:begin], *answers.get(number, names.take(end - begin))]
-        blocks += row.hash_ids[begin : begin + 1] if begin == end else []  # of a prompt, the part that fills no block
+        # of a prompt, the part that fills no block
+        blocks += row.hash_ids[begin : begin + 1] if begin == end else []
         at_s = row.timestamp / 1e3 / arrivals.speed
-        turns.append(Turn(sessions[number], blocks, row.input_length, row.output_length, at_s, goes_on[number]))
+        turns.append(
+            Turn(
+                sessions[number], blocks, row.input_length, row.output_length, at_s, goes_on[number]
+            )
+        )
     return Trace(MOONCAKE_BLOCK, turns)
 
 
 def _answer_span(row: _Mooncake) -> tuple[int, int]:
-    return row.input_length // MOONCAKE_BLOCK, (row.input_length + row.output_length) // MOONCAKE_BLOCK
+    return row.input_length // MOONCAKE_BLOCK, (
+        row.input_length + row.output_length
+    ) // MOONCAKE_BLOCK
 
 
 def _conversations(path: Path, text: bytes, arrivals: Arrivals) -> Trace:
     try:
         found = msgspec.json.decode(text, type=list[_Conversation])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise NoReplay(f"{path} must be a list of conversations with an id and messages: {exc}") from exc
+        raise NoReplay(
+            f"{path} must be a list of conversations with an id and messages: {exc}"
+        ) from exc
     turns = list[Turn]()
     begins = poisson(arrivals.per_s, arrivals.seed)
     for one in found:
@@ -197,5 +223,7 @@ def _names(text: str, size: int) -> Iterator[int]:
     """Name each block by its text and all text before it."""
     name = b""
     for start in range(0, len(text), size):
-        name = blake2b(text[start : start + size].encode("utf-8", "surrogatepass"), key=name, digest_size=8).digest()
+        name = blake2b(
+            text[start : start + size].encode("utf-8", "surrogatepass"), key=name, digest_size=8
+        ).digest()
         yield int.from_bytes(name)

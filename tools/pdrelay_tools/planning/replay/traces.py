@@ -1,11 +1,14 @@
-"""What clients ask for, turn by turn, and a generator of conversations for those who have no trace."""
+"""What clients ask for, turn by turn, and a generator of conversations for those who have no
+trace.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-BYTES_PER_TOKEN: Final = 4  # of the text that stands for a prompt before the router: about that of English
+# of the text that stands for a prompt before the router: about that of English
+BYTES_PER_TOKEN: Final = 4
 
 IDS_LEAST: Final = 3  # token ids that tell blocks apart
 
@@ -15,13 +18,19 @@ class NoReplay(Exception):
 
 
 def token_ids(name: int, size: int) -> Sequence[int]:
-    """Return the token ids of a block: three digits each, and others for each of 900**3 blocks (IDS_LEAST ids tell)."""
+    """Return the token ids of a block: three digits each, and others for each of 900**3 blocks
+    (IDS_LEAST ids tell).
+    """
     return [100 + name // 900 ** (place % IDS_LEAST) % 900 for place in range(size)]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request. ``blocks`` names the blocks of its prompt and answer; equal names mean equal KV, prefix included."""
+    """One request.
+
+    ``blocks`` names the blocks of its prompt and answer; equal names mean equal KV, prefix
+    included.
+    """
 
     session: str
     blocks: Sequence[int]
@@ -84,7 +93,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """What generated conversations are like. Lengths and times are exponentially distributed around their means."""
+    """What generated conversations are like.
+
+    Lengths and times are exponentially distributed around their means.
+    """
 
     sessions: int
     turns: int
@@ -116,13 +128,18 @@ class Conversations:
                 at_s = chance.expovariate(1 / self.think_s) if number and self.think_s else 0.0
                 goes_on = len(turns) - 1 if number else None
                 at_s = at_s if number else begins
-                turns.append(Turn(f"s{session}", blocks, prompt, output, at_s, goes_on, waits=number > 0))
+                turns.append(
+                    Turn(f"s{session}", blocks, prompt, output, at_s, goes_on, waits=number > 0)
+                )
         return Trace(block_tokens, turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A time in which the traffic is of one kind. Lengths are exponentially distributed around their means."""
+    """A time in which the traffic is of one kind.
+
+    Lengths are exponentially distributed around their means.
+    """
 
     seconds: float
     per_s: float  # requests in a second, independent of each other (Poisson)
@@ -131,7 +148,10 @@ class Phase:
 
 
 def phases(each: Sequence[Phase], block_tokens: int, seed: int) -> Trace:
-    """Return a trace of phases that follow each other; no two prompts share anything. The same seed, the same trace."""
+    """Return a trace of phases that follow each other; no two prompts share anything.
+
+    The same seed, the same trace.
+    """
     chance = Random(seed)
     names = BlockNames(0)
     turns = list[Turn]()

@@ -1,4 +1,6 @@
-"""Clients that leave, and clients that send nonsense: nothing stays held, and every error is the client's."""
+"""Clients that leave, and clients that send nonsense: nothing stays held, and every error is the
+client's.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,11 +23,14 @@ _MANY: Final = 2_000_000_000  # tokens that no engine has room for
 
 async def abandoned_early(bench: Bench) -> Seen:
     """Hang up before the first token, at different times."""
-    await asyncio.gather(*(bench.leave(_long(bench, 300), after_s=after_s) for after_s in _EARLY_S * 2))
+    await asyncio.gather(
+        *(bench.leave(_long(bench, 300), after_s=after_s) for after_s in _EARLY_S * 2)
+    )
     findings = await bench.compare(bench.prompts.mixed(3, longest=200))
     if not isinstance(bench.service, EnginePairs):
         return Seen(findings)
-    # An engine that never saw the request cannot tell the prefill engine; that is what leases are for.
+    # An engine that never saw the request cannot tell the prefill engine; that is what leases are
+    # for.
     return Seen(findings, idle_s=bench.limits.lease_s + 5)
 
 
@@ -36,21 +41,38 @@ async def abandoned_streams(bench: Bench) -> Seen:
     left = await asyncio.gather(
         *(bench.leave(_long(bench, 150), after_s=wait_s, after_events=events) for events in wanted)
     )
-    findings = [Finding(FindingName.NO_ANSWER, f"no first token: {reply.why}") for reply in left if reply.is_late]
-    return Seen(together(findings, len(wanted)) + await bench.compare(bench.prompts.mixed(3, longest=200)))
+    findings = [
+        Finding(FindingName.NO_ANSWER, f"no first token: {reply.why}")
+        for reply in left
+        if reply.is_late
+    ]
+    return Seen(
+        together(findings, len(wanted)) + await bench.compare(bench.prompts.mixed(3, longest=200))
+    )
 
 
 def _long(bench: Bench, length: int) -> Question:
     fields = {"ignore_eos": True}
-    return Question(Shape.IDS, bench.prompts.ids(length), stream=True, max_tokens=_LONG, fields=fields, logprobs=False)
+    return Question(
+        Shape.IDS,
+        bench.prompts.ids(length),
+        stream=True,
+        max_tokens=_LONG,
+        fields=fields,
+        logprobs=False,
+    )
 
 
 async def refused(bench: Bench) -> Seen:
-    """Ask for more tokens than there is room for: the decode engine refuses what the prefill engine has computed."""
+    """Ask for more tokens than there is room for: the decode engine refuses what the prefill engine
+    has computed.
+    """
     asked = [Question(Shape.IDS, bench.prompts.ids(150), max_tokens=_MANY) for _ in range(4)]
     replies = await bench.ask_all(asked, at_once=2)
     findings = [each for reply in replies for each in _of_nonsense("a billion tokens", reply)]
-    return Seen(together(findings, len(asked)) + await bench.compare(bench.prompts.mixed(3, longest=200)))
+    return Seen(
+        together(findings, len(asked)) + await bench.compare(bench.prompts.mixed(3, longest=200))
+    )
 
 
 async def nonsense(bench: Bench) -> Seen:
@@ -65,7 +87,8 @@ async def nonsense(bench: Bench) -> Seen:
             if found and not await _is_vllms_own(bench, reply, body):
                 findings += found
     return Seen(
-        together(findings, bench.requests) + await bench.compare(bench.prompts.mixed(3, longest=200)),
+        together(findings, bench.requests)
+        + await bench.compare(bench.prompts.mixed(3, longest=200)),
         [f"{len(fronts)} servers, {len(bodies('', 1))} bodies each"],
     )
 
@@ -107,7 +130,12 @@ def _of_nonsense(name: str, reply: Reply) -> list[Finding]:
         return [Finding(FindingName.BAD_INPUT_ERROR, f"{name}: {reply.failure()}")]
     if not _says_why(reply.body):
         shown = reply.body[:100].decode(errors="replace")
-        return [Finding(FindingName.BAD_INPUT_ERROR, f"{name}: HTTP {reply.status} without a message: {shown}")]
+        return [
+            Finding(
+                FindingName.BAD_INPUT_ERROR,
+                f"{name}: HTTP {reply.status} without a message: {shown}",
+            )
+        ]
     return []
 
 
@@ -131,8 +159,26 @@ def _says_why(body: bytes) -> bool:
 
 
 CHECKS = (
-    Check("abandoned-early", "clients", "clients that hang up before the first token", abandoned_early, 20.0),
-    Check("abandoned-streams", "clients", "clients that hang up in the middle of a stream", abandoned_streams, 20.0),
-    Check("refused", "clients", "requests that the decode engine refuses after the prefill", refused, 15.0),
+    Check(
+        "abandoned-early",
+        "clients",
+        "clients that hang up before the first token",
+        abandoned_early,
+        20.0,
+    ),
+    Check(
+        "abandoned-streams",
+        "clients",
+        "clients that hang up in the middle of a stream",
+        abandoned_streams,
+        20.0,
+    ),
+    Check(
+        "refused",
+        "clients",
+        "requests that the decode engine refuses after the prefill",
+        refused,
+        15.0,
+    ),
     Check("nonsense", "clients", "bodies that make no sense", nonsense, 15.0),
 )

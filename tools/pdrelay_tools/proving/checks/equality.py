@@ -1,4 +1,6 @@
-"""Texts and logprobs equal the reference's, whatever the prompt's length is and whatever a cache has of it."""
+"""Texts and logprobs equal the reference's, whatever the prompt's length is and whatever a cache
+has of it.
+"""
 
 from pdrelay_tools.proving.bench import Bench
 from pdrelay_tools.proving.check import Check, Seen
@@ -19,14 +21,21 @@ async def lengths(bench: Bench) -> Seen:
     if after <= before:
         seen = f"{len(asked)} prompts, and no token of them came from another engine"
         findings.append(Finding(FindingName.NOTHING_MOVED, seen))
-    return Seen(findings, [f"{after - before:.0f} tokens of {len(asked)} prompts came from prefill engines."])
+    return Seen(
+        findings,
+        [f"{after - before:.0f} tokens of {len(asked)} prompts came from prefill engines."],
+    )
 
 
 async def boundaries(bench: Bench) -> Seen:
     """Ask prompts that end just before, at and just after the end of a block."""
     size = bench.block_size
     wanted = {1, 2, 3, *(blocks * size + more for blocks in (1, 2, 3, 8) for more in (-1, 0, 1))}
-    asked = [Question(Shape.IDS, bench.prompts.ids(length)) for length in sorted(wanted) if 0 < length <= bench.longest]
+    asked = [
+        Question(Shape.IDS, bench.prompts.ids(length))
+        for length in sorted(wanted)
+        if 0 < length <= bench.longest
+    ]
     return Seen(await bench.compare(asked), [f"blocks of {size} tokens"])
 
 
@@ -41,7 +50,10 @@ async def prefix_hits(bench: Bench) -> Seen:
     ]
     whole = bench.prompts.ids(3 * size + 1)  # all but the last token is in whole blocks
     asked += [Question(Shape.IDS, whole), Question(Shape.IDS, whole), Question(Shape.IDS, first)]
-    asked += [Question(Shape.IDS, first + bench.prompts.ids(size + 1)), Question(Shape.IDS, first[: 2 * size])]
+    asked += [
+        Question(Shape.IDS, first + bench.prompts.ids(size + 1)),
+        Question(Shape.IDS, first[: 2 * size]),
+    ]
     return Seen(await bench.compare(asked))
 
 

@@ -1,4 +1,6 @@
-"""Engines that are frozen, killed and started again: no wrong text, no answer that never comes, no block that stays."""
+"""Engines that are frozen, killed and started again: no wrong text, no answer that never comes, no
+block that stays.
+"""
 
 import asyncio
 import math
@@ -26,18 +28,24 @@ _FROZEN_S: Final = 5.0
 async def _offers(bench: Bench, count: int) -> list[Offered]:
     """Have prompts computed by the first prefill engine, whose right answers are known then."""
     lengths = [bench.block_size * (2 + number) + 7 * number for number in range(count)]
-    asked = [Question(Shape.IDS, bench.prompts.ids(min(length, bench.longest))) for length in lengths]
+    asked = [
+        Question(Shape.IDS, bench.prompts.ids(min(length, bench.longest))) for length in lengths
+    ]
     await bench.right_answers(asked)
     return [await Offered(bench, question).make(bench.pairs.prefill[0]) for question in asked]
 
 
-async def _judge(bench: Bench, offers: Sequence[Offered], replies: Sequence[Reply]) -> list[Finding]:
+async def _judge(
+    bench: Bench, offers: Sequence[Offered], replies: Sequence[Reply]
+) -> list[Finding]:
     return await bench.judge([offer.question for offer in offers], replies, may_fail=True)
 
 
 @asynccontextmanager
 async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
-    """Freeze the first engine of a role, and thaw it whatever happens: what fails half-way may have frozen it."""
+    """Freeze the first engine of a role, and thaw it whatever happens: what fails half-way may have
+    frozen it.
+    """
     try:
         await bench.peers.do(role, Deed.FREEZE)
         yield
@@ -46,7 +54,9 @@ async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
 
 
 async def decode_frozen(bench: Bench) -> Seen:
-    """Freeze the decode engine between the legs until the leases are over and the blocks have other prompts."""
+    """Freeze the decode engine between the legs until the leases are over and the blocks have other
+    prompts.
+    """
     decode = bench.pairs.decode[0]
     offers = await _offers(bench, 8)
     async with _frozen(bench, "decode"):
@@ -62,11 +72,15 @@ async def decode_frozen_left(bench: Bench) -> Seen:
     offers = await _offers(bench, 4)
     async with _frozen(bench, "decode"):
         await asyncio.gather(*(offer.leave(decode, after_s=_SENT_S) for offer in offers))
-    return Seen(await bench.compare(bench.prompts.mixed(3, longest=200)), idle_s=bench.limits.lease_s + 5)
+    return Seen(
+        await bench.compare(bench.prompts.mixed(3, longest=200)), idle_s=bench.limits.lease_s + 5
+    )
 
 
 async def decode_busy_left(bench: Bench) -> Seen:
-    """Clients leave while their requests wait in the decode engine's queue, before it has read anything."""
+    """Clients leave while their requests wait in the decode engine's queue, before it has read
+    anything.
+    """
     decode = bench.pairs.decode[0]
     work = await _Work.measured(bench, decode)
     offers = await _offers(bench, 4)
@@ -76,7 +90,9 @@ async def decode_busy_left(bench: Bench) -> Seen:
 
 
 async def decode_killed(bench: Bench) -> Seen:
-    """Kill the decode engine while requests wait in its queue; the prefill engine's blocks must come back."""
+    """Kill the decode engine while requests wait in its queue; the prefill engine's blocks must
+    come back.
+    """
     decode = bench.pairs.decode[0]
     work = await _Work.measured(bench, decode)
     began = now()
@@ -90,11 +106,21 @@ async def decode_killed(bench: Bench) -> Seen:
     held = await seconds_until_free(bench, bench.pairs.prefill[0], killed)
     if held > bench.limits.idle_s:
         prefill = bench.pairs.prefill[0].name
-        name = FindingName.BLOCKS_STRANDED if is_strand(bench, prefill, now() - began) else FindingName.BLOCKS_HELD
-        findings.append(Finding(name, f"{prefill} held its blocks for {held:.1f} s after the decode engine was dead"))
+        name = (
+            FindingName.BLOCKS_STRANDED
+            if is_strand(bench, prefill, now() - began)
+            else FindingName.BLOCKS_HELD
+        )
+        findings.append(
+            Finding(
+                name, f"{prefill} held its blocks for {held:.1f} s after the decode engine was dead"
+            )
+        )
     await _restart(bench, "decode", decode)
     findings += await bench.compare(bench.prompts.mixed(3, longest=200))
-    return Seen(findings, [note, f"the prefill engine's blocks were back {held:.1f} s after the kill"])
+    return Seen(
+        findings, [note, f"the prefill engine's blocks were back {held:.1f} s after the kill"]
+    )
 
 
 async def prefill_frozen(bench: Bench) -> Seen:
@@ -113,7 +139,9 @@ async def prefill_killed(bench: Bench) -> Seen:
     decode = bench.pairs.decode[0]
     offers = await _offers(bench, 4)
     await bench.peers.do("prefill", Deed.KILL)
-    findings = await _judge(bench, offers, await asyncio.gather(*(offer.take(decode) for offer in offers)))
+    findings = await _judge(
+        bench, offers, await asyncio.gather(*(offer.take(decode) for offer in offers))
+    )
     await _restart(bench, "prefill", prefill)
     return Seen(findings + await bench.compare(bench.prompts.mixed(3, longest=200)))
 
@@ -122,7 +150,8 @@ async def prefill_killed(bench: Bench) -> Seen:
 class _Work:
     """Prompts of a decode engine's own that are as long as it takes, and how long one takes it.
 
-    That is measured before prompts are computed for it: a lease may end while a slow engine takes one.
+    That is measured before prompts are computed for it: a lease may end while a slow engine takes
+    one.
     """
 
     bench: Bench
@@ -139,7 +168,9 @@ class _Work:
 
     async def do(self) -> None:
         """Have one computed."""
-        asked = Question(Shape.IDS, self.bench.prompts.ids(self.length), max_tokens=1, logprobs=False)
+        asked = Question(
+            Shape.IDS, self.bench.prompts.ids(self.length), max_tokens=1, logprobs=False
+        )
         body = asked.body(self.bench.facts.name)
         await self.decode.post(asked.path, body, timeout_s=self.bench.limits.request_s)
 
@@ -150,7 +181,10 @@ class _Work:
         working = [asyncio.create_task(self.do()) for _ in range(count)]
         try:
             await asyncio.sleep(min(0.2, self.once))
-            yield f"{self.decode.name} was busy with {count} prompts of {self.length} tokens, {self.once:.2f} s each"
+            yield (
+                f"{self.decode.name} was busy with {count} prompts of {self.length} tokens, "
+                f"{self.once:.2f} s each"
+            )
         finally:
             await asyncio.gather(*working)
 
@@ -161,7 +195,10 @@ async def _restart(bench: Bench, role: str, server: HttpServer) -> None:
     end = now() + _RESTART_S
     while (reply := await server.get("/health", timeout_s=5.0)).failure():
         if now() > end:
-            raise CheckAborted(f"{server.name} does not serve {_RESTART_S:g} s after its restart: {reply.failure()}")
+            raise CheckAborted(
+                f"{server.name} does not serve {_RESTART_S:g} s after its restart: "
+                f"{reply.failure()}"
+            )
         await asyncio.sleep(0.5)
     bench.pairs.forget()
     if (seen := await bench.holdings(server)) is not None:
@@ -174,15 +211,39 @@ _KILL_D: Final = (("decode", Deed.KILL), ("decode", Deed.RESTART))
 _KILL_P: Final = (("prefill", Deed.KILL), ("prefill", Deed.RESTART))
 
 
-def _direct(name: str, about: str, run: CheckRun, seconds: float, deeds: Sequence[tuple[str, Deed]] = ()) -> Check:
+def _direct(
+    name: str, about: str, run: CheckRun, seconds: float, deeds: Sequence[tuple[str, Deed]] = ()
+) -> Check:
     return Check(name, "faults", about, run, seconds, tuple(deeds), is_direct=True)
 
 
 CHECKS = (
     _direct("busy-left", "clients that leave a busy decode engine's queue", decode_busy_left, 30.0),
-    _direct("decode-frozen", "a decode engine that sleeps past its leases", decode_frozen, 90.0, _FREEZE_D),
-    _direct("decode-frozen-left", "clients that leave an engine that sleeps", decode_frozen_left, 45.0, _FREEZE_D),
-    _direct("prefill-frozen", "a prefill engine that sleeps for 5 s", prefill_frozen, 30.0, _FREEZE_P),
-    _direct("decode-killed", "a decode engine that dies with a queue", decode_killed, 60.0, _KILL_D),
-    _direct("prefill-killed", "a prefill engine that dies between the legs", prefill_killed, 60.0, _KILL_P),
+    _direct(
+        "decode-frozen",
+        "a decode engine that sleeps past its leases",
+        decode_frozen,
+        90.0,
+        _FREEZE_D,
+    ),
+    _direct(
+        "decode-frozen-left",
+        "clients that leave an engine that sleeps",
+        decode_frozen_left,
+        45.0,
+        _FREEZE_D,
+    ),
+    _direct(
+        "prefill-frozen", "a prefill engine that sleeps for 5 s", prefill_frozen, 30.0, _FREEZE_P
+    ),
+    _direct(
+        "decode-killed", "a decode engine that dies with a queue", decode_killed, 60.0, _KILL_D
+    ),
+    _direct(
+        "prefill-killed",
+        "a prefill engine that dies between the legs",
+        prefill_killed,
+        60.0,
+        _KILL_P,
+    ),
 )

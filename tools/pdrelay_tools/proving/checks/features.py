@@ -1,4 +1,6 @@
-"""What clients ask beside plain text: seeds, structures, tools, several answers, adapters, images."""
+"""What clients ask beside plain text: seeds, structures, tools, several answers, adapters,
+images.
+"""
 
 import base64
 import struct
@@ -11,13 +13,18 @@ from pdrelay_tools.proving.check import Check, Seen
 from pdrelay_tools.proving.core.question import Json, Question, Shape
 from pdrelay_tools.proving.services import EnginePairs
 
-# vLLM's CPU build dies of a seeded prompt that is computed in chunks ("CPU Generator does not use offset"): short ones.
+# vLLM's CPU build dies of a seeded prompt that is computed in chunks ("CPU Generator does not use
+# offset"): short ones.
 _WORDS: Final = 20
 _TOOL: Final = {
     "type": "function",
     "function": {
         "name": "look_up",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 _SCHEMA: Final = {
@@ -29,7 +36,9 @@ _SCHEMA: Final = {
 
 
 async def _each(bench: Bench, questions: Sequence[Question], missing: str) -> Seen:
-    """Compare those that the reference does not refuse; raises CheckSkipped: it serves none of them."""
+    """Compare those that the reference does not refuse; raises CheckSkipped: it serves none of
+    them.
+    """
     await bench.right_answers(questions)
     served = [question for question in questions if not bench.is_refused(question)]
     if not served:
@@ -39,7 +48,9 @@ async def _each(bench: Bench, questions: Sequence[Question], missing: str) -> Se
     return Seen(await bench.compare(served), notes)
 
 
-def _asked(bench: Bench, shape: Shape, fields: Mapping[str, object], *, stream: bool = False) -> Question:
+def _asked(
+    bench: Bench, shape: Shape, fields: Mapping[str, object], *, stream: bool = False
+) -> Question:
     return Question(shape, bench.prompts.text(_WORDS), stream=stream, fields=fields)
 
 
@@ -67,7 +78,10 @@ async def sampling(bench: Bench) -> Seen:
         {"max_tokens": 1},
         {"ignore_eos": True, "max_tokens": 48},
     ]
-    asked = [_asked(bench, Shape.TEXT, fields, stream=number % 2 == 1) for number, fields in enumerate(kinds)]
+    asked = [
+        _asked(bench, Shape.TEXT, fields, stream=number % 2 == 1)
+        for number, fields in enumerate(kinds)
+    ]
     return await _each(bench, asked, "the reference takes none of these fields")
 
 
@@ -92,7 +106,12 @@ async def tools(bench: Bench) -> Seen:
     """Have a tool called."""
     named = {"type": "function", "function": {"name": "look_up"}}
     asked = [
-        _asked(bench, Shape.CHAT, {"tools": [_TOOL], "tool_choice": choice, "max_tokens": 48}, stream=stream)
+        _asked(
+            bench,
+            Shape.CHAT,
+            {"tools": [_TOOL], "tool_choice": choice, "max_tokens": 48},
+            stream=stream,
+        )
         for choice in (named, "required", "auto", "none")
         for stream in (False, True)
     ]
@@ -120,7 +139,8 @@ async def adapters(bench: Bench) -> Seen:
     for name in bench.facts.adapters[:4]:
         prompt = bench.prompts.ids(3 * bench.block_size + 5)
         asked += [Question(Shape.IDS, prompt, model=model) for model in (None, name, None, name)]
-    # vLLM 0.32's CPU kernels answer the base model wrongly in a step with an adapter's requests, and cache that KV.
+    # vLLM 0.32's CPU kernels answer the base model wrongly in a step with an adapter's requests,
+    # and cache that KV.
     for question in asked:
         await bench.right_answer(question)
     return await _each(bench, asked, "the reference does not have the adapters")
@@ -129,8 +149,12 @@ async def adapters(bench: Bench) -> Seen:
 async def images(bench: Bench) -> Seen:
     """Show images, of which a prompt has one or two."""
     asked: list[Question] = []
-    for number, colours in enumerate((((200, 30, 30),), ((30, 30, 200),), ((200, 30, 30), (30, 200, 30)))):
-        shown: list[Json] = [{"type": "image_url", "image_url": {"url": _picture(colour)}} for colour in colours]
+    for number, colours in enumerate(
+        (((200, 30, 30),), ((30, 30, 200),), ((200, 30, 30), (30, 200, 30)))
+    ):
+        shown: list[Json] = [
+            {"type": "image_url", "image_url": {"url": _picture(colour)}} for colour in colours
+        ]
         said: Json = {"type": "text", "text": bench.prompts.text(_WORDS)}
         message: Json = {"role": "user", "content": [*shown, said]}
         asked.append(Question(Shape.CHAT, (message,), stream=number % 2 == 1))
@@ -140,19 +164,35 @@ async def images(bench: Bench) -> Seen:
 def _picture(colour: tuple[int, int, int]) -> str:
     """Return a picture of 32 x 32 points in one colour, as a data URL (PNG)."""
     rows = b"".join(b"\0" + bytes(colour) * 32 for _ in range(32))
-    parts = ((b"IHDR", struct.pack(">IIBBBBB", 32, 32, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    chunks = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    parts = (
+        (b"IHDR", struct.pack(">IIBBBBB", 32, 32, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
     )
-    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+    return (
+        "data:image/png;base64,"
+        + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+    )
 
 
 CHECKS = (
     Check("seeds", "features", "sampling with a seed", seeds, needs_reference=True),
-    Check("sampling", "features", "fields that shape what is sampled", sampling, needs_reference=True),
+    Check(
+        "sampling", "features", "fields that shape what is sampled", sampling, needs_reference=True
+    ),
     Check("structures", "features", "structured outputs", structures, needs_reference=True),
     Check("tools", "features", "tool calls", tools, needs_reference=True),
-    Check("several-answers", "features", "several answers and prompts", several_answers, needs_reference=True),
+    Check(
+        "several-answers",
+        "features",
+        "several answers and prompts",
+        several_answers,
+        needs_reference=True,
+    ),
     Check("adapters", "features", "LoRA adapters", adapters, needs_reference=True),
     Check("images", "features", "images in prompts", images, needs_reference=True),
 )

@@ -1,4 +1,6 @@
-"""kv_transfer_params that are mixed up, used again, stale or nonsense: never another prompt's text."""
+"""kv_transfer_params that are mixed up, used again, stale or nonsense: never another prompt's
+text.
+"""
 
 import asyncio
 from typing import Final
@@ -33,7 +35,11 @@ class Offered:
         bench.requests += 1
         try:
             _, handover = await bench.pairs.prefill_leg(
-                self.question, prefill, self.request, self._transfer, timeout_s=bench.limits.request_s
+                self.question,
+                prefill,
+                self.request,
+                self._transfer,
+                timeout_s=bench.limits.request_s,
             )
         except PrefillFailed as exc:
             raise CheckAborted(f"the prefill leg failed: {exc}") from exc
@@ -42,15 +48,22 @@ class Offered:
 
     async def take(self, decode: HttpServer, question: Question | None = None) -> Reply:
         """Ask a decode engine with this offer, rightly or with another question."""
-        body = (question or self.question).body(self._bench.facts.name) | {"kv_transfer_params": self._params}
+        body = (question or self.question).body(self._bench.facts.name) | {
+            "kv_transfer_params": self._params
+        }
         return await decode.post(
-            self.question.path, body, timeout_s=self._bench.limits.request_s, request_id=self.request
+            self.question.path,
+            body,
+            timeout_s=self._bench.limits.request_s,
+            request_id=self.request,
         )
 
     async def leave(self, decode: HttpServer, *, after_s: float) -> Reply:
         """Ask, and hang up."""
         body = self.question.body(self._bench.facts.name) | {"kv_transfer_params": self._params}
-        return await decode.leave(self.question.path, body, after_s=after_s, request_id=self.request)
+        return await decode.leave(
+            self.question.path, body, after_s=after_s, request_id=self.request
+        )
 
 
 async def mixed_up(bench: Bench) -> Seen:
@@ -80,25 +93,38 @@ async def used_twice(bench: Bench) -> Seen:
 
 
 async def stale(bench: Bench) -> Seen:
-    """Use params after the lease is over and the prefill engine has other prompts in those blocks."""
+    """Use params after the lease is over and the prefill engine has other prompts in those
+    blocks.
+    """
     prefill = bench.pairs.prefill[0]
     decode = bench.pairs.decode[0]
-    offers = [await Offered(bench, _ids(bench, 100 + 60 * number)).make(prefill) for number in range(4)]
+    offers = [
+        await Offered(bench, _ids(bench, 100 + 60 * number)).make(prefill) for number in range(4)
+    ]
     await bench.right_answers([offer.question for offer in offers])
     await asyncio.sleep(bench.past_lease_s)
     note = await refill(bench, prefill)
     replies = [await offer.take(decode) for offer in offers]
-    return Seen(await bench.judge([offer.question for offer in offers], replies, may_fail=True), [note])
+    return Seen(
+        await bench.judge([offer.question for offer in offers], replies, may_fail=True), [note]
+    )
 
 
 async def unclaimed(bench: Bench) -> Seen:
-    """Have a prompt computed that no decode engine asks for: its blocks are back when the lease is over."""
+    """Have a prompt computed that no decode engine asks for: its blocks are back when the lease is
+    over.
+    """
     await Offered(bench, _ids(bench, 300)).make(bench.pairs.prefill[0])
-    return Seen(notes=["how long a prompt is kept that no decode engine asks for"], idle_s=bench.limits.lease_s + 5)
+    return Seen(
+        notes=["how long a prompt is kept that no decode engine asks for"],
+        idle_s=bench.limits.lease_s + 5,
+    )
 
 
 async def malformed(bench: Bench) -> Seen:
-    """Give a decode engine params that make no sense. vLLM's own connector was seen to die of the first of them."""
+    """Give a decode engine params that make no sense. vLLM's own connector was seen to die of the
+    first of them.
+    """
     decode = bench.pairs.decode[0]
     asked = [_ids(bench, 70) for _ in MALFORMED]
     await bench.right_answers(asked)
@@ -113,7 +139,13 @@ async def malformed(bench: Bench) -> Seen:
         return Seen(findings)
     await bench.peers.do("decode", Deed.RESTART)
     return Seen(
-        [*findings, Finding(FindingName.ENGINE_DOWN, f"{decode.name} died of kv_transfer_params: {alive.failure()}")]
+        [
+            *findings,
+            Finding(
+                FindingName.ENGINE_DOWN,
+                f"{decode.name} died of kv_transfer_params: {alive.failure()}",
+            ),
+        ]
     )
 
 
@@ -134,7 +166,9 @@ MALFORMED: Final[tuple[dict[str, object], ...]] = (
 
 
 async def refill(bench: Bench, server: HttpServer) -> str:
-    """Have an engine use every block of its cache for other prompts, and return how far that went."""
+    """Have an engine use every block of its cache for other prompts, and return how far that
+    went.
+    """
     seen = await bench.holdings(server)
     size = (seen.blocks or 0) * (seen.block_size or bench.block_size) if seen is not None else 0
     wanted = min(size or 16_000, _LARGEST_CACHE)
@@ -144,11 +178,18 @@ async def refill(bench: Bench, server: HttpServer) -> str:
     while done < wanted and now() < end:
         fields = {"ignore_eos": True}
         asked = [
-            Question(Shape.IDS, bench.prompts.ids(length), max_tokens=1, logprobs=False, fields=fields)
+            Question(
+                Shape.IDS, bench.prompts.ids(length), max_tokens=1, logprobs=False, fields=fields
+            )
             for _ in range(4)
         ]
         await asyncio.gather(
-            *(server.post(each.path, each.body(bench.facts.name), timeout_s=bench.limits.request_s) for each in asked)
+            *(
+                server.post(
+                    each.path, each.body(bench.facts.name), timeout_s=bench.limits.request_s
+                )
+                for each in asked
+            )
         )
         done += 4 * length
     room = f"room for {size}" if size else "an unknown size"
@@ -161,9 +202,25 @@ def _ids(bench: Bench, length: int) -> Question:
 
 CHECKS = (
     Check("mixed-up", "handovers", "params of another request", mixed_up, 15.0, is_direct=True),
-    Check("used-twice", "handovers", "params that are used twice", used_twice, 15.0, is_direct=True),
-    Check("unclaimed", "handovers", "a prompt that no decode engine asks for", unclaimed, 45.0, is_direct=True),
-    Check("stale", "handovers", "params whose blocks have other prompts by now", stale, 90.0, is_direct=True),
+    Check(
+        "used-twice", "handovers", "params that are used twice", used_twice, 15.0, is_direct=True
+    ),
+    Check(
+        "unclaimed",
+        "handovers",
+        "a prompt that no decode engine asks for",
+        unclaimed,
+        45.0,
+        is_direct=True,
+    ),
+    Check(
+        "stale",
+        "handovers",
+        "params whose blocks have other prompts by now",
+        stale,
+        90.0,
+        is_direct=True,
+    ),
     Check(
         "malformed",
         "handovers",

@@ -29,8 +29,14 @@ async def load(bench: Bench) -> Seen:
         if service is bench.service:
             bench.requests += _REQUESTS
             findings = failed
-    reference_s = max((reply.seconds for reply in answers[-1]), default=None) if len(answers) > 1 else None
-    findings += [each for reply in answers[0] for each in bench.slow("a stream of the load", reply, reference_s)]
+    reference_s = (
+        max((reply.seconds for reply in answers[-1]), default=None) if len(answers) > 1 else None
+    )
+    findings += [
+        each
+        for reply in answers[0]
+        for each in bench.slow("a stream of the load", reply, reference_s)
+    ]
     return Seen(together(findings, _REQUESTS), [_sentence(figures) for figures in bench.loads])
 
 
@@ -56,9 +62,12 @@ async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding]
     replies = await asyncio.gather(*map(one, asked))
     seconds = now() - began
     good = [reply for reply in replies if not reply.failure()]
-    streams = [(reply.sent_at, reply.event_times[:-1]) for reply in good]  # the last event is [DONE]
+    # the last event is [DONE]
+    streams = [(reply.sent_at, reply.event_times[:-1]) for reply in good]
     failed = [
-        Finding(FindingName.NO_ANSWER if reply.is_late else FindingName.REQUEST_FAILED, reply.failure())
+        Finding(
+            FindingName.NO_ANSWER if reply.is_late else FindingName.REQUEST_FAILED, reply.failure()
+        )
         for reply in replies
         if reply.failure()
     ]
@@ -66,11 +75,26 @@ async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding]
 
 
 def _sentence(figures: Latencies) -> str:
-    parts = [f"{figures.requests} requests, {_AT_ONCE} at a time, {figures.tokens_per_second:.0f} tokens/s"]
+    parts = [
+        f"{figures.requests} requests, {_AT_ONCE} at a time, {figures.tokens_per_second:.0f} "
+        f"tokens/s"
+    ]
     for name, values in (("TTFT", figures.ttft), ("ITL", figures.itl)):
         shown = [percentile(values, percent) for percent in (50, 90, 99)]
-        parts.append(f"{name} " + " / ".join("-" if each is None else f"{each * 1e3:.1f}" for each in shown) + " ms")
+        parts.append(
+            f"{name} "
+            + " / ".join("-" if each is None else f"{each * 1e3:.1f}" for each in shown)
+            + " ms"
+        )
     return f"{figures.label}: {'; '.join(parts)} (p50 / p90 / p99)"
 
 
-CHECKS = (Check("load", "load", "time to the first token and between tokens, and that of a single engine", load, 40.0),)
+CHECKS = (
+    Check(
+        "load",
+        "load",
+        "time to the first token and between tokens, and that of a single engine",
+        load,
+        40.0,
+    ),
+)

@@ -16,9 +16,14 @@ async def burst(bench: Bench) -> Seen:
 
 
 async def siblings(bench: Bench) -> Seen:
-    """Send many prompts at once that begin with the same new blocks: some find them while others compute them."""
+    """Send many prompts at once that begin with the same new blocks: some find them while others
+    compute them.
+    """
     shared = bench.prompts.ids(4 * bench.block_size)
-    asked = [Question(Shape.IDS, shared + bench.prompts.ids(5 + 7 * number)) for number in range(_SIBLINGS)]
+    asked = [
+        Question(Shape.IDS, shared + bench.prompts.ids(5 + 7 * number))
+        for number in range(_SIBLINGS)
+    ]
     return Seen(await bench.compare(asked, at_once=_SIBLINGS))
 
 
@@ -27,7 +32,10 @@ async def waves(bench: Bench) -> Seen:
     asked: list[Question] = []
     replies: list[Reply] = []
     for _ in range(4):
-        wave = [Question(Shape.IDS, bench.prompts.ids(20 + 17 * number), stream=True) for number in range(10)]
+        wave = [
+            Question(Shape.IDS, bench.prompts.ids(20 + 17 * number), stream=True)
+            for number in range(10)
+        ]
         replies += await bench.ask_all(wave, at_once=len(wave))
         asked += wave
     return Seen(await bench.judge(asked, replies))

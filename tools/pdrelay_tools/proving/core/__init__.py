@@ -1,1 +1,3 @@
-"""What is asked, what answers mean and what follows from them: pure, without a clock or a socket."""
+"""What is asked, what answers mean and what follows from them: pure, without a clock or a
+socket.
+"""

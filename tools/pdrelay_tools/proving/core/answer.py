@@ -1,4 +1,6 @@
-"""What an engine answers, read at the border and compared: texts and tokens exactly, logprobs but for rounding."""
+"""What an engine answers, read at the border and compared: texts and tokens exactly, logprobs but
+for rounding.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +84,9 @@ _PARTS: Final = msgspec.json.Decoder(_ToldPart)
 
 @dataclass(frozen=True, slots=True)
 class OneAnswer:
-    """One choice: its text, each token with its logprob, and the likeliest tokens at its place with theirs."""
+    """One choice: its text, each token with its logprob, and the likeliest tokens at its place with
+    theirs.
+    """
 
     text: str
     tokens: tuple[str, ...]
@@ -195,11 +199,15 @@ class Difference:
 def differences(ours: Answer, reference: Answer, tolerance: float) -> list[Difference]:
     """Compare an answer with the reference's.
 
-    Where the reference itself had two tokens within the tolerance, either of them is right, and what follows the other
-    one is not compared.
+    Where the reference itself had two tokens within the tolerance, either of them is right, and
+    what follows the other one is not compared.
     """
     if len(ours.choices) != len(reference.choices):
-        return [Difference(FindingName.WRONG_TEXT, f"{len(ours.choices)} choices, not {len(reference.choices)}")]
+        return [
+            Difference(
+                FindingName.WRONG_TEXT, f"{len(ours.choices)} choices, not {len(reference.choices)}"
+            )
+        ]
     found: list[Difference] = []
     for one, other in zip(ours.choices, reference.choices, strict=True):
         found += _of_choice(one, other, tolerance)
@@ -214,7 +222,11 @@ def differences(ours: Answer, reference: Answer, tolerance: float) -> list[Diffe
 
 
 def _has_same_end(ours: OneAnswer, reference: OneAnswer) -> bool:
-    return (ours.text, ours.tools, ours.tokens) == (reference.text, reference.tools, reference.tokens)
+    return (ours.text, ours.tools, ours.tokens) == (
+        reference.text,
+        reference.tools,
+        reference.tokens,
+    )
 
 
 def _of_choice(ours: OneAnswer, reference: OneAnswer, tolerance: float) -> list[Difference]:
@@ -225,7 +237,9 @@ def _of_choice(ours: OneAnswer, reference: OneAnswer, tolerance: float) -> list[
         at = f"token {same + 1} is {_at(ours, same)}, not {_at(reference, same)}"
         return [Difference(FindingName.WRONG_TEXT, at)]
     if (ours.text, ours.tools, ours.finish) != (reference.text, reference.tools, reference.finish):
-        shown = " / ".join(_shown(f"{one.text}{one.tools} ({one.finish})") for one in (ours, reference))
+        shown = " / ".join(
+            _shown(f"{one.text}{one.tools} ({one.finish})") for one in (ours, reference)
+        )
         return [Difference(FindingName.WRONG_TEXT, f"answer and reference: {shown}")]
     if bool(ours.logprobs) != bool(reference.logprobs):
         has = "has none" if reference.logprobs else "has some, the reference has none"
@@ -250,35 +264,48 @@ def _is_tie(ours: OneAnswer, reference: OneAnswer, place: int, tolerance: float)
     return theirs is not None and mine is not None and abs(theirs - mine) <= 2 * tolerance
 
 
-def _of_logprobs(ours: OneAnswer, reference: OneAnswer, count: int, tolerance: float) -> list[Difference]:
+def _of_logprobs(
+    ours: OneAnswer, reference: OneAnswer, count: int, tolerance: float
+) -> list[Difference]:
     worst, place = largest_gap(ours, reference, count)
     if worst <= tolerance:
         return []
     said = (
-        f"the logprob of token {place + 1} differs by {worst:.2g}; the reference differs from itself by {tolerance:.2g}"
+        f"the logprob of token {place + 1} differs by {worst:.2g}; the reference differs from "
+        f"itself by {tolerance:.2g}"
     )
     return [Difference(FindingName.WRONG_LOGPROBS, said)]
 
 
 def largest_gap(ours: OneAnswer, reference: OneAnswer, count: int) -> tuple[float, int]:
-    """Return by how much logprobs of the first ``count`` tokens differ at most, and at which of them.
+    """Return by how much logprobs of the first ``count`` tokens differ at most, and at which of
+    them.
 
     Those of the likeliest others at a place count as well, if both answers have them.
     """
     gaps = [
         (abs(one - other), place)
-        for place, (one, other) in enumerate(zip(ours.logprobs[:count], reference.logprobs[:count], strict=False))
+        for place, (one, other) in enumerate(
+            zip(ours.logprobs[:count], reference.logprobs[:count], strict=False)
+        )
     ]
-    for place, (mine, theirs) in enumerate(zip(ours.others[:count], reference.others[:count], strict=False)):
+    for place, (mine, theirs) in enumerate(
+        zip(ours.others[:count], reference.others[:count], strict=False)
+    ):
         known = dict(theirs)
         gaps += [(abs(logprob - known[token]), place) for token, logprob in mine if token in known]
     return max(gaps, default=(0.0, 0))
 
 
 def self_difference(one: Answer, again: Answer) -> float:
-    """Return by how much two answers of one engine differ in the logprobs of their common beginning."""
+    """Return by how much two answers of one engine differ in the logprobs of their common
+    beginning.
+    """
     pairs = zip(one.choices, again.choices, strict=False)
-    return max((largest_gap(first, second, _same_tokens(first, second))[0] for first, second in pairs), default=0.0)
+    return max(
+        (largest_gap(first, second, _same_tokens(first, second))[0] for first, second in pairs),
+        default=0.0,
+    )
 
 
 def _at(answer: OneAnswer, place: int) -> str:

@@ -28,7 +28,10 @@ class ModelFacts:
 
 
 def read_models(body: bytes, wanted: str | None) -> ModelFacts:
-    """Read /v1/models; ``wanted``: the model to ask, else the first that is no adapter. Raises Malformed."""
+    """Read /v1/models; ``wanted``: the model to ask, else the first that is no adapter.
+
+    Raises Malformed.
+    """
     try:
         listed = msgspec.json.decode(body, type=_Listed).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

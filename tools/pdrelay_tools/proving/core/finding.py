@@ -28,20 +28,24 @@ class FindingName(StrEnum):
 
 MEANINGS: Final[Mapping[FindingName, str]] = {
     FindingName.WRONG_TEXT: "An answer with HTTP 200 has another text than one engine gives. The decode engine computed"
-    " from KV that is not the prompt's: blocks were read or written too late, from or to the wrong place.",
+    " from KV that is not the prompt's: blocks were read or written too late, from or to the wrong "
+    "place.",
     FindingName.WRONG_LOGPROBS: "The text is right and the probabilities are not, by more than the reference differs"
-    " from itself. Some of the KV that the decode engine used is wrong; other prompts will get another text.",
+    " from itself. Some of the KV that the decode engine used is wrong; other prompts will get "
+    "another text.",
     FindingName.WRONG_USAGE: "The numbers of tokens differ from those of one engine: the prompt was cut, or counted"
     " twice.",
     FindingName.REQUEST_FAILED: "A request that one engine serves was answered with an error.",
     FindingName.NO_ANSWER: "A request got no answer in time: it hangs in an engine, and its client waits.",
     FindingName.SLOW_ANSWER: "A right answer took as long as a lease, and many times as long as the single engine's:"
-    " its KV came only when the prefill engine gave the blocks up, or did not come and was computed again.",
+    " its KV came only when the prefill engine gave the blocks up, or did not come and was "
+    "computed again.",
     FindingName.MALFORMED_ANSWER: "An answer is not what the OpenAI API says: clients cannot read it.",
     FindingName.BLOCKS_HELD: "KV blocks stayed pinned after the last request had ended. Until they are free, other"
     " prompts have less room; with many such requests an engine stops.",
     FindingName.BLOCKS_STRANDED: "A prefill engine kept KV blocks of requests that were over until their lease ended:"
-    " nothing told it that they were over. So each client that leaves, or each engine that dies, takes room from other"
+    " nothing told it that they were over. So each client that leaves, or each engine that dies, "
+    "takes room from other"
     " prompts for a lease; with many of them the prefill engine stops.",
     FindingName.BLOCKS_NEVER_FREED: "KV blocks were still pinned when the suite stopped watching. Every such request"
     " makes the cache smaller until the engine is restarted.",

@@ -1,4 +1,6 @@
-"""The two legs of a request, as a router writes them (vLLM's kv_transfer_params), in pull and in push."""
+"""The two legs of a request, as a router writes them (vLLM's kv_transfer_params), in pull and in
+push.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +22,14 @@ _ONE_TOKEN: Final[Mapping[Shape, Json]] = {
     Shape.CHAT: {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1},
 }
 _ONLY_FOR_DECODE: Final = ("logprobs", "top_logprobs", "stream_options", "stream", "n")
-_COORDINATES: Final = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "dcp_size")
+_COORDINATES: Final = (
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "pp_size",
+    "dcp_size",
+)
 
 
 class _PrefilledAnswer(msgspec.Struct):
@@ -46,7 +55,9 @@ class Handover:
 
 def prefill_body(question: Question, model: str, transfer: str) -> Json:
     """Ask for the KV of the prompt: what shapes it, and one token."""
-    body = {name: value for name, value in question.body(model).items() if name not in _ONLY_FOR_DECODE}
+    body = {
+        name: value for name, value in question.body(model).items() if name not in _ONLY_FOR_DECODE
+    }
     params = {**_ASKING, "transfer_id": transfer}
     return body | _ONE_TOKEN[question.shape] | {"stream": False, "kv_transfer_params": params}
 
@@ -64,7 +75,9 @@ def read_handover(body: bytes) -> Handover:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise Malformed(f"{exc}") from exc
     if not params:
-        raise Malformed("the prefill engine's answer has no kv_transfer_params: has it a KV connector?")
+        raise Malformed(
+            "the prefill engine's answer has no kv_transfer_params: has it a KV connector?"
+        )
     return Handover(raw, params)
 
 
@@ -76,5 +89,9 @@ def with_transfer(handover: Handover, transfer: str) -> Json | msgspec.Raw:
 def push_params(coordinates: Json, question: Question, request: str, transfer: str) -> Json:
     """Return the params of a decode leg that is sent with its prefill leg."""
     api = Api.CHAT if question.shape is Shape.CHAT else Api.COMPLETIONS
-    told = {"remote_request_id": known_as(api, RequestId(request)), "transfer_id": transfer, "transfer_mode": "push"}
+    told = {
+        "remote_request_id": known_as(api, RequestId(request)),
+        "transfer_id": transfer,
+        "transfer_mode": "push",
+    }
     return coordinates | told | {"do_remote_prefill": True, "do_remote_decode": False}

@@ -6,7 +6,8 @@ from math import isfinite
 from typing import Final
 
 _LINE: Final = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE)
-_LABEL: Final = re.compile(r'\b(\w+)="([^"]*)"')  # \b: else a long word is looked through from each of its letters
+# \b: else a long word is looked through from each of its letters
+_LABEL: Final = re.compile(r'\b(\w+)="([^"]*)"')
 _USAGE: Final = "vllm:kv_cache_usage_perc"
 _QUEUES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _TABLES: Final = (
@@ -27,7 +28,8 @@ class Holdings:
     usage: float  # share of the KV cache, 0 to 1
     requests: float  # running and waiting
     tables: tuple[tuple[str, float], ...]  # pdrelay's tables that are not empty
-    loaded: float | None  # tokens of prompts that came from another engine; None: it does not count them
+    # tokens of prompts that came from another engine; None: it does not count them
+    loaded: float | None
     computed: float | None  # and that it computed itself
     block_size: int | None  # tokens
     blocks: int | None  # of the whole cache
@@ -51,7 +53,9 @@ class Holdings:
 
 
 def read_holdings(exposition: str) -> Holdings | None:
-    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's, or NaN is among them."""
+    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's, or NaN is
+    among them.
+    """
     totals: dict[str, float] = {}
     block_size = blocks = None
     usage: list[float] = []
@@ -88,4 +92,8 @@ def read_holdings(exposition: str) -> Holdings | None:
 
 
 def _count(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 and int(text) > 0 else None
+    return (
+        int(text)
+        if text.isascii() and text.isdigit() and len(text) < 12 and int(text) > 0
+        else None
+    )

@@ -31,7 +31,9 @@ def latencies(
 ) -> Latencies:
     """Make figures of streams: when each was sent, and when its tokens came."""
     ttft = sorted(times[0] - sent for sent, times in streams if times)
-    itl = sorted(later - earlier for _, times in streams for earlier, later in itertools.pairwise(times))
+    itl = sorted(
+        later - earlier for _, times in streams for earlier, later in itertools.pairwise(times)
+    )
     tokens = sum(len(times) for _, times in streams)
     return Latencies(label, tuple(ttft), tuple(itl), len(streams) + failed, failed, seconds, tokens)
 

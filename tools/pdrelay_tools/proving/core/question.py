@@ -9,8 +9,32 @@ from typing import Any, Final, Protocol, TypeAlias
 Json: TypeAlias = dict[str, Any]
 
 WORDS: Final = (
-    *("river", "stone", "lantern", "north", "cloud", "window", "copper", "garden", "seven", "letter", "morning"),
-    *("paper", "engine", "bridge", "silver", "valley", "winter", "candle", "harbor", "mirror", "quiet", "signal"),
+    *(
+        "river",
+        "stone",
+        "lantern",
+        "north",
+        "cloud",
+        "window",
+        "copper",
+        "garden",
+        "seven",
+        "letter",
+        "morning",
+    ),
+    *(
+        "paper",
+        "engine",
+        "bridge",
+        "silver",
+        "valley",
+        "winter",
+        "candle",
+        "harbor",
+        "mirror",
+        "quiet",
+        "signal",
+    ),
 )
 # token ids that every vocabulary has
 _FIRST_ID = 20
@@ -61,11 +85,17 @@ class Question:
         made: Json = {"model": self.model or model, "max_tokens": self.max_tokens, "temperature": 0}
         if self.shape is Shape.CHAT:
             said: object = self.prompt
-            made["messages"] = [{"role": "user", "content": said}] if isinstance(said, str) else list(self.prompt)
+            made["messages"] = (
+                [{"role": "user", "content": said}] if isinstance(said, str) else list(self.prompt)
+            )
         else:
             made["prompt"] = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
         if self.logprobs:
-            made |= {"logprobs": True, "top_logprobs": 2} if self.shape is Shape.CHAT else {"logprobs": 2}
+            made |= (
+                {"logprobs": True, "top_logprobs": 2}
+                if self.shape is Shape.CHAT
+                else {"logprobs": 2}
+            )
         if self.stream:
             made |= {"stream": True, "stream_options": {"include_usage": True}}
         return made | dict(self.fields)
@@ -88,7 +118,8 @@ class Prompts:
         return f"{next(self._numbers)} {' '.join(found)}"
 
     def mixed(self, count: int, *, longest: int) -> list[Question]:
-        """Return questions of every shape, streamed and whole, from short to ``longest`` tokens; a fifth share most.
+        """Return questions of every shape, streamed and whole, from short to ``longest`` tokens; a
+        fifth share most.
 
         Lengths grow by a constant factor, so that short ones are as frequent as long ones.
         """

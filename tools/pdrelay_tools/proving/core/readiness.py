@@ -1,4 +1,6 @@
-"""What ``pdrelay check`` concludes: which engines exchange a request, and whether KV moved by what engines count."""
+"""What ``pdrelay check`` concludes: which engines exchange a request, and whether KV moved by what
+engines count.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,14 +72,18 @@ def engine_line(member: Member, *, has_key: bool) -> ReadinessLine:
     parts = [f"answers at {member.instance.address.url}"]
     parts += [f"vLLM {facts.version}"] if facts.version else []
     parts += [f"model {first_of(facts.bases or facts.models)}"] if facts.models else []
-    parts += [f"connector {facts.connector}"] if facts.connector else ["its metrics name no connector"]
+    parts += (
+        [f"connector {facts.connector}"] if facts.connector else ["its metrics name no connector"]
+    )
     parts += [f"kv_role {facts.kv_role}"] if facts.kv_role else ["its kv_role is not known"]
     parts += ["accepts the key"] if has_key else []
     return ReadinessLine(Sign.OK, member.instance.id, ", ".join(parts))
 
 
 def choose_pairs(members: Sequence[Member]) -> Sequence[MemberPair]:
-    """Choose pairs in which each engine is at least once, where another one fits it; the least used ones first."""
+    """Choose pairs in which each engine is at least once, where another one fits it; the least used
+    ones first.
+    """
     sides = {role: [each for each in members if each.instance.role is role] for role in Role}
     used: Counter[str] = Counter()
     pairs = list[MemberPair]()
@@ -101,12 +107,15 @@ def common_model(prefill: EngineCapabilities, decode: EngineCapabilities) -> str
     return min(one & other, default=None) if one and other else None
 
 
-def moved_between(pair: MemberPair, counted: PairCounters, *, tokens: int, requests: int) -> str | None:
-    """Say what KV came from a prefill engine to a decode engine; empty: none, None: neither engine counts it.
+def moved_between(
+    pair: MemberPair, counted: PairCounters, *, tokens: int, requests: int
+) -> str | None:
+    """Say what KV came from a prefill engine to a decode engine; empty: none, None: neither engine
+    counts it.
 
-    ``requests``: of ``tokens`` each, which the decode engine got with all its partners meanwhile. Our connector counts
-    bytes for each partner. Others count the bytes of all, and vLLM the tokens that a decode engine loaded: it is enough
-    if those are as many as of all its requests.
+    ``requests``: of ``tokens`` each, which the decode engine got with all its partners meanwhile.
+    Our connector counts bytes for each partner. Others count the bytes of all, and vLLM the tokens
+    that a decode engine loaded: it is enough if those are as many as of all its requests.
     """
     prefill, decode = pair
     if OURS in (prefill.facts.connector, decode.facts.connector):
@@ -130,7 +139,9 @@ def moved_between(pair: MemberPair, counted: PairCounters, *, tokens: int, reque
 
 
 def failure_with(failures: Mapping[str, str], engine_id: str | None) -> str:
-    """Return why a decode engine says that it loads no KV of a prefill engine; empty: it says nothing."""
+    """Return why a decode engine says that it loads no KV of a prefill engine; empty: it says
+    nothing.
+    """
     if engine_id is None:
         return ""
     return next((why for peer, why in failures.items() if _is_of(peer, engine_id)), "")
@@ -145,7 +156,11 @@ def verdict(lines: Sequence[ReadinessLine]) -> str:
         return f"Not ready: {failed} of {len(lines)} findings failed."
     if unfinished:
         return f"Not known: {unfinished} of {len(lines)} findings need more time."
-    return "Not known whether KV moves: see above." if unknown else "Ready: each engine exchanged KV with another one."
+    return (
+        "Not known whether KV moves: see above."
+        if unknown
+        else "Ready: each engine exchanged KV with another one."
+    )
 
 
 def is_ready(lines: Sequence[ReadinessLine]) -> bool:
@@ -162,7 +177,11 @@ def _fit(prefill: Member, decode: Member) -> bool:
 
 
 def _peer_bytes(moved: Moved, engine_id: str | None) -> float:
-    return sum(count for peer, (count, _) in moved.items() if engine_id is not None and _is_of(peer, engine_id))
+    return sum(
+        count
+        for peer, (count, _) in moved.items()
+        if engine_id is not None and _is_of(peer, engine_id)
+    )
 
 
 def _is_of(peer: str, engine_id: str) -> bool:

@@ -14,7 +14,9 @@ _EXAMPLES: Final = 2  # in a finding
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One request and its response, as it came; times are those of one monotonic clock, in seconds."""
+    """One request and its response, as it came; times are those of one monotonic clock, in
+    seconds.
+    """
 
     status: int | None  # None: no response, see `why`
     body: bytes
@@ -26,8 +28,14 @@ class Reply:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server has said that it does not serve this: not a time out, and not a server's error."""
-        return self.status is not None and not self.is_late and (self.status < 500 or self.status == 501)
+        """Whether the server has said that it does not serve this: not a time out, and not a
+        server's error.
+        """
+        return (
+            self.status is not None
+            and not self.is_late
+            and (self.status < 500 or self.status == 501)
+        )
 
     def failure(self) -> str:
         """Say what was answered in place of an answer; empty: it is a success."""
@@ -51,13 +59,24 @@ def read_reply(question: Question, reply: Reply) -> Answer:
 
 
 def findings_of(
-    question: Question, reply: Reply, reference: Answer | None, tolerance: float, *, may_fail: bool = False
+    question: Question,
+    reply: Reply,
+    reference: Answer | None,
+    tolerance: float,
+    *,
+    may_fail: bool = False,
 ) -> list[Finding]:
-    """Judge a reply; ``reference``: the right answer, if it is known; ``may_fail``: an error is as good."""
+    """Judge a reply; ``reference``: the right answer, if it is known; ``may_fail``: an error is as
+    good.
+    """
     if reply.is_late:
         return [Finding(FindingName.NO_ANSWER, f"{question}: {reply.why}")]
     if reply.failure():
-        return [] if may_fail else [Finding(FindingName.REQUEST_FAILED, f"{question}: {reply.failure()}")]
+        return (
+            []
+            if may_fail
+            else [Finding(FindingName.REQUEST_FAILED, f"{question}: {reply.failure()}")]
+        )
     try:
         answer = read_reply(question, reply)
     except Malformed as exc:
@@ -66,11 +85,16 @@ def findings_of(
         return []
     if reference is None:
         return []
-    return [Finding(each.name, f"{question}: {each.seen}") for each in differences(answer, reference, tolerance)]
+    return [
+        Finding(each.name, f"{question}: {each.seen}")
+        for each in differences(answer, reference, tolerance)
+    ]
 
 
 def is_uncompared(question: Question, reply: Reply, reference: Answer | None) -> bool:
-    """Tell whether a reply is an answer, and no reference's is there that would show whether it is right."""
+    """Tell whether a reply is an answer, and no reference's is there that would show whether it is
+    right.
+    """
     if reference is not None:
         return False
     try:

@@ -40,12 +40,18 @@ class RunReport:
         states = {check.state for check in self.checks}
         if CheckState.FAILED in states:
             return FINDINGS
-        return COULD_NOT_RUN if CheckState.ABORTED in states or CheckState.PASSED not in states else GREEN
+        return (
+            COULD_NOT_RUN
+            if CheckState.ABORTED in states or CheckState.PASSED not in states
+            else GREEN
+        )
 
     @property
     def verdict(self) -> str:
         """The result in a sentence."""
-        counts = [(state, sum(check.state is state for check in self.checks)) for state in CheckState]
+        counts = [
+            (state, sum(check.state is state for check in self.checks)) for state in CheckState
+        ]
         found = sum(len(check.findings) for check in self.checks)
         parts = [f"{count} {state}" for state, count in counts if count]
         return f"{len(self.checks)} checks: {', '.join(parts)}; {found} finding{'' if found == 1 else 's'}."

@@ -1,4 +1,7 @@
-"""The page as HTML: one file, without scripts, with plots inside. Every word of an engine is escaped."""
+"""The page as HTML: one file, without scripts, with plots inside.
+
+Every word of an engine is escaped.
+"""
 
 import html
 from collections.abc import Sequence
@@ -23,7 +26,8 @@ def write_html(report: RunReport) -> str:
     title = f"pdrelay prove: {report.subject}"
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+        "'unsafe-inline'\">",
         '<meta name="viewport" content="width=device-width">',
         f"<title>{_escaped(title)}</title><style>{_STYLE}</style><h1>{_escaped(title)}</h1>",
         f"<p><strong>{_escaped(report.verdict)}</strong></p><ul>",
@@ -52,7 +56,11 @@ def _findings(checks: Sequence[CheckReport]) -> list[str]:
         for finding in check.findings
     ]
     head = "<h2>Findings</h2>"
-    return [head, *_table(("check", "finding", "seen", "means"), rows)] if rows else [head, "<p>None.</p>"]
+    return (
+        [head, *_table(("check", "finding", "seen", "means"), rows)]
+        if rows
+        else [head, "<p>None.</p>"]
+    )
 
 
 def _checks(checks: Sequence[CheckReport]) -> list[str]:
@@ -61,11 +69,15 @@ def _checks(checks: Sequence[CheckReport]) -> list[str]:
         idle = "" if check.idle_s is None else f"{check.idle_s:.1f} s"
         said = "; ".join([*([check.reason] if check.reason else []), *check.notes])
         rows.append(
-            f'<tr><td>{_escaped(check.group)}<td>{_escaped(check.name)}<td class="{check.state}">{sign(check.state)}'
+            f"<tr><td>{_escaped(check.group)}<td>{_escaped(check.name)}<td "
+            f'class="{check.state}">{sign(check.state)}'
             f"<td>{check.requests}<td>{check.seconds:.1f} s<td>{idle}<td>{_escaped(check.about)}"
             + (f"<br><small>{_escaped(said)}</small>" if said else "")
         )
-    return ["<h2>Checks</h2>", *_table(("group", "check", "result", "requests", "time", "idle after", ""), rows)]
+    return [
+        "<h2>Checks</h2>",
+        *_table(("group", "check", "result", "requests", "time", "idle after", ""), rows),
+    ]
 
 
 def _loads(loads: Sequence[Latencies]) -> list[str]:
@@ -73,12 +85,26 @@ def _loads(loads: Sequence[Latencies]) -> list[str]:
         return []
     rows: list[str] = []
     for load in loads:
-        cells = [_escaped(load.label), str(load.requests), str(load.failed), f"{load.tokens_per_second:.0f}"]
+        cells = [
+            _escaped(load.label),
+            str(load.requests),
+            str(load.failed),
+            f"{load.tokens_per_second:.0f}",
+        ]
         for values in (load.ttft, load.itl):
             found = (percentile(values, percent) for percent in PERCENTILES)
-            cells.append(" / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in found))
+            cells.append(
+                " / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in found)
+            )
         rows.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
-    head = ("", "requests", "failed", "tokens/s", "TTFT ms, p50 / p90 / p99", "ITL ms, p50 / p90 / p99")
+    head = (
+        "",
+        "requests",
+        "failed",
+        "tokens/s",
+        "TTFT ms, p50 / p90 / p99",
+        "ITL ms, p50 / p90 / p99",
+    )
     ttft, itl = (
         {load.label: plots.shares(values) for load, values in pairs}
         for pairs in (
@@ -89,13 +115,17 @@ def _loads(loads: Sequence[Latencies]) -> list[str]:
     return [
         "<h2>Load</h2>",
         *_table(head, rows),
-        plots.lines("time to the first token", "ms to the first token", "% of requests", ttft, y_max=100),
+        plots.lines(
+            "time to the first token", "ms to the first token", "% of requests", ttft, y_max=100
+        ),
         plots.lines("time between tokens", "ms between tokens", "% of tokens", itl, y_max=100),
     ]
 
 
 def _usage(report: RunReport) -> list[str]:
-    series = {name: [(at, 100 * share) for at, share in samples] for name, samples in report.usage.items()}
+    series = {
+        name: [(at, 100 * share) for at, share in samples] for name, samples in report.usage.items()
+    }
     drawn = plots.lines("KV cache in use", "seconds", "% of the KV cache in use", series)
     return ["<h2>KV cache</h2>", drawn] if drawn else []
 

@@ -22,11 +22,18 @@ def write_json(report: RunReport) -> str:
         "notes": list(report.notes),
         "checks": [
             asdict(check)
-            | {"findings": [{"name": each.name, "seen": each.seen, "means": each.means} for each in check.findings]}
+            | {
+                "findings": [
+                    {"name": each.name, "seen": each.seen, "means": each.means}
+                    for each in check.findings
+                ]
+            }
             for check in report.checks
         ],
         "loads": [_load(load) for load in report.loads],
-        "kv_cache_usage": {name: [list(sample) for sample in samples] for name, samples in report.usage.items()},
+        "kv_cache_usage": {
+            name: [list(sample) for sample in samples] for name, samples in report.usage.items()
+        },
     }
     return json.dumps(found, indent=2) + "\n"
 
@@ -36,5 +43,9 @@ def _load(load: Latencies) -> dict[str, object]:
         name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
         for name, values in (("ttft_s", load.ttft), ("itl_s", load.itl))
     }
-    counts: dict[str, object] = {"label": load.label, "requests": load.requests, "failed": load.failed}
+    counts: dict[str, object] = {
+        "label": load.label,
+        "requests": load.requests,
+        "failed": load.failed,
+    }
     return counts | {"tokens_per_second": load.tokens_per_second} | times

@@ -10,7 +10,9 @@ def write_markdown(report: RunReport) -> str:
     """Return the page."""
     lines = [f"# pdrelay prove: {_cell(report.subject)}", "", f"**{report.verdict}**", ""]
     lines += [f"- Compared with: {_cell(report.reference)}"]
-    lines += [f"- {report.when}, {report.seconds:.0f} s, pdrelay {report.version}, seed {report.seed}"]
+    lines += [
+        f"- {report.when}, {report.seconds:.0f} s, pdrelay {report.version}, seed {report.seed}"
+    ]
     lines += [f"- {_cell(note)}" for note in report.notes]
     lines += ["", "## Findings", ""]
     found = [
@@ -54,7 +56,15 @@ def _loads(report: RunReport) -> list[tuple[str, ...]]:
             )
             for values in (load.ttft, load.itl)
         ]
-        rows.append((load.label, str(load.requests), str(load.failed), f"{load.tokens_per_second:.0f}", *times))
+        rows.append(
+            (
+                load.label,
+                str(load.requests),
+                str(load.failed),
+                f"{load.tokens_per_second:.0f}",
+                *times,
+            )
+        )
     return rows
 
 
@@ -64,7 +74,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Escape what Markdown or HTML in it would read as more than words: engines' words are in it."""
+    """Escape what Markdown or HTML in it would read as more than words: engines' words are in
+    it.
+    """
     flat = plain(text)
     for character in "\\`*_[]|#!":
         flat = flat.replace(character, f"\\{character}")

@@ -16,7 +16,14 @@ _TICKS: Final = 5
 Points = Sequence[tuple[float, float]]
 
 
-def lines(title: str, x_label: str, y_label: str, series: Mapping[str, Points], *, y_max: float | None = None) -> str:
+def lines(
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Mapping[str, Points],
+    *,
+    y_max: float | None = None,
+) -> str:
     """Draw series of points as lines; an empty string if there is none."""
     drawn = {name: points for name, points in series.items() if points}
     if not drawn:
@@ -33,12 +40,17 @@ def lines(title: str, x_label: str, y_label: str, series: Mapping[str, Points], 
         at = " ".join(f"{_x(x, x_max):.1f},{_y(y, top):.1f}" for x, y in points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{at}"/>')
         place = _TOP + 14 * (number + 1)
-        parts.append(f'<text x="{_WIDTH - _RIGHT + 10}" y="{place}" fill="{colour}">{escape(name[:20])}</text>')
+        parts.append(
+            f'<text x="{_WIDTH - _RIGHT + 10}" y="{place}" '
+            f'fill="{colour}">{escape(name[:20])}</text>'
+        )
     return "".join([*parts, "</svg>"])
 
 
 def shares(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return sorted values (seconds) as a cumulative distribution: ms, and percent that do not exceed them."""
+    """Return sorted values (seconds) as a cumulative distribution: ms, and percent that do not
+    exceed them.
+    """
     step = max(1, len(values) // 200)
     places = [*range(0, len(values), step), *([len(values) - 1] if values else [])]
     return [(values[place] * 1e3, 100 * (place + 1) / len(values)) for place in places]
@@ -51,9 +63,16 @@ def _axes(x_label: str, y_label: str, x_max: float, y_max: float) -> list[str]:
     for tick in range(_TICKS + 1):
         x = x_max * tick / _TICKS
         y = y_max * tick / _TICKS
-        parts.append(f'<text x="{_x(x, x_max):.1f}" y="{bottom + 15}" text-anchor="middle">{x:.3g}</text>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{_y(y, y_max) + 4:.1f}" text-anchor="end">{y:.3g}</text>')
-    parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
+        parts.append(
+            f'<text x="{_x(x, x_max):.1f}" y="{bottom + 15}" text-anchor="middle">{x:.3g}</text>'
+        )
+        parts.append(
+            f'<text x="{_LEFT - 6}" y="{_y(y, y_max) + 4:.1f}" text-anchor="end">{y:.3g}</text>'
+        )
+    parts.append(
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" '
+        f'text-anchor="middle">{escape(x_label)}</text>'
+    )
     parts.append(f'<text x="{_LEFT + 6}" y="{_TOP + 4}">{escape(y_label)}</text>')
     return parts
 

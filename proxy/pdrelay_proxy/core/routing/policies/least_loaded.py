@@ -18,13 +18,15 @@ class LeastLoaded:
     def __init__(self, load: Callable[[Instance], float], turn: int = 0) -> None:
         self._load = load
         self._turn = turn
-        self._chosen: dict[InstanceId, int] = {}  # the turn of each engine's last choice, in their order
+        # the turn of each engine's last choice, in their order
+        self._chosen: dict[InstanceId, int] = {}
 
     def choose(self, among: Sequence[Instance], _hints: RoutingHints = ANY, /) -> Instance:
         """Return the least loaded engine."""
         equals: list[Instance] = []
         least = inf
-        for instance in among:  # one loop takes a third of a comprehension, ``min`` and another comprehension
+        # one loop takes a third of a comprehension, ``min`` and another comprehension
+        for instance in among:
             load = self._load(instance)
             if load < least:
                 least = load

@@ -9,14 +9,21 @@ from pdrelay_proxy.core.routing.alone_bound import AloneBound, Holding
 from pdrelay_proxy.core.routing.pairing import Policy
 
 LEAST: Final = 256  # bytes: a shorter match counts if it is half of the prompt
-SLACK: Final = 4.0  # how much more load than the least loaded engine an engine may have and still be preferred
+# how much more load than the least loaded engine an engine may have and still be preferred
+SLACK: Final = 4.0
 
 
 class PromptCaches(Protocol):
-    """What engines have in their caches, now, as far as is known (core/routing/prompt_memory.py)."""
+    """What engines have in their caches, now, as far as is known
+    (core/routing/prompt_memory.py).
+    """
 
-    def matches(self, among: Sequence[Instance], hints: RoutingHints, /, *, is_there: bool = False) -> Sequence[int]:
-        """Return how many bytes of the prompt engines have; ``is_there``: what is on its way does not count."""
+    def matches(
+        self, among: Sequence[Instance], hints: RoutingHints, /, *, is_there: bool = False
+    ) -> Sequence[int]:
+        """Return how many bytes of the prompt engines have; ``is_there``: what is on its way does
+        not count.
+        """
         ...
 
     def sent(self, instance: Instance, hints: RoutingHints, /) -> None:
@@ -28,7 +35,12 @@ class Prefix:
     """Prefers the longest match; equals and newcomers go by the other policy."""
 
     def __init__(
-        self, load: Callable[[Instance], float], otherwise: Policy, caches: PromptCaches, *, notes: bool = True
+        self,
+        load: Callable[[Instance], float],
+        otherwise: Policy,
+        caches: PromptCaches,
+        *,
+        notes: bool = True,
     ) -> None:
         self._load = load
         self._otherwise = otherwise
@@ -43,8 +55,12 @@ class Prefix:
             self._caches.sent(chosen, hints)
         return chosen
 
-    def holding(self, among: Sequence[Instance], hints: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
-        """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these."""
+    def holding(
+        self, among: Sequence[Instance], hints: RoutingHints, least: int, bound: AloneBound, /
+    ) -> Holding:
+        """Return the engines with the most of a prompt, of those that lack fewer bytes and may
+        compute these.
+        """
         near = self._not_overloaded(among)
         size = hints.blocks.size
         sizes = self._caches.matches(near, hints, is_there=True)
@@ -53,7 +69,8 @@ class Prefix:
         most = -1
         most_few = -1
         holding: list[Instance] = []
-        for place, found in enumerate(sizes):  # one loop takes a third of comprehensions over ``zip``
+        # one loop takes a third of comprehensions over ``zip``
+        for place, found in enumerate(sizes):
             cached = lowest if _is_short(found, hints) else found
             if cached > largest:  # noqa: PLR1730 (a call of ``max`` takes as long as the rest)
                 largest = cached
@@ -72,7 +89,9 @@ class Prefix:
         return Holding(holding, most, is_bound=most < most_few)
 
     def holders(self, among: Sequence[Instance], hints: RoutingHints) -> Sequence[Instance]:
-        """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
+        """List the engines that would be chosen for what they have in their cache; none, if that
+        decides nothing.
+        """
         best = self._best(among, hints)
         has_some = bool(hints.prompt) and self._caches.matches(best[:1], hints)[0] > 0
         return best if has_some and (len(best) < len(among) or len(among) == 1) else ()

@@ -13,10 +13,12 @@ _MOST_SETS: Final = 256
 
 
 class Rotation:
-    """A turn counter for every set of engines; a set that is new goes on where all of them together are.
+    """A turn counter for every set of engines; a set that is new goes on where all of them together
+    are.
 
-    With several models, or while a request avoids an engine, choices among different sets alternate. With one counter
-    for all, a set could get every second turn, and use half of its engines.
+    With several models, or while a request avoids an engine, choices among different sets
+    alternate. With one counter for all, a set could get every second turn, and use half of its
+    engines.
     """
 
     __slots__ = ("_current", "_total", "_turn", "_turns")
@@ -24,7 +26,8 @@ class Rotation:
     def __init__(self, total: int = 0) -> None:
         self._total = total  # turns of all sets together
         self._turns = dict[_Set, int]()  # of the sets but for the current one
-        self._current: _Set = ()  # the set of the last turn: a large one takes as long to be looked up as to be read
+        # the set of the last turn: a large one takes as long to be looked up as to be read
+        self._current: _Set = ()
         self._turn = 0  # its next one
 
     def next(self, key: _Set) -> int:
@@ -52,9 +55,10 @@ class Rotation:
 class RoundRobin:
     """Picks both engines of a request from one turn counter.
 
-    Two counters that advance together only ever meet in lcm(x, y) of the x*y pairs (with 2 prefill and 2 decode
-    engines: P0-D0 and P1-D1). So after each such cycle the decode side is shifted by one. Any x*y turns in a row
-    use every pair once, wherever they start; an engine that joins takes part from the next turn on.
+    Two counters that advance together only ever meet in lcm(x, y) of the x*y pairs (with 2 prefill
+    and 2 decode engines: P0-D0 and P1-D1). So after each such cycle the decode side is shifted by
+    one. Any x*y turns in a row use every pair once, wherever they start; an engine that joins takes
+    part from the next turn on.
     """
 
     def __init__(self, turns: Rotation | None = None, solo_turns: Rotation | None = None) -> None:
@@ -63,8 +67,13 @@ class RoundRobin:
         self._last: tuple[Among, Among, _Set] | None = None
         self._last_one: tuple[Among, _Set] | None = None
 
-    def pair(self, prefill: Among, decode: Among, _hints: RoutingHints = ANY, fits: Fits = always, /) -> Pair:
-        """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
+    def pair(
+        self, prefill: Among, decode: Among, _hints: RoutingHints = ANY, fits: Fits = always, /
+    ) -> Pair:
+        """Return the next pair.
+
+        A prefill engine that does not fit all has turns of its own with those it fits.
+        """
         before = self._last  # most often they are the same sequences as the last time
         if before is None or before[0] is not prefill or before[1] is not decode:
             before = self._last = prefill, decode, _names([*prefill, *decode])

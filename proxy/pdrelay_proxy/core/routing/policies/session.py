@@ -10,8 +10,8 @@ from pdrelay_proxy.core.routing.pairing import Policy
 class Session:
     """Rendezvous hashing: every engine bids for every session, and the highest bid wins.
 
-    Nothing is remembered: routers beside each other agree, before and after a restart. When an engine leaves, only its
-    own sessions move; when one comes, sessions move only to it.
+    Nothing is remembered: routers beside each other agree, before and after a restart. When an
+    engine leaves, only its own sessions move; when one comes, sessions move only to it.
     """
 
     def __init__(self, otherwise: Policy) -> None:
@@ -30,6 +30,8 @@ class Session:
 
 
 def _bid(instance: Instance, session: bytes) -> bytes:
-    """Hash by the address and not by the id, which another router may have given to another engine."""
+    """Hash by the address and not by the id, which another router may have given to another
+    engine.
+    """
     name = f"{instance.address.authority}#{instance.rank}".encode()
     return blake2b(session, key=blake2b(name, digest_size=16).digest(), digest_size=8).digest()

@@ -1,4 +1,6 @@
-"""What it takes an engine to serve a request, for policies; and what its legs took, from those that send them."""
+"""What it takes an engine to serve a request, for policies; and what its legs took, from those that
+send them.
+"""
 
 from collections.abc import Callable
 from statistics import median
@@ -38,10 +40,11 @@ class EngineCosts(LegListener):
         weight: float,
         itl_most_s: float | None,
     ) -> None:
-        """``weight``: for how many tokens a request's time between tokens counts beside its time to first token.
+        """``weight``: for how many tokens a request's time between tokens counts beside its time to
+        first token.
 
-        ``itl_most_s``: the longest pause that a prompt may cause in streams of a decode engine that computes it alone;
-        None: prompts are always split.
+        ``itl_most_s``: the longest pause that a prompt may cause in streams of a decode engine that
+        computes it alone; None: prompts are always split.
         """
         self._registry = registry
         self._speeds = speeds
@@ -60,7 +63,9 @@ class EngineCosts(LegListener):
         return self._computing(self._registry.get(instance.id), instance, hints, is_there=False)
 
     def decode(self, instance: Instance, hints: RoutingHints) -> ExpectedTime:
-        """Return what a decode engine's part takes that gets what it lacks from a prefill engine."""
+        """Return what a decode engine's part takes that gets what it lacks from a prefill
+        engine.
+        """
         member = self._registry.get(instance.id)
         tokens, hit = self._counts(instance, hints, is_there=False)
         if member is None:
@@ -85,7 +90,8 @@ class EngineCosts(LegListener):
         if member is None:
             return found
         step_s = self._step_s(self._speeds.of(member), self._likely(_DECODE), self._clock())
-        return ExpectedTime(  # its first token comes out of the step that computes the end of the prompt
+        # its first token comes out of the step that computes the end of the prompt
+        return ExpectedTime(
             tokens=found.tokens,
             queue_s=found.queue_s,
             prefill_s=found.prefill_s,
@@ -95,7 +101,9 @@ class EngineCosts(LegListener):
         )
 
     def spares(self, alone: ExpectedTime) -> bool:
-        """Tell whether a decode engine can compute a prompt without a pause in its streams that is too long."""
+        """Tell whether a decode engine can compute a prompt without a pause in its streams that is
+        too long.
+        """
         most = self._itl_most_s
         return most is not None and alone.pause_s <= most
 
@@ -130,9 +138,12 @@ class EngineCosts(LegListener):
         speed = self._speeds.of(member)
         now = self._clock()
         line = speed.prefill.among(self._likely(instance.role).prefill, now)
-        ahead = speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean
-        # Requests behind this one wait for what it has computed, the busier the engine. Without that, conversations
-        # leave the engine that has them for the first shorter queue, and at high load all compute more than is new.
+        ahead = (
+            speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean
+        )
+        # Requests behind this one wait for what it has computed, the busier the engine. Without
+        # that, conversations leave the engine that has them for the first shorter queue, and at
+        # high load all compute more than is new.
         new = max(1, tokens - hit)
         busy = speed.busy(line.slope_s, now)
         return ExpectedTime(
@@ -147,7 +158,9 @@ class EngineCosts(LegListener):
     def _step_s(self, speed: EngineSpeed, priors: Priors, now: float) -> float:
         return speed.step.among(priors.step, now).at(len(speed.entered) + 1)
 
-    def _counts(self, instance: Instance, hints: RoutingHints, *, is_there: bool) -> tuple[int, int]:
+    def _counts(
+        self, instance: Instance, hints: RoutingHints, *, is_there: bool
+    ) -> tuple[int, int]:
         """Return the tokens of a prompt, and how many of them an engine has."""
         if not hints.prompt:
             return 0, 0
@@ -163,7 +176,11 @@ class EngineCosts(LegListener):
             self._priors_at = now
             self._speeds.keep(self._registry.members())
             for each in (Role.PREFILL, _DECODE):
-                members = [member for member in self._registry.members() if member.as_role(each) is not None]
+                members = [
+                    member
+                    for member in self._registry.members()
+                    if member.as_role(each) is not None
+                ]
                 speeds = [self._speeds.of(member) for member in members]
                 before = self._priors.get(Role.PREFILL, UNKNOWN) if each is _DECODE else UNKNOWN
                 self._priors[each] = Priors(
@@ -181,7 +198,14 @@ class EngineCosts(LegListener):
             self._speeds.of(member).reserve(request)
 
     def leg_sent(
-        self, engine: Instance, request: RequestId, hints: RoutingHints, /, *, computes: bool, is_timed: bool
+        self,
+        engine: Instance,
+        request: RequestId,
+        hints: RoutingHints,
+        /,
+        *,
+        computes: bool,
+        is_timed: bool,
     ) -> None:
         """Begin to measure how long the engine takes for what it lacks of the prompt."""
         member = self._registry.get(engine.id)
@@ -193,7 +217,9 @@ class EngineCosts(LegListener):
             self._caches.sent(engine, hints)
         elif tokens:  # else it has none that are known
             priors = self._likely(engine.role)
-            self._speeds.of(member).send(request, max(1, tokens - hit), priors, self._clock(), computes=computes)
+            self._speeds.of(member).send(
+                request, max(1, tokens - hit), priors, self._clock(), computes=computes
+            )
             self._caches.sent(engine, hints)
 
     def prompt_computed(
@@ -223,9 +249,13 @@ class EngineCosts(LegListener):
         return True
 
     def stepped(self, instance: InstanceId, gaps: list[float], /) -> None:
-        """The streams of a decode engine got their tokens so many seconds apart, in the last moment."""
+        """The streams of a decode engine got their tokens so many seconds apart, in the last
+        moment.
+        """
         if gaps and (member := self._registry.get(instance)) is not None:
-            self._speeds.of(member).stepped(sum(gaps) / len(gaps), self._likely(_DECODE), self._clock())
+            self._speeds.of(member).stepped(
+                sum(gaps) / len(gaps), self._likely(_DECODE), self._clock()
+            )
 
 
 def _elsewhere(member: Member, now: float) -> int:

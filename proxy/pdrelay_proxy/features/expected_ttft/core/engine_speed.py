@@ -1,6 +1,7 @@
 """How fast one engine is, learned from its own legs, and what it still has to do for this router.
 
-Tokens are estimates: those of a prompt that an engine has not cached. Times are seconds of a clock that only rises.
+Tokens are estimates: those of a prompt that an engine has not cached. Times are seconds of a clock
+that only rises.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ _KEPT: Final = 0.97  # of the weight of what was measured before, with each meas
 _HALF_LIFE_S: Final = 60.0  # an engine that gets nothing is believed to be like the others again
 _RECENT_S: Final = 30.0  # half-life of what was sent lately
 _PER_S: Final = 0.6931 / _RECENT_S  # of that, what was sent in a second
-_ALIKE: Final = (
-    0.4  # engines of a role are taken to differ by about this part: what is noisier does not tell them apart
-)
+# engines of a role are taken to differ by about this part: what is noisier does not tell them apart
+_ALIKE: Final = 0.4
 _USUAL: Final = 0.02  # mean square of relative errors, before there are enough of them
-_FAR: Final = 4.0  # a measurement counts as at most so many times what was expected, and at least that part of it
+# a measurement counts as at most so many times what was expected, and at least that part of it
+_FAR: Final = 4.0
 _SURE: Final = 3.0  # measurements from which on one is called far off
 _SMALL: Final = 200.0  # tokens, or streams, that take about as long as a step without any
 _PRIOR: Final = 0.2  # measurements that the prior stands for, at either end
@@ -42,13 +43,25 @@ class Line:
 
 
 class LineFit:
-    """The line through what was measured: least squares of errors for a token, so no long prompt outweighs the rest.
+    """The line through what was measured: least squares of errors for a token, so no long prompt
+    outweighs the rest.
 
-    Earlier measurements fade. One that is far off counts as less far, so that one outlier cannot turn the line, and a
-    lasting change does within a few.
+    Earlier measurements fade. One that is far off counts as less far, so that one outlier cannot
+    turn the line, and a lasting change does within a few.
     """
 
-    __slots__ = ("_at", "_error", "_errors", "_squares", "_sum", "_sum_x", "_sum_xy", "_sum_y", "count", "line")
+    __slots__ = (
+        "_at",
+        "_error",
+        "_errors",
+        "_squares",
+        "_sum",
+        "_sum_x",
+        "_sum_xy",
+        "_sum_y",
+        "count",
+        "line",
+    )
 
     def __init__(self) -> None:
         self.line: Line | None = None  # None: nothing was measured
@@ -79,19 +92,23 @@ class LineFit:
         self.line = self._solved(prior)
 
     def among(self, prior: Line, now: float) -> Line:
-        """Return the line as it is believed now: like the prior, if measurements are old, few or noisy.
+        """Return the line as it is believed now: like the prior, if measurements are old, few or
+        noisy.
 
-        Else a conversation would follow chance from engine to engine: the mean of n measurements whose errors are of
-        size r is off by r / sqrt(n), which says little if equal engines differ less than that.
+        Else a conversation would follow chance from engine to engine: the mean of n measurements
+        whose errors are of size r is off by r / sqrt(n), which says little if equal engines differ
+        less than that.
         """
         own = self.line
         if own is None:
             return prior
         share = self.count * self._fading(now)
-        noise = max(0.0, self._errors - self._error * self._error)  # errors of one sign tell of a lasting change
+        # errors of one sign tell of a lasting change
+        noise = max(0.0, self._errors - self._error * self._error)
         share = share / (share + noise / (_ALIKE * _ALIKE))
         return Line(
-            share * own.base_s + (1.0 - share) * prior.base_s, share * own.slope_s + (1.0 - share) * prior.slope_s
+            share * own.base_s + (1.0 - share) * prior.base_s,
+            share * own.slope_s + (1.0 - share) * prior.slope_s,
         )
 
     def _fading(self, now: float) -> float:
@@ -101,10 +118,13 @@ class LineFit:
     def _solved(self, prior: Line) -> Line:
         """Solve for the line.
 
-        The prior, drawn out so far that it meets what was measured, counts as a part of a measurement at zero, and of
-        one at twice the mean: what was measured tells how fast an engine is before it tells base and slope apart.
+        The prior, drawn out so far that it meets what was measured, counts as a part of a
+        measurement at zero, and of one at twice the mean: what was measured tells how fast an
+        engine is before it tells base and slope apart.
         """
-        stretched = self._sum_y / max(prior.base_s * self._sum + prior.slope_s * self._sum_x, _FLAT * self._sum)
+        stretched = self._sum_y / max(
+            prior.base_s * self._sum + prior.slope_s * self._sum_x, _FLAT * self._sum
+        )
         prior = Line(stretched * prior.base_s, stretched * prior.slope_s)
         weight = _PRIOR * self._sum / self.count
         far = 2.0 * self._sum_x / self._sum
@@ -172,7 +192,9 @@ class _Leg:
 
 
 class Priors:
-    """What is likely of an engine of which nothing is known: most often what the others are like."""
+    """What is likely of an engine of which nothing is known: most often what the others are
+    like.
+    """
 
     __slots__ = ("prefill", "step", "transfer")
 
@@ -182,8 +204,8 @@ class Priors:
         self.step = step  # by running streams
 
 
-# Before anything is measured all engines are equal, so only tokens and streams decide. The numbers are those of a model
-# of 8e9 parameters on one GPU, and do not matter then.
+# Before anything is measured all engines are equal, so only tokens and streams decide. The numbers
+# are those of a model of 8e9 parameters on one GPU, and do not matter then.
 UNKNOWN: Final = Priors(Line(0.01, 5e-5), Line(0.005, 1e-5), Line(0.01, 5e-5))
 
 
@@ -191,12 +213,23 @@ class EngineSpeed:
     """What was measured of one engine, and its legs under way."""
 
     __slots__ = (
-        *("_legs", "_recent", "_recent_at", "computing", "entered", "loading", "prefill", "running", "step"),
+        *(
+            "_legs",
+            "_recent",
+            "_recent_at",
+            "computing",
+            "entered",
+            "loading",
+            "prefill",
+            "running",
+            "step",
+        ),
         *("tokens_mean", "transfer"),
     )
 
     def __init__(self) -> None:
-        self.prefill = LineFit()  # seconds by the tokens that it computes, those of its queue included
+        # seconds by the tokens that it computes, those of its queue included
+        self.prefill = LineFit()
         self.transfer = LineFit()  # seconds by the tokens that it gets from a prefill engine
         self.step = LineFit()  # seconds from token to token by running streams
         self.computing = TokenQueue()
@@ -208,24 +241,36 @@ class EngineSpeed:
         self._recent = self._recent_at = 0.0
 
     def recent(self, now: float) -> float:
-        """Return the tokens of the legs that it was sent lately, which fade: of equals, the one with fewer is next."""
+        """Return the tokens of the legs that it was sent lately, which fade: of equals, the one
+        with fewer is next.
+        """
         faded: float = self._recent * 0.5 ** (max(0.0, now - self._recent_at) / _RECENT_S)
         return faded
 
     def busy(self, token_s: float, now: float) -> float:
-        """Return the share of its time in which it has computed prompts lately, at this pace; 1 at most."""
+        """Return the share of its time in which it has computed prompts lately, at this pace; 1 at
+        most.
+        """
         return min(1.0, self.recent(now) * token_s * _PER_S)
 
     def reserve(self, request: RequestId) -> None:
         """Count a request that it will get once its prompt is computed elsewhere."""
         self.entered.add(request)
 
-    def send(self, request: RequestId, tokens: int, priors: Priors, now: float, *, computes: bool) -> None:
+    def send(
+        self, request: RequestId, tokens: int, priors: Priors, now: float, *, computes: bool
+    ) -> None:
         """A leg is sent, for which it computes so many tokens, or gets them from another engine."""
         self.entered.add(request)
-        queue, other = (self.computing, self.loading) if computes else (self.loading, self.computing)
+        queue, other = (
+            (self.computing, self.loading) if computes else (self.loading, self.computing)
+        )
         other.leave(request, now)
-        line = self.prefill.among(priors.prefill, now) if computes else self.transfer.among(priors.transfer, now)
+        line = (
+            self.prefill.among(priors.prefill, now)
+            if computes
+            else self.transfer.among(priors.transfer, now)
+        )
         self._legs[request] = _Leg(tokens, now, queue.left(line.slope_s, now), computes=computes)
         queue.enter(request, tokens, now)
         self._recent = self.recent(now) + tokens
@@ -275,7 +320,10 @@ class _Stint:
 
 
 class EngineSpeeds:
-    """What was measured of all engines. One that is removed, or turns to another role, begins anew."""
+    """What was measured of all engines.
+
+    One that is removed, or turns to another role, begins anew.
+    """
 
     def __init__(self) -> None:
         self._stints: dict[InstanceId, _Stint] = {}
@@ -295,7 +343,9 @@ class EngineSpeeds:
         return stint.speed if stint is not None and is_current else None
 
     def keep(self, members: Sequence[Member]) -> None:
-        """Forget engines that are not among these: a fleet that changes must not grow what is remembered."""
+        """Forget engines that are not among these: a fleet that changes must not grow what is
+        remembered.
+        """
         names = {member.instance.id for member in members}
         for name in [name for name in self._stints if name not in names]:
             del self._stints[name]

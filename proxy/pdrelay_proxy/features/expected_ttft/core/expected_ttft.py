@@ -9,8 +9,10 @@ from pdrelay_proxy.core.routing.alone_bound import AloneBound, Holding
 from pdrelay_proxy.core.routing.candidates import Among, Fits
 from pdrelay_proxy.core.routing.pairing import Pair
 
-LOYALTY: Final = 2.0  # times as long as the fastest one an engine may take for a prompt that it has nearly all of
-NEAR: Final = 0.05  # choices that cost at most this part more than the best one are as good: chance picks one
+# times as long as the fastest one an engine may take for a prompt that it has nearly all of
+LOYALTY: Final = 2.0
+# choices that cost at most this part more than the best one are as good: chance picks one
+NEAR: Final = 0.05
 MOST: Final = 8  # of a role that are paired with each other
 LOOKED_AT: Final = 64  # of a role whose cost is computed
 
@@ -28,7 +30,9 @@ class Costs(Protocol):
         ...
 
     def decode(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
-        """Return what a decode engine's part takes that gets what it lacks from a prefill engine."""
+        """Return what a decode engine's part takes that gets what it lacks from a prefill
+        engine.
+        """
         ...
 
     def alone(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
@@ -36,7 +40,9 @@ class Costs(Protocol):
         ...
 
     def spares(self, alone: ExpectedTime, /) -> bool:
-        """Tell whether a decode engine can compute a prompt without a pause in its streams that is too long."""
+        """Tell whether a decode engine can compute a prompt without a pause in its streams that is
+        too long.
+        """
         ...
 
     def cached(self, instance: Instance, hints: RoutingHints, /) -> int:
@@ -67,19 +73,27 @@ _T = TypeVar("_T", bound=Sequence[_Priced])
 
 
 class ExpectedTtft:
-    """Chooses both engines by the sum of what their parts take: a pair costs what its two engines cost."""
+    """Chooses both engines by the sum of what their parts take: a pair costs what its two engines
+    cost.
+    """
 
     def __init__(self, costs: Costs, dice: Callable[[int], int]) -> None:
         self._costs = costs
         self._dice = dice  # dice(n): 0 to n-1
-        self._latest: tuple[RoutingHints, ExpectedTime] | None = None  # what is expected of the latest choice
-        self._alone: tuple[RoutingHints, _Priced] | None = None  # the engine that serves a prompt alone, found just now
+        # what is expected of the latest choice
+        self._latest: tuple[RoutingHints, ExpectedTime] | None = None
+        # the engine that serves a prompt alone, found just now
+        self._alone: tuple[RoutingHints, _Priced] | None = None
 
     def pair(self, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits, /) -> Pair:
         """Return the two engines that cost least, or nearly so."""
         self._alone = None
-        left = _sorted([_Priced(each, self._costs.prefill(each, hints)) for each in self._few(prefill, hints)])
-        right = _sorted([_Priced(each, self._costs.decode(each, hints)) for each in self._few(decode, hints)])
+        left = _sorted(
+            [_Priced(each, self._costs.prefill(each, hints)) for each in self._few(prefill, hints)]
+        )
+        right = _sorted(
+            [_Priced(each, self._costs.decode(each, hints)) for each in self._few(decode, hints)]
+        )
         pairs = [(p, d) for p in left[:MOST] for d in right[:MOST] if fits(p.instance, d.instance)]
         if not pairs:  # every prefill engine fits some decode engine
             fitting = [each for each in decode if fits(left[0].instance, each)][:LOOKED_AT]
@@ -94,26 +108,35 @@ class ExpectedTtft:
         """Return the decode engine that serves a request alone in the least time, or nearly so."""
         known = self._alone
         self._alone = None
-        best = self._best_alone(among, hints) if known is None or known[0] is not hints else known[1]
+        best = (
+            self._best_alone(among, hints) if known is None or known[0] is not hints else known[1]
+        )
         self._latest = hints, best.expected
         return best.instance
 
     def alone(self, prefill: Among, decode: Among, hints: RoutingHints, /) -> bool:
-        """Tell whether a decode engine alone is expected to be faster than any pair, and spares its streams."""
+        """Tell whether a decode engine alone is expected to be faster than any pair, and spares its
+        streams.
+        """
         if not (self._costs.may_be_alone and hints.prompt):
             return False
         best = self._best_alone(decode, hints)
         if not self._costs.spares(best.expected):
             return False
         parts = min([self._costs.prefill(each, hints).cost_s for each in self._few(prefill, hints)])
-        if best.cost_s > parts + min([self._costs.decode(each, hints).cost_s for each in self._few(decode, hints)]):
+        if best.cost_s > parts + min(
+            [self._costs.decode(each, hints).cost_s for each in self._few(decode, hints)]
+        ):
             return False
         self._alone = hints, best
         self._latest = hints, best.expected
         return True
 
-    def holding(self, among: Among, hints: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
-        """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these.
+    def holding(
+        self, among: Among, hints: RoutingHints, least: int, bound: AloneBound, /
+    ) -> Holding:
+        """Return the engines with the most of a prompt, of those that lack fewer bytes and may
+        compute these.
 
         One is left only where another engine would serve it alone in less than half of the time.
         """
@@ -133,7 +156,9 @@ class ExpectedTtft:
         return Holding([one for each, one in free if each == most], most, is_bound=is_bound)
 
     def holders(self, among: Among, hints: RoutingHints, /) -> Among:
-        """List the decode engines that have the most of a prompt, if that is most of it; none, if all have as much."""
+        """List the decode engines that have the most of a prompt, if that is most of it; none, if
+        all have as much.
+        """
         sizes = [self._costs.matched(each, hints) for each in among]
         most = max(sizes)
         best = [one for one, each in zip(among, sizes, strict=True) if each == most]
@@ -148,13 +173,18 @@ class ExpectedTtft:
         """Return what was expected of the latest choice, once, if it was this request's."""
         latest = self._latest
         self._latest = None
-        return None if latest is None or latest[0].prompt is not hints.prompt else latest[1]  # also of one sent again
+        # also of one sent again
+        return None if latest is None or latest[0].prompt is not hints.prompt else latest[1]
 
     def _few(self, among: Among, hints: RoutingHints) -> Among:
-        """Return those that have most of the prompt, and others that chance picks: all, unless they are too many."""
+        """Return those that have most of the prompt, and others that chance picks: all, unless they
+        are too many.
+        """
         if len(among) <= LOOKED_AT:
             return among
-        matches = sorted([(-self._costs.matched(each, hints), place) for place, each in enumerate(among)])
+        matches = sorted(
+            [(-self._costs.matched(each, hints), place) for place, each in enumerate(among)]
+        )
         places = {place for _, place in matches[:MOST]}
         places.update([self._dice(len(among)) for _ in range(LOOKED_AT - MOST)])
         return [among[place] for place in sorted(places)]
@@ -164,12 +194,15 @@ class ExpectedTtft:
         least = min([each.cost_s for each in priced])
         near = [each for each in priced if each.cost_s <= least * (1.0 + NEAR)]
         most = max([each.expected.decode_hit for each in near])
-        if most * 2 > near[0].expected.tokens:  # it has the conversation, which is what being alone is for
+        # it has the conversation, which is what being alone is for
+        if most * 2 > near[0].expected.tokens:
             near = [each for each in near if each.expected.decode_hit == most]
         return near[0] if len(near) == 1 else self._less_used([(each,) for each in near])[0]
 
     def _less_used(self, near: Sequence[_T]) -> _T:
-        """Return one of two that chance picks, so that several routers do not all choose the same."""
+        """Return one of two that chance picks, so that several routers do not all choose the
+        same.
+        """
         first = self._dice(len(near))
         second = (first + 1 + self._dice(len(near) - 1)) % len(near)
         one = near[first]

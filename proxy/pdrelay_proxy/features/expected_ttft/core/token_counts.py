@@ -1,4 +1,6 @@
-"""How many tokens a prompt has, estimated from its bytes: the router has no tokenizer, and engines count."""
+"""How many tokens a prompt has, estimated from its bytes: the router has no tokenizer, and engines
+count.
+"""
 
 from typing import Final
 
@@ -21,7 +23,9 @@ class _Counted:
 
 
 class TokenCounts:
-    """Tokens and bytes of the prompts of each model; prompts of token ids by themselves: they are longer."""
+    """Tokens and bytes of the prompts of each model; prompts of token ids by themselves: they are
+    longer.
+    """
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str | None, bool], _Counted] = {}

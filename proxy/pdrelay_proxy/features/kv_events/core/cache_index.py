@@ -1,10 +1,12 @@
-"""What engines have in their prefix caches, by engine and data-parallel rank, as their own KV events say.
+"""What engines have in their prefix caches, by engine and data-parallel rank, as their own KV
+events say.
 
-A block counts as often as it was stored, and is gone when it was removed as often: vLLM keeps equal blocks of two
-requests apart, and tells of each. What is not certain counts as absent: a block whose parent is not known, groups of an
-unknown kind, and a rank whose state has not come whole.
+A block counts as often as it was stored, and is gone when it was removed as often: vLLM keeps equal
+blocks of two requests apart, and tells of each. What is not certain counts as absent: a block whose
+parent is not known, groups of an unknown kind, and a rank whose state has not come whole.
 
-An event without blocks announces its group: an engine's plugin begins a rank's state with one for each.
+An event without blocks announces its group: an engine's plugin begins a rank's state with one for
+each.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,14 @@ from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.features.kv_events.core.event_stream import read_event
 from pdrelay_proxy.features.kv_events.core.known_prompts import HeldBeginning
 from pdrelay_proxy.features.kv_events.core.rank_cache import GroupBlocks, RankCache, less_of
-from pdrelay_proxy.features.kv_events.core.token_blocks import ITEM, ROOT, TokenPrompt, extras_of, key_of, packed
+from pdrelay_proxy.features.kv_events.core.token_blocks import (
+    ITEM,
+    ROOT,
+    TokenPrompt,
+    extras_of,
+    key_of,
+    packed,
+)
 from pdrelay_proxy.features.kv_events.event_schemas import (
     AllBlocksCleared,
     BlockHash,
@@ -32,7 +41,8 @@ _FULL: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_at
 _WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"})
 _STATE: Final = "mamba"
 _NO_PREFIX: Final = frozenset({"cross_attention", "encoder_only_attention"})  # they decide no hit
-_HERE: Final = frozenset({None, "GPU"})  # a BlockPool says so on every platform; other media are other tiers
+# a BlockPool says so on every platform; other media are other tiers
+_HERE: Final = frozenset({None, "GPU"})
 
 CachedTokens: TypeAlias = Mapping[tuple[InstanceId, int], int]  # tokens by engine and rank
 
@@ -64,13 +74,17 @@ class _EngineCaches:
 
 
 class CacheIndex:
-    """The caches of all engines whose events are followed. An engine is named by one of the instances it is."""
+    """The caches of all engines whose events are followed.
+
+    An engine is named by one of the instances it is.
+    """
 
     def __init__(self, *, most: int = BLOCKS_MOST, engine_most: int = ENGINE_BLOCKS_MOST) -> None:
         self._most = most
         self._engine_most = engine_most
         self._engines: dict[InstanceId, _EngineCaches] = {}
-        self._of: dict[InstanceId, tuple[_EngineCaches, int | None]] = {}  # by instance: its engine and rank
+        # by instance: its engine and rank
+        self._of: dict[InstanceId, tuple[_EngineCaches, int | None]] = {}
         self._blocks = 0
         self.changes = ChangeCount()  # what was found stays true while its count is the same
 
@@ -78,7 +92,9 @@ class CacheIndex:
         return self._blocks
 
     def open(self, engine: InstanceId, members: Mapping[InstanceId, int | None]) -> None:
-        """Begin with an engine of which nothing is known; ``members``: the ranks of the instances it is."""
+        """Begin with an engine of which nothing is known; ``members``: the ranks of the instances
+        it is.
+        """
         self.forget(engine)
         self.changes.count += 1
         found = self._engines[engine] = _EngineCaches(members)
@@ -101,7 +117,9 @@ class CacheIndex:
         return 0 if found is None else found.blocks
 
     def is_dropped(self, engine: InstanceId) -> bool:
-        """Tell whether an engine has more blocks than are remembered: nothing is known of it until it is opened."""
+        """Tell whether an engine has more blocks than are remembered: nothing is known of it until
+        it is opened.
+        """
         found = self._engines.get(engine)
         return found is not None and found.is_dropped
 
@@ -117,7 +135,8 @@ class CacheIndex:
     # ---- events
 
     def apply(self, engine: InstanceId, batch: KvEventBatch) -> Iterator[int]:
-        """Take in what an engine has published; each step is short, and yields the blocks that are remembered now.
+        """Take in what an engine has published; each step is short, and yields the blocks that are
+        remembered now.
 
         Raises:
             BadKvEvents: an event cannot be read that may tell of blocks that are gone.
@@ -133,7 +152,8 @@ class CacheIndex:
             rank.is_whole = True
         done = 0
         for raw in batch.events:
-            self.changes.count += 1  # before each of them: what is asked between two steps may be remembered
+            # before each of them: what is asked between two steps may be remembered
+            self.changes.count += 1
             event = read_event(raw)
             if isinstance(event, BlockStored):
                 for place in range(_STEP, len(event.block_hashes), _STEP):
@@ -160,7 +180,9 @@ class CacheIndex:
             rank = engine.ranks[number] = RankCache()
         return rank
 
-    def _changed(self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved | AllBlocksCleared | None) -> int:
+    def _changed(
+        self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved | AllBlocksCleared | None
+    ) -> int:
         """Take in an event that stores nothing; return how many blocks it names."""
         if isinstance(event, BlockRemoved) and _is_here(event.medium, event.locality):
             self._remove(engine, rank, event)
@@ -171,7 +193,9 @@ class CacheIndex:
             engine.counts.ignored += 1
         return 0
 
-    def _stored(self, engine: _EngineCaches, rank: RankCache, event: BlockStored, start: int) -> None:
+    def _stored(
+        self, engine: _EngineCaches, rank: RankCache, event: BlockStored, start: int
+    ) -> None:
         """Take in a part of an event: the blocks from ``start`` on."""
         self.changes.count += 1
         if not _is_here(event.medium, event.locality):
@@ -179,7 +203,9 @@ class CacheIndex:
         elif not self._is_full(engine) and (group := self._group(engine, rank, event)) is not None:
             self._store(engine, group, event, start)
 
-    def _store(self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int) -> None:
+    def _store(
+        self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int
+    ) -> None:
         hashes = event.block_hashes[start : start + _STEP]
         added = -len(group.held)
         if not group.is_full:
@@ -193,7 +219,12 @@ class CacheIndex:
         self._blocks += added
 
     def _store_full(
-        self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int, hashes: list[BlockHash]
+        self,
+        engine: _EngineCaches,
+        group: GroupBlocks,
+        event: BlockStored,
+        start: int,
+        hashes: list[BlockHash],
     ) -> None:
         size = event.block_size
         extras = event.extra_keys
@@ -212,16 +243,23 @@ class CacheIndex:
             if key is None:
                 own = None if extras is None else extras[start + place]
                 text = b"" if own is None and lora is None else extras_of(lora, own or ())
-                key = group.key_of[block] = key_of(parent, tokens[place * step : (place + 1) * step], text)
-            group.hash_of[key] = block  # of two with equal contents (an adapter was replaced) the newer one is hit
+                key = group.key_of[block] = key_of(
+                    parent, tokens[place * step : (place + 1) * step], text
+                )
+            # of two with equal contents (an adapter was replaced) the newer one is hit
+            group.hash_of[key] = block
             held[block] = held.get(block, 0) + 1
             if parent != ROOT:
                 child_of[parent] = key
             parent = key
         engine.counts.stored += len(hashes)
 
-    def _group(self, engine: _EngineCaches, rank: RankCache, event: BlockStored) -> GroupBlocks | None:
-        """Return the group of an event; None: what is stored there says nothing, or cannot be understood."""
+    def _group(
+        self, engine: _EngineCaches, rank: RankCache, event: BlockStored
+    ) -> GroupBlocks | None:
+        """Return the group of an event; None: what is stored there says nothing, or cannot be
+        understood.
+        """
         kind = event.kv_cache_spec_kind
         number = event.group_idx or 0
         size = event.block_size
@@ -234,13 +272,16 @@ class CacheIndex:
             return None
         group = rank.groups.get(number)
         if group is None or group.is_full is not is_full or group.size < size:
-            # Smaller ones are parts of blocks (``cache_partial_block`` in vllm/v1/core/block_pool.py).
+            # Smaller ones are parts of blocks (``cache_partial_block`` in
+            # vllm/v1/core/block_pool.py).
             needed = 1 if kind == _STATE else max(1, -(-(window - 1) // size))
             if group is not None:
                 self._lose(engine, group)
             group = rank.groups[number] = GroupBlocks(size, is_full=is_full, needed=needed)
         is_odd = is_full and len(event.token_ids) != size * len(event.block_hashes)
-        is_odd = is_odd or (event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes))
+        is_odd = is_odd or (
+            event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes)
+        )
         if is_odd or size != group.size:
             engine.counts.ignored += 1
             return None
@@ -257,7 +298,8 @@ class CacheIndex:
         self._blocks -= gone
 
     def _clear(self, engine: _EngineCaches, rank: RankCache) -> None:
-        for group in rank.groups.values():  # what groups there are stays known: an engine's are always the same
+        # what groups there are stays known: an engine's are always the same
+        for group in rank.groups.values():
             self._lose(engine, group)
             group.clear()
         engine.counts.cleared += 1
@@ -281,9 +323,11 @@ class CacheIndex:
     # ---- questions
 
     def cached(self, instance: InstanceId, prompt: TokenPrompt, lora: str | None) -> int | None:
-        """Return how many tokens of a prompt an instance has; None: its events are not followed (yet).
+        """Return how many tokens of a prompt an instance has; None: its events are not followed
+        (yet).
 
-        ``lora``: the adapter that it is for. Of an instance that chooses among its ranks itself the least counts.
+        ``lora``: the adapter that it is for. Of an instance that chooses among its ranks itself the
+            least counts.
         """
         of = self._of.get(instance)
         if of is None:
@@ -291,7 +335,11 @@ class CacheIndex:
         engine, number = of
         if number is not None:
             rank = engine.ranks.get(number)
-            return None if rank is None or not rank.is_whole or rank.is_unclear else rank.cached(prompt, lora)
+            return (
+                None
+                if rank is None or not rank.is_whole or rank.is_unclear
+                else rank.cached(prompt, lora)
+            )
         least: int | None = None
         for rank in engine.ranks.values():
             if not rank.is_whole or rank.is_unclear:
@@ -303,9 +351,11 @@ class CacheIndex:
     def beginning(
         self, instance: InstanceId, prompt: TokenPrompt, count: int, lora: str | None
     ) -> HeldBeginning | None:
-        """Return what an instance has of the first ``count`` ids of a prompt; None: it is not known.
+        """Return what an instance has of the first ``count`` ids of a prompt; None: it is not
+        known.
 
-        They may be the beginning of a longer prompt. ``lora`` and several ranks are as in ``cached``.
+        They may be the beginning of a longer prompt. ``lora`` and several ranks are as in
+        ``cached``.
         """
         of = self._of.get(instance)
         if of is None:
@@ -313,7 +363,9 @@ class CacheIndex:
         engine, number = of
         ranks = engine.ranks
         found: HeldBeginning | None = None
-        for rank in ranks.values() if number is None else [ranks[number]] if number in ranks else []:
+        for rank in (
+            ranks.values() if number is None else [ranks[number]] if number in ranks else []
+        ):
             if not rank.is_whole or rank.is_unclear:
                 return None
             held = rank.beginning(prompt, count, lora)
@@ -323,7 +375,9 @@ class CacheIndex:
         return found
 
     def cached_tokens(self, prompt: TokenPrompt, lora: str | None = None) -> CachedTokens:
-        """Return how many tokens of a prompt each rank of each engine has, of those that are known."""
+        """Return how many tokens of a prompt each rank of each engine has, of those that are
+        known.
+        """
         return {
             (name, number): rank.cached(prompt, lora)
             for name, engine in self._engines.items()

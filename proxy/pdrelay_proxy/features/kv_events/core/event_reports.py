@@ -1,7 +1,8 @@
 """What engines have in their prefix caches, by their own events.
 
-A prompt of token ids is looked up in the index. Of a text or a chat the token ids of an earlier prompt may be known,
-with which it begins: events then say whether that much is there, and what was sent says the rest.
+A prompt of token ids is looked up in the index. Of a text or a chat the token ids of an earlier
+prompt may be known, with which it begins: events then say whether that much is there, and what was
+sent says the rest.
 """
 
 from typing import Final
@@ -11,7 +12,11 @@ from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.model import InstanceId, RoutingHints
 from pdrelay_proxy.core.routing.cache_reports import CacheReport, CacheReports, PromptReports
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
-from pdrelay_proxy.features.kv_events.core.known_prompts import HeldBeginning, KnownPrefix, KnownPrompts
+from pdrelay_proxy.features.kv_events.core.known_prompts import (
+    HeldBeginning,
+    KnownPrefix,
+    KnownPrompts,
+)
 from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 
@@ -61,7 +66,8 @@ class _IdsReports(PromptReports):
         self._ids = ids
         self._size = size  # bytes of the prompt
         self._model = model
-        self._cached: dict[str, int | None] = {}  # tokens by engine: for what is there, and what is coming
+        # tokens by engine: for what is there, and what is coming
+        self._cached: dict[str, int | None] = {}
 
     def report(self, engine: Member, /) -> CacheReport | None:
         """Return what an engine has."""
@@ -74,7 +80,9 @@ class _IdsReports(PromptReports):
             if adapters is None:  # until its first probe
                 return None
             model = self._model
-            tokens = cached[name] = self._index.cached(name, self._ids, model if model in adapters else None)
+            tokens = cached[name] = self._index.cached(
+                name, self._ids, model if model in adapters else None
+            )
         if tokens is None:
             return None
         size = self._size * tokens // self._ids.count
@@ -91,7 +99,9 @@ class _TextReports(PromptReports):
 
     __slots__ = ("_cached", "_index", "_known", "_memory", "_model")
 
-    def __init__(self, index: CacheIndex, known: KnownPrefix, model: str | None, memory: KnownPrompts) -> None:
+    def __init__(
+        self, index: CacheIndex, known: KnownPrefix, model: str | None, memory: KnownPrompts
+    ) -> None:
         self._index = index
         self._known = known
         self._model = model
@@ -101,8 +111,9 @@ class _TextReports(PromptReports):
     def report(self, engine: Member, /) -> CacheReport | None:
         """Return what an engine has.
 
-        Of a longer text than is known, the events decide about its beginning. If all of that is there, what was sent
-        says how far it goes on, but no further than there are blocks behind it.
+        Of a longer text than is known, the events decide about its beginning. If all of that is
+        there, what was sent says how far it goes on, but no further than there are blocks behind
+        it.
         """
         known = self._known
         tokens = self.tokens(engine)
@@ -144,7 +155,9 @@ class _TextReports(PromptReports):
         self._memory.used(self._known, now=now)
 
     def _held(self, name: InstanceId, adapter: str | None) -> HeldBeginning | None:
-        """Return what an engine has of a text's known beginning, looked up once for each request."""
+        """Return what an engine has of a text's known beginning, looked up once for each
+        request.
+        """
         held = self._known.held
         if name not in held:
             held[name] = self._index.beginning(name, self._known.tokens, self._known.count, adapter)

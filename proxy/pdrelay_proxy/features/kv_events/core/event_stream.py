@@ -1,7 +1,8 @@
-"""An engine's answer to ``GET /v1/pdrelay/kv_events``: bytes, frames in them, batches in those, events in those.
+"""An engine's answer to ``GET /v1/pdrelay/kv_events``: bytes, frames in them, batches in those,
+events in those.
 
-A frame is its length (4 bytes, big endian), the number of its batch on this connection (8 bytes, from 0, without gaps)
-and one msgpack value. The length counts what follows it; 0 is a sign of life.
+A frame is its length (4 bytes, big endian), the number of its batch on this connection (8 bytes,
+from 0, without gaps) and one msgpack value. The length counts what follows it; 0 is a sign of life.
 """
 
 from typing import Final
@@ -33,7 +34,8 @@ class KvEventStream:
         """Return the payloads of the frames that are complete with this piece.
 
         Raises:
-            BadKvEvents: a frame is too long or too short, or a batch is missing; nothing more can be read.
+            BadKvEvents: a frame is too long or too short, or a batch is missing; nothing more can
+                be read.
         """
         rest = self._rest
         found = list[bytes]()

@@ -1,11 +1,14 @@
-"""The token ids of texts and chats, as prefill engines have told them: to look later prompts up in engines' caches.
+"""The token ids of texts and chats, as prefill engines have told them: to look later prompts up in
+engines' caches.
 
-The router never tokenises. A prefill engine's answer has the token ids of its prompt, and a later prompt that begins
-with the same blocks of text (core/prompt_blocks.py) begins with the same tokens, up to a seam: a chat template ends a
-prompt with the beginning of the assistant's message, and some templates write it otherwise once the message is there.
+The router never tokenises. A prefill engine's answer has the token ids of its prompt, and a later
+prompt that begins with the same blocks of text (core/prompt_blocks.py) begins with the same tokens,
+up to a seam: a chat template ends a prompt with the beginning of the assistant's message, and some
+templates write it otherwise once the message is there.
 
-How many tokens come before the end of a block is known where an earlier prompt ended with it. Of other blocks a lower
-bound is known: no tokenizer makes more tokens than bytes, so what follows the block has at most its bytes in tokens.
+How many tokens come before the end of a block is known where an earlier prompt ended with it. Of
+other blocks a lower bound is known: no tokenizer makes more tokens than bytes, so what follows the
+block has at most its bytes in tokens.
 """
 
 from collections import Counter, OrderedDict
@@ -17,7 +20,8 @@ from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 BYTES_MOST: Final = 64 * 1024 * 1024  # of all prompts: seven million tokens
 SEAM: Final = 16  # tokens at the end of a prompt that a longer one may have otherwise
 _PLACES_MOST: Final = 32  # blocks of a prompt for which a lower bound is kept
-# What a prompt takes, measured: the names of cache blocks of 16 tokens are made with the first lookup.
+# What a prompt takes, measured: the names of cache blocks of 16 tokens are made with the first
+# lookup.
 _TOKEN_BYTES: Final = 9
 _PLACE_BYTES: Final = 200
 _PROMPT_BYTES: Final = 1000
@@ -30,7 +34,8 @@ class HeldBeginning:
 
     def __init__(self, tokens: int, beyond: int, *, is_whole: bool) -> None:
         self.tokens = tokens  # of whole cache blocks, from the beginning on
-        self.beyond = beyond  # tokens of the blocks that the engine has behind it, of this prompt or of another
+        # tokens of the blocks that the engine has behind it, of this prompt or of another
+        self.beyond = beyond
         self.is_whole = is_whole  # it has every block of the known beginning
 
 
@@ -57,7 +62,8 @@ class KnownPrefix:
         self.byte_share = byte_share  # bytes for each token of the earlier prompt
         self.is_all = is_all  # the prompts are equal
         self.has_media = has_media  # tokens of images and the like have nothing to do with bytes
-        self.held: dict[str, HeldBeginning | None] = {}  # by instance, for as long as one request is routed
+        # by instance, for as long as one request is routed
+        self.held: dict[str, HeldBeginning | None] = {}
 
 
 class _Prompt:
@@ -74,18 +80,22 @@ class _Prompt:
 
 
 class KnownPrompts:
-    """The prompts by the names of their blocks; those that were not used for longest are forgotten first.
+    """The prompts by the names of their blocks; those that were not used for longest are forgotten
+    first.
 
-    A prompt takes the place of the one that it continues. Times are seconds of a clock that only rises.
+    A prompt takes the place of the one that it continues. Times are seconds of a clock that only
+    rises.
     """
 
     def __init__(self, lifetime_s: float, *, most: int = BYTES_MOST) -> None:
         self._lifetime_s = lifetime_s  # without use
         self._most = most
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()  # by the name of the last block
-        self._owners: dict[int, int] = {}  # by the name of a block: the prompt in which its tokens are known
+        # by the name of a block: the prompt in which its tokens are known
+        self._owners: dict[int, int] = {}
         self.bytes = 0  # of all of them, about
-        self.counts: Counter[str] = Counter()  # what became of prompts: learned, continued, evicted, expired, ...
+        # what became of prompts: learned, continued, evicted, expired, ...
+        self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -96,19 +106,26 @@ class KnownPrompts:
         if place < 0:
             return None
         known = self._prompts[owner]
-        is_all = place + 1 == len(blocks.names) and blocks.is_compared and owner == blocks.names[place]
+        is_all = (
+            place + 1 == len(blocks.names) and blocks.is_compared and owner == blocks.names[place]
+        )
         is_all = is_all and known.size == blocks.size
         count = known.places[blocks.names[place]] - (0 if is_all else SEAM)
         if count <= 0:
             return None
         share = known.size / known.tokens.count
         size = blocks.size if is_all else min(blocks.ends[place], int(count * share))
-        return KnownPrefix(owner, known.tokens, count, size, share, is_all=is_all, has_media=blocks.has_media)
+        return KnownPrefix(
+            owner, known.tokens, count, size, share, is_all=is_all, has_media=blocks.has_media
+        )
 
-    def learn(self, blocks: PromptBlocks, tokens: TokenPrompt, *, is_even: bool, now: float) -> None:
+    def learn(
+        self, blocks: PromptBlocks, tokens: TokenPrompt, *, is_even: bool, now: float
+    ) -> None:
         """A prefill engine has told the tokens of a prompt.
 
-        ``is_even``: its tokens come in the order of its text, so blocks near its end have a lower bound.
+        ``is_even``: its tokens come in the order of its text, so blocks near its end have a lower
+            bound.
         """
         names = blocks.names
         if not names or not blocks.is_compared or not tokens.count:
@@ -136,7 +153,9 @@ class KnownPrompts:
             self._prompts.move_to_end(known.owner)
 
     def _longest(self, blocks: PromptBlocks, now: float) -> tuple[int, int]:
-        """Return the place of the last block whose tokens are known, and of which prompt; -1: there is none."""
+        """Return the place of the last block whose tokens are known, and of which prompt; -1: there
+        is none.
+        """
         owners = self._owners
         names = blocks.names
         oldest = now - self._lifetime_s
@@ -146,10 +165,14 @@ class KnownPrompts:
                 return place, owner
         return -1, 0
 
-    def _continue(self, owner: int, places: dict[int, int], blocks: PromptBlocks, tokens: TokenPrompt) -> None:
-        """Take over what is known of an earlier prompt's blocks, and forget it if it has nothing of its own.
+    def _continue(
+        self, owner: int, places: dict[int, int], blocks: PromptBlocks, tokens: TokenPrompt
+    ) -> None:
+        """Take over what is known of an earlier prompt's blocks, and forget it if it has nothing of
+        its own.
 
-        Where equal texts have other tokens, the template rewrites what came earlier: what both have in common counts.
+        Where equal texts have other tokens, the template rewrites what came earlier: what both have
+        in common counts.
         """
         earlier = self._prompts[owner]
         names = frozenset(blocks.names)

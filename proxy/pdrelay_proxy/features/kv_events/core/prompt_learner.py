@@ -13,9 +13,17 @@ from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts
 from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.core.token_blocks import packed_json, prompt_of
-from pdrelay_proxy.features.kv_events.core.told_ids import IDS_MOST, PIECE, ids_in, is_even, may_tell_ids, packed_ids
+from pdrelay_proxy.features.kv_events.core.told_ids import (
+    IDS_MOST,
+    PIECE,
+    ids_in,
+    is_even,
+    may_tell_ids,
+    packed_ids,
+)
 
-READINGS_MOST: Final = 8  # long answers that are read at a time: 2 ms in one iteration of the event loop
+# long answers that are read at a time: 2 ms in one iteration of the event loop
+READINGS_MOST: Final = 8
 
 
 class PromptLearner(PromptIdReader):
@@ -28,7 +36,9 @@ class PromptLearner(PromptIdReader):
         call_soon: Callable[[Callable[[], None]], object],
         lookup: PromptLookup,
     ) -> None:
-        """``call_soon``: calls in the next iteration of the event loop; ``lookup``: of what is known of prompts."""
+        """``call_soon``: calls in the next iteration of the event loop; ``lookup``: of what is
+        known of prompts.
+        """
         self._known = known
         self._clock = clock  # seconds; the one of the fleet
         self._call_soon = call_soon

@@ -18,7 +18,9 @@ class PromptTokens:
 
     __slots__ = ("blocks", "ids", "known", "size")
 
-    def __init__(self, blocks: PromptBlocks, size: int, ids: TokenPrompt | None, known: KnownPrefix | None) -> None:
+    def __init__(
+        self, blocks: PromptBlocks, size: int, ids: TokenPrompt | None, known: KnownPrefix | None
+    ) -> None:
         self.blocks = blocks  # names the prompt: no other has the same object
         self.size = size  # bytes
         self.ids = ids  # if it is one of token ids
@@ -26,15 +28,20 @@ class PromptTokens:
 
 
 class PromptLookup:
-    """Reads the prompts of requests once: their engines are chosen, and what these have is asked again later."""
+    """Reads the prompts of requests once: their engines are chosen, and what these have is asked
+    again later.
+    """
 
     __slots__ = ("_bytes", "_clock", "_latest", "_prompts", "known")
 
     def __init__(self, known: KnownPrompts | None, clock: Callable[[], float]) -> None:
-        """``known``: the token ids of texts and chats; None: only prompts of token ids are looked up."""
+        """``known``: the token ids of texts and chats; None: only prompts of token ids are looked
+        up.
+        """
         self.known = known
         self._clock = clock  # seconds; the one of the fleet
-        self._prompts: OrderedDict[int, PromptTokens] = OrderedDict()  # those that were looked up last, by their blocks
+        # those that were looked up last, by their blocks
+        self._prompts: OrderedDict[int, PromptTokens] = OrderedDict()
         self._latest: PromptTokens | None = None
         self._bytes = 0
 

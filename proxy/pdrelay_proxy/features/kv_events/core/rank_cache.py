@@ -1,9 +1,10 @@
-"""One data-parallel rank's cache: the blocks of each KV cache group, and how much of a prompt they are.
+"""One data-parallel rank's cache: the blocks of each KV cache group, and how much of a prompt they
+are.
 
-A model has one group or several. A hit must be whole in every group with full attention. A group with a sliding window,
-or with states, has a block for few of the places, and needs the last ones before the hit: vLLM hashes the same
-beginning of a prompt alike in all groups, so a block of theirs is found by the hash of the full group's block that ends
-there.
+A model has one group or several. A hit must be whole in every group with full attention. A group
+with a sliding window, or with states, has a block for few of the places, and needs the last ones
+before the hit: vLLM hashes the same beginning of a prompt alike in all groups, so a block of theirs
+is found by the hash of the full group's block that ends there.
 """
 
 from math import lcm
@@ -28,7 +29,8 @@ class GroupBlocks:
         self.held: dict[BlockHash, int] = {}  # how often
         self.key_of: dict[BlockHash, BlockKey] = {}  # of a full group
         self.hash_of: dict[BlockKey, BlockHash] = {}
-        self.child_of: dict[BlockKey, BlockKey] = {}  # the block behind one that was stored last; it may be gone
+        # the block behind one that was stored last; it may be gone
+        self.child_of: dict[BlockKey, BlockKey] = {}
 
     def clear(self) -> None:
         """Forget all blocks."""
@@ -77,10 +79,16 @@ class RankCache:
         self.groups: dict[int, GroupBlocks] = {}
 
     def cached(self, prompt: TokenPrompt, lora: str | None) -> int:
-        """Return how many tokens of a prompt need not be computed: vLLM computes at least the last one."""
+        """Return how many tokens of a prompt need not be computed: vLLM computes at least the last
+        one.
+        """
         if len(self.groups) == 1:
             (group,) = self.groups.values()
-            return _held(group, prompt, (prompt.count - 1) // group.size, lora) * group.size if group.is_full else 0
+            return (
+                _held(group, prompt, (prompt.count - 1) // group.size, lora) * group.size
+                if group.is_full
+                else 0
+            )
         fulls = [group for group in self.groups.values() if group.is_full]
         if not fulls:
             return 0
@@ -96,14 +104,16 @@ class RankCache:
         return end
 
     def beginning(self, prompt: TokenPrompt, count: int, lora: str | None) -> HeldBeginning | None:
-        """Return what there is of the first ``count`` ids of a prompt, in groups with full attention.
+        """Return what there is of the first ``count`` ids of a prompt, in groups with full
+        attention.
 
-        What those with a window or a state need is at the end of a hit, which may lie behind them. None: so few ids
-        fill no block, or there is no such group.
+        What those with a window or a state need is at the end of a hit, which may lie behind them.
+        None: so few ids fill no block, or there is no such group.
         """
         fulls = [group for group in self.groups.values() if group.is_full]
         if not fulls:
-            return None if self.groups else HeldBeginning(0, 0, is_whole=False)  # nothing was ever stored
+            # nothing was ever stored
+            return None if self.groups else HeldBeginning(0, 0, is_whole=False)
         least: HeldBeginning | None = None
         for group in fulls:
             size = group.size
@@ -133,8 +143,12 @@ def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) 
     return place
 
 
-def _walk(group: GroupBlocks, prompt: TokenPrompt, lora: str | None, hashes: dict[int, BlockHash]) -> int:
-    """Return the tokens of the blocks that a full group has from the beginning on; note their hashes by their ends."""
+def _walk(
+    group: GroupBlocks, prompt: TokenPrompt, lora: str | None, hashes: dict[int, BlockHash]
+) -> int:
+    """Return the tokens of the blocks that a full group has from the beginning on; note their
+    hashes by their ends.
+    """
     size = group.size
     hash_of = group.hash_of
     place = 0
@@ -150,7 +164,9 @@ def _walk(group: GroupBlocks, prompt: TokenPrompt, lora: str | None, hashes: dic
 
 
 def _has_tail(group: GroupBlocks, end: int, hashes: dict[int, BlockHash]) -> bool:
-    """Tell whether a group has what it needs before the end of a hit; a place that cannot be named counts as absent."""
+    """Tell whether a group has what it needs before the end of a hit; a place that cannot be named
+    counts as absent.
+    """
     for _ in range(group.needed):
         if end <= 0:
             break
@@ -164,4 +180,6 @@ def _has_tail(group: GroupBlocks, end: int, hashes: dict[int, BlockHash]) -> boo
 def less_of(one: HeldBeginning, other: HeldBeginning) -> HeldBeginning:
     """Return what both have."""
     is_whole = one.is_whole and other.is_whole
-    return HeldBeginning(min(one.tokens, other.tokens), min(one.beyond, other.beyond), is_whole=is_whole)
+    return HeldBeginning(
+        min(one.tokens, other.tokens), min(one.beyond, other.beyond), is_whole=is_whole
+    )

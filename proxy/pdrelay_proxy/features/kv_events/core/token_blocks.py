@@ -1,9 +1,11 @@
-"""The blocks of a prompt of token ids, each named by all that comes before its end, as engines' caches compare them.
+"""The blocks of a prompt of token ids, each named by all that comes before its end, as engines'
+caches compare them.
 
-vLLM hashes a block with its parent's hash, its token ids and its extra keys (``hash_block_tokens`` in
-vllm/v1/core/kv_cache_utils.py). Its first hash is random or configured, and the function is chosen by the operator, so
-its hashes are its own. The keys here are made of the same contents in the same way, for events and for prompts alike.
-They are Python's hashes: 61 bits, and of bytes with a secret of the process, so no client can choose them.
+vLLM hashes a block with its parent's hash, its token ids and its extra keys (``hash_block_tokens``
+in vllm/v1/core/kv_cache_utils.py). Its first hash is random or configured, and the function is
+chosen by the operator, so its hashes are its own. The keys here are made of the same contents in
+the same way, for events and for prompts alike. They are Python's hashes: 61 bits, and of bytes with
+a secret of the process, so no client can choose them.
 """
 
 from array import array
@@ -77,13 +79,15 @@ def _packed_piece(ids: bytes) -> bytes | None:
 def extras_of(lora: str | None, keys: Sequence[msgspec.Raw]) -> bytes:
     """Return the extra keys of a block as bytes: empty, if it has none.
 
-    ``keys``: in msgpack, as vLLM's events have them: those of an adapter begin with its name, which an event has twice.
+    ``keys``: in msgpack, as vLLM's events have them: those of an adapter begin with its name, which
+    an event has twice.
     """
     found = b"".join([bytes(key) for key in keys])
     if lora is None:
         return found
     name = _ENCODER.encode(lora)
-    return b"\xc0" + (found if found.startswith(name) else name + found)  # the nil tells a name from a salt
+    # the nil tells a name from a salt
+    return b"\xc0" + (found if found.startswith(name) else name + found)
 
 
 def key_of(parent: BlockKey, tokens: bytes, extras: bytes) -> BlockKey:
@@ -92,12 +96,18 @@ def key_of(parent: BlockKey, tokens: bytes, extras: bytes) -> BlockKey:
 
 
 class TokenPrompt:
-    """A prompt of token ids. Keys are made as they are asked for: a prompt that no engine knows costs one."""
+    """A prompt of token ids.
+
+    Keys are made as they are asked for: a prompt that no engine knows costs one.
+    """
 
     __slots__ = ("count", "made", "salts", "tokens")
 
     def __init__(self, ids: Sequence[int], salt: str | None = None) -> None:
-        """``ids``: may be packed; ``salt``: its ``cache_salt``. Raises OverflowError: one of the ids is no token id."""
+        """``ids``: may be packed; ``salt``: its ``cache_salt``.
+
+        Raises OverflowError: one of the ids is no token id.
+        """
         self.tokens = ids if isinstance(ids, bytes) else packed(ids)
         self.count = len(self.tokens) // ITEM
         self.salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
@@ -120,21 +130,28 @@ class TokenPrompt:
         return low
 
     def take_keys(self, other: "TokenPrompt", count: int) -> None:
-        """Take over the keys of another prompt's blocks, as far as both begin with the same ``count`` ids."""
+        """Take over the keys of another prompt's blocks, as far as both begin with the same
+        ``count`` ids.
+        """
         if self.salts != other.salts:
             return
         for (size, lora), keys in other.made.items():
             self.made[size, lora] = keys[: count // size]
 
     def keys(self, size: int, lora: str | None) -> list[BlockKey]:
-        """Return the keys that are made, of the first blocks of this size; ``more`` makes the next."""
+        """Return the keys that are made, of the first blocks of this size; ``more`` makes the
+        next.
+        """
         found = self.made.get((size, lora))
         if found is None:
             found = self.made[size, lora] = []
         return found
 
     def more(self, keys: list[BlockKey], size: int, lora: str | None) -> BlockKey:
-        """Make and return the next key; ``keys``: what ``keys`` has returned. The block must be full."""
+        """Make and return the next key; ``keys``: what ``keys`` has returned.
+
+        The block must be full.
+        """
         place = len(keys)
         step = size * ITEM
         start = place * step
@@ -149,18 +166,26 @@ class TokenPrompt:
         return key
 
 
-def token_prompt(prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:
-    """Read a prompt's JSON; None: it is not one list of token ids, or its blocks depend on more than these."""
+def token_prompt(
+    prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw]
+) -> TokenPrompt | None:
+    """Read a prompt's JSON; None: it is not one list of token ids, or its blocks depend on more
+    than these.
+    """
     if len(prompt) > PROMPT_MOST or not prompt or not is_plain(context):
         return None
-    if (prompt[0] != _BRACKET or prompt[1] not in _DIGITS) and not _begins_with_digit(bytes(prompt[:64])):
+    if (prompt[0] != _BRACKET or prompt[1] not in _DIGITS) and not _begins_with_digit(
+        bytes(prompt[:64])
+    ):
         return None
     ids = packed_json(bytes(prompt).strip(_SPACES))
     return None if ids is None else prompt_of(ids, context)
 
 
 def is_plain(context: Mapping[str, msgspec.Raw]) -> bool:
-    """Tell whether the blocks of a request's prompt depend on no more than its token ids, salt and adapter."""
+    """Tell whether the blocks of a request's prompt depend on no more than its token ids, salt and
+    adapter.
+    """
     for name in _OTHER_CONTENT:  # noqa: SIM110 (a generator takes twice as long)
         if name in context and context[name] != NULL:
             return False
@@ -168,7 +193,8 @@ def is_plain(context: Mapping[str, msgspec.Raw]) -> bool:
 
 
 def prompt_of(ids: Sequence[int], context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:
-    """Return the prompt of a request that has these fields; None: an id is no token id, or the salt no text.
+    """Return the prompt of a request that has these fields; None: an id is no token id, or the salt
+    no text.
 
     ``ids``: may be packed.
     """

@@ -1,4 +1,6 @@
-"""The token ids of a prompt, as a prefill engine tells them in its answer, and when they are worth asking for."""
+"""The token ids of a prompt, as a prefill engine tells them in its answer, and when they are worth
+asking for.
+"""
 
 from collections.abc import Iterator
 from typing import Final
@@ -16,7 +18,9 @@ _UNEVEN: Final = ("tools", "documents")  # some templates write them before the 
 
 
 def may_tell_ids(call: GenerationRequest, hints: RoutingHints) -> bool:
-    """Tell whether a prefill engine can tell all that decides which cache blocks a text or a chat has."""
+    """Tell whether a prefill engine can tell all that decides which cache blocks a text or a chat
+    has.
+    """
     if call.api not in _FOR or not is_plain(call.fields):
         return False
     blocks = hints.blocks
@@ -24,7 +28,9 @@ def may_tell_ids(call: GenerationRequest, hints: RoutingHints) -> bool:
 
 
 def is_even(hints: RoutingHints) -> bool:
-    """Tell whether the tokens of a prompt come in the order of its text, as far as its fields show."""
+    """Tell whether the tokens of a prompt come in the order of its text, as far as its fields
+    show.
+    """
     if hints.prompt[:1] != b"[":
         return True
     for name in _UNEVEN:  # noqa: SIM110 (a generator takes twice as long)

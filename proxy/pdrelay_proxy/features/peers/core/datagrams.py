@@ -2,8 +2,8 @@
 
     kind 4 | router 8 | sequence 8 | seconds since 1970, 8 | body | tag 16
 
-The tag is a keyed hash (BLAKE2b) of the rest, with the fleet's secret. A router has another name with each start, and
-numbers its datagrams of each kind. A body is entries of one size.
+The tag is a keyed hash (BLAKE2b) of the rest, with the fleet's secret. A router has another name
+with each start, and numbers its datagrams of each kind. A body is entries of one size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,9 @@ class Envelope:
 
 
 def bodies_of(entries: Sequence[bytes]) -> list[bytes]:
-    """Return the bodies of as few datagrams as have room for these entries, which are all of one size."""
+    """Return the bodies of as few datagrams as have room for these entries, which are all of one
+    size.
+    """
     if not entries:
         return []
     at_once = MOST_BODY // len(entries[0])

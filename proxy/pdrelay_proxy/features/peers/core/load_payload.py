@@ -1,9 +1,10 @@
 """How many requests each router of a fleet has at each engine.
 
-A count is absolute and replaces the one before, so a lost or repeated datagram does no harm for long: each router tells
-a change once more with the next one, and repeats all counts above 0 every second; what is not repeated for three
-seconds counts no more. Engines are named by role, address and rank, because each router has ids of its own. The body of
-a datagram is (engine 8, requests 2) * n.
+A count is absolute and replaces the one before, so a lost or repeated datagram does no harm for
+long: each router tells a change once more with the next one, and repeats all counts above 0 every
+second; what is not repeated for three seconds counts no more. Engines are named by role, address
+and rank, because each router has ids of its own. The body of a datagram is (engine 8, requests 2) *
+n.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,9 @@ _NO_COUNT: Final = 0, 0.0
 
 
 class SendPace:
-    """When the others are told: at once, while this router sends less than ``_DATAGRAMS_PER_S`` on the mean."""
+    """When the others are told: at once, while this router sends less than ``_DATAGRAMS_PER_S`` on
+    the mean.
+    """
 
     def __init__(self) -> None:
         self._paid_at = 0.0  # when what was sent would be sent at the mean rate
@@ -62,7 +65,8 @@ class LoadPayload:
         self._names: dict[InstanceId, bytes] = {}
         self._loads: dict[bytes, Load] = {}  # by the name of the engine
         self._seen = -1  # registry.changes of these
-        self._peers: dict[bytes, dict[bytes, tuple[int, float]]] = {}  # by router and engine: requests, and since when
+        # by router and engine: requests, and since when
+        self._peers: dict[bytes, dict[bytes, tuple[int, float]]] = {}
 
     def note(self, instance: InstanceId) -> None:
         """The number of this router's requests at an engine changes."""
@@ -71,7 +75,8 @@ class LoadPayload:
     def bodies(self, *, now: float) -> Sequence[bytes]:
         """Return what the others have to be told: the changes, or once a second everything.
 
-        The latest changes are told again where there is room: a count that is lost makes a busy engine look free.
+        The latest changes are told again where there is room: a count that is lost makes a busy
+        engine look free.
         """
         changed = self._changed
         told = self._told
@@ -107,7 +112,14 @@ class LoadPayload:
             counts[engine] = requests, now
         return None
 
-    def expire(self, departed: Sequence[bytes], forgotten: Sequence[bytes], /, *, now: float) -> None:  # noqa: ARG002
+    def expire(
+        self,
+        departed: Sequence[bytes],
+        forgotten: Sequence[bytes],  # noqa: ARG002
+        /,
+        *,
+        now: float,
+    ) -> None:
         """Drop what was not repeated."""
         for router in departed:
             self._peers.pop(router, None)
@@ -125,10 +137,14 @@ class LoadPayload:
         self._seen = changes
         members = self._registry.members()
         before = self._names
-        self._names = {one.instance.id: before.get(one.instance.id) or engine_name(one) for one in members}
+        self._names = {
+            one.instance.id: before.get(one.instance.id) or engine_name(one) for one in members
+        }
         self._loads = {self._names[one.instance.id]: one.load for one in members}
         for engine, load in self._loads.items():
-            load.at_other_routers = sum([counts.get(engine, _NO_COUNT)[0] for counts in self._peers.values()])
+            load.at_other_routers = sum(
+                [counts.get(engine, _NO_COUNT)[0] for counts in self._peers.values()]
+            )
 
 
 def engine_name(member: Member) -> bytes:

@@ -1,12 +1,20 @@
-"""One router's side of what the routers of a fleet tell each other: who is there, and three payloads.
+"""One router's side of what the routers of a fleet tell each other: who is there, and three
+payloads.
 
-A datagram of this module's own kind names the routers that its sender hears: its body is (router 8) * n.
+A datagram of this module's own kind names the routers that its sender hears: its body is (router 8)
+* n.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from pdrelay_proxy.features.peers.core.datagrams import NAME_BYTES, DatagramFault, DatagramKind, Envelope, Opened
+from pdrelay_proxy.features.peers.core.datagrams import (
+    NAME_BYTES,
+    DatagramFault,
+    DatagramKind,
+    Envelope,
+    Opened,
+)
 from pdrelay_proxy.features.peers.core.peer_table import PeerTable
 
 INTRODUCTIONS: Final = DatagramKind(b"xpI1", NAME_BYTES)
@@ -19,17 +27,22 @@ class Payload(Protocol):
         """Take in what an introduced router says; return why some of it was dropped, or None."""
         ...
 
-    def expire(self, departed: Sequence[bytes], forgotten: Sequence[bytes], /, *, now: float) -> None:
+    def expire(
+        self, departed: Sequence[bytes], forgotten: Sequence[bytes], /, *, now: float
+    ) -> None:
         """Drop what was not repeated.
 
-        ``departed``: routers that are silent now, for they are cut off or have ended; ``forgotten``: those that have
-        been so for so long that they begin anew if they come back.
+        ``departed``: routers that are silent now, for they are cut off or have ended;
+        ``forgotten``: those that have been so for so long that they begin anew if they come back.
         """
         ...
 
 
 class PeerExchange:
-    """Opens and makes datagrams. ``now`` is seconds of a clock that only rises, ``wall`` seconds since 1970."""
+    """Opens and makes datagrams.
+
+    ``now`` is seconds of a clock that only rises, ``wall`` seconds since 1970.
+    """
 
     def __init__(self, me: bytes, secret: bytes, payloads: Mapping[DatagramKind, Payload]) -> None:
         """``me``: 8 random bytes, others for each start of the process."""
@@ -52,12 +65,17 @@ class PeerExchange:
         """Return a datagram that names the routers that are heard."""
         return self._envelope.seal(INTRODUCTIONS, b"".join(self._peers.present()), wall)
 
-    def sealed(self, kind: DatagramKind, bodies: Sequence[bytes], *, wall: float) -> Sequence[bytes]:
+    def sealed(
+        self, kind: DatagramKind, bodies: Sequence[bytes], *, wall: float
+    ) -> Sequence[bytes]:
         """Return a datagram for each body."""
         return [self._envelope.seal(kind, body, wall) for body in bodies]
 
     def receive(self, data: bytes, *, now: float, wall: float) -> DatagramFault | None:
-        """Take in a datagram; return why it was dropped, or None. One's own datagrams say nothing."""
+        """Take in a datagram; return why it was dropped, or None.
+
+        One's own datagrams say nothing.
+        """
         opened = self._envelope.open(data, wall)
         if isinstance(opened, DatagramFault):
             return opened
@@ -71,7 +89,9 @@ class PeerExchange:
         payload = self._payloads.get(opened.kind)
         if payload is None:
             names = opened.body
-            if self._envelope.me in [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]:
+            if self._envelope.me in [
+                names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)
+            ]:
                 self._peers.introduce(router)
             return None
         if not self._peers.is_introduced(router):
@@ -79,7 +99,9 @@ class PeerExchange:
         return payload.receive(opened, now=now)
 
     def expire(self, *, now: float) -> int:
-        """Drop what was not repeated, and return how many routers are silent since the last time."""
+        """Drop what was not repeated, and return how many routers are silent since the last
+        time.
+        """
         before = self.peers
         departed, forgotten = self._peers.expire(now=now)
         for payload in self._payloads.values():

@@ -1,11 +1,12 @@
 """Which other routers are there: the life of each, by its datagrams.
 
-Whoever reads the network can repeat a datagram while its time is good. So a datagram that is not newer than those
-before it is late. A router that is silent is remembered for as long as one of its datagrams may be good: until
-``SKEW_S`` after it was sent, twice that by a clock that is ahead.
+Whoever reads the network can repeat a datagram while its time is good. So a datagram that is not
+newer than those before it is late. A router that is silent is remembered for as long as one of its
+datagrams may be good: until ``SKEW_S`` after it was sent, twice that by a clock that is ahead.
 
-A router that has just started cannot know which datagrams are old. So routers tell each other whom they hear, and what
-a router says counts once it has named this one: a router draws its name at its start, so it did so later than that.
+A router that has just started cannot know which datagrams are old. So routers tell each other whom
+they hear, and what a router says counts once it has named this one: a router draws its name at its
+start, so it did so later than that.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,12 @@ from enum import auto
 from typing import Final
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.features.peers.core.datagrams import MOST_PEERS, SKEW_S, DatagramFault, DatagramKind
+from pdrelay_proxy.features.peers.core.datagrams import (
+    MOST_PEERS,
+    SKEW_S,
+    DatagramFault,
+    DatagramKind,
+)
 
 # Seconds without a datagram until a router counts as departed: each repeats itself every second.
 PATIENCE_S: Final = 3.0
@@ -83,7 +89,8 @@ class PeerTable:
     """All other routers. ``now``: seconds of a clock that only rises."""
 
     def __init__(self) -> None:
-        self._peers: dict[bytes, _Peer] = {}  # those that have departed in the order of their departure
+        # those that have departed in the order of their departure
+        self._peers: dict[bytes, _Peer] = {}
         self.has_news = False  # a router speaks that ``present`` has not shown yet
 
     @property
@@ -96,7 +103,9 @@ class PeerTable:
         self.has_news = False
         return [router for router, peer in self._peers.items() if peer.state is not _DEPARTED]
 
-    def hear(self, router: bytes, kind: DatagramKind, sequence: int, *, now: float) -> DatagramFault | None:
+    def hear(
+        self, router: bytes, kind: DatagramKind, sequence: int, *, now: float
+    ) -> DatagramFault | None:
         """Note a datagram; return why it is dropped, whatever it says, or None."""
         peer = self._peers.get(router) or _Peer()
         if sequence <= peer.sequences.get(kind.code, 0):
@@ -121,7 +130,9 @@ class PeerTable:
         self._peers[router].on(PeerEvent.NAME_US)
 
     def expire(self, *, now: float) -> tuple[list[bytes], list[bytes]]:
-        """Return the routers that have departed since the last time, and those that are forgotten."""
+        """Return the routers that have departed since the last time, and those that are
+        forgotten.
+        """
         silent = [router for router in self._peers if self._peers[router].is_silent(now)]
         for router in silent:
             peer = self._peers[router] = self._peers.pop(router)
@@ -129,7 +140,9 @@ class PeerTable:
             peer.at = now
         departed = [router for router, peer in self._peers.items() if peer.state is _DEPARTED]
         kept = departed[-_MOST_DEPARTED:]
-        old = departed[:-_MOST_DEPARTED] + [router for router in kept if now > self._peers[router].at + _KEPT_S]
+        old = departed[:-_MOST_DEPARTED] + [
+            router for router in kept if now > self._peers[router].at + _KEPT_S
+        ]
         for router in old:
             self._peers.pop(router).on(PeerEvent.FORGET)
         return silent, old

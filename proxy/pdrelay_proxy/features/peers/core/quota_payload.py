@@ -1,12 +1,14 @@
 """What each router of a fleet has let in, for limits that are the fleet's: counts that only add up.
 
-Once a second each router tells what each key was served by it since it started: requests, and tokens of prompts and
-answers. The others charge the difference to what they heard before. So a lost datagram is made up for by the next one,
-and whatever the routers let in too much within that second is paid back: in the long run the fleet keeps its limits.
+Once a second each router tells what each key was served by it since it started: requests, and
+tokens of prompts and answers. The others charge the difference to what they heard before. So a lost
+datagram is made up for by the next one, and whatever the routers let in too much within that second
+is paid back: in the long run the fleet keeps its limits.
 
-The body of a datagram is (key 8, requests 8, tokens 8, new requests 4, new tokens 4) * n. The new ones are what came
-since the key was told of before: all that a router charges that hears of the key for the first time. A key is named by
-a hash of its name, and the empty name stands for all clients together.
+The body of a datagram is (key 8, requests 8, tokens 8, new requests 4, new tokens 4) * n. The new
+ones are what came since the key was told of before: all that a router charges that hears of the key
+for the first time. A key is named by a hash of its name, and the empty name stands for all clients
+together.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +19,13 @@ from typing import Final
 
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.admission.key_usage import KeyUsage
-from pdrelay_proxy.features.peers.core.datagrams import NAME_BYTES, DatagramFault, DatagramKind, Opened, bodies_of
+from pdrelay_proxy.features.peers.core.datagrams import (
+    NAME_BYTES,
+    DatagramFault,
+    DatagramKind,
+    Opened,
+    bodies_of,
+)
 
 _ENTRY: Final = Struct(">8sqqii")
 QUOTAS: Final = DatagramKind(b"xpQ1", _ENTRY.size)
@@ -87,11 +95,22 @@ class QuotaPayload:
                 return DatagramFault.TOO_MANY
             counts[key] = requests, tokens
             if before != (requests, tokens) and (name := self._name(key, now)) is not None:
-                self._admission.charge_elsewhere(name, requests - before[0], tokens - before[1], now=now)
+                self._admission.charge_elsewhere(
+                    name, requests - before[0], tokens - before[1], now=now
+                )
         return None
 
-    def expire(self, departed: Sequence[bytes], forgotten: Sequence[bytes], /, *, now: float) -> None:  # noqa: ARG002
-        """Drop the counts of routers that begin anew; one that is cut off may let in more meanwhile."""
+    def expire(
+        self,
+        departed: Sequence[bytes],  # noqa: ARG002
+        forgotten: Sequence[bytes],
+        /,
+        *,
+        now: float,  # noqa: ARG002
+    ) -> None:
+        """Drop the counts of routers that begin anew; one that is cut off may let in more
+        meanwhile.
+        """
         for router in forgotten:
             self._counts.pop(router, None)
 

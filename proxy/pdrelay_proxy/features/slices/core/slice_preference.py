@@ -1,10 +1,13 @@
-"""Slices of a fleet: zones, racks or NVLink domains, within which KV moves fast (``slice_pairing``).
+"""Slices of a fleet: zones, racks or NVLink domains, within which KV moves fast
+(``slice_pairing``).
 
-``require`` is a fact like the revision: two engines of two slices do not fit (core/fleet/compatibility.py). ``prefer``
-is here: the traffic of engines that fit is divided once more. With p and d engines of the roles, a slice with p_s and
-d_s of them gets min(p_s / p, d_s / d) of the requests for pairs of its own, and up to ``BOUND`` times that while there
-is more. Only what is left then crosses: from prefill engines of slices that lack decode engines to decode engines of
-slices that lack prefill engines. So no engine gets more than ``BOUND`` times the mean, however uneven the slices are.
+``require`` is a fact like the revision: two engines of two slices do not fit
+(core/fleet/compatibility.py). ``prefer`` is here: the traffic of engines that fit is divided once
+more. With p and d engines of the roles, a slice with p_s and d_s of them gets min(p_s / p, d_s / d)
+of the requests for pairs of its own, and up to ``BOUND`` times that while there is more. Only what
+is left then crosses: from prefill engines of slices that lack decode engines to decode engines of
+slices that lack prefill engines. So no engine gets more than ``BOUND`` times the mean, however
+uneven the slices are.
 """
 
 from collections import Counter
@@ -57,18 +60,25 @@ class _Room:
 
 
 def divide_by_slice(shares: Shares, slice_of: SliceOf) -> Shares:
-    """Divide the shares of pairs once more, so that both engines are of one slice as far as that is fair.
+    """Divide the shares of pairs once more, so that both engines are of one slice as far as that is
+    fair.
 
     A group in which not all engines fit stays whole: in it each pair is looked at.
     """
     found = list[GroupShare]()
     for share in shares.all:
-        found.extend([share] if share.alone or not share.group.all_fit else _divided(share, slice_of))
+        found.extend(
+            [share] if share.alone or not share.group.all_fit else _divided(share, slice_of)
+        )
     return Shares(found, shares.prefills, shares.decodes)
 
 
-def left_out(group: CompatibleGroup, served: Set[InstanceId], slice_of: SliceOf) -> Sequence[CompatibleGroup]:
-    """List the engines of a group that get no traffic, by slice: they have no partner there, and no pair crosses."""
+def left_out(
+    group: CompatibleGroup, served: Set[InstanceId], slice_of: SliceOf
+) -> Sequence[CompatibleGroup]:
+    """List the engines of a group that get no traffic, by slice: they have no partner there, and no
+    pair crosses.
+    """
     found = list[CompatibleGroup]()
     for each in _slices(group, slice_of):
         prefill = [instance for instance in each.prefill if instance.id not in served]
@@ -107,7 +117,9 @@ def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
                 group.prefill_count * len(each.prefill) / p,
             )
             weight = share.weight * used
-            found.append(GroupShare(part, alone=False, weight=weight, limit=share.weight * least * BOUND))
+            found.append(
+                GroupShare(part, alone=False, weight=weight, limit=share.weight * least * BOUND)
+            )
         givers.append(_Room(each.name, each.prefill, max(0.0, len(each.prefill) / p - used)))
         takers.append(_Room(each.name, each.decode, max(0.0, len(each.decode) / d - used)))
     left = 1.0 - total * stretch
@@ -134,17 +146,20 @@ def _slices(group: CompatibleGroup, slice_of: SliceOf) -> Sequence[_Slice]:
 
 
 def _scaled(rooms: Sequence[_Room], total: float) -> list[_Room]:
-    """Leave out the slices without room, and let the others take ``total`` in proportion to theirs."""
+    """Leave out the slices without room, and let the others take ``total`` in proportion to
+    theirs.
+    """
     some = [room for room in rooms if room.weight > _LEAST]
     factor = total / fsum([room.weight for room in some]) if some else 0.0
     return [_Room(room.name, room.engines, room.weight * factor) for room in some]
 
 
 def _crossing(share: GroupShare, givers: list[_Room], takers: list[_Room]) -> Sequence[GroupShare]:
-    """Join prefill engines of some slices with decode engines of others, so that each gets what it has room for.
+    """Join prefill engines of some slices with decode engines of others, so that each gets what it
+    has room for.
 
-    The first giver fills the first taker, and so on (the northwest corner rule of transport problems): there are fewer
-    pairs of slices than slices.
+    The first giver fills the first taker, and so on (the northwest corner rule of transport
+    problems): there are fewer pairs of slices than slices.
     """
     found = list[GroupShare]()
     i = 0
@@ -182,12 +197,16 @@ class SlicePreference(PairPreference):
         """Divide them so that both engines of a request are of one slice as far as that is fair."""
         return divide_by_slice(shares, self._slice_of)
 
-    def left_out(self, group: CompatibleGroup, served: Set[InstanceId], /) -> Sequence[CompatibleGroup]:
+    def left_out(
+        self, group: CompatibleGroup, served: Set[InstanceId], /
+    ) -> Sequence[CompatibleGroup]:
         """List the engines of a group that get no traffic, by slice."""
         return left_out(group, served, self._slice_of)
 
     def nearest(self, engine: Instance, others: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those of some engines that are in the slice of another one; all of them, if none is."""
+        """List those of some engines that are in the slice of another one; all of them, if none
+        is.
+        """
         return nearest(engine, others, self._slice_of)
 
     def note(self, prefill: Instance | None, decode: Instance, hints: RoutingHints, /) -> None:
@@ -197,7 +216,9 @@ class SlicePreference(PairPreference):
             if reason is not None:
                 self.counted[(reason.value,)] += 1
 
-    def reason(self, prefill: Instance, decode: Instance, hints: RoutingHints, /) -> CrossingReason | None:
+    def reason(
+        self, prefill: Instance, decode: Instance, hints: RoutingHints, /
+    ) -> CrossingReason | None:
         """Say why a pair crosses; None: it does not."""
         here = self._slice_of(prefill)
         there = self._slice_of(decode)
@@ -205,7 +226,11 @@ class SlicePreference(PairPreference):
             return None
         lacks = self._lack(Role.DECODE, here, hints.model)
         if lacks is None:
-            lacks = CrossingReason.FAILED if hints.again else self._lack(Role.PREFILL, there, hints.model)
+            lacks = (
+                CrossingReason.FAILED
+                if hints.again
+                else self._lack(Role.PREFILL, there, hints.model)
+            )
         return lacks or CrossingReason.FULL
 
     def _lack(self, role: Role, name: str | None, model: str | None) -> CrossingReason | None:
@@ -223,7 +248,9 @@ class SlicePreference(PairPreference):
         there = [
             member.life
             for member in self._registry.members()
-            if member.as_role(role) is not None and member.facts.slice == name and member.facts.serves(model)
+            if member.as_role(role) is not None
+            and member.facts.slice == name
+            and member.facts.serves(model)
         ]
         if not there:
             return CrossingReason.NO_ENGINE

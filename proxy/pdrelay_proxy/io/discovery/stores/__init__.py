@@ -1,4 +1,6 @@
-"""Where engines that were added by hand are kept: in this process, in a file, or where other routers see them, too."""
+"""Where engines that were added by hand are kept: in this process, in a file, or where other
+routers see them, too.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -8,7 +10,10 @@ S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class StoreDown(Exception):
-    """The store did not acknowledge a change: it may or may not have been made. The message says why."""
+    """The store did not acknowledge a change: it may or may not have been made.
+
+    The message says why.
+    """
 
 
 class StoreNotWritten(StoreDown):
@@ -21,7 +26,8 @@ class Observer(Protocol[S_contra]):
     async def take(self, objects: Mapping[str, S_contra], /) -> None:
         """Take all there are, by name or uid, in steps between which others run.
 
-        When this returns, they have been taken in, or what has been told since; another view may be told before that.
+        When this returns, they have been taken in, or what has been told since; another view may be
+        told before that.
         """
         ...
 
@@ -34,13 +40,19 @@ StoreObserver: TypeAlias = Observer[str]
 
 
 class Store(Protocol):
-    """Keeps texts by name. A change that is acknowledged is in every later view, also in those of other routers.
+    """Keeps texts by name.
 
-    What a store has said last stays until it says something else; when it cannot be reached, it says nothing.
+    A change that is acknowledged is in every later view, also in those of other routers.
+
+    What a store has said last stays until it says something else; when it cannot be reached, it
+    says nothing.
     """
 
     async def put(self, name: str, text: str, /) -> None:
-        """Keep an entry. When this returns, it is kept and the observer has taken it in; raises StoreDown."""
+        """Keep an entry.
+
+        When this returns, it is kept and the observer has taken it in; raises StoreDown.
+        """
         ...
 
     async def delete(self, name: str, /) -> None:
@@ -50,7 +62,8 @@ class Store(Protocol):
     async def replace(self, name: str, before: str, after: str | None, /) -> bool:
         """Write an entry anew, or drop it (None), if it is still as it was; the same promise.
 
-        Return whether it is now as wanted. If not, nothing has changed, and the observer has taken in what is there.
+        Return whether it is now as wanted. If not, nothing has changed, and the observer has taken
+        in what is there.
         """
         ...
 

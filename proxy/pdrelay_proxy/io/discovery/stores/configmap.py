@@ -1,4 +1,6 @@
-"""A store in a ConfigMap: one key for each engine, so that routers never write what another one wrote."""
+"""A store in a ConfigMap: one key for each engine, so that routers never write what another one
+wrote.
+"""
 
 import asyncio
 import logging
@@ -29,7 +31,9 @@ class _Map(msgspec.Struct):
 
 
 class ConfigMapStore:
-    """The ConfigMap must exist (the chart makes it); of the API it takes list and watch of it, and patch."""
+    """The ConfigMap must exist (the chart makes it); of the API it takes list and watch of it, and
+    patch.
+    """
 
     def __init__(
         self,
@@ -44,12 +48,15 @@ class ConfigMapStore:
         self._name = name
         self._told = told
         self._clock = clock  # seconds; only differences count
-        self._latest: tuple[str, int, float] = ("", 0, 0.0)  # uid and version of the newest view, and when it came
+        # uid and version of the newest view, and when it came
+        self._latest: tuple[str, int, float] = ("", 0, 0.0)
         self._kept: Mapping[str, str] = {}  # the view
         maps = f"/api/v1/namespaces/{api.namespace}/configmaps"
         self._path = f"{maps}/{name}"
         what = Collection(maps, {"fieldSelector": f"metadata.name={name}"})
-        self._reflector = Reflector(api, what, _map, self, clock=clock, chance=random.random, rhythm=rhythm)
+        self._reflector = Reflector(
+            api, what, _map, self, clock=clock, chance=random.random, rhythm=rhythm
+        )
 
     async def put(self, name: str, text: str, /) -> None:
         """Keep an entry; raises StoreDown."""
@@ -64,12 +71,17 @@ class ConfigMapStore:
         place = f"/data/{name}"
         steps: list[dict[str, str]] = [{"op": "test", "path": place, "value": before}]
         steps.append(
-            {"op": "remove", "path": place} if after is None else {"op": "replace", "path": place, "value": after}
+            {"op": "remove", "path": place}
+            if after is None
+            else {"op": "replace", "path": place, "value": after}
         )
         try:
             await self._patch(partial(self._api.json_patch, self._path, msgspec.json.encode(steps)))
         except StoreDown as exc:
-            if not isinstance(exc.__cause__, KubeError) or exc.__cause__.status != HTTPStatus.UNPROCESSABLE_ENTITY:
+            if (
+                not isinstance(exc.__cause__, KubeError)
+                or exc.__cause__.status != HTTPStatus.UNPROCESSABLE_ENTITY
+            ):
                 raise
             found = (await self._merge({})).get(name)  # which changes nothing: it asks
             if found == before:  # so it was refused for another reason
@@ -85,10 +97,16 @@ class ConfigMapStore:
         """Take what the watch has seen: this one object, if it is there."""
         found = next((one for one in objects.values() if one is not None), None)
         if found is None:
-            logger.warning("there is no ConfigMap %s: make an empty one; the last view of it stays", self._name)
+            logger.warning(
+                "there is no ConfigMap %s: make an empty one; the last view of it stays", self._name
+            )
             return
         uid, version, when = self._latest
-        if found.metadata.uid == uid and _number(found) < version and self._clock() < when + _LATE_S:
+        if (
+            found.metadata.uid == uid
+            and _number(found) < version
+            and self._clock() < when + _LATE_S
+        ):
             return  # it was on its way when we made a change
         self._keep(found)
         await self._told.take(self._kept)
@@ -98,7 +116,9 @@ class ConfigMapStore:
         self._told.heard()
 
     async def _merge(self, data: Mapping[str, str | None]) -> Mapping[str, str]:
-        return await self._patch(partial(self._api.merge_patch, self._path, msgspec.json.encode({"data": data})))
+        return await self._patch(
+            partial(self._api.merge_patch, self._path, msgspec.json.encode({"data": data}))
+        )
 
     async def _patch(self, patch: Callable[[], Awaitable[bytes]]) -> Mapping[str, str]:
         """Make a change; return what the map has then."""
@@ -115,10 +135,12 @@ class ConfigMapStore:
                 await asyncio.sleep(pause * (0.5 + random.random() / 2))
                 pause *= 2
             else:
-                # Versions rise for all objects. An older view would stay: the watch does not repeat what it has said.
+                # Versions rise for all objects. An older view would stay: the watch does not repeat
+                # what it has said.
                 if _number(found) >= self._latest[1]:
                     self._keep(found)
-                await self._told.take(self._kept)  # also one that the watch has brought, and is still taken in
+                # also one that the watch has brought, and is still taken in
+                await self._told.take(self._kept)
                 return found.data or {}
         raise AssertionError("the last try returns or raises")
 

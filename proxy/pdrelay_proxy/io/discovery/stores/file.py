@@ -14,7 +14,12 @@ import msgspec
 from pdrelay_proxy.core.discovery.reconcile import MOST, text_of_entry
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, text
 from pdrelay_proxy.io.background import meanwhile, repeatedly
-from pdrelay_proxy.io.discovery.stores import StoreDown, StoreNotWritten, StoreObserver, replace_entry
+from pdrelay_proxy.io.discovery.stores import (
+    StoreDown,
+    StoreNotWritten,
+    StoreObserver,
+    replace_entry,
+)
 from pdrelay_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 logger = logging.getLogger(__name__)
@@ -47,14 +52,23 @@ class _FileContent:
 
 
 class FileStore:
-    """One JSON object. It is replaced as a whole, under a lock that lies beside it; readers need none."""
+    """One JSON object.
+
+    It is replaced as a whole, under a lock that lies beside it; readers need none.
+    """
 
     def __init__(
-        self, path: str, told: StoreObserver, *, poll_s: float = 0.2, lock_wait_s: float = LOCK_WAIT_S
+        self,
+        path: str,
+        told: StoreObserver,
+        *,
+        poll_s: float = 0.2,
+        lock_wait_s: float = LOCK_WAIT_S,
     ) -> None:
         self._path = Path(path)
         self._told = told
-        self._poll_s = poll_s  # seconds between two glances at whether another process has changed it
+        # seconds between two glances at whether another process has changed it
+        self._poll_s = poll_s
         self._lock_wait_s = lock_wait_s
         self._seen: _Stamp | None = None
         self._trouble = ""  # what was logged last
@@ -114,17 +128,23 @@ class FileStore:
             raise StoreDown(f"{self._path} cannot be looked at: {exc.strerror}") from exc
         return found.st_ino, found.st_mtime_ns, found.st_size
 
-    def _rewritten(self, change: Callable[[dict[str, str]], object]) -> tuple[dict[str, str], _Stamp]:
+    def _rewritten(
+        self, change: Callable[[dict[str, str]], object]
+    ) -> tuple[dict[str, str], _Stamp]:
         """Change the file, and return what is in it then."""
         try:
             with locked(self._path, self._lock_wait_s):
                 content = self._content()
                 entries = content.entries
-                most = max(MOST, len(entries))  # somebody has edited it: what makes it smaller is right
+                # somebody has edited it: what makes it smaller is right
+                most = max(MOST, len(entries))
                 change(entries)
                 data = content.data()
                 if len(entries) > most or len(data) > _MOST_BYTES:
-                    raise StoreNotWritten(f"{self._path} has {len(entries)} engines, which is more than a router takes")
+                    raise StoreNotWritten(
+                        f"{self._path} has {len(entries)} engines, which is more than a router "
+                        f"takes"
+                    )
                 self._replace(data)
                 return entries, self._stamp()
         except OSError as exc:
@@ -157,4 +177,6 @@ class FileStore:
         try:
             return _FileContent(data)
         except NotJson as exc:
-            raise StoreDown(f"{self._path} is no JSON object of strings ({exc}): repair or remove it") from exc
+            raise StoreDown(
+                f"{self._path} is no JSON object of strings ({exc}): repair or remove it"
+            ) from exc

@@ -15,7 +15,8 @@ _POLL_S: Final = 0.01
 
 @contextmanager
 def locked(path: Path, wait_s: float) -> Generator[None]:
-    """Hold the lock of a file while the block lasts; it blocks its thread, and is for threads of their own.
+    """Hold the lock of a file while the block lasts; it blocks its thread, and is for threads of
+    their own.
 
     Raises StoreDown: another process has it for so long.
     """
@@ -25,7 +26,8 @@ def locked(path: Path, wait_s: float) -> Generator[None]:
         while not _is_taken(lock.fileno()):
             if time.monotonic() >= until:
                 raise StoreDown(
-                    f"{path} was not changed: another process has held its lock {name} for {wait_s:g} s, such as a "
+                    f"{path} was not changed: another process has held its lock {name} for "
+                    f"{wait_s:g} s, such as a "
                     f"router of this store that is stopped or hangs: `fuser {name}` names it"
                 )
             time.sleep(_POLL_S)

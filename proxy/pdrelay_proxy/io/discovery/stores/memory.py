@@ -21,7 +21,9 @@ class MemoryStore:
     async def put(self, name: str, text: str, /) -> None:
         """Keep an entry; raises StoreDown when there are too many."""
         if len(self._entries) >= self._most and name not in self._entries:
-            raise StoreDown(f"there are {self._most} engines already, which is as many as a router takes")
+            raise StoreDown(
+                f"there are {self._most} engines already, which is as many as a router takes"
+            )
         self._entries[name] = text
         await self._told.take(dict(self._entries))
 

@@ -1,7 +1,8 @@
 """A store in Redis: one hash. redis stops at this file.
 
-Every change is one script that returns the whole hash and raises a version, so that an older view never replaces a
-newer one. Messages say that something has changed; views are read again every few seconds whatever messages say.
+Every change is one script that returns the whole hash and raises a version, so that an older view
+never replaces a newer one. Messages say that something has changed; views are read again every few
+seconds whatever messages say.
 """
 
 import asyncio
@@ -22,8 +23,9 @@ from pdrelay_proxy.io.discovery.stores import StoreDown, StoreObserver
 logger = logging.getLogger(__name__)
 _KEYS: Final = ("instances", "epoch", "version")
 _TIMEOUT_S: Final = 3.0
-# ARGV: a new epoch, in case there is none; what to do; the channel; how the entry must be, for a change that depends on
-# it; then name, text, name, text ... of the entries. Of an entry that is too long for an engine the beginning comes.
+# ARGV: a new epoch, in case there is none; what to do; the channel; how the entry must be, for a
+# change that depends on it; then name, text, name, text ... of the entries. Of an entry that is too
+# long for an engine the beginning comes.
 _SCRIPT: Final = f"""
 redis.call('SET', KEYS[2], ARGV[1], 'NX')
 local agrees = 1
@@ -81,7 +83,9 @@ class _Client(Protocol):
     """As much of the library as is used, with types."""
 
     async def eval(self, script: str, keys: int, /, *args: str) -> list[object]: ...
-    def pubsub(self, *, ignore_subscribe_messages: bool) -> AbstractAsyncContextManager[_Listening]: ...
+    def pubsub(
+        self, *, ignore_subscribe_messages: bool
+    ) -> AbstractAsyncContextManager[_Listening]: ...
     async def aclose(self) -> None: ...
 
 
@@ -91,7 +95,9 @@ class RedisStore:
     ``?prefix=NAME`` keeps the engines apart from those of routers with another prefix.
     """
 
-    def __init__(self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0) -> None:
+    def __init__(
+        self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0
+    ) -> None:
         self._redis, tag = _connected(url, password)
         self._keys = [f"{tag}:{name}" for name in _KEYS]
         self._channel = f"{tag}:changed"
@@ -115,7 +121,8 @@ class RedisStore:
         verb, text = ("drop", "") if after is None else ("replace", after)
         epoch = self._seen[0]
         is_done = await self._acknowledged(verb, name, text, before=before)
-        if not is_done and self._seen[0] != epoch:  # it had lost what it knew, and was given it back just now
+        # it had lost what it knew, and was given it back just now
+        if not is_done and self._seen[0] != epoch:
             is_done = await self._acknowledged(verb, name, text, before=before)
         return is_done
 
@@ -142,7 +149,9 @@ class RedisStore:
     async def _do(self, verb: str, *entries: str, before: str = "") -> _Answer:
         """Run the script."""
         given = (secrets.token_hex(8), verb, self._channel, before, *entries)
-        epoch, version, flat, agrees = await self._redis.eval(_SCRIPT, len(self._keys), *self._keys, *given)
+        epoch, version, flat, agrees = await self._redis.eval(
+            _SCRIPT, len(self._keys), *self._keys, *given
+        )
         texts = [str(text) for text in cast("Sequence[object]", flat)]
         view = dict(zip(texts[::2], texts[1::2], strict=True))
         number = str(version)
@@ -151,16 +160,21 @@ class RedisStore:
         return _Answer(str(epoch), int(number), view, agrees == 1)
 
     async def _settle(self, found: _Answer, *, anew: bool = False, is_change: bool = False) -> None:
-        """Take a view. A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
+        """Take a view.
 
-        ``anew``: the view is the first one after a loss of the connection, so that it cannot be overtaken by another;
-        ``is_change``: it is the answer to a change of this router, which waits until it has been taken in.
+        A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
+
+        ``anew``: the view is the first one after a loss of the connection, so that it cannot be
+        overtaken by another; ``is_change``: it is the answer to a change of this router, which
+        waits until it has been taken in.
         """
         known, latest = self._seen
         epoch, version, entries, _ = found
         if known and (epoch != known or (anew and version < latest)):
             logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
-            epoch, version, entries, _ = await self._do("restore", *chain.from_iterable(self._kept.items()))
+            epoch, version, entries, _ = await self._do(
+                "restore", *chain.from_iterable(self._kept.items())
+            )
             self._seen = known, latest = (epoch, -1)
         if epoch != known or version > latest:
             self._seen = (epoch, version)
@@ -168,7 +182,8 @@ class RedisStore:
         elif not is_change:
             self._told.heard()
             return
-        await self._told.take(self._kept)  # also one that has overtaken the answer, and is still taken in
+        # also one that has overtaken the answer, and is still taken in
+        await self._told.take(self._kept)
 
     async def _run(self) -> None:
         while not self._ends:
@@ -226,9 +241,12 @@ class RedisText:
 
 
 def _connected(url: str, password: str | None) -> tuple[_Client, str]:
-    """Return a client, and what all keys begin with: in braces, so that they are in one slot of a Redis Cluster."""
+    """Return a client, and what all keys begin with: in braces, so that they are in one slot of a
+    Redis Cluster.
+    """
     limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
-    # What another program has written need not be UTF-8: it is left out where it is read, and written back as it was.
+    # What another program has written need not be UTF-8: it is left out where it is read, and
+    # written back as it was.
     texts = {"decode_responses": True, "encoding_errors": "surrogateescape"}
     make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
     url, prefix = split_prefix(url)

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import uvicorn
 import uvloop
 
+from pdrelay_proxy.api.guarded import GuardedProtocol
 from pdrelay_proxy.app import Router
 from pdrelay_proxy.core.admission.lifetime import Step
 from pdrelay_proxy.errors import AddressError, ConfigError
@@ -251,15 +252,28 @@ class _Process:
         await self._unless_hurried(self._idle(settings.shutdown_timeout_s))
         if lifetime.in_flight:
             logger.warning("%d requests are cut off", lifetime.in_flight)
+        unread = self._unread()
+        if unread:
+            logger.warning("%d answers are not read to their end: they are cut off", unread)
+        if lifetime.in_flight or unread:
             self._server.config.timeout_graceful_shutdown = 0
         self._server.end()
 
     async def _idle(self, seconds: float) -> None:
-        """Wait until nothing is in flight, at most so long."""
+        """Wait until nothing is in flight and clients have read their answers, at most so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._lifetime.in_flight:  # noqa: ASYNC110 (it is counted in a core, which knows no events)
+                while self._lifetime.in_flight or self._unread():  # noqa: ASYNC110 (nobody tells of either)
                     await asyncio.sleep(_TICK_S)
+
+    def _unread(self) -> int:
+        """Count the connections whose clients have not read all that was written.
+
+        A request is over, and not in flight any more, when all of its answer is written; its
+        client may need minutes to read tens of megabytes.
+        """
+        connections = cast("set[GuardedProtocol]", self._server.server_state.connections)
+        return sum(connection.is_unread() for connection in connections)
 
     async def _unless_hurried(self, waiting: Awaitable[None]) -> None:
         async with meanwhile(waiting) as task, meanwhile(self._hurried.wait()) as hurried:

@@ -1,6 +1,10 @@
 """Whole answers of tens of megabytes: they count among the bytes that the router may hold, until they are read."""
 
 import json
+import signal
+import socket
+import ssl
+import subprocess
 import threading
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tests.proxy.test_front_door import JSON, Front, readable, request, rss
 
+from support.certificates import Authority
 from support.raw_http import RawClient
 from support.router_process import RouterProcess
 from support.sim import until
@@ -47,14 +52,14 @@ class Engine(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def door(folder):
+def door(folder, *more):
     """Run a router before one such engine."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server, ExitStack() as stack:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         stack.callback(server.shutdown)
         engine = f"127.0.0.1:{server.server_port}"
-        flags = ("--decode", engine, "--health-check-interval", "0", "--max-inflight-bytes", str(MOST))
+        flags = ("--decode", engine, "--health-check-interval", "0", "--max-inflight-bytes", str(MOST), *more)
         router = RouterProcess(folder / "router.log", *flags, env=EXACT)
         stack.callback(router.kill)
         yield Front(router.started(), {}, None)
@@ -78,6 +83,45 @@ def test_answers_that_nobody_reads_are_bounded_by_what_the_router_may_hold(tmp_p
             assert max(held) < MOST + 1.5 * SIZE  # one answer is there twice, as it is put together
         until(lambda: serves(front, path), seconds=60)
         assert "ejected" not in front.process.said
+
+
+@pytest.mark.parametrize(("kind", "left"), [("http", SIZE), ("tls", 500_000)])
+def test_an_answer_that_is_still_read_outlives_the_end_of_its_router(tmp_path, kind, left):
+    """It is complete at the router, which is told to end; the client had half of an answer with HTTP 200.
+
+    The kernel sends the end of it, whether the router lives or not, but for what TLS has yet to encrypt.
+    """
+    flags, tls = ["--drain-grace", "0", "--shutdown-timeout", "60"], None
+    if kind == "tls":
+        authority = Authority(tmp_path, "ca")
+        pair = authority.sign("router")
+        flags += ["--tls-cert", pair.cert, "--tls-key", pair.key]
+        tls = ssl.create_default_context(cafile=authority.own.cert)
+    with door(tmp_path, *flags) as front, RawClient(front.port, tls=tls) as client:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.send(request("/tokenize", lines=(JSON, "Connection: close")))
+        until(lambda: readable(client))
+        client.incoming.left = client.incoming.exactly(SIZE - left) + client.incoming.left
+        front.process.signal(signal.SIGTERM)
+        until(lambda: "refusing new requests; 0 in flight" in front.process.said)
+        with pytest.raises(subprocess.TimeoutExpired):
+            front.process.child.wait(timeout=3)
+
+        (answer,) = client.answers()
+        assert len(answer.body) == len(ANSWER)
+        assert front.process.child.wait(timeout=20) == 0
+    assert "cut off" not in front.process.said
+
+
+def test_an_answer_that_nobody_reads_does_not_keep_a_router_for_ever(tmp_path):
+    """It is cut at the end of the time that requests in flight have, and the log says so."""
+    with door(tmp_path, "--drain-grace", "0", "--shutdown-timeout", "1") as front, RawClient(front.port) as client:
+        client.send(request("/tokenize"))
+        until(lambda: readable(client))
+        front.process.signal(signal.SIGTERM)
+
+        assert front.process.child.wait(timeout=20) == 0
+    assert "1 answers are not read to their end: they are cut off" in front.process.said
 
 
 def refused(front):

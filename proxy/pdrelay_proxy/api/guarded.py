@@ -12,6 +12,8 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from fcntl import ioctl
+from termios import TIOCOUTQ
 from typing import Any, Final, Protocol, cast
 
 import uvicorn
@@ -382,6 +384,20 @@ class GuardedProtocol(asyncio.Protocol):
     def is_idle(self) -> bool:
         """Tell whether no request is under way."""
         return self.exchange is None or self.exchange.response_complete
+
+    def is_unread(self) -> bool:
+        """Tell whether the client has yet to read some of what was written, as far as is known.
+
+        Under TLS the encrypted bytes wait in a transport that nobody else can ask; there are some
+        for as long as the kernel has bytes that are not acknowledged (Linux, tcp(7): SIOCOUTQ).
+        """
+        transport = self.transport
+        if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is None:
+            return transport.get_write_buffer_size() > 0
+        count = bytearray(4)
+        with suppress(OSError):  # it has just been closed, or the system has no such call
+            ioctl(transport.get_extra_info("socket").fileno(), TIOCOUTQ, count)
+        return any(count)
 
     def shutdown(self) -> None:
         """End the connection behind the answer that is being written: the server ends."""

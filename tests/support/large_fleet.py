@@ -121,16 +121,16 @@ class Fleet:
     def relist(self):
         """Hear of all pods anew, of which one is another, in steps."""
         self.replaced()
-        return self.pods.listed(dict(self.engines))
+        return self.pods.view_in_steps(dict(self.engines))
 
     def list(self):
         """Hear of all pods for the first time, as a router does that has just started, in steps."""
         reconciler = Reconciler(Registry(), [EngineSource.PODS], time.monotonic)
-        return Pods(reconciler).listed(dict(self.engines))
+        return Pods(reconciler).view_in_steps(dict(self.engines))
 
     def store(self):
         """Hear for the first time of a store that has all engines, in steps."""
-        return Entries(Reconciler(Registry(), [EngineSource.STORE], time.monotonic)).in_steps(dict(self.entries))
+        return Entries(Reconciler(Registry(), [EngineSource.STORE], time.monotonic)).view_in_steps(dict(self.entries))
 
     def entry(self):
         """Hear of a store that has all engines, and in which one is another."""

@@ -26,8 +26,8 @@ class Counting(Pods):
         super().__init__(reconciler)
         self.views = 0
 
-    def listed(self, objects, /):
-        yield from super().listed(objects)
+    def view_in_steps(self, objects, /):
+        yield from super().view_in_steps(objects)
         self.views += 1
 
 

@@ -137,7 +137,7 @@ class Scripted:
         line.is_kept = True
         self.kept += 1
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         """Implements Asked, for the legs that have blocks freed."""
         raise NotImplementedError
 

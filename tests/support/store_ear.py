@@ -9,7 +9,7 @@ class Ear:
         self.history = []
         self.hearings = 0
 
-    async def take(self, entries):
+    async def receive(self, entries):
         self.entries = dict(entries)
         self.history.append(self.entries)
 

@@ -362,7 +362,7 @@ class Attempt(LegOwner):
         """Go on; the engine has its full time again."""
         if self.is_streaming and self.decode is not None:
             self.decode.heard = True
-            self.decode.go_on()
+            self.decode.resume()
 
     # ---- time
 

@@ -22,7 +22,7 @@ _REFUSED: Final = 400
 class ReleaseSender(Protocol):
     """Sends one leg, and waits for its whole answer."""
 
-    async def ask(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
+    async def post(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
         """Post; raises EngineError."""
         ...
 
@@ -63,7 +63,7 @@ class Releaser:
         """Send legs until one is answered with the status that stands beside it."""
         for leg, good in legs:
             try:
-                answer = await self._engines.ask(leg, timeout_s=_TIMEOUT_S)
+                answer = await self._engines.post(leg, timeout_s=_TIMEOUT_S)
             except EngineError:
                 continue
             if answer.status == good:

@@ -397,7 +397,7 @@ async def test_a_prefill_engine_that_does_not_name_its_model_is_not_at_fault(api
         return EngineResponse(200, JSON, b"{}")
 
     router = fleet(asks_for_models=True, x=2)
-    router.sender.ask = unused
+    router.sender.post = unused
     for number in range(12):
         client = await router.serve(call(api), f"r{number}")
         assert (client.status, client.record.decode is None) == (200, False)

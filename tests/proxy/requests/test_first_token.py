@@ -50,7 +50,7 @@ class Engines(Scripted):
             raise plan
         return plan if isinstance(plan, tuple) else (200, plan)
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         self.released.append(params_of(leg))
         return EngineResponse(400, JSON, b'{"error":{"message":"too many"}}')
 

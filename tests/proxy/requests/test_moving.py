@@ -47,7 +47,7 @@ STAY = {Api.RESPONSES: {"input": "hi", "store": False}, Api.MESSAGES: {"messages
 class Engines(Scripted):
     """They free blocks when they are asked to."""
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         return EngineResponse(400, "application/json", b"{}")
 
 

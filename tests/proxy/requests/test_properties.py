@@ -94,7 +94,7 @@ class Engines(Scripted):
             raise EngineError(f"{instance.id} was not asked", reached=False)
         super().send(call, instance, path, **more)
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         await asyncio.sleep(0)
         return EngineResponse(400, JSON, ERROR)
 

@@ -48,7 +48,7 @@ class Refusing(Scripted):
 
     refusals = ()
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         assert leg.instance.role is Role.DECODE
         self.legs.append(leg)
         outcome = self.refusals[len(self.releases) - 1]
@@ -137,7 +137,7 @@ async def test_blocks_that_no_decode_engine_gives_back_are_abandoned(fleet):
     """All decode engines may be gone: the prefill engine is there, and knows the transfer by its name."""
 
     class Gone(Unsent):
-        async def ask(self, leg, *, timeout_s):
+        async def post(self, leg, *, timeout_s):
             asked.append(leg)
             if leg.instance.role is Role.DECODE:
                 raise DOWN
@@ -201,7 +201,7 @@ class Abandoned(Scripted):
         super().__init__(prefill, decode, **options)
         self.abandoned = []
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         assert (leg.instance.role, leg.path) == (Role.PREFILL, "/v1/completions")
         self.abandoned.append(leg)
         return EngineResponse(200, "application/json", b"{}")
@@ -243,8 +243,8 @@ async def test_what_is_abandoned_is_said_again_where_the_connection_breaks():
     """Saying it twice does no harm; unsaid, it keeps the blocks pinned for a whole lease."""
 
     class Breaking(Abandoned):
-        async def ask(self, leg, *, timeout_s):
-            await super().ask(leg, timeout_s=timeout_s)
+        async def post(self, leg, *, timeout_s):
+            await super().post(leg, timeout_s=timeout_s)
             if len(self.abandoned) == 1:
                 raise DOWN
             return EngineResponse(200, "application/json", b"{}")
@@ -334,7 +334,7 @@ async def test_what_cannot_be_given_back_is_counted():
         return EngineResponse(200 if leg is not last else 404, "", b"")
 
     class Engines(Scripted):
-        async def ask(self, leg, *, timeout_s):
+        async def post(self, leg, *, timeout_s):
             await asyncio.sleep(0)
             return await self.prefill(leg)
 

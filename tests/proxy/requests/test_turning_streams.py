@@ -43,7 +43,7 @@ class Fleet(Scripted):
             self.registry.learn(one.id, EngineCapabilities(engine_id=f"engine of {one.id}"))
         self.names = [member.instance.id for member in self.registry.members()]
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         return EngineResponse(400, "application/json", b"{}")
 
     def _comes(self, leg):

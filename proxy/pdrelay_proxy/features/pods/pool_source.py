@@ -70,7 +70,7 @@ class PoolSource:
         async with watch.running(), meanwhile(self._follow()):
             yield
 
-    async def take(self, objects: Mapping[str, PoolMembers | UnusablePool], /) -> None:
+    async def receive(self, objects: Mapping[str, PoolMembers | UnusablePool], /) -> None:
         """Take the pool: there is one of the name, or none."""
         found = next(
             iter(objects.values()), UnusablePool(f"there is no InferencePool {self._name}")
@@ -142,9 +142,9 @@ class _PortedPods:
         self._ports = ports
         self.heard = pods.heard
 
-    async def take(self, objects: Mapping[str, _Engines], /) -> None:
+    async def receive(self, objects: Mapping[str, _Engines], /) -> None:
         """Take all pods, in steps."""
-        await self._pods.take(
+        await self._pods.receive(
             {f"{uid}/{n}": one for uid, engines in objects.items() for n, one in enumerate(engines)}
         )
 

@@ -1,6 +1,4 @@
-"""The Kubernetes API, as far as the router needs it: list, watch, patch one key. httpx stops at
-this file.
-"""
+"""A client of the Kubernetes API: list, watch, patch one object. httpx is imported here alone."""
 
 import asyncio
 import os
@@ -20,15 +18,15 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import read_text
 
 ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
-# of one answer, and of one event: 200 pods have some megabytes
-_MOST_BYTES: Final = 64 * 1024 * 1024
-_SAID: Final = 300  # characters of an answer that an error repeats
+# of one answer, or of one event: 200 pods take some megabytes
+_MAX_BYTES: Final = 64 * 1024 * 1024
+_ERROR_CHARS: Final = 300  # of an answer that an error message quotes
 
 
 class KubeError(Exception):
-    """The API did not do what it was asked for; the message says how.
+    """The API refused or failed; the message says how.
 
-    ``retry_after_s``: as it wishes.
+    ``retry_after_s``: the API's Retry-After, in seconds.
     """
 
     def __init__(
@@ -40,12 +38,12 @@ class KubeError(Exception):
 
 
 class Expired(KubeError):
-    """What was to be continued is too old: list anew."""
+    """The API no longer has the version to continue from (410 Gone): list anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where the API is, and who we are there."""
+    """The address of the API, and the router's credentials there."""
 
     url: str
     namespace: str
@@ -54,9 +52,9 @@ class Cluster:
 
     @classmethod
     def around(cls, namespace: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
-        """Find this pod's cluster; ``PDRELAY_SERVICE_ACCOUNT``: another folder.
+        """Find this pod's cluster; ``PDRELAY_SERVICE_ACCOUNT`` names another folder.
 
-        Raises ConfigError: there is none.
+        Raises ConfigError: this is no pod.
         """
         folder = environ.get("PDRELAY_SERVICE_ACCOUNT", ACCOUNT)
         host = environ.get("KUBERNETES_SERVICE_HOST")
@@ -67,12 +65,14 @@ class Cluster:
                 "Kubernetes"
             )
         read_text(f"{folder}/token")
-        shown = f"[{host}]" if ":" in host else host
-        where = namespace or read_text(f"{folder}/namespace").strip()
-        return cls(f"https://{shown}:{port}", where, f"{folder}/token", f"{folder}/ca.crt")
+        bracketed_host = f"[{host}]" if ":" in host else host
+        own_namespace = namespace or read_text(f"{folder}/namespace").strip()
+        return cls(
+            f"https://{bracketed_host}:{port}", own_namespace, f"{folder}/token", f"{folder}/ca.crt"
+        )
 
     def tls(self) -> ssl.SSLContext | bool:
-        """Build what the API's certificate is checked with; raises ConfigError."""
+        """Build the TLS context that checks the API's certificate; raises ConfigError."""
         if self.ca_file is None:
             return True
         read_text(self.ca_file)
@@ -88,7 +88,7 @@ class Kubernetes:
     def __init__(self, cluster: Cluster, *, timeout_s: float = 30.0) -> None:
         self.namespace = cluster.namespace
         self._cluster = cluster
-        self._timeout_s = timeout_s  # for a whole answer; not for a watch
+        self._timeout_s = timeout_s  # for a whole answer; a watch has none
         self._client = httpx.AsyncClient(
             base_url=cluster.url,
             verify=cluster.tls(),
@@ -98,7 +98,7 @@ class Kubernetes:
         )
 
     async def __aenter__(self) -> Self:
-        # loads what httpx would load with the first request: nobody waits for it yet
+        # httpx loads this with its first request: load it now, when no request waits
         anyio.get_cancelled_exc_class()
         return self
 
@@ -106,31 +106,33 @@ class Kubernetes:
         await self._client.aclose()
 
     async def get(self, path: str, query: Mapping[str, str]) -> bytes:
-        """Return an answer as a whole."""
-        return await self._asked("GET", path, query)
+        """Return a whole answer."""
+        return await self._request("GET", path, query)
 
     async def merge_patch(self, path: str, body: bytes) -> bytes:
-        """Change an object by a JSON merge patch, and return the whole object as it is then."""
-        kind = {"content-type": "application/merge-patch+json"}
-        return await self._asked("PATCH", path, {}, content=body, headers=kind)
+        """Change an object by a JSON merge patch (RFC 7396); return the whole object after it."""
+        headers = {"content-type": "application/merge-patch+json"}
+        return await self._request("PATCH", path, {}, content=body, headers=headers)
 
     async def json_patch(self, path: str, body: bytes) -> bytes:
-        """Change an object by a JSON patch (RFC 6902), and return the whole object; status 422: its
-        test has failed.
+        """Change an object by a JSON patch (RFC 6902); return the whole object after it.
+
+        KubeError with status 422: a `test` operation of the patch failed.
         """
-        return await self._asked(
+        return await self._request(
             "PATCH", path, {}, content=body, headers={"content-type": "application/json-patch+json"}
         )
 
     async def watch(
         self, path: str, query: Mapping[str, str], *, silence_s: float
     ) -> AsyncGenerator[list[bytes]]:
-        """Yield the lines of an answer as they come, several at a time; KubeError also if nothing
-        comes for so long.
+        """Yield the lines of an answer as they come, several at a time.
+
+        Raises KubeError also if nothing comes for ``silence_s`` seconds.
         """
         timeout = httpx.Timeout(self._timeout_s, read=silence_s)
         rest = b""
-        with _telling(path):
+        with _kube_errors(path):
             async with self._client.stream(
                 "GET", path, params=dict(query), headers=self._headers(), timeout=timeout
             ) as response:
@@ -138,14 +140,14 @@ class Kubernetes:
                     raise _refusal(path, response, await response.aread())
                 async for part in response.aiter_bytes():
                     *lines, rest = (rest + part).split(b"\n")
-                    if found := [line for line in lines if line]:
-                        yield found
-                    if len(rest) > _MOST_BYTES:
+                    if events := [line for line in lines if line]:
+                        yield events
+                    if len(rest) > _MAX_BYTES:
                         raise KubeError(f"{path} sends an event without end")
         if rest:
             raise KubeError(f"{path} broke off in the middle of an event")
 
-    async def _asked(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -156,7 +158,7 @@ class Kubernetes:
     ) -> bytes:
         headers = {**self._headers(), **headers}
         try:
-            with _telling(path):
+            with _kube_errors(path):
                 async with (
                     asyncio.timeout(self._timeout_s),
                     self._client.stream(
@@ -164,7 +166,7 @@ class Kubernetes:
                     ) as response,
                 ):
                     too_long = KubeError(f"{path} is answered without end")
-                    body = await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
+                    body = await whole(response.aiter_bytes(), _MAX_BYTES, too_long)
         except TimeoutError as exc:
             raise KubeError(f"{path} is not answered within {self._timeout_s:g} s") from exc
         if response.status_code != HTTPStatus.OK:
@@ -184,8 +186,8 @@ class Kubernetes:
 
 
 @contextmanager
-def _telling(path: str) -> Generator[None]:
-    """Raise what httpx raises as KubeError."""
+def _kube_errors(path: str) -> Generator[None]:
+    """Raise httpx's errors as KubeError."""
     try:
         yield
     except httpx.TimeoutException as exc:
@@ -196,10 +198,12 @@ def _telling(path: str) -> Generator[None]:
 
 def _refusal(path: str, response: httpx.Response, body: bytes) -> KubeError:
     status = response.status_code
-    said = body[:_SAID].decode(errors="replace").strip()
-    kind = Expired if status == HTTPStatus.GONE else KubeError
-    wish = response.headers.get("retry-after", "")
-    after = min(float(wish), 60.0) if wish.isascii() and wish.isdigit() else 0.0
-    return kind(
-        f"{path} is answered with status {status}: {said}", status=status, retry_after_s=after
+    text = body[:_ERROR_CHARS].decode(errors="replace").strip()
+    error_type = Expired if status == HTTPStatus.GONE else KubeError
+    retry_after = response.headers.get("retry-after", "")
+    after = (
+        min(float(retry_after), 60.0) if retry_after.isascii() and retry_after.isdigit() else 0.0
+    )
+    return error_type(
+        f"{path} is answered with status {status}: {text}", status=status, retry_after_s=after
     )

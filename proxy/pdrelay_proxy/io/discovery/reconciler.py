@@ -1,4 +1,4 @@
-"""Carries out what the sources say, and lets operators say something themselves."""
+"""Makes the registry match its sources of engines, and carries out the changes of operators."""
 
 import asyncio
 import logging
@@ -32,45 +32,50 @@ from pdrelay_proxy.io.background import Running, meanwhile, repeatedly
 from pdrelay_proxy.io.discovery.stores import Store, StoreDown
 
 logger = logging.getLogger(__name__)
-# a source that was not heard for longer may not know what there is; a watch says so by then
+# a source that was silent for longer may be out of date; a watch that works is heard sooner
 _FRESH_S: Final = 90.0
-# seconds between two looks at the assignments of engines that may be gone
+# seconds between two checks for assignments of engines that are gone
 _ASSIGNMENTS_S: Final = 5.0
-_AT_ONCE: Final = 20  # places that are compared in one step
-_READ_AT_ONCE: Final = 200  # objects that are sorted in one step: less than a millisecond
-_TEXTS_AT_ONCE: Final = 50  # likewise, that are read
-_TRIES: Final = 5  # to change an entry that others change, too
-_TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
+_AT_ONCE: Final = 20  # addresses compared in one step
+_READ_AT_ONCE: Final = 200  # objects sorted in one step: less than a millisecond
+_TEXTS_AT_ONCE: Final = 50  # entries parsed in one step
+_TRIES: Final = 5  # to change an entry that other routers change, too
+_TICK_S: Final = (
+    1.0  # seconds between two comparisons without a reason: a retired engine may have made room
+)
 
 
 class NotManagedHere(Exception):
-    """What is asked for is another's to decide; the message says whose, and what can be done."""
+    """The operator's request is another system's to decide; the message says whose, and what can be
+    done.
+    """
 
 
 class Reconciler:
-    """Makes the registry what the sources say that it should be, whenever one of them says
-    something new.
-    """
+    """Makes the registry match what its sources say, after each change of a source."""
 
     def __init__(
         self, registry: Registry, sources: Iterable[EngineSource], clock: Callable[[], float]
     ) -> None:
         self._registry = registry
-        self.clock = clock  # seconds; the one of the registry's times
+        self.clock = clock  # seconds; the registry's clock
         self.sources = Sources(sources, now=clock())
-        self.assignments: Mapping[Key, Assignment] = {}  # of engines that have turned, or shall
-        self._begins = True  # the store has not been heard, so this router has just started
-        # changes of the registry, and of the views, when all was compared last
+        self.assignments: Mapping[
+            Key, Assignment
+        ] = {}  # of engines that changed their role, or will
+        self._begins = True  # this router has just started: the store has not been heard
+        # generations of the registry and of the views at the last comparison
         self._compared = -1, -1
-        self._full = set[EngineSource]()  # those that name more engines than a router takes
+        self._full = set[EngineSource]()  # sources that name more engines than a router takes
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
-        """Take in all that a source says."""
+        """Take in a whole view of a source."""
         finish(self.view_in_steps(source, engines))
 
     def view_in_steps(self, source: EngineSource, engines: Iterable[Wanted]) -> Generator[None]:
-        """Take in the same in steps, between which requests are served; the source has been heard
-        after the last.
+        """Take in a whole view in steps, between which requests are served.
+
+        The source counts as heard after the last step.
         """
         is_first = not self.sources.views[source].is_synced
         for changed in self.sources.replace_in_steps(source, engines, now=self.clock()):
@@ -83,7 +88,7 @@ class Reconciler:
             )
 
     def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None]) -> None:
-        """Take in what a source says of some places; the others are not looked at.
+        """Take in what a source says of some addresses; the others are not compared.
 
         None: no engine is there.
         """
@@ -97,23 +102,23 @@ class Reconciler:
             self._full.discard(source)
         elif source not in self._full:
             self._full.add(source)
-            said = "%s: there are more than %d engines: %d left out until others have gone"
-            logger.error(said, source, len(view.engines), len(view.left_out))
+            text = "%s: there are more than %d engines: %d left out until others have gone"
+            logger.error(text, source, len(view.engines), len(view.left_out))
 
     def heard(self, source: EngineSource) -> None:
-        """Note that what a source said last is still so."""
+        """Note that the latest view of a source is still right."""
         self.sources.heard(source, now=self.clock())
 
     def freshness(self) -> Sequence[Freshness]:
-        """Say of each source how well it is known."""
+        """Return for each source how recent its view is."""
         return self.sources.freshness(now=self.clock())
 
     def reconcile(self) -> Generator[None]:
-        """Compare everything, if anything may have changed since: an engine that has retired may
-        have made room.
+        """Compare everything, if anything may have changed since: a retired engine may have made
+        room.
 
-        In steps of some places, between which requests are served: thousands of engines take longer
-        than a request may.
+        In steps of some addresses, between which requests are served: a comparison of thousands of
+        engines takes longer than a request may wait.
         """
         changes = (
             self._registry.lineup.count,
@@ -123,7 +128,7 @@ class Reconciler:
             return
         seen = set[Key]()
         members = self._registry.members()
-        # first: one that goes makes room for another
+        # first, because an engine that goes makes room for another
         for begin in range(0, len(members), _AT_ONCE):
             keys = {_key(member) for member in members[begin : begin + _AT_ONCE]}
             self._compare(keys)
@@ -134,34 +139,38 @@ class Reconciler:
             for begin in range(0, len(rest), _AT_ONCE):
                 self._compare(rest[begin : begin + _AT_ONCE])
                 yield
-        self._compared = changes  # what has changed since is compared the next time
+        self._compared = changes  # later changes are compared the next time
 
     def _compare(self, keys: Iterable[Key]) -> None:
-        """Compare what there should be at some places with what there is, and carry out the
+        """Compare the wanted engines at some addresses with the present ones, and carry out the
         difference.
         """
         present = self._registry.members_at(keys)
         self._carry_out(self.sources.desired_at(keys), present)
-        if EngineSource.STORE not in self.sources.missing:  # else it is not known what has turned
+        if EngineSource.STORE not in self.sources.missing:  # until then roles are not known
             self._turn_all([member for member in present if self._is_known(member)])
 
     def assign_in_steps(
         self, assignments: Mapping[Key, Assignment], view: Generator[None]
     ) -> Generator[None]:
-        """Take in what engines serve in place of what their sources say, and a view of the store,
-        in its steps.
+        """Take in the roles that operators assigned to engines, then a view of the store, in its
+        steps.
 
-        A router that has just started has nothing at engines that have turned: they serve their
-        role at once, before the store has been heard, after which requests may come.
+        A router that has just started has no requests at engines whose role was changed: they serve
+        the assigned role at once, before the store counts as heard, which lets requests in.
         """
         before = self.assignments
         self.assignments = assignments
         if self._begins:
-            # those that come with the view serve it from the beginning
+            # engines that come with the view serve their role from the beginning
             members = self._registry.members()
             for begin in range(0, len(members), _AT_ONCE):
                 self._turn_all(
-                    [one for one in members[begin : begin + _AT_ONCE] if self._is_known(one)]
+                    [
+                        member
+                        for member in members[begin : begin + _AT_ONCE]
+                        if self._is_known(member)
+                    ]
                 )
                 yield
         yield from view
@@ -178,39 +187,38 @@ class Reconciler:
         return self._registry.get(member.instance.id) is member
 
     def role_of(self, member: Member) -> EngineRole:
-        """Return what an engine should serve."""
-        found = self.assignments.get(_key(member))
+        """Return the role that an engine should serve."""
+        assignment = self.assignments.get(_key(member))
         wanted = member.origin.wanted
-        if found is None or not found.means("" if wanted is None else wanted.identity):
+        if assignment is None or not assignment.means("" if wanted is None else wanted.identity):
             return EngineRole(member.instance.pool.value) if wanted is None else wanted.serves
-        return found.serves
+        return assignment.serves
 
-    def of_gone_pods(self) -> Sequence[Key]:
-        """List the assignments of pods that are gone; none while it is not known which pods there
-        are.
+    def assignments_of_gone_pods(self) -> Sequence[Key]:
+        """List the assignments of pods that are gone; none while the list of pods is not known.
 
-        A pod that is not Ready is there, also if it is no engine of this router yet.
+        A pod that is not Ready is there, even if it is no engine of this router yet.
         """
         pods = self.sources.views.get(EngineSource.PODS)
         if pods is None or self.sources.missing or self.clock() > pods.heard + _FRESH_S:
             return ()
         return [
             key
-            for key, found in self.assignments.items()
-            if found.identity and not self._is_there(key, found)
+            for key, assignment in self.assignments.items()
+            if assignment.identity and not self._is_there(key, assignment)
         ]
 
-    def is_named(self, found: Assignment) -> bool | None:
-        """Tell whether a source of this router names the engine of an assignment; None: that is not
-        known now.
+    def is_named(self, assignment: Assignment) -> bool | None:
+        """Return whether a source of this router names the engine of an assignment; None: not known
+        now.
 
-        One that the settings name no longer is there until it has nothing left. Whether a pod is
-        there, only a router that watches pods can tell.
+        An engine that left the settings counts as named until its last request is over. Only a
+        router that watches pods knows whether a pod is there.
         """
-        if self._is_there(found.key, found):
+        if self._is_there(assignment.key, assignment):
             return True
         views = self.sources.views
-        if found.identity and EngineSource.PODS not in views:
+        if assignment.identity and EngineSource.PODS not in views:
             return None
         is_known = all(
             view.is_synced and self.clock() <= view.heard + _FRESH_S for view in views.values()
@@ -221,13 +229,13 @@ class Reconciler:
         wanted = [
             view.engines.get(key) or view.left_out.get(key) for view in self.sources.views.values()
         ]
-        if any(one is not None and assignment.means(one.identity) for one in wanted):
+        if any(engine is not None and assignment.means(engine.identity) for engine in wanted):
             return True
-        # the settings name it
+        # an engine of the settings
         return any(member.origin.wanted is None for member in self._registry.members_at([key]))
 
     def _turn_all(self, members: Sequence[Member]) -> None:
-        """Have engines serve what they should."""
+        """Start the role changes that assignments ask for."""
         for member in members:
             role = self.role_of(member)
             if member.heading is not role:
@@ -297,53 +305,55 @@ class Reconciler:
 
 
 class Pods:
-    """Hears what a source sees: engines, and objects that say something impossible.
+    """Takes in the objects of a source: engines, and objects that cannot be read as one.
 
-    The source is the watch of pods.
+    The source is the watch of pods, or the store.
     """
 
     def __init__(self, reconciler: Reconciler, source: EngineSource = EngineSource.PODS) -> None:
         self._reconciler = reconciler
         self._source = source
-        self._said: set[str] = set()
+        self._logged_errors: set[str] = set()
         self._objects: dict[str, Wanted | AddressError | None] = {}
-        # engines by place, and then by object: two may claim one
+        # engines by address, then by object: two objects may claim one address
         self._named: dict[Key, dict[str, Wanted]] = {}
 
     def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take all objects."""
-        finish(self.listed(objects))
+        """Take in all objects."""
+        finish(self.view_in_steps(objects))
 
-    def listed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> Generator[None]:
-        """Take all objects, in steps; ``changed`` must wait until they are done."""
-        said = set[str]()
+    def view_in_steps(
+        self, objects: Mapping[str, Wanted | AddressError | None], /
+    ) -> Generator[None]:
+        """Take in all objects, in steps; ``changed`` must wait until they are done."""
+        errors = set[str]()
         named = dict[Key, dict[str, Wanted]]()
-        for number, (name, one) in enumerate(objects.items(), start=1):
-            if isinstance(one, Wanted):
-                named.setdefault(one.key, {})[name] = one
-            elif isinstance(one, AddressError):
-                said.add(str(one))
+        for number, (name, item) in enumerate(objects.items(), start=1):
+            if isinstance(item, Wanted):
+                named.setdefault(item.key, {})[name] = item
+            elif isinstance(item, AddressError):
+                errors.add(str(item))
             if number % _READ_AT_ONCE == 0:
                 yield
-        for text in sorted(said - self._said):
+        for text in sorted(errors - self._logged_errors):
             logger.warning("left out: %s", text)
-        self._said = said
+        self._logged_errors = errors
         self._objects = dict(objects)
         self._named = named
         yield from self._reconciler.view_in_steps(
-            self._source, (one for one in objects.values() if isinstance(one, Wanted))
+            self._source, (item for item in objects.values() if isinstance(item, Wanted))
         )
 
-    async def take(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take all objects; others run between the steps.
+    async def receive(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
+        """Take in all objects; other tasks run between the steps.
 
         One view at a time, and ``changed`` waits for it.
         """
-        for _ in self.listed(objects):
+        for _ in self.view_in_steps(objects):
             await asyncio.sleep(0)
 
     def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take some objects that have changed; None: it is gone, or no engine.
+        """Take in some objects that have changed; None: the object is gone, or no engine.
 
         The others are as they were.
         """
@@ -352,7 +362,7 @@ class Pods:
     def changed_in_steps(
         self, objects: Mapping[str, Wanted | AddressError | None]
     ) -> Generator[None]:
-        """Take the same in steps, first the places where no engine is any more, which makes
+        """Take in changed objects in steps, first the addresses that lost their engine: they make
         room.
         """
         keys = dict[Key, None]()
@@ -362,19 +372,19 @@ class Pods:
                 keys[old.key] = None
                 self._named[old.key].pop(name, None)
             elif isinstance(old, AddressError):
-                self._said.discard(str(old))
+                self._logged_errors.discard(str(old))
             if new is not None:
                 self._objects[name] = new
             if isinstance(new, Wanted):
                 keys[new.key] = None
                 self._named.setdefault(new.key, {})[name] = new
-            elif isinstance(new, AddressError) and str(new) not in self._said:
-                self._said.add(str(new))
+            elif isinstance(new, AddressError) and str(new) not in self._logged_errors:
+                self._logged_errors.add(str(new))
                 logger.warning("left out: %s", new)
             if number % _READ_AT_ONCE == 0:
                 yield
         order = sorted(keys, key=lambda key: bool(self._named.get(key)))
-        # also if none is another: the source was heard
+        # also if no address changed: the source was heard
         for begin in range(0, len(order), _AT_ONCE) or (0,):
             self._reconciler.change(
                 self._source, {key: self._at(key) for key in order[begin : begin + _AT_ONCE]}
@@ -382,61 +392,59 @@ class Pods:
             yield
 
     def heard(self) -> None:
-        """Pass it on."""
+        """Note that the latest view is still right."""
         self._reconciler.heard(self._source)
 
     def _at(self, key: Key) -> Wanted | None:
-        """Return the engine of a place: of two, the one that stays counts, else the one that was
-        named last.
+        """Return the engine of an address. If two objects claim it: one that does not leave, else
+        the latest.
         """
         named = self._named.get(key)
         if not named:
             self._named.pop(key, None)
             return None
-        return sorted(named.values(), key=lambda one: not one.leaves)[-1]
+        return sorted(named.values(), key=lambda engine: not engine.leaves)[-1]
 
 
 class Entries:
-    """Hears what the store has: texts, which somebody may have edited."""
+    """Takes in the store's texts, which people may have edited."""
 
     def __init__(self, reconciler: Reconciler) -> None:
         self._reconciler = reconciler
         self._view = Pods(reconciler, EngineSource.STORE)
-        self._texts: Mapping[str, str] = {}  # by name, as they were heard last
-        self._assignments: dict[str, Assignment] = {}  # likewise
-        self._waiting: Mapping[str, str] | None = None  # the latest view, until it is its turn
-        self._turn = asyncio.Lock()
+        self._texts: Mapping[str, str] = {}  # by name, of the latest view
+        self._assignments: dict[str, Assignment] = {}  # by name, of the latest view
+        self._waiting: Mapping[str, str] | None = None  # the latest view, until it is taken in
+        self._lock = asyncio.Lock()
         self.heard = self._view.heard
 
     def text(self, name: str) -> str | None:
-        """Return an entry as it was heard last; None: there is none."""
+        """Return an entry of the latest view; None: there is none."""
         return self._texts.get(name)
 
-    async def take(self, entries: Mapping[str, str], /) -> None:
-        """Take all entries, or those of a later view, after the view that is being taken in; others
-        run in between.
+    async def receive(self, entries: Mapping[str, str], /) -> None:
+        """Take in all entries, or those of a later view, after the view that is being taken in.
+
+        Other tasks run in between.
         """
         self._waiting = entries
-        async with self._turn:
+        async with self._lock:
             while (latest := self._waiting) is not None:
                 self._waiting = None
-                steps = self.in_steps(latest)
+                steps = self.view_in_steps(latest)
                 try:
                     for _ in steps:
                         await asyncio.sleep(0)
                 finally:
-                    # a task that is cancelled leaves no view half taken: its store would not tell
-                    # it again
+                    # if the task is cancelled, finish the view: the store would not send it again
                     finish(steps)
 
     def view(self, entries: Mapping[str, str]) -> None:
-        """Take all entries at once."""
-        finish(self.in_steps(entries))
+        """Take in all entries at once."""
+        finish(self.view_in_steps(entries))
 
-    def in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
-        """Take all entries; only those are looked at that have changed, of what may be
-        thousands.
-        """
+    def view_in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
+        """Take in all entries in steps. Of what may be thousands, only changed ones are parsed."""
         before = self._texts
         self._texts = dict(entries)
         engines = dict[str, Wanted | AddressError | None]()
@@ -446,34 +454,38 @@ class Entries:
                 self._assignments.pop(name, None)
         changed = [(name, text) for name, text in entries.items() if before.get(name) != text]
         for number, (name, text) in enumerate(changed, start=1):
-            one = _entry(text)
+            entry = _entry(text)
             self._assignments.pop(name, None)
-            if isinstance(one, Assignment):
+            if isinstance(entry, Assignment):
                 engines[name] = None
-                self._assignments[name] = one
+                self._assignments[name] = entry
             else:
                 engines[name] = (
-                    one
-                    if isinstance(one, Wanted)
-                    else AddressError(f"entry {shown_name(name)}: {one}")
+                    entry
+                    if isinstance(entry, Wanted)
+                    else AddressError(f"entry {shown_name(name)}: {entry}")
                 )
             if number % _TEXTS_AT_ONCE == 0:
                 yield
         is_first = EngineSource.STORE in self._reconciler.sources.missing
-        view = self._view.listed(engines) if is_first else self._view.changed_in_steps(engines)
-        found = [self._assignments[name] for name in entries if name in self._assignments]
-        yield from self._reconciler.assign_in_steps({one.key: one for one in found}, view)
+        view = (
+            self._view.view_in_steps(engines) if is_first else self._view.changed_in_steps(engines)
+        )
+        assignments = [self._assignments[name] for name in entries if name in self._assignments]
+        yield from self._reconciler.assign_in_steps(
+            {entry.key: entry for entry in assignments}, view
+        )
 
 
-# What tells a reconciler of engines: is given it, and returns what runs while the router serves.
+# A source of engines for a reconciler: returns the context that runs while the router serves.
 # Raises ConfigError.
 EngineFeed: TypeAlias = Callable[[Reconciler], Running]
 
 
 class Discovery:
-    """All sources while they run, and what an operator may change.
+    """All sources while they run, and the changes that operators may make.
 
-    Changes are made where all routers see them.
+    A change is written to the store, where all routers see it.
     """
 
     def __init__(
@@ -487,16 +499,16 @@ class Discovery:
     ) -> None:
         self._registry = registry
         self._reconciler = reconciler
-        self._entries = entries  # what hears the store
+        self._entries = entries  # the store's observer
         self._store = store
         self._feeds = feeds
         self._unnamed = UnnamedAssignments()
-        self._looked_at = reconciler.clock()  # seconds; when the assignments were looked at last
+        self._assignments_checked_at = reconciler.clock()  # seconds
         self.freshness = reconciler.freshness
 
     @property
     def missing(self) -> Sequence[EngineSource]:
-        """List the sources that have not been heard yet."""
+        """The sources that have not been heard yet."""
         return self._reconciler.sources.missing
 
     @asynccontextmanager
@@ -513,8 +525,9 @@ class Discovery:
             yield
 
     async def add(self, role: Role, target: Target) -> None:
-        """Add an engine, for all routers of the store; raises AlreadyKnown, or StoreDown: it was
-        not acknowledged.
+        """Add an engine for all routers of the store.
+
+        Raises AlreadyKnown, or StoreDown: the store has not acknowledged it.
         """
         wanted = Wanted(role, target, added=secrets.token_hex(8))
         for member in self._registry.members():
@@ -522,16 +535,15 @@ class Discovery:
                 raise AlreadyKnown(
                     f"{target.address.authority} is already known as {member.instance.id}"
                 )
-        if wanted.key in self._reconciler.assignments:  # of an engine that was there before
+        if wanted.key in self._reconciler.assignments:  # of an earlier engine at this address
             await self._store.delete(assignment_name(wanted.key))
         await self._store.put(entry_name(wanted.key), entry_of(wanted))
 
     async def remove(self, name: InstanceId) -> None:
-        """Take an engine out; with a rank that is in the store go the other ranks at its address.
+        """Take an engine out; if the store has its rank, the other ranks at its address go, too.
 
         Raises:
-            UnknownInstance: there is none of this id, or another one has been added at its address
-                since.
+            UnknownInstance: no engine has this id, or another one was added at its address since.
             NotManagedHere: its pod is still there.
             StoreDown: the store has not acknowledged it.
         """
@@ -547,23 +559,23 @@ class Discovery:
             self._registry.remove(name, now=self._reconciler.clock())
 
     async def drain(self, name: InstanceId, *, moves: bool = False) -> None:
-        """Send it nothing new: no router of the store does, if it was added there; else this one.
+        """Send an engine nothing new: at all routers of the store if it has an entry there, else at
+        this one.
 
-        Raises as remove.
-
-        ``moves``: its streams go on at other engines.
+        ``moves``: its streams go on at other engines. Raises as remove.
         """
         await self._leave(name, leaves=True, moves=moves)
         if self._registry.get(name) is not None:
             self._registry.departures.drain(name, now=self._reconciler.clock(), moves=moves)
 
     def is_drain_shared(self, member: Member) -> bool:
-        """Tell whether the other routers of the store know of its drain, too."""
+        """Return whether the other routers of the store know of a drain, too."""
         wanted = member.origin.wanted
         return _has_entry(member) or member.retires or (wanted is not None and wanted.leaves)
 
     async def undrain(self, name: InstanceId) -> None:
-        """Send it requests again, and end a turn that is under way, for all routers of the store.
+        """Send it requests again, and end a role change that is under way, for all routers of the
+        store.
 
         Raises as remove, and AlreadyKnown: its address has been added anew.
         """
@@ -574,16 +586,16 @@ class Discovery:
         self._registry.departures.undrain(name, now=self._reconciler.clock())
 
     async def turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
-        """Have an engine serve another role, at all routers of the store, as soon as nothing of the
-        old one is left.
+        """Change an engine's role, at all routers of the store, as soon as its last request in the
+        old one is over.
 
-        A turn to what it serves ends the one that is under way. This returns when it has begun: the
-        registry's member tells how it goes on.
+        A turn to the current role ends the role change that is under way. This returns when the
+        change has begun; the registry's member has its progress.
 
         Raises:
-            UnknownInstance: there is none of this id.
-            CannotTurn: it cannot, or is the last one that serves the role that it leaves, and
-                ``force`` is not set.
+            UnknownInstance: no engine has this id.
+            CannotTurn: it cannot change its role, or is the last one of the role that it leaves,
+                and ``force`` is not set.
             StoreDown: the store has not acknowledged it.
         """
         self._registry.departures.check_turn(name, to, force=force)
@@ -595,7 +607,7 @@ class Discovery:
         if force or heading is to or self._registry.get(name) is not member:
             return
         try:
-            # Others may have asked for another one at the same moment.
+            # Other routers may have started a role change at the same moment.
             self._registry.departures.check_begun(name, before, to)
         except CannotTurn:
             if self._reconciler.role_of(member) is to:
@@ -615,38 +627,38 @@ class Discovery:
 
     async def _forget_assignments(self) -> None:
         """Drop the assignments of pods that are gone."""
-        for key in self._reconciler.of_gone_pods():
+        for key in self._reconciler.assignments_of_gone_pods():
             await self._store.delete(assignment_name(key))
 
     async def _leave(self, name: InstanceId, *, leaves: bool, moves: bool = False) -> None:
         member = self._registry.member(name)
         if not _has_entry(member):
-            return  # nothing that the other routers would know it by
+            return  # other routers have no entry of it
         await self._rewrite(
-            member, lambda now: replace(now, leaves=leaves, moves=leaves and (moves or now.moves))
+            member,
+            lambda entry: replace(entry, leaves=leaves, moves=leaves and (moves or entry.moves)),
         )
 
     async def _rewrite(self, member: Member, change: Callable[[Wanted], Wanted | None]) -> None:
         """Change the entry of an engine, or drop it (None), if it is still there.
 
-        Raises UnknownInstance: another engine has been added at its address since, by way of
-        another router.
+        Raises UnknownInstance: another router has added another engine at its address since.
         """
         key = _key(member)
         own = member.origin.wanted
-        entry = entry_name(key)
-        for _ in range(_TRIES):  # others may change it at the same moment
-            text = self._entries.text(entry)
-            now = None if text is None else _entry(text)
-            if text is None or not isinstance(now, Wanted):
+        entry_id = entry_name(key)
+        for _ in range(_TRIES):  # other routers may change it at the same moment
+            text = self._entries.text(entry_id)
+            entry = None if text is None else _entry(text)
+            if text is None or not isinstance(entry, Wanted):
                 return
-            if own is not None and own.added and now.added and own.added != now.added:
+            if own is not None and own.added and entry.added and own.added != entry.added:
                 raise UnknownInstance(
                     f"{member.instance.id} is gone: another engine has been added at its address"
                 )
-            wanted = change(now)
-            if wanted == now or await self._store.replace(
-                entry, text, None if wanted is None else entry_of(wanted)
+            wanted = change(entry)
+            if wanted == entry or await self._store.replace(
+                entry_id, text, None if wanted is None else entry_of(wanted)
             ):
                 return
         raise StoreDown(
@@ -658,37 +670,37 @@ class Discovery:
         for _ in self._reconciler.reconcile():
             await asyncio.sleep(0)
         now = self._reconciler.clock()
-        if now >= self._looked_at + _ASSIGNMENTS_S:
-            self._looked_at = now
-            await self.look_at_assignments()
+        if now >= self._assignments_checked_at + _ASSIGNMENTS_S:
+            self._assignments_checked_at = now
+            await self.drop_unnamed_assignments()
 
-    async def look_at_assignments(self) -> None:
-        """Forget what engines serve that no router of the store names any more."""
+    async def drop_unnamed_assignments(self) -> None:
+        """Drop role assignments of engines that no router of the store names any more."""
         reconciler = self._reconciler
-        looked = self._unnamed.look(
+        changes = self._unnamed.decide(
             reconciler.assignments, reconciler.is_named, now=reconciler.clock()
         )
         try:
-            for before, after in looked:
+            for before, after in changes:
                 if reconciler.assignments.get(before.key) != before:
-                    continue  # it was turned, or spoken for, while others were written
+                    continue  # its role changed, or a source named it, while others were written
                 name = assignment_name(before.key)
                 if after is not None:
                     await self._store.put(name, assignment_of(after))
                     self._unnamed.written(after, now=reconciler.clock())
                 else:
                     await self._store.delete(name)
-                    said = (
+                    text = (
                         "no router knows a %s engine at %s any more: it is forgotten that it "
                         "serves %s"
                     )
-                    logger.info(said, before.key.role, before.key.authority, before.serves)
-        except StoreDown as exc:  # the next look tries again
+                    logger.info(text, before.key.role, before.key.authority, before.serves)
+        except StoreDown as exc:  # the next check tries again
             logger.warning("what engines serve that are gone is not forgotten yet: %s", exc)
 
 
 def _has_entry(member: Member) -> bool:
-    """Tell whether the store has an entry of this engine alone."""
+    """Return whether the store has an entry of this engine alone."""
     wanted = member.origin.wanted
     return (
         wanted is not None

@@ -1,5 +1,7 @@
-"""Keeps a view of objects of the Kubernetes API: a LIST replaces it, a WATCH keeps it, any doubt
-lists anew.
+"""Keeps a view of objects of the Kubernetes API.
+
+A LIST replaces the view, a WATCH updates it, and after any doubt the reflector lists again
+(client-go's Reflector).
 """
 
 import asyncio
@@ -22,18 +24,18 @@ from pdrelay_proxy.io.discovery.stores import Observer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_PAGE: Final = 200  # objects asked for at once
-_AT_A_TIME: Final = 10  # objects that are read before others may run: half a millisecond
-_SHORT_S: Final = 1.0  # a round that is over sooner counts as failed
+_PAGE: Final = 200  # objects of one page
+_AT_A_TIME: Final = 10  # objects parsed before other tasks may run: half a millisecond
+_SHORT_S: Final = 1.0  # a list and watch that is over sooner counts as failed
 
 
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
     """Times, in seconds."""
 
-    # give or take a quarter: what a watch has lost is found then at the latest
+    # give or take a quarter; repairs whatever a watch has missed
     relist_s: float = 300.0
-    # a watch in which nothing comes for so long is dead: bookmarks come every minute
+    # a watch without a line for so long is dead: bookmarks come every minute
     silence_s: float = 90.0
     # before the next try after the first failure; doubled with every further one
     pause_s: float = 0.5
@@ -42,7 +44,7 @@ class WatchTimes:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Which objects."""
+    """The path and the selectors of the objects."""
 
     path: str
     query: Mapping[str, str] = field(default_factory=dict[str, str])  # selectors
@@ -73,14 +75,14 @@ class _Failure(msgspec.Struct):
 
 
 class Reflector(Generic[T]):
-    """One task; run it for as long as the router serves."""
+    """Lists and watches in one task, for as long as the router serves."""
 
     def __init__(
         self,
         api: Kubernetes,
-        what: Collection,
+        collection: Collection,
         read: Callable[[Meta, msgspec.Raw], T],
-        told: Observer[T],
+        observer: Observer[T],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],
@@ -88,13 +90,13 @@ class Reflector(Generic[T]):
         changed: Callable[[Mapping[str, T | None]], None] | None = None,
     ) -> None:
         self._api = api
-        self._what = what
-        self._read = read  # raises nothing: an object that makes no sense is a value, too
-        self._told = told
-        # takes the objects of some events, None for one that is gone; None: ``told`` takes all
+        self._collection = collection
+        self._read = read  # raises nothing: returns a value also for an object that makes no sense
+        self._observer = observer
+        # takes changed objects (None: it is gone); without it ``observer`` gets the whole view
         self._changed = changed
         self._clock = clock  # seconds; only differences count
-        self._chance = chance  # 0 to 1, so that the rounds of several routers do not fall together
+        self._chance = chance  # 0 to 1, so that several routers do not list at the same moment
         self._rhythm = rhythm
         # version and value by uid: a name may come back as another object
         self._items: dict[str, tuple[str, T]] = {}
@@ -104,7 +106,9 @@ class Reflector(Generic[T]):
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Keep the view while the block lasts; at its end the API's connections are closed."""
+        """Keep the view up to date while the block lasts; at its end the API's connections are
+        closed.
+        """
         async with self._api, meanwhile(self._run()):
             yield
 
@@ -112,20 +116,23 @@ class Reflector(Generic[T]):
         failures = 0
         while True:
             self._since = math.inf
-            after = await self._round(first=failures == 0)
-            lived = self._clock() - self._since >= _SHORT_S
-            failures = (0 if lived else failures) + (after is not None or not lived)
-            pause = 0.0
+            retry_after_s = await self._list_and_watch(first=failures == 0)
+            has_lasted = self._clock() - self._since >= _SHORT_S
+            failures = (0 if has_lasted else failures) + (
+                retry_after_s is not None or not has_lasted
+            )
+            pause_s = 0.0
             if failures:
-                longer = min(
+                longest_s = min(
                     self._rhythm.pause_s * 2.0 ** min(failures - 1, 30), self._rhythm.pause_most_s
                 )
-                pause = longer * (0.5 + self._chance() / 2)
-            await asyncio.sleep(max(after or 0.0, pause))
+                pause_s = longest_s * (0.5 + self._chance() / 2)
+            await asyncio.sleep(max(retry_after_s or 0.0, pause_s))
 
-    async def _round(self, *, first: bool) -> float | None:
-        """List and watch once; return None, or after a failure how many seconds the API wants to be
-        left alone.
+    async def _list_and_watch(self, *, first: bool) -> float | None:
+        """List and watch once.
+
+        Return None, or after a failure the seconds until the API may be called again (Retry-After).
         """
         try:
             await self._list()
@@ -138,54 +145,56 @@ class Reflector(Generic[T]):
             )
             return exc.retry_after_s
         except Exception:  # a bug must not end the discovery for good
-            logger.exception("the watch of %s failed", self._what.path)
+            logger.exception("the watch of %s failed", self._collection.path)
             return 0.0
         return None
 
     async def _list(self) -> None:
-        found = dict[str, tuple[str, T]]()
-        query = {**self._what.query, "limit": str(_PAGE)}
+        items = dict[str, tuple[str, T]]()
+        query = {**self._collection.query, "limit": str(_PAGE)}
         while True:
-            body = await self._api.get(self._what.path, query)
-            await asyncio.sleep(0)  # to put megabytes together took its time
+            body = await self._api.get(self._collection.path, query)
+            await asyncio.sleep(0)  # joining megabytes took a while
             page = _sound(body, _Page)
             for number, raw in enumerate(page.items or ()):
                 if number % _AT_A_TIME == 0:
                     await asyncio.sleep(0)
                 meta, item = self._item(raw)
-                found[meta.uid] = item
+                items[meta.uid] = item
             query["continue"] = page.metadata.more
-            if not page.metadata.more or len(found) >= MOST:
+            if not page.metadata.more or len(items) >= MOST:
                 break
         if page.metadata.more:
-            logger.error("%s has more than %d objects: the rest is left out", self._what.path, MOST)
-        self._items = found
+            logger.error(
+                "%s has more than %d objects: the rest is left out", self._collection.path, MOST
+            )
+        self._items = items
         self._gone = set()
         self._listed = page.metadata.resource_version
         self._since = self._clock()
-        await self._tell()
+        await self._notify()
 
     async def _watch(self) -> None:
         """Follow the changes until anything ends it."""
         seconds = self._rhythm.relist_s * (0.75 + self._chance() / 2)
         query = {
-            **self._what.query,
+            **self._collection.query,
             "watch": "true",
             "resourceVersion": self._listed,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(max(1, round(seconds))),
         }
-        watching = self._api.watch(self._what.path, query, silence_s=self._rhythm.silence_s)
+        stream = self._api.watch(self._collection.path, query, silence_s=self._rhythm.silence_s)
         try:
-            # also if it knows no timeoutSeconds
-            async with asyncio.timeout(seconds + 1), aclosing(watching) as events:
+            # also if the server ignores timeoutSeconds
+            async with asyncio.timeout(seconds + 1), aclosing(stream) as events:
                 async for lines in events:
                     applied = [self._apply(_sound(line, _Event)) for line in lines]
                     changed = {uid: self._items.get(uid) for uid in applied if uid is not None}
                     if not changed:
-                        self._told.heard()
+                        self._observer.heard()
                     elif self._changed is None:
-                        await self._tell()
+                        await self._notify()
                     else:
                         self._changed(
                             {
@@ -197,15 +206,16 @@ class Reflector(Generic[T]):
             return
 
     def _apply(self, event: _Event) -> str | None:
-        """Take one event in; return the uid of the object that it changes, if any."""
+        """Apply an event; return the uid of the object that it changes, if any."""
         match event.type:
             case "BOOKMARK":
                 return None
             case "ERROR":
                 failure = _sound(event.object, _Failure)
-                kind = Expired if failure.code == HTTPStatus.GONE else KubeError
-                raise kind(
-                    f"the watch of {self._what.path} ends: {failure.message}", status=failure.code
+                error_type = Expired if failure.code == HTTPStatus.GONE else KubeError
+                raise error_type(
+                    f"the watch of {self._collection.path} ends: {failure.message}",
+                    status=failure.code,
                 )
             case "DELETED":
                 uid = _sound(event.object, _Holder).metadata.uid
@@ -214,30 +224,34 @@ class Reflector(Generic[T]):
             case "ADDED" | "MODIFIED":
                 meta, item = self._item(event.object)
                 known = self._items.get(meta.uid)
-                seen = self._listed if known is None else known[0]
-                new = meta.resource_version
-                # it came twice, or late
-                is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)
+                seen_version = self._listed if known is None else known[0]
+                version = meta.resource_version
+                # a repeated or a late event
+                is_old = (
+                    seen_version.isdigit()
+                    and version.isdigit()
+                    and int(version) <= int(seen_version)
+                )
                 if meta.uid in self._gone or is_old:
                     return None
                 self._items[meta.uid] = item
                 return meta.uid
-            case other:
+            case unknown:
                 raise KubeError(
-                    f"the watch of {self._what.path} sends {other!r}, which is no event"
+                    f"the watch of {self._collection.path} sends {unknown!r}, which is no event"
                 )
 
     def _item(self, raw: msgspec.Raw) -> tuple[Meta, tuple[str, T]]:
         meta = _sound(raw, _Holder).metadata
         return meta, (meta.resource_version, self._read(meta, raw))
 
-    async def _tell(self) -> None:
-        await asyncio.sleep(0)  # to read them took its time
-        await self._told.take({uid: value for uid, (_, value) in self._items.items()})
+    async def _notify(self) -> None:
+        await asyncio.sleep(0)  # parsing took a while
+        await self._observer.receive({uid: value for uid, (_, value) in self._items.items()})
 
 
-def _sound(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
+def _sound(data: bytes | msgspec.Raw, expected: type[T]) -> T:
     try:
-        return decode(data, wanted)
+        return decode(data, expected)
     except NotJson as exc:
         raise KubeError(f"the API says something else than Kubernetes does: {exc}") from exc

@@ -1,6 +1,4 @@
-"""One short text that routers share, beside the engines of a store: where a feature keeps a
-lease.
-"""
+"""A short text that routers share, beside the engines of a store: a feature keeps its lease there."""
 
 import asyncio
 from contextlib import suppress
@@ -16,21 +14,21 @@ from pdrelay_proxy.io.discovery.stores import StoreDown
 from pdrelay_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 _MOST_BYTES: Final = 64 * 1024
-_CONFLICT: Final = 409
+_CONFLICT: Final = 409  # the Lease has another resourceVersion
 
 
 class MemoryText:
-    """Of one process alone."""
+    """A text of this process alone."""
 
     def __init__(self) -> None:
         self._text = ""
 
     async def read(self) -> str:
-        """Return it."""
+        """Return the text."""
         return self._text
 
     async def replace(self, text: str, /) -> bool:
-        """Write it."""
+        """Write the text."""
         self._text = text
         return True
 
@@ -47,7 +45,7 @@ class FileText:
         self._read = ""
 
     async def read(self) -> str:
-        """Return it; raises StoreDown."""
+        """Return the text; raises StoreDown."""
         try:
             self._read = await asyncio.to_thread(self._content)
         except OSError as exc:
@@ -55,14 +53,14 @@ class FileText:
         return self._read
 
     async def replace(self, text: str, /) -> bool:
-        """Write it, if it is as it was read; raises StoreDown."""
+        """Write the text, unless it has changed since it was read; raises StoreDown."""
         try:
-            return await asyncio.to_thread(self._replaced, self._read, text)
+            return await asyncio.to_thread(self._replace_file, self._read, text)
         except OSError as exc:
             raise StoreDown(f"{self._path} cannot be written: {exc.strerror}") from exc
 
     async def aclose(self) -> None:
-        """Close nothing: it is opened for each access."""
+        """Close nothing: the file is opened for each access."""
 
     def _content(self) -> str:
         try:
@@ -71,7 +69,7 @@ class FileText:
         except FileNotFoundError:
             return ""
 
-    def _replaced(self, before: str, text: str) -> bool:
+    def _replace_file(self, before: str, text: str) -> bool:
         with locked(self._path, self._lock_wait_s):
             if self._content() != before:
                 return False
@@ -79,7 +77,7 @@ class FileText:
             try:
                 new.write_text(text, encoding="utf-8")
                 new.replace(self._path)
-            except OSError:  # half of it takes room on a disk that has none
+            except OSError:  # half a file takes room on a full disk
                 with suppress(OSError):
                     new.unlink()
                 raise
@@ -99,11 +97,11 @@ class _LeaseObject(msgspec.Struct):
 class LeaseText:
     """An annotation of a Lease (coordination.k8s.io), which must exist: the chart makes it.
 
-    Of the API it takes get and patch of this one object. ``kubectl get lease`` shows its holder.
+    It needs the verbs get and patch on this one object. ``kubectl get lease`` shows its holder.
     """
 
     def __init__(self, api: Kubernetes, name: str, annotation: str, *, lasts_s: float) -> None:
-        """``annotation``: its key; ``lasts_s``: how long the holder that the text names has the
+        """``annotation``: its key; ``lasts_s``: for how long the holder named in the text has the
         lease.
         """
         self._api = api
@@ -114,14 +112,14 @@ class LeaseText:
         self._version = ""
 
     async def read(self) -> str:
-        """Return it; raises StoreDown."""
+        """Return the text; raises StoreDown."""
         try:
-            return self._taken(await self._api.get(self._path, {}))
+            return self._annotation_of(await self._api.get(self._path, {}))
         except (KubeError, NotJson) as exc:
             raise StoreDown(f"the Lease {self._name} cannot be read: {exc}") from exc
 
     async def replace(self, text: str, /) -> bool:
-        """Write it, if the object is as it was read; raises StoreDown."""
+        """Write the text, unless the object has changed since it was read; raises StoreDown."""
         meta = {"resourceVersion": self._version, "annotations": {self._annotation: text}}
         spec = {
             "holderIdentity": decode(text.encode(), _LeaseHolder).holder,
@@ -131,7 +129,7 @@ class LeaseText:
             .replace("+00:00", "Z"),
         }
         try:
-            self._taken(
+            self._annotation_of(
                 await self._api.merge_patch(
                     self._path, msgspec.json.encode({"metadata": meta, "spec": spec})
                 )
@@ -148,10 +146,10 @@ class LeaseText:
         """Close the client."""
         await self._api.__aexit__()
 
-    def _taken(self, body: bytes) -> str:
-        found = decode(body, _LeaseObject).metadata
-        self._version = found.resource_version
-        return (found.annotations or {}).get(self._annotation, "")
+    def _annotation_of(self, body: bytes) -> str:
+        metadata = decode(body, _LeaseObject).metadata
+        self._version = metadata.resource_version
+        return (metadata.annotations or {}).get(self._annotation, "")
 
 
 class _LeaseHolder(msgspec.Struct):

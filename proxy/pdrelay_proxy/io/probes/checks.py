@@ -94,7 +94,7 @@ class HttpChecks:
     ) -> None:
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
-        self._tls = tls or EngineTls.usual()
+        self._tls = tls or EngineTls.from_system()
         # httpcore's word for the name that is asked for and looked for in certificates; over http
         # nothing is.
         self._extensions = (

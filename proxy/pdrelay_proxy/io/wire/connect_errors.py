@@ -1,6 +1,4 @@
-"""Why a connection to an engine was not opened: what the libraries raise becomes an error of ours
-here.
-"""
+"""Why a connection to an engine was not opened: turns the libraries' errors into EngineError."""
 
 import socket
 
@@ -11,8 +9,8 @@ from pdrelay_proxy.io.wire.engine_tls import EngineTls
 
 
 def not_opened(instance: Instance, error: Exception, tls: EngineTls | None) -> EngineError:
-    """Return what an error says of an engine: its name, its machine or its certificate, or a lack
-    of the router's.
+    """Return the EngineError for an error of a connection attempt: of DNS, of TLS, of the engine's
+    machine, or a lack of the router's own (descriptors, ports).
     """
     why = None if tls is None else tls.failure(instance, error)
     number = error.errno if isinstance(error, OSError) else None

@@ -1,6 +1,4 @@
-"""One connection to an engine: sends a request, and gives the response, as its reader finds it, to
-a handler.
-"""
+"""One connection to an engine: sends a request, and passes the response to a handler as it comes."""
 
 import asyncio
 import select
@@ -14,30 +12,30 @@ from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.io.wire.response_reader import ResponseReader
 from pdrelay_proxy.io.wire.simple_response import CONTENT_TYPE, SimpleResponses, parse_single_chunk
 
-# An engine that closes an idle connection as a request is written to it is heard of after one round
-# trip; one that has read the request and dies later has failed it.
+# An engine that closes an idle connection as a request is written to it: the end is seen within one
+# round trip. Later, the engine has read the request and failed it.
 STALE_S: Final = 1.0
 
 
 class Owner(Protocol):
-    """Keeps connections; the calls never wait and never raise."""
+    """Keeps connections; its methods neither wait nor raise."""
 
     def opened(self, connection: "Connection", /) -> None:
-        """It can be used."""
+        """Note that it can be used."""
         ...
 
     def ended(self, connection: "Connection", /) -> None:
-        """It can be used no more: once, and as soon as that is known."""
+        """Note that it can be used no more: called once, as soon as that is known."""
         ...
 
     def closed(self, connection: "Connection", /) -> None:
-        """Its socket is closed: once, and after it has ended."""
+        """Note that its socket is closed: called once, after ``ended``."""
         ...
 
 
 class Peer:
-    """What is kept of one address: connections, the one used last at the end, and the beginnings of
-    requests.
+    """What the pool keeps of one address: idle connections, the last used one at the end, and
+    request heads.
     """
 
     __slots__ = ("address", "heads", "idle", "is_forgotten", "responses")
@@ -47,34 +45,33 @@ class Peer:
         self.idle: list[Connection] = []
         self.heads = Heads(address)
         self.responses = SimpleResponses()
-        # nothing waited there: the next request to it gets another one of these
+        # the pool has dropped it, as no connection waited: the next request gets a new Peer
         self.is_forgotten = False
 
 
 class Connection:
-    """Sends one request at a time, and gives what comes back to its ResponseHandler.
+    """Sends one request at a time, and passes the response to its ResponseHandler.
 
-    It is an asyncio.Protocol.
-
-    It is not derived from that class: mypyc would not clear weak references to what is.
+    It implements asyncio.Protocol, but does not inherit from it: mypyc would not clear weak
+    references to a subclass.
     """
 
-    _transport: asyncio.Transport  # nobody gets the connection before it has one
+    _transport: asyncio.Transport  # set before the connection is given out
 
     def __init__(self, peer: Peer, owner: Owner) -> None:
-        self.peer = peer  # what it leads to
+        self.peer = peer  # the engine's address
         self.clock = asyncio.get_running_loop().time
-        # when it began, a request was sent, some of an answer came, or reading went on
+        # when it opened, or last sent a request, received bytes or resumed reading
         self.heard_at = self.clock()
         self._owner = owner
         self._poll = select.poll()
         self._reader = ResponseReader(peer.responses)
         self._reply: ResponseHandler | None = None
-        self._begun = False  # it has been told of the head
-        self._usable = True  # as far as we know another request may be sent when this one is done
+        self._begun = False  # the handler has got the head
+        self._usable = True  # may send another request when this one is done
         self._ended = False
-        self._held_up = False  # the engine has to wait
-        self._paused = False  # there is too much to write
+        self._held_up = False  # reading is paused: the engine has to wait
+        self._paused = False  # the transport's write buffer is full
         self._is_reused = False  # it has served a request before this one
         self._unwritten = False  # the engine has closed it before the request could be written
 
@@ -82,23 +79,23 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        """Tell whether it has no request."""
+        """Whether it has no request."""
         return self._reply is None
 
     @property
     def held_up(self) -> bool:
-        """Tell whether the engine has to wait for us."""
+        """Whether the engine has to wait for us."""
         return self._held_up
 
     def is_silent(self) -> bool:
-        """Tell whether nothing waits to be read, not even the engine's end of the connection."""
+        """Return whether nothing waits to be read, not even the engine's end of the connection."""
         return not self._poll.poll(0)
 
     def start(self, call: ResponseHandler, head: bytes, body: Sequence[bytes | memoryview]) -> bool:
-        """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is
-        over.
+        """Write a request at once, however long it is, and pass its response to ``call``.
 
-        ``body``: its pieces. Several are written in one go, and not copied for it.
+        Return False if the connection is closing. ``body``: its pieces; several are written in one
+        call, without a copy.
         """
         transport = self._transport
         if transport.is_closing():
@@ -116,40 +113,40 @@ class Connection:
 
     @property
     def is_sent(self) -> bool:
-        """Tell whether the engine has all of the request, or will have it in a moment."""
+        """Whether the engine has all of the request, or will have it in a moment."""
         return not (self._paused or self._unwritten)
 
     def rest(self) -> bool:
-        """Let go of a request that is answered; False: no other may follow."""
+        """Let go of an answered request; return whether another may follow."""
         done = self._reply is None or self._reply.complete
         if not (self._usable and done) or self._transport.get_write_buffer_size():
             return False
         self._reply = None
         self._is_reused = True
-        self._reader.loose = 0
+        self._reader.unbounded_bytes = 0
         if self._held_up:
             self.resume_reading()
         return True
 
     def pause_reading(self) -> None:
-        """Let the engine wait."""
+        """Pause reading: the engine has to wait."""
         self._held_up = True
         if self._reader.is_tls and (self._reply is None or self._reply.complete):
-            # what comes now is read, and neither decrypted nor seen by ``silent``
+            # bytes that come now are read, but neither decrypted nor seen by ``is_silent``
             self._usable = False
         if not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on."""
+        """Resume reading."""
         if self._held_up:
-            self.heard_at = self.clock()  # nothing could be heard before
+            self.heard_at = self.clock()  # while paused it received nothing
         self._held_up = False
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
     def give_up(self, error: EngineError) -> bool:
-        """Close it, and give whoever waits for an answer that error; tell whether somebody did."""
+        """Close it, and fail an unanswered request with this error; return whether there was one."""
         reply = self._reply
         if reply is None or reply.complete or reply.error is not None:
             return False
@@ -157,13 +154,13 @@ class Connection:
         return True
 
     def abort(self) -> None:
-        """Close it at once; whoever waits for an answer gets an error."""
+        """Close it at once; an unanswered request fails."""
         self._transport.abort()
         self._end(None)
 
     def dismiss(self) -> None:
-        """Forget a connection that nobody has got, whether or not the event loop will tell its
-        end.
+        """Forget a connection that was never given out, whether or not the event loop will call
+        ``connection_lost``.
         """
         if hasattr(self, "_transport"):
             self.abort()
@@ -172,7 +169,7 @@ class Connection:
     # For the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
+        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)  # create_connection makes no other
         self._owner.opened(self)
         sock = None if transport.is_closing() else transport.get_extra_info("socket")
@@ -184,10 +181,10 @@ class Connection:
             self._reader.is_tls = transport.get_extra_info("ssl_object") is not None
 
     def data_received(self, data: bytes) -> None:
-        """Take what the engine has sent."""
+        """Pass on the engine's bytes."""
         reply = self._reply
         if reply is None or reply.complete:
-            self._unasked()
+            self._drop_unsolicited()
             return
         self.heard_at = self.clock()
         try:
@@ -195,17 +192,17 @@ class Connection:
             if piece is None:
                 self._read(reply, data)
             else:
-                self._reader.loose = 0
+                self._reader.unbounded_bytes = 0
                 reply.chunk_arrived(data, piece)
-        except Exception as bug:  # noqa: BLE001 (whatever it is, it is not the engine's: who is told says what follows)
+        except Exception as bug:  # noqa: BLE001 (a bug of the handler, not of the engine: the handler decides what follows)
             self._crash(reply, bug)
 
     def _read(self, reply: ResponseHandler, data: bytes) -> None:
-        """Take what is no chunk that has come alone."""
+        """Pass on bytes that are not exactly one chunk."""
         reader = self._reader
         body = None if reader.in_response else self.peer.responses.match(data)
         if body is not None:
-            # of which the reader knows nothing
+            # the reader has not seen this response
             self._usable = self._usable and not (reader.is_tls and self._held_up)
             reply.arrived_whole(CONTENT_TYPE, body)
             return
@@ -232,28 +229,28 @@ class Connection:
             self.abort()
 
     def eof_received(self) -> None:
-        """Note that the engine sends no more: the end of an answer without a length, and of no
-        other.
+        """Note that the engine sends no more: that ends a response without a length, and breaks off
+        any other.
         """
         reply = self._reply
         if reply is None or reply.complete:
-            self._unasked()
+            self._drop_unsolicited()
         elif self._reader.until_eof:
             self._answered(reply, clean=False)
         else:
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that it is over."""
+        """Note that the connection is over."""
         self._end(exc)
         self._closed()
 
     def pause_writing(self) -> None:
-        """Write no more for now."""
+        """Note that the write buffer is full."""
         self._paused = True
 
     def resume_writing(self) -> None:
-        """Go on."""
+        """Resume writing."""
         self._paused = False
 
     def _answered(self, reply: ResponseHandler, *, clean: bool) -> None:
@@ -269,10 +266,8 @@ class Connection:
         self._owner.closed(self)
         self._reader.close()
 
-    def _unasked(self) -> None:
-        """Drop a connection on which something comes that nobody asked for; an answer is never made
-        of it.
-        """
+    def _drop_unsolicited(self) -> None:
+        """Drop a connection that received bytes without a request; they never become a response."""
         self._usable = False
         if self._reply is None:
             self.abort()

@@ -1,6 +1,4 @@
-"""Looks where a connection to an added engine would go, before it goes there, and has it go nowhere
-else.
-"""
+"""Checks where a connection to an added engine would lead, and lets it lead nowhere else."""
 
 import asyncio
 import socket
@@ -15,16 +13,16 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]  # raises OS
 
 
 async def resolved(host: str, port: int) -> Sequence[str]:
-    """Ask the system where a name leads; raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(one[4][0]) for one in found))
+    """Resolve a name by the system's resolver; raises OSError."""
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 class Guard:
-    """Knows which addresses must be looked at: those that neither the settings nor a pod has named.
+    """Checks the addresses that neither the settings nor a pod has named.
 
-    A name is resolved once for each connection, and the connection goes to what was found: a name
-    that leads elsewhere a moment later (DNS rebinding) changes nothing.
+    A name is resolved once for each connection, and the connection uses the addresses that were
+    checked: a name that resolves differently a moment later (DNS rebinding) changes nothing.
     """
 
     def __init__(
@@ -33,20 +31,20 @@ class Guard:
         is_given: Callable[[Address], bool],
         resolve: Resolve | None = resolved,
     ) -> None:
-        """``resolve``: None where nothing is connected, in tests that give a transport: names then
-        pass as they are.
+        """``resolve``: None in tests that give a transport, where nothing is connected: names then
+        pass unresolved.
         """
         self._allowed = allowed
         self._is_given = is_given
         self._resolve = resolve
 
     async def places(self, address: Address) -> Sequence[str]:
-        """Return the IP addresses to connect to, the best first; none: the host may be taken as it
+        """Return the IP addresses to connect to, the best first; none: connect to the host as it
         is.
 
         Raises:
             NotAllowed: it leads to where no engine may be added.
-            OSError: the name leads nowhere.
+            OSError: the name does not resolve.
         """
         host = address.host
         is_given = self._is_given(address)
@@ -55,23 +53,24 @@ class Guard:
                 return ()
         elif self._resolve is None:
             return ()
-        found = await self.leads_to(address)
+        addresses = await self.leads_to(address)
         if is_given and not is_ip(host):
-            return found
-        admitted = [place for place in found if self._allowed.admits(host, place)]
+            return addresses
+        admitted = [ip for ip in addresses if self._allowed.admits(host, ip)]
         if not admitted:
-            led = "" if is_ip(host) else f" leads to {', '.join(found) or 'nothing'}, which"
+            leads_to = (
+                "" if is_ip(host) else f" leads to {', '.join(addresses) or 'nothing'}, which"
+            )
             raise NotAllowed(
-                f"{host}{led} is not in allowed_instances: name its network or its name there"
+                f"{host}{leads_to} is not in allowed_instances: name its network or its name there"
             )
         return admitted
 
     async def leads_to(self, address: Address) -> Sequence[str]:
-        """Return the IP addresses of an engine, wherever they are; none: names are not resolved
-        here.
+        """Return the IP addresses of an engine, allowed or not; none: names are not resolved here.
 
         Raises:
-            OSError: the name leads nowhere.
+            OSError: the name does not resolve.
         """
         host = address.host
         if is_ip(host):

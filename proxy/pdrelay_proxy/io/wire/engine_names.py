@@ -1,4 +1,4 @@
-"""Where the names of engines lead, and where they led last while DNS does not say."""
+"""Resolves the names of engines, and uses their last addresses while DNS is away."""
 
 import asyncio
 import logging
@@ -9,10 +9,10 @@ from typing import Final, TypeAlias
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]  # raises OSError
 _Name: TypeAlias = tuple[str, int]  # host and port
-_PATIENCE_S: Final = 1.0  # for an answer about a name whose addresses are known
-# Seconds after a good answer for which its addresses are used: a resolver restarts in fewer, and
-# health checks ask each few seconds. Later the address may be that of another pod, which would get
-# the prompts and perhaps the key.
+_PATIENCE_S: Final = 1.0  # wait for a name whose addresses are known
+# Seconds for which a good answer stays in use: a resolver restarts in fewer, and health checks
+# resolve every few seconds. Later the address may belong to another pod, which would get the
+# prompts and perhaps the key.
 _LAST_GOOD_S: Final = 60.0
 _MOST: Final = 65_536  # names that are remembered
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _LastGood:
-    """Where a name led, and since when that is known."""
+    """The addresses of a name, and when DNS answered so."""
 
     addresses: Sequence[str]
     at: float  # seconds of the event loop
@@ -29,56 +29,56 @@ class _LastGood:
 class EngineNames:
     """Resolves each name anew for each connection.
 
-    One that does not resolve has its last good addresses for a minute.
+    A name that does not resolve keeps its last good addresses for a minute.
 
-    That no name resolves says nothing of the engines: it is the cluster's DNS, which is away for
-    seconds when its pods move. A request waits for it once; while a name is late, those that follow
-    take the last addresses at once. A name that DNS denies is treated alike: a DNS that has just
-    started denies what it has not read yet.
+    A failed lookup says nothing of the engines: the cluster's DNS is away for seconds when its pods
+    move. A request waits for it once; while a name is late, further requests use the last addresses
+    at once. A name that DNS denies is treated alike: a DNS server that has just started denies
+    names that it has not loaded yet.
     """
 
     def __init__(self, resolve: Resolve, *, patience_s: float = _PATIENCE_S) -> None:
         self._resolve = resolve
         self._patience_s = patience_s
         self._known: dict[_Name, _LastGood] = {}
-        self._asked: dict[_Name, asyncio.Task[Sequence[str]]] = {}  # that are not answered
-        self._late: set[_Name] = set()  # that had no good answer the last time
-        self._expired: set[_Name] = set()  # late ones whose last good answer is too old
+        self._lookups: dict[_Name, asyncio.Task[Sequence[str]]] = {}  # under way
+        self._late: set[_Name] = set()  # whose last lookup failed or is late
+        self._expired: set[_Name] = set()  # late names whose last good answer is too old
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
         """Return the addresses of a name; raises OSError: it has none, and had none of late."""
         name = host, port
         known = self._known.get(name)
-        asked = self._asked.get(name) or self._ask(name)
+        lookup = self._lookups.get(name) or self._start_lookup(name)
         if known is None:
-            return await asyncio.shield(asked)
+            return await asyncio.shield(lookup)
         if name not in self._late or _is_old(known):
-            await asyncio.wait((asked,), timeout=self._patience_s)
-            if not asked.done():
+            await asyncio.wait((lookup,), timeout=self._patience_s)
+            if not lookup.done():
                 self._is_late(name, "no answer")
         known = self._known.get(name, known)
         if _is_old(known):
             self._expire(name)
-            raise _failure(asked)
+            raise _failure(lookup)
         return known.addresses
 
-    def _ask(self, name: _Name) -> "asyncio.Task[Sequence[str]]":
-        async def ask() -> Sequence[str]:
+    def _start_lookup(self, name: _Name) -> "asyncio.Task[Sequence[str]]":
+        async def lookup() -> Sequence[str]:
             return await self._resolve(*name)
 
-        task = self._asked[name] = asyncio.get_running_loop().create_task(ask())
+        task = self._lookups[name] = asyncio.get_running_loop().create_task(lookup())
         task.add_done_callback(lambda task: self._answered(name, task))
         return task
 
     def _answered(self, name: _Name, task: "asyncio.Task[Sequence[str]]") -> None:
-        del self._asked[name]
+        del self._lookups[name]
         if task.cancelled():
             return
         error = task.exception()
-        if error is None and (found := task.result()):
+        if error is None and (addresses := task.result()):
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[name] = _LastGood(found, asyncio.get_running_loop().time())
+            self._known[name] = _LastGood(addresses, asyncio.get_running_loop().time())
             self._expired.discard(name)
             if name in self._late:
                 self._late.remove(name)
@@ -98,11 +98,11 @@ class EngineNames:
 
     def _expire(self, name: _Name) -> None:
         if not self._expired:
-            said = (
+            text = (
                 "%s has not resolved for %g s: it is not connected to, as its address may be "
                 "another's by now"
             )
-            logger.warning(said, name[0], _LAST_GOOD_S)
+            logger.warning(text, name[0], _LAST_GOOD_S)
         self._expired.add(name)
 
 
@@ -110,9 +110,9 @@ def _is_old(answer: _LastGood) -> bool:
     return asyncio.get_running_loop().time() - answer.at > _LAST_GOOD_S
 
 
-def _failure(asked: "asyncio.Task[Sequence[str]]") -> OSError:
-    """Return why a question has no good answer."""
-    error = asked.exception() if asked.done() and not asked.cancelled() else None
+def _failure(lookup: "asyncio.Task[Sequence[str]]") -> OSError:
+    """Return why a lookup has no good answer."""
+    error = lookup.exception() if lookup.done() and not lookup.cancelled() else None
     if isinstance(error, OSError):
         return error
     return socket.gaierror(socket.EAI_AGAIN, "the name does not resolve")

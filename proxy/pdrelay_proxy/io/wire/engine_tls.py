@@ -1,6 +1,4 @@
-"""TLS to engines: whom the router trusts, which name certificates must have, and what went wrong,
-in one sentence.
-"""
+"""TLS to engines: trusted authorities, names of certificates, and failures as one sentence."""
 
 import ssl
 from collections import Counter
@@ -12,7 +10,7 @@ from pdrelay_proxy.core.model import Instance
 
 
 class TlsFailure(FastStrEnum):
-    """Why the router and an engine did not come to terms, as metrics name it."""
+    """Why a TLS connection to an engine failed, as metrics name it."""
 
     WRONG_NAME = "wrong_name"
     UNTRUSTED = "untrusted"  # no authority of engine_ca has signed the engine's certificate
@@ -39,7 +37,7 @@ _DEEPEST: Final = 8  # errors behind an error
 
 
 class EngineTls:
-    """What each new connection to an https engine is opened with; http engines never meet it."""
+    """The TLS settings of new connections to https engines; http engines do not use it."""
 
     __slots__ = ("context", "failures", "server_name")
 
@@ -52,7 +50,7 @@ class EngineTls:
         self.failures: Counter[tuple[str, ...]] = Counter()  # by instance and TlsFailure
 
     @classmethod
-    def usual(cls) -> "EngineTls":
+    def from_system(cls) -> "EngineTls":
         """Trust the system's authorities."""
         return cls(ssl.create_default_context())
 
@@ -63,24 +61,24 @@ class EngineTls:
     def failure(
         self, instance: Instance, error: BaseException, *, was_open: bool = False
     ) -> str | None:
-        """Count what TLS said no to, and say it, with the engine as the subject; None: it was not
-        about TLS.
+        """Count a TLS failure, and return it as a sentence's predicate about the engine; None: the
+        error is not of TLS.
 
-        The sentence has no address: clients may read it. ``was_open``: the connection was open,
-        where only one thing is about trust: with TLS 1.3 an engine refuses the router's certificate
-        after the handshake (RFC 8446, 4.4.2.4).
+        The sentence has no address: clients may read it. ``was_open``: the connection was open
+        already, where only one error is about trust: with TLS 1.3 an engine refuses the router's
+        certificate after the handshake (RFC 8446, 4.4.2.4).
         """
-        found = _ssl_error(error)
-        if found is None:
+        ssl_error = _ssl_error(error)
+        if ssl_error is None:
             return None
-        kind = _kind(found)
+        kind = _kind(ssl_error)
         if was_open and kind is not TlsFailure.REFUSED:
             return None
         self.failures[instance.id, kind] += 1
-        return self._sentence(kind, found)
+        return self._sentence(kind, ssl_error)
 
     def _sentence(self, kind: TlsFailure, error: ssl.SSLError) -> str:
-        said = (
+        reason = (
             error.verify_message
             if isinstance(error, ssl.SSLCertVerificationError)
             else _reason(error)
@@ -89,11 +87,11 @@ class EngineTls:
             return f"shows a certificate that is not for {self.server_name} (engine_server_name)"
         return {
             TlsFailure.WRONG_NAME: "shows a certificate that is not for its address (engine_server_name names another)",
-            TlsFailure.UNTRUSTED: f"shows a certificate of no authority that the router trusts (engine_ca): {said}",
-            TlsFailure.EXPIRED: f"shows a certificate that is not valid now: {said}",
-            TlsFailure.REFUSED: f"does not accept the router's certificate (engine_cert): {said}",
+            TlsFailure.UNTRUSTED: f"shows a certificate of no authority that the router trusts (engine_ca): {reason}",
+            TlsFailure.EXPIRED: f"shows a certificate that is not valid now: {reason}",
+            TlsFailure.REFUSED: f"does not accept the router's certificate (engine_cert): {reason}",
             TlsFailure.NOT_TLS: "speaks no TLS, though its address begins with https",
-            TlsFailure.OTHER: f"fails in the TLS handshake: {said}",
+            TlsFailure.OTHER: f"fails in the TLS handshake: {reason}",
         }[kind]
 
 
@@ -113,9 +111,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def _ssl_error(error: BaseException | None) -> ssl.SSLError | None:
-    """Return TLS's own error, which libraries hide behind theirs; an end of the connection is
-    none.
-    """
+    """Return the TLS error behind a library's error; the end of a connection is none."""
     for _ in range(_DEEPEST):
         if error is None:
             break

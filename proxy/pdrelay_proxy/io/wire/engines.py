@@ -1,4 +1,4 @@
-"""vLLM over HTTP, by the router's own client."""
+"""vLLM over HTTP/1.1, by the router's own client."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,15 +16,16 @@ from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.io.wire.whole_response import WholeAnswer
 from pdrelay_proxy.settings import Settings
 
-# of an idle connection: vLLM closes it after 5 s, and would lose a request that comes then
+# of an idle connection: vLLM closes it after 5 s (uvicorn's timeout_keep_alive), and a request
+# that comes then would be lost
 KEEPALIVE_S: Final = 4.0
 
 
 class WireEngines:
-    """Keeps connections to every engine; use it as a context manager.
+    """Keeps connections to all engines; use it as a context manager.
 
-    It speaks HTTP/1.1 alone, follows no redirect, keeps no cookie, and asks for no compression. A
-    request is written to one connection once: nothing is sent again behind the back of who asked.
+    It speaks HTTP/1.1 alone, follows no redirect, keeps no cookie, and asks for no compression. It
+    writes a request to one connection once, and never repeats it by itself.
     """
 
     def __init__(
@@ -55,23 +56,23 @@ class WireEngines:
 
     @property
     def pool(self) -> Pool:
-        """The connections, for those who look after them."""
+        """The connections."""
         return self._pool
 
     @property
     def leg_sender(self) -> LegSender:
-        """Asks by the same connections, and has answers told."""
+        """Sends requests over the same connections, with a ResponseHandler for each."""
         return self._leg_sender
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
-        """End the requests to an engine that hangs: those that heard nothing from it for so long;
+        """End the requests to an engine that hangs: those without a byte from it for ``silent_s``;
         return how many.
         """
         return self._pool.give_up(instance, silent_s=silent_s)
 
-    async def ask(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
-        """Post, and wait at most so many seconds for the whole answer; giving up closes the
-        connection.
+    async def post(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
+        """Post a leg, and wait at most ``timeout_s`` for the whole answer; after that the
+        connection is closed.
 
         Raises:
             EngineTimeout: the answer did not come in time.
@@ -82,13 +83,11 @@ class WireEngines:
     async def models(
         self, instance: Instance, headers: Headers, *, bare: bool = False
     ) -> EngineResponse:
-        """Get the engine's list of models, ``bare``: without showing a key; raises what ``hints``
-        raises.
-        """
-        asked = partial(
+        """Get the engine's list of models, ``bare``: without a key; raises what ``post`` raises."""
+        send = partial(
             self._leg_sender.get, instance=instance, path="/v1/models", headers=headers, bare=bare
         )
-        return await self._whole(instance, asked, self._probe_timeout_s)
+        return await self._whole(instance, send, self._probe_timeout_s)
 
     async def _whole(
         self, instance: Instance, send: Callable[[ResponseHandler], None], timeout_s: float
@@ -109,5 +108,5 @@ class WireEngines:
                 self._leg_sender.done(call)
             else:
                 call.drop()
-            del call  # an error leads to this frame, and the call to the error: a circle
+            del call  # the error refers to this frame, and the call to the error: a reference cycle
         return answer

@@ -1,4 +1,6 @@
-"""Requests to engines whose answers are told: nobody waits for them."""
+"""Sends requests to engines; a ResponseHandler gets each response, without a task that waits for
+it.
+"""
 
 import asyncio
 from typing import Final
@@ -16,12 +18,10 @@ _JSON: Final = b"application/json"
 
 
 class LegSender:
-    """Asks by a pool's connections, and has a ResponseHandler told of each answer.
+    """Sends over a pool's connections; a ResponseHandler gets each response.
 
-    All calls return at once.
-
-    ``done`` gives the connection of a complete answer back. A request that HTTP cannot carry raises
-    EngineError.
+    All calls return at once. ``done`` gives the connection of a complete answer back. A request
+    that HTTP cannot carry raises EngineError.
     """
 
     __slots__ = ("_outbound", "_pool")
@@ -41,7 +41,9 @@ class LegSender:
         body: Pieces,
         content_type: bytes = _JSON,
     ) -> None:
-        """Post the pieces of a body. ``request`` is an id of ours, which need not be looked at."""
+        """Post the pieces of a body. ``request`` is an id that the router made, so it needs no
+        check.
+        """
         peer = self._pool.peer(instance)
         heads = peer.heads
         if headers or self._outbound.has_keys:
@@ -51,18 +53,18 @@ class LegSender:
             if content_type == _JSON:
                 head = heads.post_ours(path, headers, request, length)
             else:
-                named = (
+                all_headers = (
                     *headers,
                     (b"x-request-id", request.encode()),
                     (b"content-type", content_type),
                 )
-                head = heads.post(path, named, length)
+                head = heads.post(path, all_headers, length)
         except Unsendable as exc:
             raise _unsendable(instance, exc) from exc
         self._start(call, instance, peer, head, body)
 
     def post(self, call: ResponseHandler, leg: LegRequest) -> None:
-        """Post a leg that has its id among its headers."""
+        """Post a leg whose headers have its id."""
         headers = (
             *self._outbound.headers(leg.instance.pool, leg.headers),
             (b"content-type", leg.content_type),
@@ -82,12 +84,12 @@ class LegSender:
         *,
         bare: bool = False,
     ) -> None:
-        """Get a path; ``bare``: without showing a key."""
-        shown = (
+        """Get a path; ``bare``: without a key."""
+        sent_headers = (
             self._outbound.bare(headers) if bare else self._outbound.headers(instance.pool, headers)
         )
         try:
-            head = self._pool.peer(instance).heads.get(path, shown)
+            head = self._pool.peer(instance).heads.get(path, sent_headers)
         except Unsendable as exc:
             raise _unsendable(instance, exc) from exc
         self._start(call, instance, self._pool.peer(instance), head, [b""])
@@ -109,11 +111,11 @@ class LegSender:
         """Open a connection for a request."""
         try:
             await self._open_and_start(call, instance, head, body)
-        except Exception as bug:  # noqa: BLE001 (whatever it is, who waits for the answer must hear of it)
+        except Exception as bug:  # noqa: BLE001 (whatever it is, the handler must get it)
             if call.error is None and not call.complete:
                 call.crashed(bug)
         finally:
-            call.opening = None  # the task's exception leads to the call: a circle
+            call.opening = None  # the task's exception refers to the call: a reference cycle
 
     async def _open_and_start(
         self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces
@@ -121,9 +123,11 @@ class LegSender:
         try:
             connection = await self._pool.open(instance)
         except EngineError as error:
-            call.failed(error.with_traceback(None))  # it leads here, and to the call: a circle
+            call.failed(
+                error.with_traceback(None)
+            )  # its frames refer to the call: a reference cycle
             return
-        if call.error is not None:  # nobody wants it any more
+        if call.error is not None:  # the request was given up meanwhile
             self._pool.put_back(connection)
         elif not connection.start(call, head, body):
             connection.abort()
@@ -135,7 +139,7 @@ class LegSender:
             )
 
     def done(self, call: ResponseHandler) -> None:
-        """Give back the connection of an answer that is complete; any other one is closed."""
+        """Give back the connection of a complete answer; close any other."""
         source = call.source
         call.source = None
         if isinstance(source, Connection):
@@ -143,5 +147,5 @@ class LegSender:
 
 
 def _unsendable(instance: Instance, exc: Unsendable) -> EngineError:
-    """Say that a request cannot be carried by HTTP."""
+    """Return the EngineError for a request that HTTP cannot carry."""
     return EngineError(f"{instance.id} was not asked: {exc}", reached=False)

@@ -1,4 +1,4 @@
-"""Connections to engines that wait for the next request."""
+"""Keeps idle connections to engines for the next requests."""
 
 import asyncio
 import socket
@@ -19,20 +19,18 @@ from pdrelay_proxy.io.wire.connection_guard import Guard
 from pdrelay_proxy.io.wire.engine_tls import EngineTls
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
-# connections that are closed where one cannot be opened: others cannot be, either
+# idle connections that are closed when one cannot be opened: more would fail as well
 _FREED_AT_ONCE: Final = 8
-_FREEING_S: Final = 0.001  # seconds in which the event loop closes them
-_LACKING_S: Final = 0.05  # seconds until another try where none could be closed
-_ROUNDS: Final = 8  # looks at them in the time that one may wait
+_FREEING_S: Final = 0.001  # seconds until the event loop has closed them
+_LACKING_S: Final = 0.05  # seconds until another try if none could be closed
+_CLEANUPS: Final = 8  # of idle connections, in the time that one may stay idle
 # Opens a connection to a host and a port for a protocol; raises OSError.
 Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol], str, int], Awaitable[object]]
 _CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a round or two
 
 
 class Pool:
-    """Opens connections and keeps those that are not in use, at most ``keepalive_s`` seconds
-    each.
-    """
+    """Opens connections, and keeps idle ones for at most ``keepalive_s`` seconds each."""
 
     def __init__(
         self,
@@ -50,28 +48,28 @@ class Pool:
         self._tls = tls
         self._guard = guard
         self._peers: dict[Address, Peer] = {}
-        # by the engine that was there last; hashing an address takes longer
+        # by the engine that used it last: hashing an id is faster than hashing an address
         self._by_id: dict[str, Peer] = {}
         self._open: set[Connection] = set()
         self._idle = 0  # in all peers
-        self._round: asyncio.TimerHandle | None = None
-        self._turns = ConnectLimiter()  # to open one
+        self._cleanup_timer: asyncio.TimerHandle | None = None
+        self._connect_limiter = ConnectLimiter()
         self._closing: asyncio.Event | None = None  # set when nothing is open any more
 
     @property
     def idle(self) -> int:
-        """How many connections wait."""
+        """The number of idle connections."""
         return self._idle
 
     @property
     def addresses(self) -> int:
-        """How many addresses something is kept of."""
+        """The number of addresses with a Peer."""
         return len(self._peers)
 
     def peer(self, instance: Instance) -> Peer:
-        """Return what is kept of an instance's address.
+        """Return the Peer of an instance's address.
 
-        Its id may have been at another one: all engines that join are candidates first.
+        An id may have moved from another address: every engine that joins is a candidate first.
         """
         peer = self._by_id.get(instance.id)
         if peer is None or peer.address is not instance.address:
@@ -79,7 +77,7 @@ class Pool:
         return peer
 
     def waiting_at(self, peer: Peer) -> Connection | None:
-        """Return the connection that was used last and is still good, if there is one."""
+        """Return the idle connection that was used last and is still good, if there is one."""
         while peer.idle:
             connection = peer.idle.pop()
             self._idle -= 1
@@ -88,12 +86,12 @@ class Pool:
                 and connection.is_silent()
             ):
                 return connection
-            # it waited too long, or the engine has closed it and the event loop does not know yet
+            # idle for too long, or closed by the engine before the event loop has seen that
             connection.abort()
         return None
 
     async def open(self, instance: Instance) -> Connection:
-        """Open a connection, in turn.
+        """Open a connection, after waiting for a slot.
 
         Raises:
             EngineTimeout: no connection in time.
@@ -106,28 +104,28 @@ class Pool:
         lacks: list[OSError] = []
         try:
             async with FairTimeout(self._connect_timeout_s):
-                turn = await self._turns.take()
+                slot = await self._connect_limiter.acquire()
                 try:
                     return await self._connect_when_possible(instance.address, lacks)
                 finally:
-                    turn.pass_on()
-        except NotAllowed as elsewhere:
+                    slot.pass_on()
+        except NotAllowed as error:
             raise EngineError(
                 f"{instance.id} is not where engines may be added", reached=False
-            ) from elsewhere
-        except TimeoutError as late:
+            ) from error
+        except TimeoutError as timeout:
             if lacks:
                 raise unreached(instance.id, lacks[-1].errno) from lacks[-1]
             raise EngineTimeout(
                 f"{instance.id} did not accept a connection in time", reached=False
-            ) from late
+            ) from timeout
         except (OSError, UnicodeError) as exc:
-            # ssl.SSLError is an OSError; a name may not be one that DNS can have
+            # ssl.SSLError is an OSError; UnicodeError: DNS cannot have such a name
             raise not_opened(instance, exc, self._tls) from exc
 
     def put_back(self, connection: Connection) -> None:
-        """Keep a connection for the next request, or close it at once: unless its answer is
-        complete, say.
+        """Keep a connection for the next request, or close it, for instance if its answer is not
+        complete.
         """
         if (
             self._closing is not None
@@ -143,26 +141,32 @@ class Pool:
         self._idle += 1
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
-        """End the requests to an address that heard nothing for so many seconds; return how many
+        """End the requests to an address without a byte for ``silent_s`` seconds; return how many
         there were.
 
-        Not those that we hold up ourselves, for a client that is slow: they hear nothing from an
-        engine that is well.
+        Requests that we hold up ourselves, for a slow client, are kept: they hear nothing from a
+        healthy engine.
         """
         since = asyncio.get_running_loop().time() - silent_s
         error = f"{instance.id} hangs: it has answered nothing, and no probe, for {silent_s:g} s"
         listening = [
-            one for one in self._open if one.peer.address == instance.address and not one.held_up
+            connection
+            for connection in self._open
+            if connection.peer.address == instance.address and not connection.held_up
         ]
         return sum(
-            [one.give_up(EngineTimeout(error)) for one in listening if one.heard_at <= since]
+            [
+                connection.give_up(EngineTimeout(error))
+                for connection in listening
+                if connection.heard_at <= since
+            ]
         )
 
     async def close(self) -> None:
         """Close every connection, also those in use: their requests fail."""
         self._closing = asyncio.Event()
-        if self._round is not None:
-            self._round.cancel()
+        if self._cleanup_timer is not None:
+            self._cleanup_timer.cancel()
         for connection in tuple(self._open):
             connection.abort()
         self._peers.clear()
@@ -171,36 +175,36 @@ class Pool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _CLOSING_S)
 
-    # What its connections tell
+    # Called by its connections
 
     def opened(self, connection: Connection, /) -> None:
-        """Keep track of it."""
+        """Keep track of a connection."""
         self._open.add(connection)
         if self._closing is not None:
             connection.abort()
 
     def ended(self, connection: Connection, /) -> None:
-        """Take it out of those that wait."""
+        """Remove a connection from the idle ones."""
         if connection.idle:
-            with suppress(ValueError):  # it has just been taken out
+            with suppress(ValueError):  # waiting_at has just given it out
                 connection.peer.idle.remove(connection)
                 self._idle -= 1
 
     def closed(self, connection: Connection, /) -> None:
-        """Forget it."""
+        """Forget a connection."""
         self._open.discard(connection)
         if self._closing is not None and not self._open:
             self._closing.set()
 
     async def _connect_when_possible(self, address: Address, lacks: list[OSError]) -> Connection:
-        """Open a connection, and try again while the router lacks what it takes; ``lacks`` gets
-        what it lacked.
+        """Open a connection, and try again while the router itself lacks a resource for it
+        (descriptors, ports).
 
-        Connections that are idle make room: at first for as many as the router has announced that
-        it can have.
+        ``lacks`` collects those errors. Idle connections make room: beyond the number that the
+        router announced as its limit, one is closed for each new one.
         """
-        most = engine_connections()
-        if most is not None and len(self._open) >= most:
+        limit = engine_connections()
+        if limit is not None and len(self._open) >= limit:
             self._close_idle(1)
         while True:
             try:
@@ -213,13 +217,11 @@ class Pool:
             await asyncio.sleep(_FREEING_S if is_freed else _LACKING_S)
 
     def _close_idle(self, count: int) -> bool:
-        """Close so many connections that wait, first those that have waited the longest; tell
-        whether there was one.
-        """
+        """Close up to ``count`` connections, the longest idle first; return whether there was one."""
         idle = [connection for peer in self._peers.values() for connection in peer.idle[:count]]
         idle.sort(key=lambda connection: connection.heard_at)
         for connection in idle[:count]:
-            connection.abort()  # which takes it out of its list
+            connection.abort()  # which removes it from its list
         return bool(idle)
 
     async def _connect(self, address: Address) -> Connection:
@@ -230,7 +232,7 @@ class Pool:
         return await self._connect_to(address, places[-1] if places else address.host)
 
     async def _connect_to(self, address: Address, host: str) -> Connection:
-        """Open a connection to a host, which is what the address's own leads to."""
+        """Open a connection to one of the hosts that the address leads to."""
         made: list[Connection] = []
 
         def protocol() -> asyncio.Protocol:
@@ -248,7 +250,7 @@ class Pool:
             else:
                 await self._dial(protocol, host, address.port)
         except BaseException:
-            # uvloop closes a socket that was opened for nobody, and tells its protocol nothing
+            # uvloop closes such a socket without a call of connection_lost
             for connection in made:
                 connection.dismiss()
             raise
@@ -256,33 +258,33 @@ class Pool:
 
     def _engine_tls(self) -> EngineTls:
         if self._tls is None:
-            self._tls = EngineTls.usual()
+            self._tls = EngineTls.from_system()
         return self._tls
 
     def _peer(self, address: Address) -> Peer:
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = Peer(address)
-            if self._round is None:
-                self._again()
+            if self._cleanup_timer is None:
+                self._schedule_cleanup()
         return peer
 
-    def _again(self) -> None:
-        pause = max(self._keepalive_s, 0.08) / _ROUNDS
-        self._round = asyncio.get_running_loop().call_later(pause, self._look_round)
+    def _schedule_cleanup(self) -> None:
+        pause = max(self._keepalive_s, 0.08) / _CLEANUPS
+        self._cleanup_timer = asyncio.get_running_loop().call_later(pause, self._clean_up)
 
-    def _look_round(self) -> None:
-        """Close what would be too old at the next look, and forget addresses without
+    def _clean_up(self) -> None:
+        """Close connections that would be too old at the next cleanup, and forget addresses without
         connections.
         """
-        self._round = None
-        oldest = asyncio.get_running_loop().time() - self._keepalive_s * (_ROUNDS - 1) / _ROUNDS
+        self._cleanup_timer = None
+        oldest = asyncio.get_running_loop().time() - self._keepalive_s * (_CLEANUPS - 1) / _CLEANUPS
         for address, peer in tuple(self._peers.items()):
             while peer.idle and peer.idle[0].heard_at <= oldest:
-                peer.idle[0].abort()  # which takes it out of the list
+                peer.idle[0].abort()  # which removes it from the list
             if not peer.idle:
                 del self._peers[address]
                 peer.is_forgotten = True
-                self._by_id.clear()  # a few are looked up again
+                self._by_id.clear()  # the ids are entered again on use
         if self._peers:
-            self._again()
+            self._schedule_cleanup()

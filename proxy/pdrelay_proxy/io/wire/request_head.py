@@ -1,4 +1,4 @@
-"""The head of a request, as bytes that nobody can add a line to."""
+"""The head of a request, as bytes into which no header can smuggle a line."""
 
 import re
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ _PATHS_MOST: Final = 64  # heads that are kept for an engine; the router knows f
 _KNOWN_MOST: Final = 64  # headers of clients that are kept for an engine
 _PORTS: Final = {"http": 80, "https": 443}
 _PATH: Final = re.compile(r"/[!-~]*")
-# One pass over all lines. A name that decides where the request ends, or who gets it, is ours alone
-# to say.
+# One pass over all lines. Only the router sets headers that decide where a request ends (RFC 9112,
+# 6) or which connection it concerns.
 _LINES: Final = re.compile(
     rb"(?:(?!(?i:host|connection|content-length|transfer-encoding|expect|upgrade|te|trailer):)"
     rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++: [\t\x20-\x7e\x80-\xff]*+\r\n)*+"
@@ -20,11 +20,11 @@ _LINES: Final = re.compile(
 
 
 class Unsendable(Exception):
-    """The request is not one that HTTP can carry; says why, and shows no value."""
+    """HTTP cannot carry the request; says why, without a header's value."""
 
 
 class Heads:
-    """Heads of requests to one address; what is the same in all of them is made once."""
+    """Builds request heads for one address; the constant parts are built once."""
 
     __slots__ = ("_address", "_beginnings", "_known")
 
@@ -46,21 +46,17 @@ class Heads:
         )
 
     def post_ours(self, path: str, headers: Headers, request: str, length: int) -> bytes:
-        """Return the head of a POST of JSON with an id that the router has made; raises
-        Unsendable.
-        """
+        """Return the head of a POST of JSON with an id of the router's; raises Unsendable."""
         lines = self._lines(headers) if headers else b""
         beginning = self._beginnings.get(("POST", path)) or self._beginning("POST", path)
-        said = (
+        own_lines = (
             f"x-request-id: {request}\r\ncontent-type: application/json\r\ncontent-length: "
             f"{length}\r\n\r\n"
         )
-        return beginning + lines + said.encode("ascii")
+        return beginning + lines + own_lines.encode("ascii")
 
     def _lines(self, headers: Headers) -> bytes:
-        """Return the lines of a client's headers; many clients show the same key with each
-        request.
-        """
+        """Return the lines of a client's headers; many clients send the same key with each request."""
         lines = self._known.get(headers)
         if lines is None:
             lines = lines_of(headers)
@@ -70,23 +66,23 @@ class Heads:
         return lines
 
     def _beginning(self, method: str, path: str) -> bytes:
-        found = self._beginnings.get((method, path))
-        if found is None:
+        beginning = self._beginnings.get((method, path))
+        if beginning is None:
             if not _PATH.fullmatch(path):
                 raise Unsendable(
                     f"the path {path!r} cannot be sent: it must be printable ASCII without spaces"
                 )
             if len(self._beginnings) >= _PATHS_MOST:
                 self._beginnings.clear()
-            found = self._beginnings[method, path] = _beginning(self._address, method, path)
-        return found
+            beginning = self._beginnings[method, path] = _beginning(self._address, method, path)
+        return beginning
 
 
 def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the lines of these headers.
+    """Return the lines of headers.
 
     Raises:
-        Unsendable: a name or a value cannot be sent, such as one with a line break in it.
+        Unsendable: a name or a value cannot be sent, for instance with a line break in it.
     """
     lines = b"".join([b"%b: %b\r\n" % header for header in headers])
     if _LINES.fullmatch(lines) is None or lines.count(b"\n") != len(headers):

@@ -1,6 +1,4 @@
-"""One answer, told to whoever sent the request as it comes: no future, no task, nobody who
-waits.
-"""
+"""Delivers one engine response by callbacks, without a future or a task."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -10,7 +8,7 @@ from pdrelay_proxy.errors import ConnectionStale, EngineError
 
 
 class ResponseSource(Protocol):
-    """Where an answer comes from."""
+    """The connection of a response."""
 
     @property
     def is_sent(self) -> bool:
@@ -18,11 +16,11 @@ class ResponseSource(Protocol):
         ...
 
     def pause_reading(self) -> None:
-        """Let the engine wait."""
+        """Pause reading: the engine has to wait."""
         ...
 
     def resume_reading(self) -> None:
-        """Go on."""
+        """Resume reading."""
         ...
 
     def abort(self) -> None:
@@ -31,11 +29,10 @@ class ResponseSource(Protocol):
 
 
 class ResponseHandler(ABC):
-    """What a connection tells about one answer, inside the event loop's read.
+    """Receives one response, by callbacks inside the event loop's read.
 
-    A subclass is told of the head (``began``), of each piece of the body (``arrived``), and once of
-    the end: ``ended`` or ``failed``, after which nothing more comes. None of them may wait or
-    raise.
+    A subclass gets the head (``began``), each piece of the body (``arrived``), and once the end:
+    ``end``, ``fail`` or ``crashed``, after which no call comes. None of them may wait or raise.
     """
 
     __slots__ = ("complete", "engine", "error", "opening", "source")
@@ -49,21 +46,21 @@ class ResponseHandler(ABC):
 
     @property
     def is_sent(self) -> bool:
-        """Tell whether the engine has all of the request, or will have it in a moment."""
+        """Whether the engine has all of the request, or will have it in a moment."""
         return self.complete or (self.source is not None and self.source.is_sent)
 
     def hold(self) -> None:
-        """Let the engine wait."""
+        """Pause reading: the engine has to wait."""
         if self.source is not None:
             self.source.pause_reading()
 
-    def go_on(self) -> None:
-        """Go on."""
+    def resume(self) -> None:
+        """Resume reading."""
         if self.source is not None:
             self.source.resume_reading()
 
     def drop(self) -> None:
-        """Close the connection, or open none: nobody wants the answer, and nothing more is told."""
+        """Close the connection, or open none: the answer is not wanted, and no callback follows."""
         if self.error is None:
             self.error = EngineError(f"{self.engine} is not asked any more")
         if self.source is not None:
@@ -73,20 +70,20 @@ class ResponseHandler(ABC):
 
     @abstractmethod
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
-        """Its head is here."""
+        """The head has come."""
 
     @abstractmethod
     def arrived(self, piece: bytes, *, last: bool = False) -> None:
-        """Some of its body is here; ``last``: no more will come, and ``end`` follows at once."""
+        """A piece of the body has come; ``last``: no more will, and ``end`` follows at once."""
 
-    def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:  # noqa: ARG002 (of use to who passes it on)
-        """Some of its body is here, a chunk of its own; ``chunk``: the same as it has come, with
-        its size.
+    def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:  # noqa: ARG002 (for subclasses that pass it on)
+        """A piece of the body has come as one chunk; ``chunk``: the same bytes with the chunk's
+        size.
         """
         self.arrived(piece)
 
     def arrived_whole(self, content_type: bytes, body: bytes) -> None:
-        """All of an answer of status 200 has come at once."""
+        """All of an answer with status 200 has come at once."""
         self.began(200, content_type, b"")
         if body:
             self.arrived(body, last=True)
@@ -94,26 +91,26 @@ class ResponseHandler(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """All of it is here; the connection may be put back."""
+        """The answer is complete; the connection may be put back."""
 
     @abstractmethod
     def fail(self, error: EngineError) -> None:
-        """It broke off, or was given up; the connection is closed, or about to be."""
+        """The answer broke off, or was given up; the connection is closed, or about to be."""
 
     @abstractmethod
     def crashed(self, bug: Exception) -> None:
-        """One of these calls has raised, which is a bug; the connection is closed."""
+        """A callback has raised, which is a bug; the connection is closed."""
 
-    # What the connection calls
+    # Called by the connection
 
     def ended(self) -> None:
-        """Its last byte has come."""
+        """Note that the last byte has come."""
         if self.error is None:
             self.complete = True
             self.end()
 
     def failed(self, error: EngineError) -> None:
-        """Nothing more will come of it. The first error counts."""
+        """Note that nothing more will come. The first error counts."""
         if not self.complete and self.error is None:
             self.error = error
             self.fail(error)
@@ -121,21 +118,21 @@ class ResponseHandler(ABC):
     def broke_off(
         self, cause: BaseException | None = None, *, was_stale: bool = False, was_sent: bool = True
     ) -> None:
-        """Its connection ended before it did.
+        """Note that the connection ended before the answer did.
 
-        ``was_stale``: one of before, without a byte of an answer; ``was_sent``: the engine may have
-            had all of it.
+        ``was_stale``: a reused connection, without a byte of an answer; ``was_sent``: the engine
+        may have got the whole request.
         """
         if was_stale:
-            said = f"{self.engine} closed an idle connection as a request came"
-            error: EngineError = ConnectionStale(said, was_sent=was_sent)
+            text = f"{self.engine} closed an idle connection as a request came"
+            error: EngineError = ConnectionStale(text, was_sent=was_sent)
         else:
             error = EngineError(f"{self.engine} broke off before its answer was complete")
         error.__cause__ = cause
         self.failed(error)
 
     def give_up(self, error: EngineError) -> None:
-        """Close the connection, unless all has come."""
+        """Close the connection and fail, unless the answer is complete."""
         if not self.complete and self.error is None:
             self.drop()
             self.error = error

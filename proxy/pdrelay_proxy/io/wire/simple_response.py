@@ -1,9 +1,9 @@
-"""Answers as engines nearly always give them: in one piece, with a head that says nothing out of
-the ordinary, or as a stream of chunks that come one by one.
+"""Reads answers as engines nearly always give them: in one piece with an ordinary head, or as a
+stream of chunks that come one by one.
 
 One pattern reads such a head in a tenth of the time that llhttp and its callbacks take, and chunks
-take a third of theirs. Whatever does not fit to the last byte is left to llhttp, so an answer means
-the same either way; a test reads the same answers both ways.
+in a third. Whatever does not match to the last byte is left to llhttp, so an answer means the same
+either way; a test reads the same answers both ways.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Final
 
 CONTENT_TYPE: Final = b"application/json"
 _MOST: Final = 4096  # bytes of such a head
-# lines that say nothing to us
+# lines that do not matter here
 _SILENT: Final = rb"(?:(?:date|server|x-request-id): [!-~ ]*+\r\n)*+"
 _LENGTH: Final = rb"content-length: ([0-9]{1,9}+)\r\n"
 _TYPE: Final = rb"content-type: application/json\r\n"
@@ -35,11 +35,12 @@ _STREAM_HEAD: Final = re.compile(
 
 
 class SimpleResponses:
-    """Finds usual answers among those of one engine: 200, kept alive, and whole JSON or a stream in
+    """Recognizes usual answers of one engine: 200, kept alive, and whole JSON or a stream in
     chunks.
 
-    An engine repeats its head but for the length, and once a second the date: a head that differs
-    in nothing but the digits of its length is compared with the one before, and not matched.
+    An engine repeats its head except for the length, and once a second the date: a head that
+    differs from the one before only in the digits of its length is compared, not matched by the
+    pattern.
     """
 
     __slots__ = ("_before", "_behind", "_end", "_start", "_stop", "_stream_head", "stream_type")
@@ -53,7 +54,7 @@ class SimpleResponses:
         self._start = self._stop = self._end = 0
 
     def match(self, received: bytes) -> bytes | None:
-        """Return the body of such an answer; None: it is another one, or not all of it."""
+        """Return the body of a usual answer; None: it is another kind, or not all of it."""
         start = self._start
         stop = self._stop
         end = self._end
@@ -80,9 +81,7 @@ class SimpleResponses:
         return received[end:] if len(received) - end == int(head[group]) else None
 
     def match_stream(self, received: bytes) -> bytes:
-        """Return the usual head of a stream, which has the ``stream_type``; empty: it is another
-        one.
-        """
+        """Return the usual head of a stream of type ``stream_type``; empty: it is another kind."""
         before = self._stream_head
         if before and received[: len(before)] == before:
             return before
@@ -95,10 +94,10 @@ class SimpleResponses:
 
 
 def parse_single_chunk(received: bytes) -> bytes | None:
-    """Return what is in a whole chunk of up to 4,095 bytes that came alone; None: it is another
-    one, or anything else.
+    """Return the content of one whole chunk of up to 4,095 bytes that came alone; None: the bytes
+    are anything else.
 
-    Only to be asked where the next byte that llhttp waits for is the first of a chunk.
+    Call it only where the next byte that llhttp expects is the first of a chunk.
     """
     length = len(received)
     beginning = _BEGINNINGS[length] if length < len(_BEGINNINGS) else b""
@@ -108,13 +107,13 @@ def parse_single_chunk(received: bytes) -> bytes | None:
 
 
 def parse_chunks(received: bytes, at: int, pieces: list[bytes]) -> int:
-    """Add what is in the whole chunks of that size from ``at`` on; return where they end.
+    """Append the contents of whole chunks of up to 4,095 bytes from ``at`` on; return where they
+    end.
 
-    To be asked as the other.
-
-    A chunk that has the end of a line inside is left to llhttp.
+    Call it only where ``at`` is the first byte of a chunk. A chunk with a line end inside is left
+    to llhttp.
     """
-    # sizes and chunks in turn: to cut them out one by one takes longer
+    # sizes and chunks alternate; cutting them out one by one takes longer
     lines = received[at:].split(b"\r\n")
     for size, piece in zip(lines[:-2:2], lines[1:-1:2], strict=True):
         if not piece or _SIZES.get(size) != len(piece):

@@ -1,4 +1,4 @@
-"""A whole answer that the router itself reads: lists of models, repeated requests, requests to free
+"""Whole answers that the router itself reads: lists of models, repeated requests, requests to free
 blocks.
 """
 
@@ -14,7 +14,7 @@ READ_MOST: Final = 4 * 1024 * 1024
 
 
 class WholeAnswer(ResponseHandler):
-    """``answer`` is done when all of it is here; it raises EngineError when the engine breaks
+    """``answer`` is done when the response is complete; it raises EngineError if the engine breaks
     off.
     """
 
@@ -30,20 +30,20 @@ class WholeAnswer(ResponseHandler):
         self._load = b""
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
-        """Its head is here."""
+        """Keep the head."""
         self._status = status
         self._type = content_type
         self._load = load
 
-    def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
-        """Keep what comes."""
+    def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (``end`` follows)
+        """Keep a piece of the body."""
         self._pieces.append(piece)
         self._size += len(piece)
         if self._size > READ_MOST:
             self.give_up(EngineError(f"{self.engine} answered with more than {READ_MOST} bytes"))
 
     def end(self) -> None:
-        """All of it is here."""
+        """Complete ``answer``."""
         if not self.answer.done():
             body = b"".join(self._pieces)
             self.answer.set_result(
@@ -51,11 +51,11 @@ class WholeAnswer(ResponseHandler):
             )
 
     def fail(self, error: EngineError) -> None:
-        """It broke off, or was given up."""
+        """Fail ``answer``."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def crashed(self, bug: Exception) -> None:
-        """The router has a bug."""
+        """Fail ``answer`` with a bug of the router."""
         if not self.answer.done():
             self.answer.set_exception(bug)

@@ -28,7 +28,7 @@ def test_what_one_of_many_processes_names_is_kept(others):
             for turn in range(int(1300 / EVERY_S))
         ]
         for at, one, names in sorted(looks, key=lambda look: look[0]):
-            for _, after in one.look(store, lambda _, names=names: names, now=at):
+            for _, after in one.decide(store, lambda _, names=names: names, now=at):
                 assert after is not None, f"forgotten at {at:.0f} s"
                 store[KEY] = after
                 one.written(after, now=at)
@@ -37,10 +37,10 @@ def test_what_one_of_many_processes_names_is_kept(others):
 def test_a_doubt_that_was_not_written_is_written_at_the_next_look():
     """The store was away; ten minutes more would be ten minutes in which another engine gets the role."""
     one, doubt = UnnamedAssignments(), replace(TURNED, is_unnamed=True)
-    looks = [one.look({KEY: TURNED}, lambda _: False, now=at) for at in (0.0, EVERY_S)]
+    looks = [one.decide({KEY: TURNED}, lambda _: False, now=at) for at in (0.0, EVERY_S)]
     one.written(doubt, now=EVERY_S)
 
     assert looks == [[(TURNED, doubt)]] * 2
-    assert one.look({KEY: TURNED}, lambda _: False, now=2 * EVERY_S) == []
-    assert one.look({KEY: doubt}, lambda _: False, now=3 * EVERY_S) == []
-    assert one.look({KEY: doubt}, lambda _: False, now=3 * EVERY_S + GRACE_S) == [(doubt, None)]
+    assert one.decide({KEY: TURNED}, lambda _: False, now=2 * EVERY_S) == []
+    assert one.decide({KEY: doubt}, lambda _: False, now=3 * EVERY_S) == []
+    assert one.decide({KEY: doubt}, lambda _: False, now=3 * EVERY_S + GRACE_S) == [(doubt, None)]

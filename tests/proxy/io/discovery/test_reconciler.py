@@ -291,7 +291,7 @@ def test_a_view_of_all_pods_is_taken_in_steps_and_heard_when_they_are_done():
     world, most = World(), 20
     pods = {f"u{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"u{n}") for n in range(1000)}
     counts, synced = [0], list[bool]()
-    for _ in world.pods.listed(pods):
+    for _ in world.pods.view_in_steps(pods):
         counts.append(len(world.registry.members()))
         synced.append(EngineSource.PODS not in world.discovery.missing)
 
@@ -301,7 +301,7 @@ def test_a_view_of_all_pods_is_taken_in_steps_and_heard_when_they_are_done():
     assert EngineSource.PODS not in world.discovery.missing
     assert {member.origin.generation for member in world.registry.members()} == {1}
 
-    for _ in world.pods.listed(dict(list(pods.items())[:200])):
+    for _ in world.pods.view_in_steps(dict(list(pods.items())[:200])):
         counts.append(len(world.registry.members()))
 
     assert max(abs(after - before) for before, after in pairwise(counts)) <= most
@@ -322,7 +322,7 @@ def test_a_view_of_a_store_is_taken_in_steps_and_heard_when_they_are_done():
     entries, counts, synced = Entries(reconciler), [1], list[bool]()
     turns = [Assignment(Key(Role.DECODE, place), EngineRole.PREFILL) for place in ("static:80", "h7:80")]
     turned = {assignment_name(one.key): assignment_of(one) for one in turns}
-    for _ in entries.in_steps({**stored(range(1000)), **turned}):
+    for _ in entries.view_in_steps({**stored(range(1000)), **turned}):
         counts.append(len(registry.members()))
         synced.append(not reconciler.sources.missing)
         found = [m for m in registry.members() if m.instance.address.authority in ("static:80", "h7:80")]
@@ -334,7 +334,7 @@ def test_a_view_of_a_store_is_taken_in_steps_and_heard_when_they_are_done():
     assert not reconciler.sources.missing
     assert Counter(m.role for m in registry.members()) == {EngineRole.PREFILL: 2, EngineRole.DECODE: 999}
 
-    counts = [len(registry.members()) for _ in entries.in_steps(stored(range(200)))]
+    counts = [len(registry.members()) for _ in entries.view_in_steps(stored(range(200)))]
     assert max(before - after for before, after in pairwise([1001, *counts])) <= 20
     assert len(registry.members()) == 201
 
@@ -345,7 +345,7 @@ async def test_a_view_that_comes_while_another_is_taken_in_waits_and_the_latest_
     views = [stored(range(300)), stored(range(600, 900)), stored(range(100, 400)), stored(range(100, 401))]
 
     async def take(view):
-        await world.entries.take(view)
+        await world.entries.receive(view)
         names.append({member.instance.address.host for member in world.registry.members()})
 
     tasks = [asyncio.create_task(take(view)) for view in views[:3]]
@@ -362,7 +362,7 @@ async def test_a_view_that_comes_while_another_is_taken_in_waits_and_the_latest_
 async def test_a_view_whose_task_is_cancelled_is_taken_in_as_a_whole():
     """Its store tells it once: what was left would come with the next restart."""
     world = World()
-    task = asyncio.create_task(world.entries.take(stored(range(300))))
+    task = asyncio.create_task(world.entries.receive(stored(range(300))))
     while not world.registry.members():
         await asyncio.sleep(0)
     task.cancel()
@@ -747,7 +747,7 @@ async def look(*worlds, seconds):
             world.now += 5
             for source in world.reconciler.sources.views if world.hears else ():
                 world.reconciler.heard(source)
-            await world.discovery.look_at_assignments()
+            await world.discovery.drop_unnamed_assignments()
 
 
 async def test_another_engine_at_the_address_of_one_that_is_gone_serves_its_own_role(caplog):
@@ -822,7 +822,7 @@ async def test_a_turn_that_is_made_while_doubts_are_written_stands():
             await put(assignment_name(second), assignment_of(Assignment(second, BOTH)))
 
     world.store.put = slow
-    await world.discovery.look_at_assignments()
+    await world.discovery.drop_unnamed_assignments()
 
     assert written == [assignment_name(first)]
     assert world.reconciler.assignments[second] == Assignment(second, BOTH)

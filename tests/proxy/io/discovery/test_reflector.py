@@ -38,10 +38,10 @@ class Eye:
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS], time.monotonic)
         self.passed_on = Pods(self.reconciler)
 
-    async def take(self, objects):
+    async def receive(self, objects):
         self.pods = {one.target.address.host: one for one in objects.values() if one is not None}
         self.views += 1
-        await self.passed_on.take(objects)
+        await self.passed_on.receive(objects)
 
     def heard(self):
         self.hearings += 1

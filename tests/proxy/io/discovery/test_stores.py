@@ -333,7 +333,7 @@ async def ears_of_a_view(entries):
     """Have a view taken in by a router's own reader; return the addresses of its engines."""
     registry = Registry()
     reconciler = Reconciler(registry, (EngineSource.STORE,), clock=lambda: 0.0)
-    await Entries(reconciler).take(entries)
+    await Entries(reconciler).receive(entries)
     return sorted(member.instance.address.authority for member in registry.members())
 
 
@@ -494,10 +494,10 @@ class SlowEar(Ear):
         super().__init__()
         self.begun, self.may = 0, asyncio.Event()
 
-    async def take(self, entries):
+    async def receive(self, entries):
         self.begun += 1
         await self.may.wait()
-        await super().take(entries)
+        await super().receive(entries)
 
 
 async def test_an_answer_that_was_overtaken_waits_for_the_view_that_is_taken_in(tmp_path):

@@ -96,10 +96,10 @@ def test_a_leg_reaches_only_an_engine_that_shows_the_right_name(loop, authoritie
     async def main(leg):
         async with WireEngines(Settings(), tls=tls) as engines:
             if case.reason is None:
-                assert (await engines.ask(leg, timeout_s=5)).body == b"hello"
+                assert (await engines.post(leg, timeout_s=5)).body == b"hello"
                 return
             with pytest.raises(EngineError) as caught:
-                await engines.ask(leg, timeout_s=5)
+                await engines.post(leg, timeout_s=5)
             assert caught.value.reached is False
             assert str(caught.value).startswith(f"decode-0 {case.said}")
             assert "127.0.0.1" not in str(caught.value)
@@ -173,7 +173,7 @@ def test_http_engines_meet_no_tls(loop, authorities):
 
     async def main(leg):
         async with WireEngines(Settings(), tls=tls) as engines:
-            assert (await engines.ask(leg, timeout_s=5)).body == b"hello"
+            assert (await engines.post(leg, timeout_s=5)).body == b"hello"
         assert await HttpChecks(timeout_s=5, tls=tls).metrics(leg.instance) == b"hello"
 
     with raw_engine(replying(answer())) as engine:

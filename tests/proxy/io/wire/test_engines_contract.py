@@ -92,7 +92,7 @@ BROKEN = Got(error="EngineError")
 
 async def ask(engines, leg, timeout_s=10):
     try:
-        answer = await engines.ask(leg, timeout_s=timeout_s)
+        answer = await engines.post(leg, timeout_s=timeout_s)
     except EngineError as error:
         return Got(error=type(error).__name__, reached=error.reached)
     return Got(answer.status, answer.content_type, answer.body)
@@ -308,9 +308,9 @@ def test_what_frames_a_request_is_the_clients_own(client, name):
             with pytest.raises(
                 EngineError, match=f"decode-0 was not asked: the header '{name.decode()}' cannot be sent"
             ):
-                await engines.ask(LegRequest(instance_at(at), "/a", b"{}", ((name, b"7"),)), timeout_s=5)
+                await engines.post(LegRequest(instance_at(at), "/a", b"{}", ((name, b"7"),)), timeout_s=5)
             with pytest.raises(EngineError, match="printable ASCII"):
-                await engines.ask(LegRequest(instance_at(at), "/a b", b"{}", ()), timeout_s=5)
+                await engines.post(LegRequest(instance_at(at), "/a b", b"{}", ()), timeout_s=5)
 
     with raw_engine(replying(reply())) as engine:
         client.run(main(engine.at))
@@ -350,7 +350,7 @@ def test_the_connection_used_last_is_used_first(client):
                     assert await call.whole() == b"hello"
             assert engines.pool.idle == 2
             for _ in range(3):
-                await engines.ask(leg, timeout_s=5)
+                await engines.post(leg, timeout_s=5)
 
     used = []
 
@@ -379,7 +379,7 @@ def test_idle_connections_and_what_belongs_to_them_go_in_time(client, thinks_s):
     async def main(leg):
         async with client.make(Settings(), keepalive_s=0.2) as engines:
             for _ in range(3):  # the machine may be busy with something else
-                await engines.ask(leg, timeout_s=20)
+                await engines.post(leg, timeout_s=20)
                 await until(lambda: not engines.pool.addresses)
                 assert engines.pool.idle == 0
 
@@ -482,7 +482,7 @@ def test_a_connection_that_ends_before_it_is_used(client):
         async with WireEngines(Settings(), dial=dial) as engines:
             says = "^decode-0 closed the connection before the request was sent$"
             with pytest.raises(EngineError, match=says) as caught:
-                await engines.ask(leg, timeout_s=5)
+                await engines.post(leg, timeout_s=5)
             assert not caught.value.reached
             assert engines.pool.idle == 0
 
@@ -571,7 +571,7 @@ def test_nobody_there(client, way):
             async with client.make(Settings()) as engines:
                 leg = LegRequest(instance_at(f"127.0.0.1:{taken.getsockname()[1]}"), "/a", b"{}", ())
                 with pytest.raises(EngineError, match=r"^decode-0 cannot be reached$"):
-                    await engines.ask(leg, timeout_s=5)
+                    await engines.post(leg, timeout_s=5)
                 return await way(engines, leg)
 
         assert client.run(main()) == Got(error="EngineError", reached=False)
@@ -584,7 +584,7 @@ def test_nobody_takes_the_connection(client, way):
         async with client.make(Settings(connect_timeout_s=0.2)) as engines:
             leg = LegRequest(instance_at(at), "/a", b"{}", ())
             with pytest.raises(EngineTimeout, match=r"^decode-0 did not accept a connection in time$"):
-                await engines.ask(leg, timeout_s=5)
+                await engines.post(leg, timeout_s=5)
             return await way(engines, leg)
 
     with listening_in_vain() as at:
@@ -789,7 +789,7 @@ def test_what_is_not_clear_is_named(client):
         async with client.make(Settings()) as engines:
             says = "decode-0 answered with something that is not HTTP/1.1: a head of more than 65536 bytes"
             with pytest.raises(EngineError, match=f"^{re.escape(says)}$"):
-                await engines.ask(leg, timeout_s=5)
+                await engines.post(leg, timeout_s=5)
 
     with raw_engine(replying(BAD["huge head"])) as engine:
         client.run(main(leg_to(engine)))
@@ -812,7 +812,8 @@ def test_an_answer_that_the_router_itself_reads_is_bounded(client, asks):
 
     async def main(leg):
         async with client.make(Settings()) as engines:
-            ask = partial(engines.ask, leg, timeout_s=5) if asks == "ask" else partial(engines.models, leg.instance, ())
+            post = partial(engines.post, leg, timeout_s=5)
+            ask = post if asks == "ask" else partial(engines.models, leg.instance, ())
             assert (await ask()).status == 200
             with pytest.raises(EngineError, match=rf"^decode-0 answered with more than {most} bytes$"):
                 await ask()
@@ -826,7 +827,7 @@ def test_what_an_engine_says_of_its_load(client):
 
     async def main(leg):
         async with client.make(Settings()) as engines:
-            return [(await engines.ask(leg, timeout_s=5)).load for _ in range(2)]
+            return [(await engines.post(leg, timeout_s=5)).load for _ in range(2)]
 
     with raw_engine(replying(reply(b"", b"endpoint-load-metrics: {a}"), reply())) as engine:
         assert client.run(main(leg_to(engine))) == [b"{a}", b""]
@@ -852,7 +853,7 @@ def test_an_answer_that_takes_too_long(client):
         async with client.make(Settings()) as engines:
             start = time.monotonic()
             with pytest.raises(EngineTimeout, match=r"^decode-0 did not answer within 0\.2 s$") as caught:
-                await engines.ask(leg, timeout_s=0.2)
+                await engines.post(leg, timeout_s=0.2)
             assert caught.value.reached
             assert 0.15 < time.monotonic() - start < 15
 
@@ -940,7 +941,7 @@ def test_a_slow_reader_holds_the_engine_up(client, scheme, serving_tls):
                     await asyncio.sleep(0.3)  # time enough to fill it, if nothing held it up
                     held, _ = tracemalloc.get_traced_memory()
                     while not call.complete:
-                        call.go_on()
+                        call.resume()
                         await asyncio.sleep(0)
                     received = call.pieces
             finally:
@@ -1008,7 +1009,7 @@ def test_closing_ends_every_connection(client):
         with pytest.raises(EngineError, match="broke off"):
             await two.whole()
         with pytest.raises(EngineError, match="the connections to engines are closed"):
-            await engines.ask(leg, timeout_s=5)
+            await engines.post(leg, timeout_s=5)
 
     with raw_engine(script) as engine:
         client.run(main(leg_to(engine)))

@@ -25,7 +25,7 @@ def leg_to(engine, path):
 
 
 async def read(http, leg):
-    return (await http.ask(leg, timeout_s=5)).body
+    return (await http.post(leg, timeout_s=5)).body
 
 
 async def test_what_has_heard_nothing_for_so_long_is_ended():

@@ -64,9 +64,9 @@ def test_a_connection_is_used_again_for_its_own_address_alone(loop):
 
     async def main(legs):
         async with WireEngines(Settings()) as engines:
-            await asyncio.gather(*[engines.ask(leg, timeout_s=5) for leg in legs])
+            await asyncio.gather(*[engines.post(leg, timeout_s=5) for leg in legs])
             for leg in (*legs, *legs):
-                await engines.ask(leg, timeout_s=5)
+                await engines.post(leg, timeout_s=5)
 
     with raw_engine(script) as one, raw_engine(script) as other:
         run(loop, main([leg_to(engine, engine.at.encode()) for engine in (one, other)]))
@@ -120,7 +120,7 @@ def test_an_idle_connection_that_is_closed_under_a_request_is_told_from_an_engin
     async def main(leg):
         async with WireEngines(Settings()) as engines:
             for _ in range(served):
-                await engines.ask(leg, timeout_s=5)
+                await engines.post(leg, timeout_s=5)
             call = WholeAnswer("decode-0")
             engines.leg_sender.post(call, leg)
             if call.source is not None:

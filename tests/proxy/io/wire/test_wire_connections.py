@@ -34,7 +34,7 @@ def test_a_connect_that_is_cancelled_leaves_no_connection(loop, scheme, contexts
     async def main(leg):
         async with WireEngines(Settings(), tls=ours) as engines:
             for rounds in range(ROUNDS):
-                tasks = [asyncio.create_task(engines.ask(leg, timeout_s=5)) for _ in range(4)]
+                tasks = [asyncio.create_task(engines.post(leg, timeout_s=5)) for _ in range(4)]
                 for _ in range(rounds):
                     await asyncio.sleep(0)
                 for task in tasks:
@@ -59,7 +59,7 @@ def test_a_connect_that_is_cancelled_as_it_succeeds_leaves_no_connection(loop, s
     async def main(leg):
         async with WireEngines(Settings(), tls=ours) as engines:
             for _ in range(5):
-                task = asyncio.create_task(engines.ask(leg, timeout_s=5))
+                task = asyncio.create_task(engines.post(leg, timeout_s=5))
                 start = time.monotonic()
                 while not engines.pool._open and time.monotonic() < start + 1:
                     await asyncio.sleep(0)
@@ -81,7 +81,7 @@ def test_what_connects_while_all_is_closed_is_closed_too(loop, scheme, contexts)
 
     async def main(leg):
         engines = WireEngines(Settings(), tls=ours)
-        task = asyncio.create_task(engines.ask(leg, timeout_s=5))
+        task = asyncio.create_task(engines.post(leg, timeout_s=5))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await engines.pool.close()
@@ -149,7 +149,7 @@ def test_whoever_leaves_while_connections_are_opened_leaves_the_turn_to_others(l
                 task.cancel()
             await asyncio.wait(tasks)
             await asyncio.gather(*(engines.pool.open(leg.instance) for _ in range(5 * OPENING_MOST)))
-            assert engines.pool._turns._free._value == OPENING_MOST
+            assert engines.pool._connect_limiter._free._value == OPENING_MOST
 
     with raw_engine(lambda _, talk: talk.hung_up()) as engine:
         run(loop, main(leg_to(engine)))
@@ -185,7 +185,7 @@ def test_a_request_that_could_not_be_written_was_not_sent():
 
 async def ask(engines, leg):
     with pytest.raises(EngineError):
-        await engines.ask(leg, timeout_s=5)
+        await engines.post(leg, timeout_s=5)
 
 
 async def listen(engines, leg):
@@ -235,7 +235,7 @@ def test_a_connection_that_nobody_took_is_freed_at_once(loop):
         async with WireEngines(Settings()) as engines:
             for _ in range(3):
                 with pytest.raises(EngineError, match="cannot be reached"):
-                    await engines.ask(leg, timeout_s=5)
+                    await engines.post(leg, timeout_s=5)
             await asyncio.sleep(0)
             assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []
 
@@ -269,7 +269,7 @@ def test_a_stream_that_its_own_client_holds_up_is_not_given_up(loop):
             call.hold()
             grow_older(call, 31)
             assert engines.give_up(leg.instance, silent_s=30) == 0
-            call.go_on()
+            call.resume()
             assert engines.give_up(leg.instance, silent_s=30) == 0
             grow_older(call, 31)
             assert engines.give_up(leg.instance, silent_s=30) == 1
@@ -293,7 +293,7 @@ def test_a_resume_without_a_pause_is_no_sign_of_life(loop):
         async with WireEngines(Settings()) as engines, told(engines, leg) as call:
             await call.begun()
             grow_older(call, 31)
-            call.go_on()
+            call.resume()
             assert engines.give_up(leg.instance, silent_s=30) == 1
 
     with raw_engine(script) as engine:

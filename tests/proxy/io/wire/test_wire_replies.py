@@ -51,7 +51,7 @@ def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, servi
                 paused.set()
                 await until(strayed.is_set)
                 await asyncio.sleep(0.05)  # for the TLS layer to read it
-            assert (await engines.ask(leg, timeout_s=5)).body == b"right"
+            assert (await engines.post(leg, timeout_s=5)).body == b"right"
 
     with raw_engine(script, tls=theirs) as engine:
         run(loop, main(leg_to(engine, scheme="https")))
@@ -60,7 +60,7 @@ def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, servi
 
 
 async def ask(engines, leg):
-    await engines.ask(leg, timeout_s=5)
+    await engines.post(leg, timeout_s=5)
 
 
 async def listen(engines, leg):
@@ -89,7 +89,7 @@ def test_over_tls_an_answer_that_has_no_body_needs_no_length(loop, head, serving
 
     async def main(leg):
         async with WireEngines(Settings(), tls=ours) as engines:
-            return (await engines.ask(leg, timeout_s=5)).body
+            return (await engines.post(leg, timeout_s=5)).body
 
     with raw_engine(replying(head), tls=theirs) as engine:
         assert run(loop, main(leg_to(engine, scheme="https"))) == b""

@@ -1,6 +1,4 @@
-"""Where engines that were added by hand are kept: in this process, in a file, or where other
-routers see them, too.
-"""
+"""Stores of engines that operators add: this process, a file, or where other routers see them, too."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -17,22 +15,22 @@ class StoreDown(Exception):
 
 
 class StoreNotWritten(StoreDown):
-    """The change was not made: what holds the store takes nothing more, such as a full disk."""
+    """The change was not made: the store accepts no more, such as a full disk."""
 
 
 class Observer(Protocol[S_contra]):
-    """Hears what there is: texts in a store, objects of the Kubernetes API."""
+    """Receives views: texts of a store, objects of the Kubernetes API."""
 
-    async def take(self, objects: Mapping[str, S_contra], /) -> None:
-        """Take all there are, by name or uid, in steps between which others run.
+    async def receive(self, objects: Mapping[str, S_contra], /) -> None:
+        """Take in all objects, by name or uid, in steps between which other tasks run.
 
-        When this returns, they have been taken in, or what has been told since; another view may be
-        told before that.
+        When this returns, this view or a later one has been taken in; a later one may come before
+        that.
         """
         ...
 
     def heard(self) -> None:
-        """Note that the source answers, and the view of before is still so."""
+        """Note that the source answers, and that its latest view is still right."""
         ...
 
 
@@ -42,38 +40,37 @@ StoreObserver: TypeAlias = Observer[str]
 class Store(Protocol):
     """Keeps texts by name.
 
-    A change that is acknowledged is in every later view, also in those of other routers.
+    Every later view has an acknowledged change, also at other routers.
 
-    What a store has said last stays until it says something else; when it cannot be reached, it
-    says nothing.
+    The latest view of a store stays until the next; a store that cannot be reached sends none.
     """
 
     async def put(self, name: str, text: str, /) -> None:
-        """Keep an entry.
+        """Keep an entry; raises StoreDown.
 
-        When this returns, it is kept and the observer has taken it in; raises StoreDown.
+        When this returns, the entry is kept, and the observer has received it.
         """
         ...
 
     async def delete(self, name: str, /) -> None:
-        """Drop an entry, if it is there; the same promise."""
+        """Drop an entry, if it is there; promises what ``put`` does."""
         ...
 
     async def replace(self, name: str, before: str, after: str | None, /) -> bool:
-        """Write an entry anew, or drop it (None), if it is still as it was; the same promise.
+        """Write or drop (None) an entry, if it is still ``before``; promises what ``put`` does.
 
-        Return whether it is now as wanted. If not, nothing has changed, and the observer has taken
-        in what is there.
+        Return whether the entry is now ``after``. If not, nothing has changed, and the observer has
+        received the present view.
         """
         ...
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Tell of changes, whoever makes them, while the block lasts."""
+        """Send views to the observer, whoever makes the changes, while the block lasts."""
         ...
 
 
 def replace_entry(entries: dict[str, str], name: str, before: str, after: str | None) -> None:
-    """Do to entries what ``Store.replace`` says."""
+    """Apply ``Store.replace`` to a dict of entries."""
     if entries.get(name) != before:
         return
     if after is None:

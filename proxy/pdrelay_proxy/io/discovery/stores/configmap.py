@@ -1,5 +1,5 @@
-"""A store in a ConfigMap: one key for each engine, so that routers never write what another one
-wrote.
+"""A store in a ConfigMap: one key for each engine, so that routers never overwrite each other's
+entries.
 """
 
 import asyncio
@@ -22,7 +22,9 @@ from pdrelay_proxy.io.discovery.stores import StoreDown, StoreObserver
 logger = logging.getLogger(__name__)
 _TRIES: Final = 5
 _PAUSE_S: Final = 0.1  # before the second try; doubled with every further one
-_LATE_S: Final = 10.0  # for so long a view that is older than another one is late, not a new truth
+_LATE_S: Final = (
+    10.0  # for so long a view with an older version counts as late, not as a restored ConfigMap
+)
 
 
 class _Map(msgspec.Struct):
@@ -31,31 +33,32 @@ class _Map(msgspec.Struct):
 
 
 class ConfigMapStore:
-    """The ConfigMap must exist (the chart makes it); of the API it takes list and watch of it, and
-    patch.
+    """Keeps entries in a ConfigMap, which must exist (the chart makes it).
+
+    It needs the verbs list, watch and patch on it.
     """
 
     def __init__(
         self,
         api: Kubernetes,
         name: str,
-        told: StoreObserver,
+        observer: StoreObserver,
         *,
         clock: Callable[[], float],
         rhythm: WatchTimes = WatchTimes(),  # noqa: B008 (frozen)
     ) -> None:
         self._api = api
         self._name = name
-        self._told = told
+        self._observer = observer
         self._clock = clock  # seconds; only differences count
         # uid and version of the newest view, and when it came
         self._latest: tuple[str, int, float] = ("", 0, 0.0)
         self._kept: Mapping[str, str] = {}  # the view
         maps = f"/api/v1/namespaces/{api.namespace}/configmaps"
         self._path = f"{maps}/{name}"
-        what = Collection(maps, {"fieldSelector": f"metadata.name={name}"})
+        collection = Collection(maps, {"fieldSelector": f"metadata.name={name}"})
         self._reflector = Reflector(
-            api, what, _map, self, clock=clock, chance=random.random, rhythm=rhythm
+            api, collection, _map, self, clock=clock, chance=random.random, rhythm=rhythm
         )
 
     async def put(self, name: str, text: str, /) -> None:
@@ -68,12 +71,12 @@ class ConfigMapStore:
 
     async def replace(self, name: str, before: str, after: str | None, /) -> bool:
         """Write an entry anew, or drop it, if it is still as it was; raises StoreDown."""
-        place = f"/data/{name}"
-        steps: list[dict[str, str]] = [{"op": "test", "path": place, "value": before}]
+        pointer = f"/data/{name}"
+        steps: list[dict[str, str]] = [{"op": "test", "path": pointer, "value": before}]
         steps.append(
-            {"op": "remove", "path": place}
+            {"op": "remove", "path": pointer}
             if after is None
-            else {"op": "replace", "path": place, "value": after}
+            else {"op": "replace", "path": pointer, "value": after}
         )
         try:
             await self._patch(partial(self._api.json_patch, self._path, msgspec.json.encode(steps)))
@@ -83,37 +86,37 @@ class ConfigMapStore:
                 or exc.__cause__.status != HTTPStatus.UNPROCESSABLE_ENTITY
             ):
                 raise
-            found = (await self._merge({})).get(name)  # which changes nothing: it asks
-            if found == before:  # so it was refused for another reason
+            entry = (await self._merge({})).get(name)  # an empty patch: it only reads
+            if entry == before:  # so the API refused the patch for another reason
                 raise
-            return found == after  # an earlier try has been made, whose answer was lost
+            return entry == after  # an earlier try succeeded, and its answer was lost
         return True
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Watch the ConfigMap."""
         return self._reflector.running()
 
-    async def take(self, objects: Mapping[str, _Map | None], /) -> None:
-        """Take what the watch has seen: this one object, if it is there."""
-        found = next((one for one in objects.values() if one is not None), None)
-        if found is None:
+    async def receive(self, objects: Mapping[str, _Map | None], /) -> None:
+        """Take in the watch's view: this one object, if it is there."""
+        config_map = next((item for item in objects.values() if item is not None), None)
+        if config_map is None:
             logger.warning(
                 "there is no ConfigMap %s: make an empty one; the last view of it stays", self._name
             )
             return
-        uid, version, when = self._latest
+        uid, version, received_at = self._latest
         if (
-            found.metadata.uid == uid
-            and _number(found) < version
-            and self._clock() < when + _LATE_S
+            config_map.metadata.uid == uid
+            and _number(config_map) < version
+            and self._clock() < received_at + _LATE_S
         ):
-            return  # it was on its way when we made a change
-        self._keep(found)
-        await self._told.take(self._kept)
+            return  # the watch sent it before our latest change
+        self._keep(config_map)
+        await self._observer.receive(self._kept)
 
     def heard(self) -> None:
-        """Pass it on."""
-        self._told.heard()
+        """Pass it on to the observer."""
+        self._observer.heard()
 
     async def _merge(self, data: Mapping[str, str | None]) -> Mapping[str, str]:
         return await self._patch(
@@ -121,13 +124,13 @@ class ConfigMapStore:
         )
 
     async def _patch(self, patch: Callable[[], Awaitable[bytes]]) -> Mapping[str, str]:
-        """Make a change; return what the map has then."""
+        """Patch the ConfigMap; return its entries after it."""
         pause = _PAUSE_S
         for number in range(1, _TRIES + 1):
             try:
-                found = decode(await patch(), _Map)
+                config_map = decode(await patch(), _Map)
             except (KubeError, NotJson) as exc:
-                # A patch can be made twice, where another try may succeed.
+                # A patch may be applied twice, so try again where that may help.
                 status = exc.status if isinstance(exc, KubeError) else 0
                 is_passing = status is None or status in (401, 409, 429) or status >= 500
                 if number == _TRIES or not is_passing:
@@ -136,17 +139,17 @@ class ConfigMapStore:
                 pause *= 2
             else:
                 # Versions rise for all objects. An older view would stay: the watch does not repeat
-                # what it has said.
-                if _number(found) >= self._latest[1]:
-                    self._keep(found)
-                # also one that the watch has brought, and is still taken in
-                await self._told.take(self._kept)
-                return found.data or {}
+                # an event.
+                if _number(config_map) >= self._latest[1]:
+                    self._keep(config_map)
+                # also if the watch brought it and the observer is still receiving it
+                await self._observer.receive(self._kept)
+                return config_map.data or {}
         raise AssertionError("the last try returns or raises")
 
-    def _keep(self, found: _Map) -> None:
-        self._latest = (found.metadata.uid, _number(found), self._clock())
-        self._kept = found.data or {}
+    def _keep(self, config_map: _Map) -> None:
+        self._latest = (config_map.metadata.uid, _number(config_map), self._clock())
+        self._kept = config_map.data or {}
 
 
 def _map(_meta: Meta, raw: msgspec.Raw) -> _Map | None:
@@ -157,7 +160,7 @@ def _map(_meta: Meta, raw: msgspec.Raw) -> _Map | None:
         return None
 
 
-def _number(found: _Map) -> int:
-    """Return the version as a number: they rise. 0: it is none."""
-    text = found.metadata.resource_version
+def _number(config_map: _Map) -> int:
+    """Return the version as a number, as versions rise; 0: it is not a number."""
+    text = config_map.metadata.resource_version
     return int(text) if text.isascii() and text.isdigit() else 0

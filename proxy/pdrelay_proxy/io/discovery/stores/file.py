@@ -24,26 +24,28 @@ from pdrelay_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024
-_Stamp: TypeAlias = tuple[int, int, int]  # of the file: inode, time and size
+_Stamp: TypeAlias = tuple[int, int, int]  # a file's inode, time and size
 
 
 class _FileContent:
-    """What the file has: the entries, and those of them that are not written as texts."""
+    """The entries of the file, and those of them that are not JSON strings."""
 
     def __init__(self, data: bytes) -> None:
         """Raises NotJson: it is no JSON object."""
         fields = decode(data, Fields) if data.strip() else {}
         self.entries: dict[str, str] = {}
-        self._others: dict[str, tuple[str, msgspec.Raw]] = {}  # as an entry, and as it is written
+        self._others: dict[
+            str, tuple[str, msgspec.Raw]
+        ] = {}  # the entry's text, and its JSON in the file
         for name, raw in fields.items():
             try:
                 self.entries[name] = decode(raw, str)
-            except NotJson:  # left out where entries are read, and kept as it is
+            except NotJson:  # discovery leaves it out; the file keeps it unchanged
                 self.entries[name] = text_of_entry(bytes(raw))
                 self._others[name] = self.entries[name], raw
 
     def data(self) -> bytes:
-        """Write it."""
+        """Return the file's bytes."""
         fields: Fields = {}
         for name, entry in self.entries.items():
             other = self._others.get(name)
@@ -52,30 +54,30 @@ class _FileContent:
 
 
 class FileStore:
-    """One JSON object.
+    """One file with one JSON object.
 
-    It is replaced as a whole, under a lock that lies beside it; readers need none.
+    It is replaced as a whole, under a lock file beside it; readers need no lock.
     """
 
     def __init__(
         self,
         path: str,
-        told: StoreObserver,
+        observer: StoreObserver,
         *,
         poll_s: float = 0.2,
         lock_wait_s: float = LOCK_WAIT_S,
     ) -> None:
         self._path = Path(path)
-        self._told = told
-        # seconds between two glances at whether another process has changed it
+        self._observer = observer
+        # seconds between two checks for changes of another process
         self._poll_s = poll_s
         self._lock_wait_s = lock_wait_s
         self._seen: _Stamp | None = None
         self._trouble = ""  # what was logged last
-        self._turn = asyncio.Lock()  # one change or glance of this process after the other
+        self._lock = asyncio.Lock()  # this process makes one change or check at a time
 
     async def put(self, name: str, text: str, /) -> None:
-        """Keep an entry; raises StoreDown when the file cannot be written, or is full."""
+        """Keep an entry; raises StoreDown if the file cannot be written, or is full."""
         await self._change(lambda entries: entries.update({name: text}))
 
     async def delete(self, name: str, /) -> None:
@@ -89,20 +91,20 @@ class FileStore:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Read the file, and look again and again whether another process has changed it."""
-        await self._glance()
+        """Read the file, and check regularly whether another process has changed it."""
+        await self._check_file()
         trouble = f"{self._path} could not be looked at"
-        async with meanwhile(repeatedly(self._poll_s, self._glance, logger, trouble)):
+        async with meanwhile(repeatedly(self._poll_s, self._check_file, logger, trouble)):
             yield
 
-    async def _glance(self) -> None:
-        async with self._turn:
+    async def _check_file(self) -> None:
+        async with self._lock:
             try:
                 stamp = self._stamp()
                 if stamp == self._seen:
-                    self._told.heard()
+                    self._observer.heard()
                 else:
-                    await self._take(await asyncio.to_thread(self._read), stamp)
+                    await self._send_view(await asyncio.to_thread(self._read), stamp)
                 self._trouble = ""
             except StoreDown as exc:
                 if str(exc) != self._trouble:
@@ -110,33 +112,31 @@ class FileStore:
                 self._trouble = str(exc)
 
     async def _change(self, change: Callable[[dict[str, str]], object]) -> dict[str, str]:
-        async with self._turn:
-            entries, stamp = await asyncio.to_thread(self._rewritten, change)
-            await self._take(entries, stamp)
+        async with self._lock:
+            entries, stamp = await asyncio.to_thread(self._rewrite, change)
+            await self._send_view(entries, stamp)
             return entries
 
-    async def _take(self, entries: dict[str, str], stamp: _Stamp) -> None:
+    async def _send_view(self, entries: dict[str, str], stamp: _Stamp) -> None:
         self._seen = stamp
-        await self._told.take(entries)
+        await self._observer.receive(entries)
 
     def _stamp(self) -> _Stamp:
         try:
-            found = self._path.stat()
+            stat = self._path.stat()
         except FileNotFoundError:
             return (0, 0, 0)
         except OSError as exc:
             raise StoreDown(f"{self._path} cannot be looked at: {exc.strerror}") from exc
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
-    def _rewritten(
-        self, change: Callable[[dict[str, str]], object]
-    ) -> tuple[dict[str, str], _Stamp]:
-        """Change the file, and return what is in it then."""
+    def _rewrite(self, change: Callable[[dict[str, str]], object]) -> tuple[dict[str, str], _Stamp]:
+        """Change the file; return its new entries."""
         try:
             with locked(self._path, self._lock_wait_s):
                 content = self._content()
                 entries = content.entries
-                # somebody has edited it: what makes it smaller is right
+                # an edited file may be too large: a change that makes it smaller is right
                 most = max(MOST, len(entries))
                 change(entries)
                 data = content.data()

@@ -1,4 +1,4 @@
-"""A lock beside a file, for the processes of one machine that change it."""
+"""A lock beside a file that several processes of one machine change."""
 
 import fcntl
 import time
@@ -15,15 +15,15 @@ _POLL_S: Final = 0.01
 
 @contextmanager
 def locked(path: Path, wait_s: float) -> Generator[None]:
-    """Hold the lock of a file while the block lasts; it blocks its thread, and is for threads of
-    their own.
+    """Hold the lock of a file while the block lasts; this blocks its thread, so it is called in a
+    thread of its own.
 
-    Raises StoreDown: another process has it for so long.
+    Raises StoreDown: another process has held it for ``wait_s`` seconds.
     """
     name = f"{path}.lock"
     until = time.monotonic() + wait_s
     with Path(name).open("a") as lock:
-        while not _is_taken(lock.fileno()):
+        while not _acquire(lock.fileno()):
             if time.monotonic() >= until:
                 raise StoreDown(
                     f"{path} was not changed: another process has held its lock {name} for "
@@ -34,7 +34,7 @@ def locked(path: Path, wait_s: float) -> Generator[None]:
         yield
 
 
-def _is_taken(file: int) -> bool:
+def _acquire(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

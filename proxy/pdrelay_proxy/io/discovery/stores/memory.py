@@ -1,4 +1,4 @@
-"""A store of this process alone: what it has ends with it."""
+"""A store of this process alone, which ends with it."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -10,42 +10,44 @@ from pdrelay_proxy.io.discovery.stores import StoreDown, StoreObserver, replace_
 
 
 class MemoryStore:
-    """Always there, and always up to date."""
+    """Always reachable, and always up to date."""
 
-    def __init__(self, told: StoreObserver, *, heartbeat_s: float = 1.0, most: int = MOST) -> None:
-        self._told = told
+    def __init__(
+        self, observer: StoreObserver, *, heartbeat_s: float = 1.0, most: int = MOST
+    ) -> None:
+        self._observer = observer
         self._heartbeat_s = heartbeat_s
         self._most = most
         self._entries: dict[str, str] = {}
 
     async def put(self, name: str, text: str, /) -> None:
-        """Keep an entry; raises StoreDown when there are too many."""
+        """Keep an entry; raises StoreDown if there are too many."""
         if len(self._entries) >= self._most and name not in self._entries:
             raise StoreDown(
                 f"there are {self._most} engines already, which is as many as a router takes"
             )
         self._entries[name] = text
-        await self._told.take(dict(self._entries))
+        await self._observer.receive(dict(self._entries))
 
     async def delete(self, name: str, /) -> None:
         """Drop an entry."""
         self._entries.pop(name, None)
-        await self._told.take(dict(self._entries))
+        await self._observer.receive(dict(self._entries))
 
     async def replace(self, name: str, before: str, after: str | None, /) -> bool:
         """Write an entry anew, or drop it, if it is still as it was."""
         replace_entry(self._entries, name, before, after)
-        await self._told.take(dict(self._entries))
+        await self._observer.receive(dict(self._entries))
         return self._entries.get(name) == after
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Say again and again that nothing is old."""
-        await self._told.take(dict(self._entries))
+        """Confirm the view every ``heartbeat_s`` seconds."""
+        await self._observer.receive(dict(self._entries))
         async with meanwhile(self._beat()):
             yield
 
     async def _beat(self) -> None:
         while True:
-            self._told.heard()
+            self._observer.heard()
             await asyncio.sleep(self._heartbeat_s)

@@ -1,8 +1,8 @@
-"""A store in Redis: one hash. redis stops at this file.
+"""A store in Redis: one hash. redis-py is imported here alone.
 
 Every change is one script that returns the whole hash and raises a version, so that an older view
-never replaces a newer one. Messages say that something has changed; views are read again every few
-seconds whatever messages say.
+never replaces a newer one. A message on the channel announces a change; views are also read again
+every few seconds, in case a message was lost.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class _Answer(NamedTuple):
     agrees: bool
 
 
-class _Listening(Protocol):
+class _Subscription(Protocol):
     async def subscribe(self, channel: str, /) -> object: ...
     async def get_message(self, *, timeout: float) -> object: ...  # noqa: ASYNC109 (the library calls it so)
 
@@ -85,7 +85,7 @@ class _Client(Protocol):
     async def eval(self, script: str, keys: int, /, *args: str) -> list[object]: ...
     def pubsub(
         self, *, ignore_subscribe_messages: bool
-    ) -> AbstractAsyncContextManager[_Listening]: ...
+    ) -> AbstractAsyncContextManager[_Subscription]: ...
     async def aclose(self) -> None: ...
 
 
@@ -96,39 +96,44 @@ class RedisStore:
     """
 
     def __init__(
-        self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0
+        self,
+        url: str,
+        observer: StoreObserver,
+        *,
+        password: str | None = None,
+        reread_s: float = 2.0,
     ) -> None:
-        self._redis, tag = _connected(url, password)
+        self._redis, tag = _connect(url, password)
         self._keys = [f"{tag}:{name}" for name in _KEYS]
         self._channel = f"{tag}:changed"
-        self._told = told
+        self._observer = observer
         self._reread_s = reread_s
         self._seen = ("", -1)  # epoch and version of the view
         self._kept: Mapping[str, str] = {}  # the view
         self._trouble = ""  # what was logged last
-        self._ends = False  # the library loses a cancellation now and then
+        self._ends = False  # redis-py swallows a cancellation now and then
 
     async def put(self, name: str, text: str, /) -> None:
         """Keep an entry; raises StoreDown."""
-        await self._acknowledged("put", name, text)
+        await self._change("put", name, text)
 
     async def delete(self, name: str, /) -> None:
         """Drop an entry; raises StoreDown."""
-        await self._acknowledged("delete", name, "")
+        await self._change("delete", name, "")
 
     async def replace(self, name: str, before: str, after: str | None, /) -> bool:
         """Write an entry anew, or drop it, if it is still as it was; raises StoreDown."""
         verb, text = ("drop", "") if after is None else ("replace", after)
         epoch = self._seen[0]
-        is_done = await self._acknowledged(verb, name, text, before=before)
-        # it had lost what it knew, and was given it back just now
+        is_done = await self._change(verb, name, text, before=before)
+        # Redis had lost its entries, and has just got them back
         if not is_done and self._seen[0] != epoch:
-            is_done = await self._acknowledged(verb, name, text, before=before)
+            is_done = await self._change(verb, name, text, before=before)
         return is_done
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Listen, and read again and again."""
+        """Subscribe to changes, and read again and again."""
         task = asyncio.create_task(self._run())
         try:
             yield
@@ -138,19 +143,19 @@ class RedisStore:
             await asyncio.wait((task,))
             await self._redis.aclose()
 
-    async def _acknowledged(self, verb: str, name: str, text: str, *, before: str = "") -> bool:
+    async def _change(self, verb: str, name: str, text: str, *, before: str = "") -> bool:
         try:
-            found = await self._do(verb, name, text, before=before)
-            await self._settle(found, is_change=True)
+            answer = await self._run_script(verb, name, text, before=before)
+            await self._take_in(answer, is_change=True)
         except (RedisError, OSError, TimeoutError) as exc:
             raise StoreDown(f"Redis did not make the change: {exc}") from exc
-        return found.agrees
+        return answer.agrees
 
-    async def _do(self, verb: str, *entries: str, before: str = "") -> _Answer:
+    async def _run_script(self, verb: str, *entries: str, before: str = "") -> _Answer:
         """Run the script."""
-        given = (secrets.token_hex(8), verb, self._channel, before, *entries)
+        arguments = (secrets.token_hex(8), verb, self._channel, before, *entries)
         epoch, version, flat, agrees = await self._redis.eval(
-            _SCRIPT, len(self._keys), *self._keys, *given
+            _SCRIPT, len(self._keys), *self._keys, *arguments
         )
         texts = [str(text) for text in cast("Sequence[object]", flat)]
         view = dict(zip(texts[::2], texts[1::2], strict=True))
@@ -159,20 +164,22 @@ class RedisStore:
             raise RedisError(f"{self._keys[2]} is no number: remove it")
         return _Answer(str(epoch), int(number), view, agrees == 1)
 
-    async def _settle(self, found: _Answer, *, anew: bool = False, is_change: bool = False) -> None:
-        """Take a view.
+    async def _take_in(
+        self, answer: _Answer, *, is_first: bool = False, is_change: bool = False
+    ) -> None:
+        """Take in a view.
 
-        A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
+        A Redis that has lost its entries, or has older ones, first gets the latest view back.
 
-        ``anew``: the view is the first one after a loss of the connection, so that it cannot be
-        overtaken by another; ``is_change``: it is the answer to a change of this router, which
-        waits until it has been taken in.
+        ``is_first``: the first view after a lost connection, so no later view can have come before
+        it; ``is_change``: the answer to a change of this router, which waits until the observer has
+        received it.
         """
         known, latest = self._seen
-        epoch, version, entries, _ = found
-        if known and (epoch != known or (anew and version < latest)):
+        epoch, version, entries, _ = answer
+        if known and (epoch != known or (is_first and version < latest)):
             logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
-            epoch, version, entries, _ = await self._do(
+            epoch, version, entries, _ = await self._run_script(
                 "restore", *chain.from_iterable(self._kept.items())
             )
             self._seen = known, latest = (epoch, -1)
@@ -180,10 +187,10 @@ class RedisStore:
             self._seen = (epoch, version)
             self._kept = entries
         elif not is_change:
-            self._told.heard()
+            self._observer.heard()
             return
-        # also one that has overtaken the answer, and is still taken in
-        await self._told.take(self._kept)
+        # also if a later view came first and the observer is still receiving it
+        await self._observer.receive(self._kept)
 
     async def _run(self) -> None:
         while not self._ends:
@@ -193,31 +200,31 @@ class RedisStore:
                 if str(exc) != self._trouble:
                     logger.warning("Redis: %s; the last view of it stays", exc)
                 self._trouble = str(exc)
-            except Exception:  # a bug must not end the looking for good
+            except Exception:  # a bug must not end the updates for good
                 logger.exception("the view of Redis could not be taken")
             await asyncio.sleep(0.2 + secrets.randbelow(300) / 1000)
 
     async def _listen(self) -> None:
-        async with self._redis.pubsub(ignore_subscribe_messages=True) as listening:
-            await listening.subscribe(self._channel)
-            await self._settle(await self._do("read"), anew=True)
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
+            await subscription.subscribe(self._channel)
+            await self._take_in(await self._run_script("read"), is_first=True)
             while not self._ends:
                 self._trouble = ""
-                await listening.get_message(timeout=self._reread_s)
-                await self._settle(await self._do("read"))
+                await subscription.get_message(timeout=self._reread_s)
+                await self._take_in(await self._run_script("read"))
 
 
 class RedisText:
-    """A short text beside the engines: a core/ports.py SharedText."""
+    """A short text beside the engines (core/ports.py: SharedText)."""
 
     def __init__(self, url: str, name: str, *, password: str | None = None) -> None:
-        """``url``: as that of the store; ``name``: of the text."""
-        self._redis, tag = _connected(url, password)
+        """``url``: that of the store; ``name``: of the text."""
+        self._redis, tag = _connect(url, password)
         self._key = f"{tag}:{name}"
         self._text = ""
 
     async def read(self) -> str:
-        """Return it; raises StoreDown."""
+        """Return the text; raises StoreDown."""
         try:
             (text,) = await self._redis.eval(_READ, 1, self._key)
         except (RedisError, OSError, TimeoutError) as exc:
@@ -226,7 +233,7 @@ class RedisText:
         return self._text
 
     async def replace(self, text: str, /) -> bool:
-        """Write it, if it is as it was read; raises StoreDown."""
+        """Write the text, unless it has changed since it was read; raises StoreDown."""
         try:
             (done,) = await self._redis.eval(_REPLACE, 1, self._key, self._text, text)
         except (RedisError, OSError, TimeoutError) as exc:
@@ -240,13 +247,13 @@ class RedisText:
         await self._redis.aclose()
 
 
-def _connected(url: str, password: str | None) -> tuple[_Client, str]:
-    """Return a client, and what all keys begin with: in braces, so that they are in one slot of a
+def _connect(url: str, password: str | None) -> tuple[_Client, str]:
+    """Return a client, and the prefix of all keys: in braces, so that they hash to one slot of a
     Redis Cluster.
     """
     limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
-    # What another program has written need not be UTF-8: it is left out where it is read, and
-    # written back as it was.
+    # Another program's entry need not be UTF-8: discovery leaves it out, and a restore writes the
+    # same bytes.
     texts = {"decode_responses": True, "encoding_errors": "surrogateescape"}
     make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
     url, prefix = split_prefix(url)

@@ -30,7 +30,9 @@ def prompts(count, per_s, mean, long=()):
     for number, at_s in zip(range(count), poisson(per_s, 3), strict=False):
         size = 100_000 if number in long else 50 + int(chance.expovariate(1 / mean))
         output = 1 + int(chance.expovariate(1 / 100))
-        turns.append(Turn(f"r{number}", names.take(-(-(size + output) // 16)), size, output, at_s))
+        turns.append(
+            Turn(f"r{number}", names.new_names(-(-(size + output) // 16)), size, output, at_s)
+        )
     return Trace(16, turns)
 
 

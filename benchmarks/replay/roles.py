@@ -16,7 +16,7 @@ from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.roles import RolesPlan
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
 from pdrelay_tools.planning.replay.summary import Targets
-from pdrelay_tools.planning.replay.traces import Phase, phases
+from pdrelay_tools.planning.replay.traces import Phase, phased_trace
 
 # A slow engine: a request takes as long as many do on a fast one, so an hour has few enough of them
 # to simulate.
@@ -48,7 +48,9 @@ def fleet_of(name):
 
 def trace_of(minutes):
     """Return prompts, answers, and prompts again."""
-    return phases([Phase(minutes * 60, *kind) for kind in (PROMPTS, ANSWERS, PROMPTS)], 64, SEED)
+    return phased_trace(
+        [Phase(minutes * 60, *kind) for kind in (PROMPTS, ANSWERS, PROMPTS)], 64, SEED
+    )
 
 
 def is_good(one):

@@ -8,7 +8,7 @@ import pytest
 
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
-from pdrelay_tools.simulated.loads import SAID
+from pdrelay_tools.simulated.loads import FAILURE_TEXT
 from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
 
@@ -124,8 +124,8 @@ async def test_operators_see_the_cause_before_the_pair_rests(caplog):
                 await asyncio.sleep(0.02)
         healed = await running.client.post("/v1/completions", json=BODY)
 
-    sentence = f"decode-0 loads no KV of prefill-0 (secret): {SAID.format('secret')}"
-    assert (row["state"], row["reason"], row["why"]) == ("failing", "secret", SAID.format("secret"))
+    sentence = f"decode-0 loads no KV of prefill-0 (secret): {FAILURE_TEXT.format('secret')}"
+    assert (row["state"], row["reason"], row["why"]) == ("failing", "secret", FAILURE_TEXT.format("secret"))
     assert [line for line in caplog.messages if "loads no KV" in line] == [sentence]
     assert 'kv;desc="not loaded: secret"' in response.headers["server-timing"].split(", ")
     assert sentence in shown["requests"][0]["notes"]

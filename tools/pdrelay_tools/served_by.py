@@ -1,6 +1,4 @@
-"""What an answer and the engines tell about one request: who served it, and how much KV was
-moved.
-"""
+"""Reads which engines served a request, and how much KV moved, from headers and metrics."""
 
 import re
 from collections.abc import Sequence
@@ -18,8 +16,9 @@ class LegTiming:
 
 
 def parse_server_timing(header: str) -> dict[str, LegTiming]:
-    """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is
-    left out.
+    """Read a Server-Timing header (W3C): `prefill;desc="prefill-0";dur=41.2, decode;desc="d-0"`.
+
+    Entries of another form are left out.
     """
     legs: dict[str, LegTiming] = {}
     for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
@@ -29,9 +28,7 @@ def parse_server_timing(header: str) -> dict[str, LegTiming]:
 
 
 def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
-    """Sum a metric over its labels in a Prometheus text, by the first of the names that is there;
-    None: none is.
-    """
+    """Sum the first of these metrics that a text has, over its labels; None: it has none."""
     for name in names:
         pattern = re.compile(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
         if values := [float(value) for value in pattern.findall(exposition)]:

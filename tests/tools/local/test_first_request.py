@@ -7,7 +7,7 @@ import pytest
 
 from pdrelay_tools.local import first_request
 from pdrelay_tools.local.errors import LocalError
-from pdrelay_tools.local.first_request import ask
+from pdrelay_tools.local.first_request import send_first_request
 from pdrelay_tools.served_by import LegTiming, metric_total, parse_server_timing
 
 ANSWER = {"choices": [{"message": {"role": "assistant", "content": "to the sea"}}]}
@@ -48,7 +48,7 @@ def played(monkeypatch):
 
 
 def answer():
-    return ask("http://router", ["http://decode"], "tiny")
+    return send_first_request("http://router", ["http://decode"], "tiny")
 
 
 def test_an_answer_tells_where_it_was_made_and_what_was_moved(played):

@@ -8,7 +8,7 @@ import pytest
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_tools.local.errors import LocalError
 from pdrelay_tools.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
-from pdrelay_tools.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype, why_too_small
+from pdrelay_tools.local.preflight import GIB, Machine, check, free_memory, inspect_machine, safe_dtype, why_too_small
 from pdrelay_tools.local.recipe import Connector
 
 pytestmark = pytest.mark.edges
@@ -108,7 +108,7 @@ def test_a_port_that_somebody_listens_on_is_found(tmp_path):
     """On loopback, where everything of ours listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        machine = look(LocalPlan(kind=EngineKind.SIM, port=port, home=tmp_path / "not" / "yet" / "there"))
+        machine = inspect_machine(LocalPlan(kind=EngineKind.SIM, port=port, home=tmp_path / "not" / "yet" / "there"))
 
     assert port in machine.taken_ports
     assert machine.free_disk > 0

@@ -51,8 +51,8 @@ async def test_an_answer_that_takes_as_long_as_a_lease_is_found(check, count):
     (found,) = (await seen(check, took_s=30.0, reference_s=3.0, lease_s=30.0)).findings
 
     assert found.name is FindingName.SLOW_ANSWER
-    assert found.seen.startswith(count)
-    assert "30.0 s, where the single engine took 3.0 s and a lease lasts 30 s" in found.seen
+    assert found.evidence.startswith(count)
+    assert "30.0 s, where the single engine took 3.0 s and a lease lasts 30 s" in found.evidence
 
 
 @pytest.mark.parametrize("check", [boundaries, load])

@@ -1,4 +1,4 @@
-"""A client of a router's chats: one answer as it comes, and what is known about how it was made."""
+"""A client of a router's chat API: streams one answer, and keeps which engines made it."""
 
 import ssl
 import time
@@ -16,7 +16,7 @@ KEY_VARIABLE: Final = "OPENAI_API_KEY"
 # a long prompt is computed before anything comes
 _TIMES: Final = httpx.Timeout(300.0, connect=10.0)
 _LARGEST_LINE: Final = 8 << 20  # bytes of an event
-_LARGEST_ERROR: Final = 1 << 20  # bytes that are read of an answer that is none
+_LARGEST_ERROR: Final = 1 << 20  # bytes that are read of an error
 _HINTS: Final = {
     401: f" (a key for clients goes into {KEY_VARIABLE})",
     403: f" (it is the key in {KEY_VARIABLE})",
@@ -69,7 +69,7 @@ class ChatTurn:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens after the first one, in the time after it; None where that is not known."""
+        """Rate of the tokens after the first one; None: not known."""
         if (
             self.tokens is None
             or self.tokens < 2
@@ -98,7 +98,7 @@ class ChatClient:
         self._client.close()
 
     def models(self) -> Sequence[str]:
-        """Return what the router serves. Raises CommandFailed."""
+        """Return the names of the models. Raises CommandFailed."""
         try:
             with self._client.stream("GET", f"{self.url}/v1/models") as response:
                 content = _read(response)
@@ -116,12 +116,12 @@ class ChatClient:
     def answer(
         self, body: Mapping[str, object], turn: ChatTurn, show: Callable[[str], None]
     ) -> None:
-        """Have an answer streamed into the turn, and shown as it comes. Raises CommandFailed."""
-        wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        """Stream an answer into the turn, and show its words at once. Raises CommandFailed."""
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         start = time.monotonic()
         try:
             with self._client.stream(
-                "POST", f"{self.url}/v1/chat/completions", json=wanted
+                "POST", f"{self.url}/v1/chat/completions", json=request
             ) as response:
                 if response.status_code != 200:
                     raise self._refusal(response.status_code, _read(response))
@@ -130,7 +130,7 @@ class ChatClient:
                 for piece in response.iter_raw():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
-                        self._take(line, turn, show, time.monotonic() - start)
+                        self._read_line(line, turn, show, time.monotonic() - start)
                     if len(rest) > _LARGEST_LINE:
                         raise CommandFailed(
                             f"{self.url} sends an event of more than {_LARGEST_LINE} bytes"
@@ -140,7 +140,7 @@ class ChatClient:
         if not turn.is_whole:
             raise CommandFailed("the answer broke off: the stream ended without its last event")
 
-    def _take(
+    def _read_line(
         self, line: bytes, turn: ChatTurn, show: Callable[[str], None], seconds: float
     ) -> None:
         """Read one line of the stream."""
@@ -155,8 +155,8 @@ class ChatClient:
         except msgspec.MsgspecError as exc:
             raise CommandFailed(f"{self.url} sends an event that is none of a chat: {exc}") from exc
         if event.error is not None:
-            said = event.error if isinstance(event.error, str) else event.error.message
-            raise CommandFailed(f"the answer broke off: {said}")
+            message = event.error if isinstance(event.error, str) else event.error.message
+            raise CommandFailed(f"the answer broke off: {message}")
         if event.usage is not None:
             turn.tokens = event.usage.completion_tokens
         words = "".join(choice.delta.content or "" for choice in event.choices)
@@ -176,8 +176,8 @@ class ChatClient:
             fault = msgspec.json.decode(content, type=_ChatEvent).error
         except msgspec.MsgspecError:
             fault = None
-        said = fault.message if isinstance(fault, _ChatFault) else fault
-        words = (said or "it says no more").rstrip(".")
+        message = fault.message if isinstance(fault, _ChatFault) else fault
+        words = (message or "it says no more").rstrip(".")
         return CommandFailed(
             f"{self.url} answers with status {status}: {words}{_HINTS.get(status, '')}"
         )

@@ -1,5 +1,6 @@
-"""``pdrelay chat``: a conversation in the terminal, and for each turn how it was served
-(docs/real-model.md).
+"""``pdrelay chat``: a conversation in the terminal that shows which engines served each turn.
+
+docs/real-model.md has an example.
 """
 
 import argparse
@@ -29,25 +30,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
-    said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
-    add("--url", default=router, metavar="URL", help=said)
+    help_text = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
+    add("--url", default=router, metavar="URL", help=help_text)
     add(
         "--model",
         metavar="NAME",
         help="model to talk to (default: the first one that the router serves)",
     )
-    said = "most tokens of an answer (default: %(default)s)"
-    add("--max-tokens", type=_tokens, default=_MAX_TOKENS, metavar="N", help=said)
+    help_text = "most tokens of an answer (default: %(default)s)"
+    add("--max-tokens", type=_tokens, default=_MAX_TOKENS, metavar="N", help=help_text)
     add(
         "--system",
         metavar="TEXT",
         help="system message at the beginning (default: that of the chat template)",
     )
-    said = (
+    help_text = (
         f"A key for clients goes into {KEY_VARIABLE}. {_NEW} begins another conversation; Ctrl-C "
         f"stops an answer"
     )
-    parser.epilog = f"{said}, Ctrl-D ends."
+    parser.epilog = f"{help_text}, Ctrl-D ends."
     parser.set_defaults(run=run)
 
 
@@ -60,9 +61,7 @@ def _tokens(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends; return the exit code: 0, 1 an answer failed, 2 it could not be
-    asked like this.
-    """
+    """Talk until the input ends; return the exit code: 0, 1 an answer failed, 2 wrong flags."""
     try:
         url = server_url(args.url).removesuffix("/v1")
         with ChatClient(url, os.environ.get(KEY_VARIABLE)) as client:
@@ -89,7 +88,7 @@ def _choose_model(client: ChatClient, name: str | None) -> str:
 
 
 class _TerminalChat:
-    """All messages so far, which each question is sent with."""
+    """A conversation: each question is sent with all messages before it."""
 
     def __init__(
         self, client: ChatClient, meter: KvMeter, body: Mapping[str, object], first: list[Message]
@@ -122,22 +121,22 @@ class _TerminalChat:
 
     def _answer(self, question: str) -> None:
         turn = ChatTurn()
-        asked: list[Message] = [*self._messages, {"role": "user", "content": question}]
+        messages: list[Message] = [*self._messages, {"role": "user", "content": question}]
         self._meter.start()
         try:
-            self._client.answer({**self._body, "messages": asked}, turn, _write_words)
-        except KeyboardInterrupt:  # what came of it is part of the conversation
+            self._client.answer({**self._body, "messages": messages}, turn, _write_words)
+        except KeyboardInterrupt:  # the words so far stay part of the conversation
             pass
         finally:
             _write("\n" if turn.text else "")
         if turn.text or turn.is_whole:
-            self._messages = [*asked, {"role": "assistant", "content": turn.text}]
+            self._messages = [*messages, {"role": "assistant", "content": turn.text}]
         engines = [turn.legs[name].engine for name in ("prefill", "decode") if name in turn.legs]
         _write(f"  {printable(in_lines(facts_of(turn, self._meter.moved(engines))))}\n")
 
 
 def facts_of(turn: ChatTurn, moved: str) -> str:
-    """Return the line below an answer."""
+    """Return the line below an answer; ``moved``: the KV that moved, in words."""
     facts = [_served_by(turn.legs)]
     facts.append(
         "no token" if turn.first_s is None else f"first token after {turn.first_s * 1e3:.0f} ms"
@@ -161,7 +160,7 @@ def _served_by(legs: Mapping[str, LegTiming]) -> str:
 
 
 def _lines(*, is_terminal: bool) -> Iterator[str]:
-    """Yield what is typed, or piped; empty lines are no questions."""
+    """Yield the typed or piped lines, without the empty ones."""
     for line in _typed() if is_terminal else _piped():
         if text := _utf8(line).strip():
             yield text
@@ -186,7 +185,7 @@ def _piped() -> Iterator[str]:
 
 
 def _utf8(text: str) -> str:
-    """Return a text without halves of characters, which a terminal in another encoding may send."""
+    """Replace lone surrogates, which a terminal in another encoding may send."""
     return text.encode(errors="replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""How many bytes of KV one request moved: what its two engines count before it, and after."""
+"""Measures the bytes of KV that one request moved, by the counters of its two engines."""
 
 import argparse
 import time
@@ -13,10 +13,10 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_tools.served_by import metric_total
 
 _FINISHED: Final = ("vllm:request_success_total",)
-_TIMEOUT_S: Final = 2.0  # of a question to an engine
+_TIMEOUT_S: Final = 2.0  # of a request to an engine
 _WAIT_S: Final = 3.0  # an engine publishes what it counts a moment after its answer
 _POLL_S: Final = 0.1
-_MOST_ENGINES: Final = 32  # that are asked before each question
+_MOST_ENGINES: Final = 32  # whose metrics are read before each question
 _LARGEST: Final = 8 << 20  # bytes of an engine's metrics
 
 _Counts = tuple[int, int]  # bytes moved, and requests that ended
@@ -26,7 +26,7 @@ class KvMeter:
     """Finds the engines with the router's key for operators, and reads their metrics."""
 
     def __init__(self, url: str) -> None:
-        """Ask the router where its engines are; ``why_not`` is set where it cannot be known."""
+        """Read the engines' addresses from the router; ``why_not``: why they are not known."""
         self.why_not: str | None = None
         self._addresses: Mapping[str, str] = {}
         try:
@@ -44,13 +44,14 @@ class KvMeter:
         self._before: Mapping[str, _Counts] = {}
 
     def start(self) -> None:
-        """Read what all engines have counted so far: nobody knows yet which of them will serve."""
+        """Read the counters of all engines: any of them may serve the request."""
         if self.why_not is None:
             self._before = self._read(self._addresses)
 
     def moved(self, names: Collection[str], sleep: Callable[[float], None] = time.sleep) -> str:
-        """Say how much the engines that served a request have moved since ``start``, when they
-        count it as over.
+        """Return in words how much the engines that served a request moved since ``start``.
+
+        Waits until they count the request as finished, for at most _WAIT_S.
         """
         if self.why_not is not None:
             return f"unknown ({self.why_not})"
@@ -74,7 +75,7 @@ class KvMeter:
         )
 
     def _read(self, names: Collection[str]) -> Mapping[str, _Counts]:
-        found = dict[str, _Counts]()
+        counts = dict[str, _Counts]()
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
             for name in names:
                 with suppress(httpx.HTTPError, httpx.InvalidURL, UnicodeError):
@@ -82,8 +83,8 @@ class KvMeter:
                     moved = metric_total(text)
                     finished = metric_total(text, _FINISHED)
                     if moved is not None and finished is not None:
-                        found[name] = (moved, finished)
-        return found
+                        counts[name] = (moved, finished)
+        return counts
 
 
 def _get(client: httpx.Client, url: str) -> str:
@@ -97,6 +98,6 @@ def _get(client: httpx.Client, url: str) -> str:
 
 
 def _access(url: str) -> argparse.Namespace:
-    """Return what the flags of a command for operators say when only the router is given."""
+    """Return the flags of an operators' command of which only the router's URL is given."""
     nothing = dict.fromkeys(("key_file", "ca", "pin", "server_name", "client_cert", "client_key"))
     return argparse.Namespace(router=url, timeout=_TIMEOUT_S, **nothing)

@@ -1,6 +1,4 @@
-"""A safetensors file of bf16 tensors, written by hand: numpy has no bf16, and importing torch takes
-seconds.
-"""
+"""Writes safetensors files of bf16: numpy has no bf16, and importing torch takes seconds."""
 
 import json
 import math
@@ -14,9 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Bf16Tensor:
-    """A tensor whose values are had when it is written: a model at once would be a GB of
-    float32.
-    """
+    """A tensor; its values are computed when it is written, as all are 1 GB of float32."""
 
     name: str
     shape: Sequence[int]

@@ -1,14 +1,10 @@
-"""What can go wrong on one machine: every :class:`LocalError` is one sentence for the person at the
-terminal.
-"""
+"""Errors of ``pdrelay up``: each message is one sentence for the person at the terminal."""
 
 from pathlib import Path
 
 
 class LocalError(Exception):
-    """The machine lacks something, the model's directory holds something else, or the first request
-    failed.
-    """
+    """The machine lacks something, the model's folder is not a model's, or a request failed."""
 
 
 class ChildFailed(LocalError):

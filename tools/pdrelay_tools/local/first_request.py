@@ -1,6 +1,4 @@
-"""One chat request through the router, and what its headers and the engines' metrics tell about
-it.
-"""
+"""Sends one chat request through the router, and reads from headers and metrics how it went."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ METRICS_WAIT_S = 3.0  # engines publish a transfer a moment after it
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """What came back."""
+    """The answer, and how it was served."""
 
     text: str
     seconds: float  # as the client saw it
@@ -36,11 +34,11 @@ def request_body(
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
 
 
-def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
-    """Send the request and find out what it caused. Raises LocalError in one sentence.
+def send_first_request(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
+    """Send the request and measure the KV that it moved. Raises LocalError in one sentence.
 
-    ``mover_urls`` are those of the engines that count what they move: decode engines in pull,
-    prefill engines in push.
+    ``mover_urls``: of the engines that count transfers: decode engines in pull, prefill engines in
+    push.
     """
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         before = _total_bytes(client, mover_urls)
@@ -53,8 +51,8 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
         except httpx.TransportError as exc:
             raise LocalError(f"the first request did not get through to {url}: {exc}") from exc
         if not response.is_success:
-            said = f"status {response.status_code}: {response.text[:500]}"
-            raise LocalError(f"the first request was answered with {said}")
+            status = f"status {response.status_code}: {response.text[:500]}"
+            raise LocalError(f"the first request was answered with {status}")
         seconds = time.monotonic() - start
         legs = parse_server_timing(response.headers.get("server-timing", ""))
         now = before
@@ -75,9 +73,9 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
 
 
 def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:
-    known = list[int]()
+    totals = list[int]()
     for url in urls:
         with suppress(httpx.TransportError):
             total = metric_total(client.get(f"{url}/metrics").text)
-            known += [] if total is None else [total]
-    return sum(known) if known else None
+            totals += [] if total is None else [total]
+    return sum(totals) if totals else None

@@ -1,9 +1,7 @@
-"""A Llama in a GGUF file, written as the folder that engines load: safetensors, config and
-tokenizer.
+"""Converts a Llama in a GGUF file into safetensors, config and tokenizer, which engines load.
 
 ``python -m pdrelay_tools.local.gguf_model FILE FOLDER`` does it in a process of its own, which
-takes some 20 s and half a GB. Its words for what cannot be done are the last line of its error
-output.
+takes some 20 s and half a GB. The last line of its error output says what failed.
 """
 
 import re
@@ -41,10 +39,7 @@ NAMES: Final = {  # of a Llama's tensors in GGUF, and in the files of Hugging Fa
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the files of the model into a folder that is there.
-
-    Raises LocalError for what is no such model.
-    """
+    """Write the files of the model into an existing folder. Raises LocalError: no such model."""
     try:
         reader = GGUFReader(file)
     except (OSError, ValueError, IndexError) as exc:

@@ -1,5 +1,4 @@
-"""Outlives its parent for a moment, ends the process groups that the parent had started, and
-removes their files.
+"""Outlives its parent for a moment, to end the parent's process groups and remove their files.
 
 ``pdrelay_tools.local.processes`` runs it as ``python -m pdrelay_tools.local.guard DIRECTORY``. The
 parent writes ``+GROUP`` and ``-GROUP`` lines; the end of the input means that the parent is gone,
@@ -30,7 +29,7 @@ def main() -> int:
 
 
 def listen(lines: Iterable[str]) -> set[int]:
-    """Follow the parent's book-keeping to its end; return the groups that are still running."""
+    """Read the parent's lines to their end; return the groups that are still running."""
     groups: set[int] = set()
     for line in lines:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
@@ -44,22 +43,23 @@ def end_groups(
 
     `reap` is called again and again: a parent collects its dead children there.
     """
-    left = {group for group in groups if send(group, signal.SIGTERM, signal.SIGCONT)}
+    running = {group for group in groups if send(group, signal.SIGTERM, signal.SIGCONT)}
     deadline = time.monotonic() + grace_s
     try:
-        while left and time.monotonic() < deadline:
+        while running and time.monotonic() < deadline:
             time.sleep(POLL_S)
             reap()
-            left = {group for group in left if runs(group)}
-        reap()  # who ended after the last time
+            running = {group for group in running if runs(group)}
+        reap()  # those that ended after the last call
     finally:  # also when a second Ctrl-C cuts the wait short
-        for group in left:
+        for group in running:
             send(group, signal.SIGKILL)
 
 
 def runs(group: int) -> bool:
-    """Tell whether anybody in a process group runs; on Linux the dead do not, whom init may collect
-    a second later.
+    """Tell whether a process of the group runs.
+
+    On Linux zombies do not count: init may collect them a second later.
     """
     if not send(group):
         return False
@@ -77,12 +77,12 @@ def _runs_in(group: int, path: Path) -> bool:
     state = fields[0]
     its_group = int(fields[2])
     threads = int(fields[17])
-    # of a process that dies the others go after it
+    # a zombie leader with more threads: its other threads still run
     return its_group == group and (state not in "ZX" or threads > 1)
 
 
 def send(group: int, *signals: signal.Signals) -> bool:
-    """Send signals to a process group; False when nobody is left in it."""
+    """Send signals to a process group; False: it has no process any more."""
     try:
         for number in signals or (0,):
             os.killpg(group, number)

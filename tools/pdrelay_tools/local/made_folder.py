@@ -1,6 +1,4 @@
-"""A folder that is made once: beside its place and then renamed, so that one half written is never
-found.
-"""
+"""A folder that is written once: under another name, then renamed, so never half done."""
 
 import json
 import shutil
@@ -19,7 +17,7 @@ Fingerprint: TypeAlias = Mapping[str, int | str]
 def make_once(directory: Path, fingerprint: Fingerprint, write: Callable[[Path], None]) -> bool:
     """Have the folder written unless it is already there; True when files were written.
 
-    Another process may do the same at the same time: whoever renames last finds the work done.
+    Two processes may do it at the same time: the second one to rename keeps the first one's files.
     Raises LocalError when the directory holds something else.
     """
     if is_made(directory, fingerprint):
@@ -37,7 +35,7 @@ def make_once(directory: Path, fingerprint: Fingerprint, write: Callable[[Path],
         staging.chmod(0o755)  # mkdtemp makes it private
         try:
             staging.rename(directory)
-        except OSError:  # an older model is there, or somebody was faster
+        except OSError:  # an older model is there, or another process was faster
             if not is_made(directory, fingerprint):
                 shutil.rmtree(directory)
                 staging.rename(directory)
@@ -47,14 +45,14 @@ def make_once(directory: Path, fingerprint: Fingerprint, write: Callable[[Path],
 
 
 def is_made(directory: Path, fingerprint: Fingerprint) -> bool:
-    """Whether the directory was made from this very thing."""
+    """Tell whether the directory was made with this fingerprint."""
     try:
-        found: object = json.loads((directory / FINGERPRINT).read_text())
+        written: object = json.loads((directory / FINGERPRINT).read_text())
     except (OSError, ValueError):
         return False
-    return found == fingerprint
+    return written == fingerprint
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON that is the same bytes each time."""
+    """Write JSON with sorted keys, so that equal values are equal bytes."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -1,6 +1,4 @@
-"""A tiny random Llama that any CPU serves and whose greedy text depends on every block of its
-prompt.
-"""
+"""A tiny random Llama for CPUs, whose greedy text depends on every block of its prompt."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def ensure_model(directory: Path, model: TinyModel | None = None) -> bool:
 
 
 def is_complete(directory: Path, model: TinyModel) -> bool:
-    """Whether the directory holds this very model."""
+    """Tell whether the directory holds a model of these parameters and this version."""
     return is_made(directory, _fingerprint(model))
 
 
@@ -159,17 +157,13 @@ def _config(model: TinyModel) -> dict[str, object]:
 
 
 def _speakable(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """Tokens the model may say: printable ASCII, so that answers read like text and never end
-    early.
-    """
+    """Return which tokens the model may generate: printable ASCII, so that no answer ends early."""
     texts = [tokenizer.decode([token]) for token in range(VOCABULARY)]
     return np.array([bool(text) and text.isascii() and text.isprintable() for text in texts])
 
 
 def _weights(model: TinyModel, speakable: NDArray[np.bool_]) -> dict[str, NDArray[np.float32]]:
-    """Random weights, scaled so that attention is sharp: one wrong block far back changes the
-    text.
-    """
+    """Return random weights of sharp attention: one wrong block far back changes the text."""
     random = np.random.default_rng(model.seed)
 
     def matrix(rows: int, columns: int, *, gain: float) -> NDArray[np.float32]:

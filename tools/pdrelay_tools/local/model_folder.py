@@ -1,6 +1,4 @@
-"""The folder that engines load their model from: the reader's own as it is, ours made when it is
-missing.
-"""
+"""The folder that engines load their model from: the user's own, or ours, made if it is missing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +11,14 @@ TINY_NAME = "tiny"  # of the random model, where a folder may be named
 
 
 def named_folder(name: str | None) -> Path:
-    """Return the folder of a model that is asked for by its name or its folder; None: the one that
-    speaks English.
-    """
+    """Return the folder of ``--model``: TINY_NAME, a folder, or None for the English model."""
     return SMOLLM2_FOLDER if name is None else TINY_FOLDER if name == TINY_NAME else Path(name)
 
 
 def check_model(model: Path) -> None:
-    """Raise LocalError for what holds no model: engines are offline, so a name on the model hub is
-    none either.
+    """Raise LocalError unless the folder or file holds a model.
+
+    A name on the model hub is refused: the engines are offline.
     """
     if (
         model in (TINY_FOLDER, SMOLLM2_FOLDER)
@@ -38,7 +35,7 @@ def check_model(model: Path) -> None:
 
 
 def prepare_model(model: Path) -> str:
-    """Make the tiny model if it is asked for and missing; return what is there in words.
+    """Make the tiny model if it is chosen and missing; describe the model in words.
 
     Raises LocalError.
     """
@@ -51,9 +48,7 @@ def prepare_model(model: Path) -> str:
 
 
 def prepare_smollm2(say: Callable[[str], None], report: Report) -> Path:
-    """Fetch the model that speaks English unless it is there; return its folder, or that of the
-    random one.
-    """
+    """Fetch the English model unless it is there; return its folder, or the random model's."""
     try:
         is_new = fetch_model(SMOLLM2_FOLDER, report)
     except LocalError as exc:
@@ -69,5 +64,5 @@ def prepare_smollm2(say: Callable[[str], None], report: Report) -> Path:
 
 
 def random_instead(reason: str) -> str:
-    """Say why the random model answers in place of the one that speaks English."""
+    """Return the sentence that says why the random model answers in place of the English one."""
     return f"no {SMOLLM2.name}, so a tiny random model answers (--model {TINY_NAME} does not try): {reason}"

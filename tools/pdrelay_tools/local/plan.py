@@ -27,9 +27,7 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """Engines and a router on this machine; engine i of a kind listens on the first port of that
-    kind plus i.
-    """
+    """Engines and a router on this machine. Engine i of a role listens on its first port plus i."""
 
     prefill: int = 1  # engines
     decode: int = 1  # engines
@@ -75,9 +73,7 @@ class LocalPlan:
 
     @property
     def secret_file(self) -> Path:
-        """Where the secret of the engines' connectors is, if it was drawn here; an engine that is
-        added needs it.
-        """
+        """Where the connectors' secret is, if it was drawn here. An engine added later needs it."""
         return self.home / "connector-secret"
 
     @property
@@ -87,12 +83,12 @@ class LocalPlan:
 
     @property
     def kv_events_dir(self) -> Path:
-        """Where engines that tell of their caches have their sockets."""
+        """Where engines that publish KV events have their sockets."""
         return self.home / "kv-events"
 
     @property
     def tells_events(self) -> bool:
-        """Whether engines tell what they have cached: our connector brings the route for it."""
+        """Whether engines publish KV events: our connector brings the route for them."""
         return self.kv_events or (self.reuse_kv and self._has_ours)
 
     @property
@@ -101,9 +97,7 @@ class LocalPlan:
 
     @property
     def _returned_kv(self) -> dict[str, object]:
-        """What the connector is told: an engine that cannot return KV starts without, unless that
-        was asked for.
-        """
+        """The connector's setting; "auto": an engine that cannot return KV starts without it."""
         if self.return_kv:
             return {"return_kv": True}
         return {"return_kv": "auto"} if self.reuse_kv and self._has_ours else {}

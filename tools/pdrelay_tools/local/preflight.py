@@ -1,6 +1,4 @@
-"""What must be true of this machine before anything is started, each in a sentence that says what
-to do.
-"""
+"""Checks this machine before anything is started; each problem says what to do."""
 
 import importlib.util
 import shutil
@@ -26,7 +24,7 @@ MODULES = {  # that engines import, and where they come from
     Connector.PDRELAY: ("vllm", "nixl", "pdrelay_connector"),
     Connector.NIXL: ("vllm", "nixl"),
 }
-# of vLLM, which differ from engine to engine or must fit the router, and what to write instead
+# vLLM's options that pdrelay up sets for each engine, and what to write instead
 OWN_OPTIONS = {
     "--host": "engines listen at 127.0.0.1",
     "--port": "write --prefill-port or --decode-port before the --",
@@ -39,7 +37,7 @@ OWN_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found; sizes are bytes, None where this system does not say."""
+    """The state of this machine. Sizes are bytes; None: the system does not say."""
 
     taken_ports: frozenset[int]
     missing_modules: frozenset[str]
@@ -48,8 +46,8 @@ class Machine:
     free_disk: int
 
 
-def look(plan: LocalPlan) -> Machine:
-    """Find out what the plan depends on."""
+def inspect_machine(plan: LocalPlan) -> Machine:
+    """Read from this machine all that the plan depends on."""
     home = plan.home.absolute()
     existing = next(path for path in (home, *home.parents) if path.exists())
     return Machine(
@@ -62,9 +60,7 @@ def look(plan: LocalPlan) -> Machine:
 
 
 def check(plan: LocalPlan, machine: Machine) -> None:
-    """Raise LocalError with everything that is wrong, so that nobody fixes one thing per
-    attempt.
-    """
+    """Raise LocalError with all problems at once."""
     problems = [*_port_problems(plan, machine)]
     if plan.return_kv and plan.connector is not Connector.PDRELAY:
         problems.append(
@@ -83,7 +79,7 @@ def check(plan: LocalPlan, machine: Machine) -> None:
 
 
 def why_too_small(plan: LocalPlan, machine: Machine) -> str | None:
-    """Say what this machine lacks for the model that speaks English; None where it has enough."""
+    """Return what this machine lacks for the English model; None: it has enough."""
     if machine.free_memory is not None and machine.free_memory < (needed := _memory_of(plan)):
         free = machine.free_memory
         return f"it needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free"
@@ -120,7 +116,7 @@ def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
 
 
 def _choice(option: str) -> str:
-    """Name an option and its variable of `make up`, which most people call."""
+    """Name an option, and its variable of `make up`."""
     return f"{option} (make up {option.removeprefix('--').replace('-', '_').upper()}=...)"
 
 
@@ -182,7 +178,7 @@ def _engine_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
 
 def _is_free(port: int) -> bool:
     if not 0 < port < 65536:
-        return True  # it is reported as what it is
+        return True  # _port_problems reports it
     with socket.socket() as listener:
         # as servers do; old connections do not count
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -208,17 +204,15 @@ def safe_dtype(root: Path = Path("/")) -> str | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Return how many bytes this machine, or the container we are in, can still give; None where it
-    does not say.
-    """
-    known = list[int]()
+    """Return the free bytes of this machine, or of its cgroup if those are fewer; None: unknown."""
+    amounts = list[int]()
     with suppress(OSError, KeyError, ValueError):
         fields = dict(
             line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines()
         )
-        known.append(int(fields["MemAvailable"].split()[0]) * 1024)
+        amounts.append(int(fields["MemAvailable"].split()[0]) * 1024)
     with suppress(OSError, ValueError):  # no cgroup v2, or its limit is the word "max"
         cgroup = root / "sys/fs/cgroup"
         limit = int((cgroup / "memory.max").read_text())
-        known.append(max(1, limit - int((cgroup / "memory.current").read_text())))
-    return min(filter(None, known), default=None)
+        amounts.append(max(1, limit - int((cgroup / "memory.current").read_text())))
+    return min(filter(None, amounts), default=None)

@@ -1,8 +1,7 @@
-"""Child processes that always end: each in its own group, with a log file, gone when their parent
-is.
+"""Child processes that end with their parent: each in its own group, with a log file.
 
-Each has a directory for temporary files (``TMPDIR``) that goes with it: vLLM leaves its sockets and
-its rendezvous file there, and removes neither.
+Each has a directory for temporary files (``TMPDIR``), which is removed with it: vLLM leaves its
+sockets and its rendezvous file there.
 """
 
 import itertools
@@ -37,7 +36,7 @@ LONGEST_TEMP = 45  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program to run and how to see that it serves."""
+    """A program, and the URL that shows that it serves."""
 
     name: str  # of the log file, and in messages
     argv: Sequence[str]
@@ -86,9 +85,7 @@ class Child:
         return "\n".join(self._end_of_log().splitlines()[-lines:])
 
     def cause(self) -> str | None:
-        """Return the first line of the log's end that names an exception: vLLM's last one is only
-        the consequence.
-        """
+        """Return the first exception in the log's end: vLLM's last one is only its consequence."""
         match = re.search(
             r"^(?:.*\] )?([\w.]*(?:Error|Exception|Exit): .+)$", self._end_of_log(), re.MULTILINE
         )
@@ -118,19 +115,17 @@ class Child:
 
 
 class Patience:
-    """How long children are waited for: their logs show whether they get on."""
+    """Decides when to give up children that start: a log that grows shows progress."""
 
     def __init__(self, silence_s: float, most_s: float, *, now: float) -> None:
-        """``silence_s``: seconds without a new line; ``most_s``: seconds in all, however much is
-        written.
-        """
+        """``silence_s``: seconds in which no log grows; ``most_s``: seconds in all."""
         self._silence_s = silence_s
         self._end = now + most_s
         self._moved_at = now
         self._sizes: dict[str, int] = {}
 
     def is_over(self, sizes: Mapping[str, int], *, now: float) -> bool:
-        """Look at the sizes of the logs of those that are waited for; tell whether to give up."""
+        """Take the present sizes of the logs, and return whether to give up."""
         if any(size > self._sizes.get(name, 0) for name, size in sizes.items()):
             self._moved_at = now
         self._sizes.update(sizes)
@@ -194,11 +189,11 @@ class ProcessGroup:
         With `most_s` a child that writes to its log is given more time: `timeout_s` seconds from
         its last line on, and `most_s` in all.
 
-        One that has served is looked at again: a router that started before its engines is healthy
-        until it has found them missing, and then not before it has found them back.
+        A child that has served is checked again: a router that started before its engines is
+        healthy until its first probe of them, and then unhealthy until a later one.
 
-        Children that are not waited for must live, too. `report` is called between looks with the
-        names of those that are missing, and the seconds since the wait began.
+        All other children must live, too. `report` gets the names of the children that do not serve
+        yet, and the seconds since the wait began, again and again.
         """
         children = list(children)
         start = time.monotonic()
@@ -229,9 +224,7 @@ class ProcessGroup:
             child.raise_if_dead()
 
     def stop(self, *children: Child) -> None:
-        """End children with all that they started: ask, and kill what is left after the grace
-        time.
-        """
+        """End children and their descendants: SIGTERM, then SIGKILL after the grace time."""
         try:
             guard.end_groups(
                 [child.pid for child in children],
@@ -246,25 +239,24 @@ class ProcessGroup:
                 shutil.rmtree(child.temp, ignore_errors=True)
 
     def _tell_guard(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # somebody killed it; the block still ends the children
+        with suppress(BrokenPipeError):  # the guard was killed; the block still ends the children
             self._guard_input.write(f"{line}\n".encode())
             self._guard_input.flush()
 
 
 @contextmanager
 def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[ProcessGroup]:
-    """Give a fleet whose children survive neither the block nor this process, however that one
-    dies.
+    """Yield a group of children that end with the block, or with this process if it is killed.
 
     Logs go to `log_dir`, which is created; only this user can read them. Children get `grace_s`
     seconds to end before they are killed.
     """
     make_directory(log_dir)
     usual = tempfile.gettempdir()
-    where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
+    parent = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
     with (
         tempfile.TemporaryDirectory(
-            prefix="pdrelay-", dir=where, ignore_cleanup_errors=True
+            prefix="pdrelay-", dir=parent, ignore_cleanup_errors=True
         ) as temp,
         _guard(Path(temp)) as guard_input,
     ):
@@ -295,10 +287,8 @@ def _serves(client: httpx.Client, child: Child) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing, for this user alone; one that is there
-    stays as it is.
-    """
-    for missing in reversed([one for one in (path, *path.parents) if not one.exists()]):
+    """Make a directory, and its missing parents, for this user alone."""
+    for missing in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
         missing.mkdir(mode=DIRECTORY, exist_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""The one place that knows how an engine is started on a CPU: its arguments and its environment."""
+"""The arguments and the environment of a vLLM engine on a CPU."""
 
 import json
 import shlex
@@ -81,8 +81,8 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         if self.connector and self.side_channel_port is None:
-            which = f"connector {self.connector.value} but no side_channel_port"
-            raise ValueError(f"engine {self.name} has {which}: give it a free one")
+            fault = f"connector {self.connector.value} but no side_channel_port"
+            raise ValueError(f"engine {self.name} has {fault}: give it a free one")
         if self.block_size <= 0 or self.block_size % 32:
             raise ValueError(
                 f"engine {self.name} has block_size {self.block_size}: a CPU engine needs a "
@@ -119,17 +119,13 @@ def has_secret(inherited: Mapping[str, str]) -> bool:
 
 
 def with_secret(inherited: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return an environment in which engines share a secret: the operator's, or that of the
-    file.
-    """
+    """Return an environment with the operator's secret, or else with the secret in the file."""
     shared = {} if has_secret(inherited) else {SECRET_VARIABLES[1]: str(file.absolute())}
     return {**inherited, **shared}
 
 
 def with_plugins(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment that names all plugins of this installation: vLLM then loads only those
-    that are named.
-    """
+    """Return an environment that names all plugins of this installation for vLLM to load."""
     if "VLLM_PLUGINS" in inherited:
         return dict(inherited)
     names = sorted(
@@ -139,9 +135,7 @@ def with_plugins(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def shell_line(spec: EngineSpec) -> str:
-    """Return what one would type to start such an engine with any build of vLLM, the side channel
-    included.
-    """
+    """Return the shell command that starts such an engine with any build of vLLM."""
     side = (
         [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
     )
@@ -152,16 +146,18 @@ def shell_line(spec: EngineSpec) -> str:
 
 
 def plugins_of(spec: EngineSpec) -> list[str]:
-    """Return what `VLLM_PLUGINS` must name: a plugin of endpoints loads only so, and then only
-    plugins named do.
+    """Return what `VLLM_PLUGINS` must name; empty: it need not be set.
+
+    vLLM loads a plugin of endpoints only if the variable names it, and then no other that it does
+    not name (vllm/plugins/__init__.py).
     """
-    wanted = ((spec.kv_events is not None, KV_EVENTS_PLUGIN), (spec.timelines, TIMELINES_PLUGIN))
-    named = [name for is_wanted, name in wanted if is_wanted]
+    optional = ((spec.kv_events is not None, KV_EVENTS_PLUGIN), (spec.timelines, TIMELINES_PLUGIN))
+    named = [name for is_wanted, name in optional if is_wanted]
     return [CONNECTOR_PLUGIN, *named] if named else []
 
 
 def options(spec: EngineSpec) -> list[str]:
-    """Return the options of `vllm serve` that make the engine what the spec says."""
+    """Return the options of `vllm serve` for this engine."""
     options = ["--served-model-name", spec.served_name]
     options += ["--host", spec.host, "--port", str(spec.port)]
     options += ["--max-model-len", str(spec.max_model_len), "--block-size", str(spec.block_size)]
@@ -193,7 +189,7 @@ def transfer_config(spec: EngineSpec) -> dict[str, object]:
         **({"kv_connector_extra_config": extra} if extra else {}),
     }
     if spec.connector is Connector.NIXL:
-        # Its documentation asks for kv_both on either side: the request says who does what.
+        # Its documentation has kv_both on either side: the request decides who reads.
         return {
             "kv_connector": IN_TREE[spec.mode],
             "kv_role": "kv_both",
@@ -250,13 +246,13 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
         own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.side_channel_host
         own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.side_channel_port)
         if spec.side_channel_host == HOST:
-            # Over TCP whoever reaches UCX's port reads and writes the engine's memory. Our
-            # connector sees to this by itself; vLLM's own lets UCX listen on every interface.
+            # A client that reaches UCX's TCP port can read and write the engine's memory. Our
+            # connector binds UCX itself; vLLM's own lets it listen on every interface.
             own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
     if named := plugins_of(spec):
-        others = filter(None, inherited.get("VLLM_PLUGINS", "").split(","))
-        own["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, *named]))
-    # A variable that somebody set for another engine would win over the arguments, and over TMPDIR.
+        inherited_plugins = filter(None, inherited.get("VLLM_PLUGINS", "").split(","))
+        own["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*inherited_plugins, *named]))
+    # These variables of the caller would win over the arguments, and over TMPDIR.
     dropped = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
-    kept = {key: value for key, value in inherited.items() if key not in dropped}
-    return {**kept, **own, **spec.extra_env}
+    passed_on = {key: value for key, value in inherited.items() if key not in dropped}
+    return {**passed_on, **own, **spec.extra_env}

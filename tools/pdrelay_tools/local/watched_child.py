@@ -1,4 +1,4 @@
-"""A child process that writes files into a folder: how far it is, and when it is given up."""
+"""Runs a child that writes files into a folder: reports its progress, and kills it at a limit."""
 
 import os
 import subprocess
@@ -35,8 +35,7 @@ def run_watched(
     report: Callable[[int, float], None],
     last_words: Callable[[str], str],
 ) -> None:
-    """Run a program to its end; `report` gets the size of its largest file, and the seconds, again
-    and again.
+    """Run a program to its end; `report` gets the size of its largest file and the seconds so far.
 
     Raises LocalError with the `last_words` of its log, and with the limit that it was ended for.
     """
@@ -83,11 +82,9 @@ def run_watched(
 
 
 def _sizes(folder: Path) -> list[int]:
-    """Return the sizes of all files that are there long enough to be looked at: the child removes
-    some of them.
-    """
+    """Return the sizes of all files, but for those that the child removes meanwhile."""
     sizes = list[int]()
-    # it passes over folders that are gone, where rglob raises
+    # os.walk skips folders that are gone; rglob raises
     for place, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):

@@ -1,6 +1,4 @@
-"""``pdrelay plan``: how many prefill and decode engines a traffic needs; docs/scaling.md tells how
-to measure rates.
-"""
+"""``pdrelay plan``: how many engines of each role a traffic needs (docs/scaling.md)."""
 
 import argparse
 import json
@@ -45,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens-p95", metavar="N", help=spread)
     add("--output-tokens", metavar="N", required=True, help="mean tokens of an answer")
     add("--output-tokens-p95", metavar="N", help=spread)
-    said = (
+    help_text = (
         "share of the prompt tokens that hit the prefill engines' prefix caches, 0 to 1 (default: "
         "%(default)s)"
     )
-    add("--cached", metavar="SHARE", default=0.0, help=said)
+    add("--cached", metavar="SHARE", default=0.0, help=help_text)
     _add_engines(parser)
     add = partial(parser.add_argument_group("what is wanted").add_argument, type=float)
     add(
@@ -58,24 +56,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="target: most seconds between two tokens of an answer",
     )
-    said = "target: most seconds to the first token, 95th percentile (default: none)"
-    add("--ttft", metavar="S", help=said)
-    said = "mean share of a resource that may be busy, 0 to 1 (default: %(default)s)"
-    add("--utilisation", metavar="SHARE", default=0.7, help=said)
-    said = (
+    help_text = "target: most seconds to the first token, 95th percentile (default: none)"
+    add("--ttft", metavar="S", help=help_text)
+    help_text = "mean share of a resource that may be busy, 0 to 1 (default: %(default)s)"
+    add("--utilisation", metavar="SHARE", default=0.7, help=help_text)
+    help_text = (
         "the router's prefill policy (default: %(default)s); with session and prefix requests wait "
         "longer"
     )
     parser.add_argument(
-        "--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said
+        "--prefill-policy",
+        choices=list(map(str, sizing.WAITS)),
+        default="round_robin",
+        help=help_text,
     )
-    said = "routers in front of the same engines (default: %(default)s)"
-    parser.add_argument("--routers", type=int, metavar="N", default=1, help=said)
-    said = (
+    help_text = "routers in front of the same engines (default: %(default)s)"
+    parser.add_argument("--routers", type=int, metavar="N", default=1, help=help_text)
+    help_text = (
         "whether the routers share the load of engines, as with --peers of pdrelay serve (default: "
         "%(default)s)"
     )
-    parser.add_argument("--peers", choices=["true", "false"], default="true", help=said)
+    parser.add_argument("--peers", choices=["true", "false"], default="true", help=help_text)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
@@ -84,19 +85,19 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
     add = partial(
         parser.add_argument_group("what one engine does, measured").add_argument, type=float
     )
-    said = "prompt tokens a second that one busy prefill engine computes"
-    add("--prefill-rate", metavar="TOKENS/S", help=said)
-    said = "tokens a second that one decode engine makes at the ITL target"
-    add("--decode-rate", metavar="TOKENS/S", help=said)
-    said = "tokens that fit into the KV cache of one decode engine"
-    add("--kv-capacity", metavar="TOKENS", help=said)
+    help_text = "prompt tokens a second that one busy prefill engine computes"
+    add("--prefill-rate", metavar="TOKENS/S", help=help_text)
+    help_text = "tokens a second that one decode engine makes at the ITL target"
+    add("--decode-rate", metavar="TOKENS/S", help=help_text)
+    help_text = "tokens that fit into the KV cache of one decode engine"
+    add("--kv-capacity", metavar="TOKENS", help=help_text)
     add(
         "--kv-bytes-per-token",
         metavar="BYTES",
         help="bytes of KV of one token, all layers and ranks together",
     )
-    said = "Gbit/s of one engine's link for KV transfers (default: links are no limit)"
-    add("--link-gbit", metavar="GBIT/S", help=said)
+    help_text = "Gbit/s of one engine's link for KV transfers (default: links are no limit)"
+    add("--link-gbit", metavar="GBIT/S", help=help_text)
     add = partial(
         parser.add_argument_group("or what pdrelay replay simulates").add_argument, type=Path
     )
@@ -109,7 +110,7 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
+    """Print the plan; return the exit code: 0, or 2 if no plan follows from the numbers."""
     try:
         dispatch = PolicyName(args.prefill_policy)
         peers = args.peers == "true"
@@ -120,12 +121,12 @@ def run(args: argparse.Namespace) -> int:
             rate = args.prompt_tokens_per_second / prompt.mean
         output = sizing.lengths("output", args.output_tokens, args.output_tokens_p95)
         traffic = sizing.Traffic(rate, prompt, output, args.cached)
-        found = sizing.plan(traffic, _rates(args, traffic, aims), aims)
+        plan = sizing.plan(traffic, _rates(args, traffic, aims), aims)
     except (NoPlan, NoEngineModel) as exc:
         sys.stderr.write(f"pdrelay plan: {exc}\n")
         return 2
     sys.stdout.write(
-        json.dumps(_as_json(found), indent=2) + "\n" if args.json else _as_text(found, aims)
+        json.dumps(_as_json(plan), indent=2) + "\n" if args.json else _as_text(plan, aims)
     )
     return 0
 
@@ -170,22 +171,22 @@ def _numbers(name: str) -> list[float]:
         raise NoPlan(
             f"{name} is larger than {_MOST_BYTES:,} bytes: a sample of 10,000 lengths is enough"
         )
-    found = text.replace(",", " ").split()
+    words = text.replace(",", " ").split()
     try:
-        return [float(word) for word in found]
+        return [float(word) for word in words]
     except ValueError as exc:
         raise NoPlan(f"{name} must hold numbers and nothing else: {exc}") from exc
 
 
-def _as_json(found: sizing.CapacityPlan) -> dict[str, object]:
+def _as_json(plan: sizing.CapacityPlan) -> dict[str, object]:
     return {
-        "prefill": found.need.prefill,
-        "decode": found.need.decode,
-        "ratio": _ratio(found.need),
-        "prefill_decided_by": found.need.prefill_by,
-        "decode_decided_by": found.need.decode_by,
-        "engines_busy": {str(name): work for name, work in found.work.items()},
-        **_outlook_json(found.outlook),
+        "prefill": plan.need.prefill,
+        "decode": plan.need.decode,
+        "ratio": _ratio(plan.need),
+        "prefill_decided_by": plan.need.prefill_by,
+        "decode_decided_by": plan.need.decode_by,
+        "engines_busy": {str(name): work for name, work in plan.work.items()},
+        **_outlook_json(plan.outlook),
         "traffic": [
             {
                 "factor": swing.factor,
@@ -194,24 +195,24 @@ def _as_json(found: sizing.CapacityPlan) -> dict[str, object]:
                 else {"prefill": swing.need.prefill, "decode": swing.need.decode},
                 **_outlook_json(swing.outlook),
             }
-            for swing in found.swings
+            for swing in plan.swings
         ],
     }
 
 
-def _outlook_json(found: sizing.Outlook) -> dict[str, object]:
-    one = found.ttft
+def _outlook_json(outlook: sizing.Outlook) -> dict[str, object]:
+    seconds = outlook.ttft
     parts = ("queue", "prefill", "transfer", "first_step", "mean", "p95")
-    ttft = None if one is None else {name: getattr(one, name) for name in parts}
-    utilisation = {str(name): share for name, share in found.utilisation.items()}
-    return {"utilisation": utilisation, "ttft_s": ttft, "decode_batch": found.decode_batch}
+    ttft = None if seconds is None else {name: getattr(seconds, name) for name in parts}
+    utilisation = {str(name): share for name, share in outlook.utilisation.items()}
+    return {"utilisation": utilisation, "ttft_s": ttft, "decode_batch": outlook.decode_batch}
 
 
-def _as_text(found: sizing.CapacityPlan, aims: sizing.Aims) -> str:
-    need = found.need
-    shares = found.outlook.utilisation
-    use = [(str(name), f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
-    batch = ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")
+def _as_text(plan: sizing.CapacityPlan, aims: sizing.Aims) -> str:
+    need = plan.need
+    shares = plan.outlook.utilisation
+    use = [(str(name), f"{work:.2f}", f"{shares[name]:.0%}") for name, work in plan.work.items()]
+    batch = ("requests on a decode engine", f"{plan.outlook.decode_batch:.1f}", "")
     lines = [
         f"{need.prefill} prefill and {need.decode} decode engines, {_ratio(need)}",
         f"prefill is decided by: {need.prefill_by}",
@@ -219,10 +220,10 @@ def _as_text(found: sizing.CapacityPlan, aims: sizing.Aims) -> str:
         "",
         *_table([("resource", "engines busy", "utilisation"), *use, batch]),
         "",
-        *_table([("time to first token", "mean", "p95"), *_times(found.outlook.ttft, aims)]),
+        *_table([("time to first token", "mean", "p95"), *_times(plan.outlook.ttft, aims)]),
         "",
         *_table(
-            [("traffic", "needs", "with these: busiest", "TTFT p95"), *map(_swung, found.swings)]
+            [("traffic", "needs", "with these: busiest", "TTFT p95"), *map(_swung, plan.swings)]
         ),
     ]
     return "".join(line.rstrip() + "\n" for line in lines)

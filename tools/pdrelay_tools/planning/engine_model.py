@@ -1,6 +1,4 @@
-"""An engine as ``pdrelay plan`` and ``pdrelay replay`` know it: the seconds of a step, and the
-rates they make.
-"""
+"""The model of an engine for ``pdrelay plan`` and ``pdrelay replay``: seconds of a step."""
 
 from math import inf
 from pathlib import Path
@@ -20,7 +18,7 @@ class NoEngineModel(Exception):
 
 
 class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast an engine is and what it has room for.
+    """How fast an engine is, and how many requests and tokens it has room for.
 
     The defaults follow from the size of a model of 8e9 parameters in 16 bit and the data sheet of a
     GPU with 80 GB. They are no measurement: benchmarks/replay/fit.py measures an engine.
@@ -34,7 +32,7 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_context_s: Seconds = 5e-8
     # of a request, outside of steps: HTTP, tokenizer, queues between processes
     leg_s: Seconds = 0.003
-    # The API server does one thing after the other: what it does for one request, others wait for.
+    # The API server works on one request at a time, and others wait for that.
     api_request_s: Seconds = 0.0  # of a request, before the engine has it: HTTP, JSON
     api_prompt_token_s: Seconds = 0.0  # of a request, for each token of its prompt: the tokenizer
     api_token_s: Seconds = 0.0  # of a token that is sent to a client: the detokenizer, JSON, HTTP
@@ -59,13 +57,14 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def batch_s(self, requests: float, context: float) -> float:
-        """Return the seconds that a step takes longer for requests that get a token; ``context``:
-        of all of them.
+        """Return the seconds that a step takes longer for requests that each get a token.
+
+        ``context``: the tokens before it, of all requests together.
         """
         return requests * self.decode_request_s + context * self.decode_context_s
 
     def prompt_s(self, tokens: float, squared: float, cached: float) -> float:
-        """Return the seconds of a mean prompt where more of them always wait: every step is full.
+        """Return the seconds of a mean prompt at full load, when every step is full.
 
         ``tokens`` and ``squared`` are the means of a prompt's length and of its square; ``cached``
         is the share that is not computed. A full step ends within a prompt, which makes one part
@@ -86,8 +85,7 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(engine, server)
 
     def decode_rate(self, context: float, itl_s: float) -> float:
-        """Return the tokens a second of the largest batch that keeps the time between tokens; 0:
-        none does.
+        """Return the tokens a second of the largest batch that keeps the ITL; 0: no batch does.
 
         ``context``: mean tokens before the next one of an answer.
         """

@@ -1,7 +1,7 @@
-"""How long work waits before a set of equal servers: textbook approximations, each with its source.
+"""How long requests wait for one of several equal servers: approximations, each with its source.
 
-All of them want arrivals that are independent of each other (Poisson) and a load that lasts; a
-burst is worse. ``tests/tools/planning/test_queueing.py`` compares them with a simulation.
+All assume independent arrivals (Poisson) and a steady load; a burst waits longer.
+``tests/tools/planning/test_queueing.py`` compares them with a simulation.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MOST_SKEWED = exp(_Z95**2 / 2)  # no lognormal distribution has a p95 above so m
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A quantity that differs from request to request, in whatever unit."""
+    """The distribution of a quantity over requests, in any unit."""
 
     mean: float
     cv2: float  # squared coefficient of variation: variance / mean^2
@@ -50,11 +50,10 @@ class Wait:
 
     @property
     def p95(self) -> float:
-        """Return the 95th percentile, as if those who wait did so for exponentially distributed
-        times.
+        """Return the 95th percentile, as if those that wait had exponential waiting times.
 
-        That is exact for M/M/c and what Whitt (The Queueing Network Analyzer, 1983) starts from for
-        others.
+        That is exact for M/M/c; Whitt (The Queueing Network Analyzer, 1983) starts from it for
+        other queues.
         """
         if self.chance <= 0.05:
             return 0.0
@@ -65,10 +64,10 @@ FOREVER = Wait(1.0, inf)
 
 
 def erlang_c(servers: int, offered: float) -> float:
-    """Return the chance that an arrival waits in M/M/c; ``offered``: mean number of busy servers,
-    below ``servers``.
+    """Return the chance that an arrival waits in M/M/c.
 
-    Source: A. K. Erlang, 1917; by the recursion for the loss formula, which does not overflow.
+    ``offered``: mean number of busy servers, below ``servers``. Source: A. K. Erlang, 1917; by the
+    recursion for the loss formula, which does not overflow.
     """
     loss = 1.0
     for count in range(1, servers + 1):
@@ -77,8 +76,7 @@ def erlang_c(servers: int, offered: float) -> float:
 
 
 def shared_queue(servers: int, rate: float, service: Spread) -> Wait:
-    """Return the wait in one queue before all servers (M/G/c): what choosing the least loaded
-    engine comes close to.
+    """Return the wait in one queue before all servers (M/G/c), which least_loaded comes close to.
 
     Source: Allen and Cunneen (A. O. Allen, Probability, Statistics and Queueing Theory, 1990), for
     Poisson arrivals the same as Lee and Longton, 1959: the wait of M/M/c times (1 + cv^2) / 2. With
@@ -93,8 +91,7 @@ def shared_queue(servers: int, rate: float, service: Spread) -> Wait:
 
 
 def queues_in_turn(servers: int, rate: float, service: Spread) -> Wait:
-    """Return the wait before one of several servers that get the arrivals in turn, each with a
-    queue of its own.
+    """Return the wait in the queue of one of several servers that get the arrivals round robin.
 
     Every c-th arrival of a Poisson stream comes to one server: the times between are Erlang
     distributed, with a squared coefficient of variation of 1 / c. Source of the wait of such a
@@ -113,7 +110,7 @@ def queues_in_turn(servers: int, rate: float, service: Spread) -> Wait:
 
 
 def two_choices(servers: int, rate: float, service: Spread) -> Wait:
-    """Return the wait before one of several servers, the shorter queue of two that chance picks.
+    """Return the wait in the shorter of two queues that are picked at random.
 
     Source: Mitzenmacher (The Power of Two Choices in Randomized Load Balancing, 1996), for
     exponential times and many servers: the share of servers with i requests or more is r^(2^i - 1).
@@ -124,29 +121,27 @@ def two_choices(servers: int, rate: float, service: Spread) -> Wait:
     best = shared_queue(servers, rate, service)
     if servers == 1 or busy >= 1:
         return best
-    many = sum(busy ** (2.0**count - 2) for count in range(2, 12))
-    mean = many * service.mean * (1 + service.cv2) / 2 * (1 + 1 / servers)
+    series = sum(busy ** (2.0**count - 2) for count in range(2, 12))
+    mean = series * service.mean * (1 + service.cv2) / 2 * (1 + 1 / servers)
     return Wait(max(best.chance, busy**2), max(best.mean, mean))
 
 
 def at_random(servers: int, rate: float, service: Spread) -> Wait:
-    """Return the wait before one of several servers that chance picks: M/G/1 (Pollaczek and
-    Khinchine, exact).
-    """
+    """Return the wait in a queue that is picked at random: M/G/1 (Pollaczek-Khinchine, exact)."""
     return shared_queue(1, rate / servers, service)
 
 
-def among_routers(one: Wait, random: Wait, routers: int, busy: float) -> Wait:
+def among_routers(alone: Wait, random: Wait, routers: int, busy: float) -> Wait:
     """Return the wait behind several routers that do not know of each other's requests.
 
-    Each sees its own alone, so what one router would do well becomes chance with their number. From
-    the wait of one router to that of a random choice it goes as n / (n + k), n being the number of
-    the other routers; k grows as queues last longer, and is fitted to the simulation in
-    tests/support/several_routers.py.
+    Each knows only its own requests, so with more routers the choice comes close to a random one.
+    The wait goes from that of one router (``alone``) to that of a random choice as n / (n + k),
+    where n is the number of other routers; k grows with the load, and is fitted to the simulation
+    in tests/support/several_routers.py.
     """
-    others = routers - 1
-    if others == 0 or random.mean == inf:
-        return one
-    part = others / (others + _ROUTERS / (1 - busy))
-    chance = one.chance + (random.chance - one.chance) * part
-    return Wait(chance, one.mean + (random.mean - one.mean) * part)
+    other_routers = routers - 1
+    if other_routers == 0 or random.mean == inf:
+        return alone
+    part = other_routers / (other_routers + _ROUTERS / (1 - busy))
+    chance = alone.chance + (random.chance - alone.chance) * part
+    return Wait(chance, alone.mean + (random.mean - alone.mean) * part)

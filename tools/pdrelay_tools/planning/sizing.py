@@ -1,10 +1,9 @@
-"""How many prefill and decode engines a traffic needs, from rates that were measured, or those of
-an engine's model.
+"""How many engines of each role a traffic needs, by measured rates, or those of an engine's model.
 
-Each resource is judged by the utilisation law (Denning and Buzen, 1978): utilisation = arrivals a
-second * seconds of work of an arrival / number of servers. What is held for a time (KV cache) is
-judged by Little's law (1961): mean number present = arrivals a second * mean time of presence.
-Waiting times are approximations: planning/queueing.py.
+Compute and links follow the utilisation law (Denning and Buzen, 1978): utilisation = arrivals a
+second * seconds of work of an arrival / number of servers. The KV cache follows Little's law
+(1961): mean number present = arrivals a second * mean time of presence. Waiting times are
+approximations: planning/queueing.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,18 +25,18 @@ from pdrelay_tools.planning.queueing import (
     two_choices,
 )
 
-MOST_ENGINES: Final = 10_000  # of a role; whoever needs more has mistaken a unit
+MOST_ENGINES: Final = 10_000  # of a role; a larger number comes from a wrong unit
 MOST_ROUTERS: Final = 1000
-# traffic that a plan is looked at with, as a share of what is planned for
+# the plan is tested with these multiples of the traffic
 SWINGS: Final = (0.75, 1.0, 1.25)
 
 
 class NoPlan(Exception):
-    """These numbers cannot be planned with; the message says why, in one sentence."""
+    """No plan follows from these numbers; the message says why, in one sentence."""
 
 
 class Resource(StrEnum):
-    """What a number of engines may be short of."""
+    """A limit that decides how many engines are needed."""
 
     PREFILL_COMPUTE = "prefill compute"
     PREFILL_LINK = "prefill link"
@@ -60,19 +59,19 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one engine of each role does."""
+    """The measured rates of one engine of each role."""
 
     prefill_tokens_per_s: float  # prompt tokens, with a queue that is never empty
     # generated tokens of the whole batch, at the largest batch that keeps the ITL target
     decode_tokens_per_s: float
     kv_capacity_tokens: float  # of a decode engine
     kv_bytes_per_token: float | None = None  # of all layers and ranks together
-    link_bytes_per_s: float | None = None  # of one engine; None: the link is not looked at
+    link_bytes_per_s: float | None = None  # of one engine; None: links are no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Aims:
-    """What is wanted."""
+    """The targets, and how routers choose."""
 
     itl_s: float  # seconds between two tokens of one answer, at most
     # 95th percentile of the seconds to the first token, at most; None: no target
@@ -85,7 +84,7 @@ class Aims:
 
 @dataclass(frozen=True, slots=True)
 class Ttft:
-    """What the time to the first token is made of, in seconds of the mean request."""
+    """The parts of the time to the first token, in seconds of the mean request."""
 
     queue: float
     prefill: float
@@ -101,7 +100,7 @@ class Ttft:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many engines of each role a traffic needs, and what decides."""
+    """How many engines of each role a traffic needs, and the limits that decide."""
 
     prefill: int
     decode: int
@@ -111,7 +110,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What x and y engines would see of a traffic."""
+    """Load and TTFT that a number of engines would have."""
 
     utilisation: Mapping[Resource, float]
     ttft: Ttft | None  # None: the queue grows without end
@@ -120,7 +119,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Swing:
-    """The same engines under another traffic, and those it would need."""
+    """The planned engines under another traffic, and the engines that this would need."""
 
     factor: float
     need: Need | None  # None: no number of engines would do; the plan itself always has one
@@ -146,12 +145,12 @@ def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
     need = _need(traffic, rates, aims)
     swings = list[Swing]()
     for factor in SWINGS:
-        other = replace(traffic, requests_per_s=traffic.requests_per_s * factor)
+        scaled = replace(traffic, requests_per_s=traffic.requests_per_s * factor)
         try:
-            its_need = _need(other, rates, aims)
+            its_need = _need(scaled, rates, aims)
         except NoPlan:
             its_need = None
-        swings.append(Swing(factor, its_need, _outlook(need, other, rates, aims)))
+        swings.append(Swing(factor, its_need, _outlook(need, scaled, rates, aims)))
     return CapacityPlan(
         need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), tuple(swings)
     )
@@ -185,24 +184,24 @@ def rates_of(prefill: EngineModel, decode: EngineModel, traffic: Traffic, aims: 
 def _work(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[Resource, float]:
     """Return how many engines each resource would keep busy all the time.
 
-    Compute: utilisation law, with the tokens that no cache has, and with those that are generated.
-    KV capacity: Little's law; an answer of n tokens stays for n ITLs and holds prompt + n / 2
-    tokens on the mean of that time, which with E[n^2] = mean^2 (1 + cv^2) makes mean * ITL *
-    (prompt + mean (1 + cv^2) / 2), prompt and answer being independent. Links: utilisation law with
-    the bytes of a whole prompt (a decode engine that has a part in its own cache reads less), out
-    of a prefill engine and into a decode engine.
+    Compute: utilisation law, with the uncached prompt tokens, and with the generated tokens.
+    KV capacity: Little's law. An answer of n tokens stays for n ITLs and holds prompt + n / 2
+    tokens on average. With E[n^2] = mean^2 (1 + cv^2), and prompt and answer independent, that is
+    mean * ITL * (prompt + mean (1 + cv^2) / 2).
+    Links: utilisation law with the bytes of a whole prompt, out of a prefill engine and into a
+    decode engine. (A decode engine with a cached prefix reads less.)
     """
     rate = traffic.requests_per_s
     prompt = traffic.prompt
     output = traffic.output
-    held = output.mean * aims.itl_s * (prompt.mean + output.mean * (1 + output.cv2) / 2)
+    token_seconds = output.mean * aims.itl_s * (prompt.mean + output.mean * (1 + output.cv2) / 2)
     transfer = _transfer(traffic, rates)
     moved = None if transfer is None else rate * transfer.mean
     work = {
         Resource.PREFILL_COMPUTE: rate * _service(traffic, rates).mean,
         Resource.PREFILL_LINK: moved,
         Resource.DECODE_COMPUTE: rate * output.mean / rates.decode_tokens_per_s,
-        Resource.DECODE_KV: rate * held / rates.kv_capacity_tokens,
+        Resource.DECODE_KV: rate * token_seconds / rates.kv_capacity_tokens,
         Resource.DECODE_LINK: moved,
     }
     return {name: amount for name, amount in work.items() if amount is not None}
@@ -245,9 +244,7 @@ def _most(
 
 
 def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
-    """Return the smallest number from ``least`` on that is enough: one that is makes every larger
-    one enough.
-    """
+    """Return the smallest number from ``least`` on that is enough, as all larger ones are."""
     most = least
     while not is_enough(most):
         least = most + 1
@@ -264,12 +261,11 @@ def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
 
 
 def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
-    """Return the time to the first token in pull, where nothing overlaps; None: the queue grows
-    without end.
+    """Return the time to the first token in pull, where no parts overlap; None: an endless queue.
 
-    Prompts are served one after the other: an engine that computes several short ones in one step
-    is a little faster. Time in queue and time of computing are independent, so beyond their means
-    their p95s add as squares.
+    Prompts are assumed to be computed one at a time; several short ones in one step are a little
+    faster. Queueing and computing are independent, so the parts of their p95s beyond their means
+    add as squares.
     """
     service = _service(traffic, rates)
     transfer = _transfer(traffic, rates)
@@ -286,13 +282,13 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
 def _wait(x: int, rate: float, service: Spread, aims: Aims) -> Wait:
     """Return the wait in the queues of prefill engines.
 
-    Turns are each router's own, whatever it is told of others.
+    Peers do not help round_robin: each router has its own order.
     """
-    one = WAITS[aims.dispatch](x, rate, service)
+    wait = WAITS[aims.dispatch](x, rate, service)
     if aims.routers == 1 or (aims.peers and aims.dispatch is not PolicyName.ROUND_ROBIN):
-        return one
+        return wait
     return among_routers(
-        one, at_random(x, rate, service), aims.routers, min(1.0, rate * service.mean / x)
+        wait, at_random(x, rate, service), aims.routers, min(1.0, rate * service.mean / x)
     )
 
 
@@ -309,7 +305,7 @@ def _service(traffic: Traffic, rates: Rates) -> Spread:
 
 
 def _transfer(traffic: Traffic, rates: Rates) -> Spread | None:
-    """Return the seconds of a link that a prompt takes; None: the link is not looked at."""
+    """Return the seconds of a link that a prompt takes; None: links are no limit."""
     if rates.link_bytes_per_s is None or rates.kv_bytes_per_token is None:
         return None
     return traffic.prompt.times(rates.kv_bytes_per_token / rates.link_bytes_per_s)
@@ -325,37 +321,34 @@ def _outlook(need: Need, traffic: Traffic, rates: Rates, aims: Aims) -> Outlook:
     return Outlook(used, _ttft(need.prefill, traffic, rates, aims), batch)
 
 
-def lengths(what: str, mean: float, p95: float | None) -> Spread:
+def lengths(quantity: str, mean: float, p95: float | None) -> Spread:
     """Return the spread of a number of tokens; without a p95, an exponential one.
 
-    Raises NoPlan: it cannot be.
+    Raises NoPlan: no such spread exists.
     """
-    _positive(f"{what} tokens (mean)", mean)
+    _positive(f"{quantity} tokens (mean)", mean)
     if p95 is None:
         return Spread.exponential(mean)
-    _positive(f"{what} tokens (p95)", p95)
+    _positive(f"{quantity} tokens (p95)", p95)
     if p95 < mean:
-        raise NoPlan(f"the p95 of the {what} tokens, {p95:g}, is below their mean of {mean:g}")
+        raise NoPlan(f"the p95 of the {quantity} tokens, {p95:g}, is below their mean of {mean:g}")
     if p95 > mean * MOST_SKEWED:
-        said = (
-            f"the p95 of the {what} tokens, {p95:g}, is more than {MOST_SKEWED:.2f} times their "
+        fault = (
+            f"the p95 of the {quantity} tokens, {p95:g}, is more than {MOST_SKEWED:.2f} times their "
             f"mean of {mean:g}"
         )
         raise NoPlan(
-            f"{said}: no lognormal distribution is like that, so give the lengths themselves"
+            f"{fault}: no lognormal distribution is like that, so give the lengths themselves"
         )
     return Spread.lognormal(mean, p95)
 
 
-def observed(what: str, values: list[float]) -> Spread:
-    """Return the spread of lengths that were observed.
-
-    Raises NoPlan: there are none, or one cannot be a length.
-    """
+def observed(quantity: str, values: list[float]) -> Spread:
+    """Return the spread of observed lengths; raises NoPlan: none, or one is no length."""
     if not values:
-        raise NoPlan(f"there are no {what} lengths")
+        raise NoPlan(f"there are no {quantity} lengths")
     for value in values:
-        _positive(f"every {what} length", value)
+        _positive(f"every {quantity} length", value)
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
     return Spread(mean, variance / mean**2, sorted(values)[ceil(0.95 * len(values)) - 1])
@@ -403,18 +396,18 @@ def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
         raise NoPlan("link bandwidth and KV bytes per token belong together: give both, or neither")
     longest = traffic.prompt.p95 + traffic.output.p95
     if longest > rates.kv_capacity_tokens:
-        said = f"a long request (p95) has {longest:,.0f} tokens"
-        raise NoPlan(f"{said}, and a decode engine has room for {rates.kv_capacity_tokens:,.0f}")
+        fault = f"a long request (p95) has {longest:,.0f} tokens"
+        raise NoPlan(f"{fault}, and a decode engine has room for {rates.kv_capacity_tokens:,.0f}")
     # By Little's law the batch at which the rate was measured is rate * ITL: one request alone
     # makes 1 / ITL.
     if rates.decode_tokens_per_s * aims.itl_s < 1:
-        said = f"a decode engine that makes {rates.decode_tokens_per_s:g} tokens a second"
-        raise NoPlan(f"{said} does not keep an ITL of {aims.itl_s:g} s, not even for one request")
+        fault = f"a decode engine that makes {rates.decode_tokens_per_s:g} tokens a second"
+        raise NoPlan(f"{fault} does not keep an ITL of {aims.itl_s:g} s, not even for one request")
     transfer = _transfer(traffic, rates)
     alone = _service(traffic, rates).p95 + (0 if transfer is None else transfer.p95) + aims.itl_s
     if aims.ttft_s is not None and alone > aims.ttft_s:
-        said = f"a TTFT of {aims.ttft_s:g} s (p95) cannot be met with any number of engines"
-        raise NoPlan(f"{said}: a long prompt (p95) takes {alone:.3g} s on idle ones")
+        fault = f"a TTFT of {aims.ttft_s:g} s (p95) cannot be met with any number of engines"
+        raise NoPlan(f"{fault}: a long prompt (p95) takes {alone:.3g} s on idle ones")
 
 
 def _positive(name: str, value: float) -> None:

@@ -1,3 +1,1 @@
-"""``pdrelay prove``: a black-box suite against running engines, and one page of what it saw
-(docs/prove.md).
-"""
+"""``pdrelay prove``: a black-box suite against running engines, and its report (docs/prove.md)."""

@@ -1,6 +1,4 @@
-"""What every check gets: what is under test, the reference, fresh prompts, and the means to
-compare.
-"""
+"""The bench that every check gets: servers under test, a reference, new prompts, comparisons."""
 
 import asyncio
 import random
@@ -20,15 +18,15 @@ from pdrelay_tools.proving.http_server import HttpServer
 from pdrelay_tools.proving.peers import Peers
 from pdrelay_tools.proving.services import EnginePairs, Service
 
-LARGEST_TOLERANCE: Final = 0.5  # of a logprob; beyond it a comparison says nothing
-_SAFETY: Final = 4.0  # a few questions do not show the largest difference
-_SLOW: Final = 10.0  # times the reference: more than the most requests at once explain
+LARGEST_TOLERANCE: Final = 0.5  # of a logprob; beyond it a comparison proves nothing
+_SAFETY: Final = 4.0  # the few questions of calibrate() do not show the largest difference
+_SLOW: Final = 10.0  # times the reference: more than concurrent requests explain
 _METRICS_S: Final = 10.0
 _REFERENCE_AT_ONCE: Final = 4
 
 
 class CheckSkipped(Exception):
-    """There is nothing of the kind to check; the message says what is missing."""
+    """What the check needs is missing; the message says what."""
 
 
 class CheckAborted(Exception):
@@ -37,7 +35,7 @@ class CheckAborted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long the suite waits, in seconds."""
+    """How long the suite waits."""
 
     request_s: float = 60.0  # for an answer
     idle_s: float = 10.0  # for blocks after the last answer
@@ -47,7 +45,7 @@ class Limits:
 
 @dataclass
 class Bench:
-    """One run: what is asked, and what became of it."""
+    """The state of one run, which its checks share."""
 
     service: Service
     reference: Service | None
@@ -60,13 +58,13 @@ class Bench:
     peers: Peers
     prompts: Prompts
     tolerance: float = SMALLEST_TOLERANCE
-    requests: int = 0  # that were sent to the service
+    requests: int = 0  # sent to the service
     loads: list[Latencies] = field(default_factory=list[Latencies])
     # what engines hold at rest
     usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])
-    down: str = ""  # which engine is down, and since when: nothing more is checked then
+    down: str = ""  # which engine is down, and since when: further checks are skipped
     uncompared: int = 0  # answers to questions that the reference did not answer
-    unanswered: str = ""  # what it said to the latest of these
+    unanswered: str = ""  # the latest of these questions, and the reference's error
     _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
     # by the reference, for an answer
     _took_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -89,7 +87,7 @@ class Bench:
 
     @property
     def past_lease_s(self) -> float:
-        """Seconds after which a lease that nothing renews is over."""
+        """Seconds after which a lease without renewals has ended."""
         return 1.1 * self.limits.lease_s
 
     @property
@@ -113,18 +111,16 @@ class Bench:
 
     async def ask_all(self, questions: Sequence[Question], *, at_once: int) -> list[Reply]:
         """Ask the service many questions, so many at a time."""
-        turns = asyncio.Semaphore(at_once)
+        slots = asyncio.Semaphore(at_once)
 
-        async def one(question: Question) -> Reply:
-            async with turns:
+        async def in_slot(question: Question) -> Reply:
+            async with slots:
                 return await self.ask(question)
 
-        return list(await asyncio.gather(*map(one, questions)))
+        return list(await asyncio.gather(*map(in_slot, questions)))
 
     async def right_answer(self, question: Question) -> Answer | None:
-        """Ask the reference, each question once; None: there is none, or it has no answer to this
-        (``unanswered``).
-        """
+        """Return the reference's answer, which is asked once; None: none (see ``unanswered``)."""
         if self.reference is None:
             return None
         key = repr(question)
@@ -141,18 +137,18 @@ class Bench:
         return self._right[key]
 
     def is_refused(self, question: Question) -> bool:
-        """Tell whether the reference has said that it does not serve a question."""
+        """Tell whether the reference refused a question as not supported."""
         return repr(question) in self._refused
 
     async def right_answers(self, questions: Sequence[Question]) -> list[Answer | None]:
-        """Ask the reference many."""
-        turns = asyncio.Semaphore(_REFERENCE_AT_ONCE)
+        """Return the reference's answers to many questions."""
+        slots = asyncio.Semaphore(_REFERENCE_AT_ONCE)
 
-        async def one(question: Question) -> Answer | None:
-            async with turns:
+        async def in_slot(question: Question) -> Answer | None:
+            async with slots:
                 return await self.right_answer(question)
 
-        return list(await asyncio.gather(*map(one, questions)))
+        return list(await asyncio.gather(*map(in_slot, questions)))
 
     async def compare(
         self, questions: Sequence[Question], *, at_once: int = 1, may_fail: bool = False
@@ -164,28 +160,30 @@ class Bench:
     async def judge(
         self, questions: Sequence[Question], replies: Sequence[Reply], *, may_fail: bool = False
     ) -> list[Finding]:
-        """Compare replies with the reference's answers; ``uncompared`` counts those that it has
-        none for.
+        """Compare replies with the reference's answers; ``uncompared`` counts those without one.
+
+        ``may_fail``: an error is as good as the right answer.
         """
         right = await self.right_answers(questions)
         if self.reference is not None:
-            asked = zip(questions, replies, right, strict=True)
+            judged = zip(questions, replies, right, strict=True)
             self.uncompared += sum(
-                is_uncompared(question, reply, answer) for question, reply, answer in asked
+                is_uncompared(question, reply, answer) for question, reply, answer in judged
             )
-        found = [
+        findings = [
             finding
             for question, reply, answer in zip(questions, replies, right, strict=True)
             for finding in findings_of(question, reply, answer, self.tolerance, may_fail=may_fail)
         ]
         if not may_fail:
             for question, reply in zip(questions, replies, strict=True):
-                found += self.slow(f"{question}", reply, self._took_s.get(repr(question)))
-        return together(found, len(questions))
+                findings += self.slow(f"{question}", reply, self._took_s.get(repr(question)))
+        return together(findings, len(questions))
 
-    def slow(self, asked: str, reply: Reply, reference_s: float | None) -> list[Finding]:
-        """Tell whether an answer waited for the end of a lease; ``reference_s``: how long the
-        reference's took.
+    def slow(self, subject: str, reply: Reply, reference_s: float | None) -> list[Finding]:
+        """Return a finding if an answer waited for the end of a lease.
+
+        ``reference_s``: seconds of the reference's answer.
         """
         if (
             reference_s is None
@@ -193,48 +191,49 @@ class Bench:
             or reply.seconds < max(self.limits.lease_s, _SLOW * reference_s)
         ):
             return []
-        seen = (
+        times = (
             f"{reply.seconds:.1f} s, where the single engine took {reference_s:.1f} s and a lease "
             f"lasts"
         )
-        return [Finding(FindingName.SLOW_ANSWER, f"{asked}: {seen} {self.limits.lease_s:g} s")]
+        return [Finding(FindingName.SLOW_ANSWER, f"{subject}: {times} {self.limits.lease_s:g} s")]
 
     async def calibrate(self) -> str:
-        """Find out by how much the reference differs from itself, and return what was found, in a
-        sentence.
+        """Measure by how much the reference differs from itself; return the result as a sentence.
+
+        The logprobs of vLLM depend on the batch, so the tolerance is that difference, times _SAFETY.
         """
         if self.reference is None:
             return "There is no reference: answers are compared with nothing."
-        asked = self.prompts.mixed(6, longest=self.longest)
-        first = [await _answer(self.reference, question, self.limits) for question in asked]
+        questions = self.prompts.mixed(6, longest=self.longest)
+        first = [await _answer(self.reference, question, self.limits) for question in questions]
         again = await asyncio.gather(
-            *(_answer(self.reference, question, self.limits) for question in asked)
+            *(_answer(self.reference, question, self.limits) for question in questions)
         )
-        worst = max(self_difference(one, other) for one, other in zip(first, again, strict=True))
+        worst = max(
+            self_difference(earlier, later) for earlier, later in zip(first, again, strict=True)
+        )
         self.tolerance = min(LARGEST_TOLERANCE, max(SMALLEST_TOLERANCE, _SAFETY * worst))
-        said = (
+        sentence = (
             f"{self.reference.name} differs from itself by {worst:.2g} in a logprob; "
             f"{self.tolerance:.2g} is allowed."
         )
-        return said + (
+        return sentence + (
             " So much hides wrong KV: its answers are not stable."
             if self.tolerance >= LARGEST_TOLERANCE
             else ""
         )
 
     async def holdings(self, server: HttpServer) -> Holdings | None:
-        """Look at an engine; None: it does not say."""
+        """Read what an engine holds; None: its metrics do not say."""
         reply = await server.get("/metrics", timeout_s=_METRICS_S)
         return None if reply.failure() else read_holdings(reply.body.decode(errors="replace"))
 
     async def loaded(self) -> float | None:
-        """Return the tokens that decode engines have got from others so far; None: one of them does
-        not say.
-        """
-        seen = [await self.holdings(server) for server in self.decode]
-        counts = [None if each is None else each.loaded for each in seen]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known and len(known) == len(counts) else None
+        """Return the prompt tokens that decode engines loaded; None: one does not say."""
+        readings = [await self.holdings(server) for server in self.decode]
+        counts = [None if reading is None else reading.loaded for reading in readings]
+        known_counts = [count for count in counts if count is not None]
+        return sum(known_counts) if known_counts and len(known_counts) == len(counts) else None
 
 
 async def _answer(reference: Service, question: Question, limits: Limits) -> Answer:

@@ -1,4 +1,4 @@
-"""What a check is: its name, what it needs, how long it takes, and what it may find."""
+"""A check: its name, its needs, how long it takes, and its result."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from pdrelay_tools.proving.peers import Deed
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a check saw.
+class CheckResult:
+    """The result of a check.
 
-    ``idle_s``: within how many seconds all blocks must be back, if not within the usual time.
+    ``idle_s``: seconds until all blocks must be free; None: the usual bound.
     """
 
     findings: Sequence[Finding] = ()
@@ -21,7 +21,7 @@ class Seen:
     idle_s: float | None = None
 
 
-CheckRun: TypeAlias = Callable[[Bench], Awaitable[Seen]]
+CheckRun: TypeAlias = Callable[[Bench], Awaitable[CheckResult]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Check:
     group: str
     about: str  # in a sentence, for people who read the report
     run: CheckRun
-    seconds: float = 20.0  # that it usually takes: it does not begin with less
-    # what must be possible with engines, by role
+    seconds: float = 20.0  # usual duration: it does not begin with less time left
+    # what it does to engines, by role
     deeds: tuple[tuple[str, Deed], ...] = field(default=())
     is_direct: bool = False  # it needs the engines themselves
     needs_reference: bool = False

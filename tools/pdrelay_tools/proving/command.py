@@ -1,4 +1,4 @@
-"""``pdrelay prove``: flags to a run, its progress, its page and its exit code (docs/prove.md)."""
+"""``pdrelay prove``: its flags, its progress, its reports and its exit code (docs/prove.md)."""
 
 import argparse
 import asyncio
@@ -38,7 +38,7 @@ from pdrelay_tools.proving.peers import Deed, Peers
 from pdrelay_tools.proving.report.html_page import write_html
 from pdrelay_tools.proving.report.json_page import write_json
 from pdrelay_tools.proving.report.markdown import write_markdown
-from pdrelay_tools.proving.services import EnginePairs, OneServer, Service
+from pdrelay_tools.proving.services import EnginePairs, Service, SingleServer
 from pdrelay_tools.proving.suite import ALL_CHECKS, UsageSamples, chosen, run_checks
 
 _WRITERS: Final = {".html": write_html, ".md": write_markdown, ".json": write_json}
@@ -58,7 +58,7 @@ _PID_DIGITS: Final = 7  # Linux has at most 2**22
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Who is asked."""
+    """The servers of a run."""
 
     router: HttpServer | None
     prefill: Sequence[HttpServer]
@@ -67,11 +67,11 @@ class Servers:
 
     @property
     def all(self) -> list[HttpServer]:
-        """Every one of them."""
+        """All servers."""
         return [
             *self.prefill,
             *self.decode,
-            *(each for each in (self.router, self.reference) if each is not None),
+            *(server for server in (self.router, self.reference) if server is not None),
         ]
 
 
@@ -147,8 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     idle = "seconds in which blocks must be free (default: %(default)g)"
     add("--idle-seconds", type=seconds, default=limits.idle_s, metavar="S", help=idle)
-    said = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
-    add("--lease-seconds", type=seconds, default=limits.lease_s, metavar="S", help=said)
+    help_text = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
+    add("--lease-seconds", type=seconds, default=limits.lease_s, metavar="S", help=help_text)
     block = "--block-size of the engines (default: what their metrics say, else 16)"
     add("--block-size", type=int, metavar="TOKENS", help=block)
     add("--seed", type=int, metavar="N", help="seed of the prompts (default: a new one each time)")
@@ -181,8 +181,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"file with the API key for --{name} (default: ${variable})",
         )
     add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for https URLs")
-    said = "name that the certificates of https engines must have (default: the host of each URL)"
-    add("--engine-server-name", metavar="NAME", help=said)
+    help_text = (
+        "name that the certificates of https engines must have (default: the host of each URL)"
+    )
+    add("--engine-server-name", metavar="NAME", help=help_text)
     parser.set_defaults(run=run)
 
 
@@ -227,13 +229,13 @@ def _check_flags(args: argparse.Namespace) -> list[Check]:
 
 
 class _Running:
-    """What a signal ends: the run, or what is before and behind it."""
+    """Ends on a signal: cancels the run, or raises KeyboardInterrupt before and after it."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[RunReport] | None = None
 
     async def until_ended(self, run: Coroutine[object, object, RunReport]) -> RunReport:
-        """Run it; raises CancelledError when a signal has come."""
+        """Run it; raises CancelledError after a signal."""
         self._task = asyncio.ensure_future(run)
         try:
             return await self._task
@@ -241,9 +243,9 @@ class _Running:
             self._task = None
 
     def interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """End it well.
+        """End the run with its cleanups.
 
-        SIGINT is not raised for that: a job in the background of a script ignores it.
+        SIGINT is not raised for that: a background job of a script ignores it.
         """
         if self._task is None:
             raise KeyboardInterrupt
@@ -252,14 +254,14 @@ class _Running:
 
 @contextmanager
 def _ended_like_ctrl_c() -> Generator[_Running]:
-    """End well by SIGTERM and SIGHUP, too: an engine may be frozen."""
+    """Clean up after SIGTERM and SIGHUP, too: an engine may be frozen."""
     running = _Running()
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is signal.SIG_DFL
     ]
-    for number in numbers:  # one that is ignored stays so: nohup
+    for number in numbers:  # an ignored signal stays ignored (nohup)
         signal.signal(number, running.interrupt)
     try:
         yield running
@@ -270,7 +272,7 @@ def _ended_like_ctrl_c() -> Generator[_Running]:
 
 @contextmanager
 def _started(args: argparse.Namespace) -> Generator[list[Child]]:
-    """Start what --start says, and stop it at the end."""
+    """Start the commands of --start, and stop them at the end."""
     if not args.start:
         yield []
         return
@@ -298,9 +300,9 @@ async def _prove(
 async def _measure(
     args: argparse.Namespace, checks: Sequence[Check], servers: Servers, *, rest_s: float
 ) -> RunReport:
-    """``rest_s``: until the engines must be at rest.
+    """``rest_s``: seconds until the engines must be at rest.
 
-    What was started may ask first, as ``pdrelay up`` does.
+    A command of --start may send a request first, as ``pdrelay up`` does.
     """
     began = now()
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -310,7 +312,7 @@ async def _measure(
     for note in notes:
         sys.stderr.write(f"{note}\n")
     samples = UsageSamples(began)
-    reports = await run_checks(bench, checks, samples, _Progress(len(checks), began, bench).tell)
+    reports = await run_checks(bench, checks, samples, _Progress(len(checks), began, bench).report)
     return RunReport(
         subject=f"{bench.service.name}, model {bench.facts.name}",
         reference="nothing" if bench.reference is None else bench.reference.name,
@@ -322,7 +324,7 @@ async def _measure(
         notes=notes,
         checks=reports,
         loads=bench.loads,
-        usage=samples.of,
+        usage=samples.by_engine,
     )
 
 
@@ -330,8 +332,8 @@ async def _bench(args: argparse.Namespace, servers: Servers, seed: int) -> Bench
     front = servers.router or servers.decode[0]
     facts = await _facts(front, args.model)
     pairs = EnginePairs(servers.prefill, servers.decode, facts.name)
-    service: Service = pairs if servers.router is None else OneServer(servers.router, facts.name)
-    # Without one of its own: a prefill engine computes all of a prompt itself, and reads no KV.
+    service: Service = pairs if servers.router is None else SingleServer(servers.router, facts.name)
+    # The default reference is a prefill engine: it computes whole prompts itself, and reads no KV.
     alone = servers.reference or (servers.prefill[0] if servers.prefill else None)
     commands = {
         (role, deed): command
@@ -342,7 +344,7 @@ async def _bench(args: argparse.Namespace, servers: Servers, seed: int) -> Bench
     pids = {role: pid for role in _ROLES if (pid := getattr(args, f"{role}_pid")) is not None}
     bench = Bench(
         service=service,
-        reference=None if alone is None else OneServer(alone, facts.name),
+        reference=None if alone is None else SingleServer(alone, facts.name),
         router=servers.router,
         prefill=servers.prefill,
         decode=servers.decode,
@@ -353,37 +355,37 @@ async def _bench(args: argparse.Namespace, servers: Servers, seed: int) -> Bench
         prompts=new_prompts(seed),
     )
     if args.block_size is None:
-        seen = [
-            found.block_size
+        sizes = [
+            holdings.block_size
             for server in bench.engines
-            if (found := await bench.holdings(server)) is not None
+            if (holdings := await bench.holdings(server)) is not None
         ]
-        bench.block_size = next((size for size in seen if size is not None), _DEFAULT_BLOCK)
+        bench.block_size = next((size for size in sizes if size is not None), _DEFAULT_BLOCK)
     return bench
 
 
-async def _facts(server: HttpServer, wanted: str | None) -> ModelFacts:
+async def _facts(server: HttpServer, model: str | None) -> ModelFacts:
     reply = await server.get("/v1/models", timeout_s=_QUICK_S)
     if reply.failure():
         raise CheckAborted(f"{server.name} at {server.url} lists no models: {reply.failure()}")
     try:
-        return read_models(reply.body, wanted)
+        return read_models(reply.body, model)
     except Malformed as exc:
         raise CheckAborted(f"{server.name} at {server.url}: {exc}") from exc
 
 
 async def _at_rest(bench: Bench, deadline: float) -> str:
-    """Look at the engines before anything is asked: what they hold then is not ours."""
+    """Raise CheckAborted if an engine is busy before the run; return a note for the report."""
     unknown: list[str] = []
     for server in bench.engines:
-        seen = await wait_rest(bench, server, deadline)
-        if seen is None:
+        holdings = await wait_rest(bench, server, deadline)
+        if holdings is None:
             unknown.append(server.name)
             continue
-        bench.usual[server.name] = seen
-        if held := seen.beyond(None):
+        bench.usual[server.name] = holdings
+        if excess := holdings.beyond(None):
             raise CheckAborted(
-                f"{server.name} at {server.url} is not at rest: {held}. Take other clients away "
+                f"{server.name} at {server.url} is not at rest: {excess}. Take other clients away "
                 f"first"
             )
     if not bench.engines:
@@ -410,7 +412,7 @@ async def _wait_ready(servers: Servers, seconds: float, children: Sequence[Child
         if not missing:
             return
         for child in children:
-            if child.exit_code:  # one that ended with 0 has left something that runs
+            if child.exit_code:  # a command that ended with 0 may have started a daemon
                 child.raise_if_dead()
         if now() >= deadline:
             server, reply = missing[0]
@@ -419,17 +421,15 @@ async def _wait_ready(servers: Servers, seconds: float, children: Sequence[Child
 
 
 class _Progress:
-    """Says on standard error how far the run is: a line for each check, and one that moves on a
-    terminal.
-    """
+    """Writes a line for each check to standard error, and a line of progress on a terminal."""
 
     def __init__(self, checks: int, began: float, bench: Bench) -> None:
         self._checks = checks
         self._began = began
         self._bench = bench
 
-    def tell(self, number: int, check: Check, report: CheckReport | None) -> None:
-        """Hear of a check that begins, or has ended."""
+    def report(self, number: int, check: Check, report: CheckReport | None) -> None:
+        """Report a check that begins (None), or its result."""
         is_terminal = sys.stderr.isatty()
         if report is not None:
             sys.stderr.write(f"{chr(13) + chr(27) + '[K' if is_terminal else ''}{line(report)}\n")
@@ -441,8 +441,8 @@ class _Progress:
 
 def _servers(args: argparse.Namespace, transport: Transport) -> Servers:
     def named(name: str, url: str, kind: str) -> HttpServer:
-        wanted = None if kind == "router" else args.engine_server_name
-        return HttpServer(name, server_url(url), transport, _key(args, kind), server_name=wanted)
+        tls_name = None if kind == "router" else args.engine_server_name
+        return HttpServer(name, server_url(url), transport, _key(args, kind), server_name=tls_name)
 
     return Servers(
         router=None if args.router is None else named("router", args.router, "router"),
@@ -479,12 +479,12 @@ def _key(args: argparse.Namespace, name: str) -> str | None:
     path: str | None = getattr(args, f"{name}_key_file")
     if path is not None:
         return outbound_key(read_text(path), path)
-    found = os.environ.get(_KEYS[name], "")
-    return outbound_key(found, f"${_KEYS[name]}") if found else None
+    key = os.environ.get(_KEYS[name], "")
+    return outbound_key(key, f"${_KEYS[name]}") if key else None
 
 
 def _write(path: str, report: RunReport) -> None:
-    """Write a page for this user alone: prompts and addresses may be in it."""
+    """Write a report for this user alone: prompts and addresses may be in it."""
     try:
         with os.fdopen(
             os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
@@ -495,7 +495,7 @@ def _write(path: str, report: RunReport) -> None:
 
 
 def _pid(text: str) -> int:
-    """Read the number of one process: signals to 0, -1 and -N go to many."""
+    """Parse the id of one process: signals to 0, -1 and -N go to many (kill(2))."""
     if text.isascii() and text.isdigit() and len(text) <= _PID_DIGITS and int(text) > 1:
         return int(text)
     raise argparse.ArgumentTypeError(

@@ -1,6 +1,4 @@
-"""A server under test over HTTP: bounded answers, and clients that hang up. httpx and its
-exceptions stop here.
-"""
+"""A server under test: sends requests, bounds answers, hangs up. httpx stops here."""
 
 import asyncio
 import ssl
@@ -14,14 +12,14 @@ import msgspec
 
 from pdrelay_tools.proving.core.reply import Reply
 
-# bytes of an answer, of which 32 may come at once; more is cut off and told
+# bytes of an answer, of which 32 may come at once; a larger one is cut off and reported
 LARGEST_BODY: Final = 8 << 20
 _DATA: Final = b"data:"
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What all servers of a run have in common."""
+    """The HTTP client that all servers of a run share."""
 
     client: httpx.AsyncClient
 
@@ -31,9 +29,7 @@ class Transport:
 
 
 def open_transport(tls: ssl.SSLContext | None) -> Transport:
-    """Open a client without proxies, redirects and connections that are kept: engines come and
-    go.
-    """
+    """Open a client without proxies, redirects and kept connections: engines restart in a run."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls
     return Transport(httpx.AsyncClient(trust_env=False, timeout=None, limits=limits, verify=verify))
@@ -68,9 +64,7 @@ class HttpServer:
         timeout_s: float,
         request_id: str | None = None,
     ) -> Reply:
-        """Post a body and read the whole answer; what goes wrong is in the reply, and nothing
-        raises.
-        """
+        """Post a body and read the whole answer; does not raise: errors are in the reply."""
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
         headers = {
             "content-type": "application/json",

@@ -1,6 +1,4 @@
-"""What can be done to an engine's process: by a command of the user, or by signals to a process of
-this machine.
-"""
+"""Kills, freezes and restarts engines, by the user's commands, or by signals on this machine."""
 
 import asyncio
 import os
@@ -16,7 +14,7 @@ _SHOWN: Final = 300  # characters of what a command said
 
 
 class Deed(StrEnum):
-    """What is done."""
+    """An action on an engine's process."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -25,7 +23,7 @@ class Deed(StrEnum):
 
 
 class DeedFailed(Exception):
-    """It could not be done; the message says why."""
+    """The action failed; the message says why."""
 
 
 _SIGNALS: Final = {
@@ -37,15 +35,13 @@ _SIGNALS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """How the first prefill and the first decode engine are killed, frozen and restarted; by
-    role.
-    """
+    """Commands and process ids for the first engine of each role."""
 
     commands: Mapping[tuple[str, Deed], str] = field(default_factory=dict[tuple[str, Deed], str])
     pids: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def can(self, role: str, *deeds: Deed) -> bool:
-        """Tell whether all of it can be done."""
+        """Tell whether all these actions are possible."""
         by_signal = role in self.pids
         return all(
             (role, deed) in self.commands or (by_signal and deed in _SIGNALS) for deed in deeds
@@ -73,41 +69,41 @@ async def _run(command: str, flag: str) -> None:
     )
     try:
         async with asyncio.timeout(_COMMAND_S):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     except TimeoutError as exc:
         raise DeedFailed(f"the command of {flag} did not end within {_COMMAND_S:g} s") from exc
     finally:
-        if process.returncode is None:  # nobody waits for it any more
+        if process.returncode is None:  # it took too long, or the run was cancelled
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode:
-        shown = said.decode(errors="replace").strip()[-_SHOWN:]
+        shown = output.decode(errors="replace").strip()[-_SHOWN:]
         raise DeedFailed(f"the command of {flag} ended with {process.returncode}: {shown}")
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process and to everything that it started."""
-    for one in (*_descendants(pid), pid):
+    for target in (*_descendants(pid), pid):
         try:
-            os.kill(one, number)
+            os.kill(target, number)
         except ProcessLookupError as exc:
-            if one == pid:
+            if target == pid:
                 raise DeedFailed(f"there is no process {pid}") from exc
         except PermissionError as exc:
-            raise DeedFailed(f"process {one} is not ours to signal") from exc
+            raise DeedFailed(f"process {target} is not ours to signal") from exc
 
 
 def _descendants(pid: int) -> list[int]:
     """Return the processes that a process started, and those that these started."""
-    found: list[int] = []
+    descendants: list[int] = []
     waiting = [pid]
     while waiting:
-        one = waiting.pop()
-        for task in Path(f"/proc/{one}/task").glob("*/children"):
+        parent = waiting.pop()
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
             try:
                 children = [int(word) for word in task.read_text().split()]
             except OSError:  # it has ended
                 continue
-            found += children
+            descendants += children
             waiting += children
-    return found
+    return descendants

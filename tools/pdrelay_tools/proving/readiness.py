@@ -1,6 +1,4 @@
-"""Looks at engines before traffic: whether they live and fit, and one request for each of them
-whose KV must move.
-"""
+"""Checks engines before traffic: health, fit, and a request through each, whose KV must move."""
 
 import asyncio
 import random
@@ -44,18 +42,18 @@ from pdrelay_tools.proving.http_server import HttpServer, open_transport
 from pdrelay_tools.proving.services import EnginePairs
 from pdrelay_tools.served_by import metric_total
 
-_ANSWER_SHARE: Final = 0.3  # of all seconds, for one answer to what an engine is
-_LOOK_SHARE: Final = 0.5  # until then an engine must have said all of it
-_ASK_SHARE: Final = 0.7  # until then the requests must have ended
+_ANSWER_SHARE: Final = 0.3  # of all seconds, for one answer about an engine
+_EXAMINE_SHARE: Final = 0.5  # until then an engine must have answered all of them
+_REQUEST_SHARE: Final = 0.7  # until then the requests must have ended
 _POLL_S: Final = 0.1  # an engine publishes what it counts a moment after its answer
 _FEW_TOKENS: Final = 4  # of an answer
 _MORE_TIME: Final = 6.0  # times the seconds that were not enough: a minute for ten seconds
-_LEAST_S: Final = 0.05  # for what is asked at all
+_LEAST_S: Final = 0.05  # for any request
 
 
 @dataclass(frozen=True, slots=True)
 class _EngineMetrics:
-    """What an engine's metrics say at a moment."""
+    """An engine's metrics at a moment."""
 
     counters: KvCounters
     failures: dict[str, str]  # why it loads no KV, by the other engine's id
@@ -65,7 +63,7 @@ class _EngineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """A request that both engines of a pair have got."""
+    """A request that was sent through a pair of engines."""
 
     pair: MemberPair
     question: Question
@@ -73,12 +71,12 @@ class _Exchange:
 
     @property
     def about(self) -> str:
-        """Both engines."""
+        """Names both engines."""
         return " to ".join(member.instance.id for member in self.pair)
 
 
 async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[ReadinessLine]:
-    """Yield each finding as soon as it is there; all within so many seconds.
+    """Yield each finding at once; all within so many seconds.
 
     Raises:
         AddressError, AlreadyKnown, ConfigError: as ``build_engines`` says.
@@ -87,7 +85,7 @@ async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[Readi
     engines = build_engines(looking, Fabric(), pairs_within(looking))
     check = _ReadinessCheck(engines, time.monotonic(), seconds)
     members = engines.registry.members()
-    lines = await asyncio.gather(*map(check.look, members))
+    lines = await asyncio.gather(*map(check.examine_engine, members))
     for line in lines:
         yield line
     alive = [member for member, line in zip(members, lines, strict=True) if line.sign is Sign.OK]
@@ -114,88 +112,90 @@ class _ReadinessCheck:
         self._began = began
         self._seconds = seconds
 
-    def _left(self, share: float = 1.0) -> float:
-        """Return the seconds until that share of all is over."""
+    def _seconds_left(self, share: float = 1.0) -> float:
+        """Return the seconds until that share of the time is over."""
         return max(_LEAST_S, self._began + self._seconds * share - time.monotonic())
 
     def _unfinished(self, about: str, text: str) -> ReadinessLine:
-        """Say what the time was over for: engines that are slow or busy may be well."""
+        """Return a finding that is unknown for lack of time: a slow or busy engine may be well."""
         more = (
             f"that is no proof of a fault, so allow more time (--seconds "
             f"{self._seconds * _MORE_TIME:g})"
         )
         return ReadinessLine(Sign.UNKNOWN, about, f"{text}: {more}", is_unfinished=True)
 
-    async def look(self, member: Member) -> ReadinessLine:
-        """Learn what an engine is."""
+    async def examine_engine(self, member: Member) -> ReadinessLine:
+        """Probe an engine, and learn its facts into the registry."""
         instance = member.instance
         has_key = self._engines.outbound.key_of(instance.pool) is not None
         try:
-            async with asyncio.timeout(self._left(_LOOK_SHARE)):
+            async with asyncio.timeout(self._seconds_left(_EXAMINE_SHARE)):
                 self._engines.registry.learn(instance.id, await self._engines.checks.look(instance))
-                # it lives, and an engine may keep its metrics to itself
+                # it is healthy even if it shows no metrics
                 with suppress(ProbeFailed):
                     numbers = await self._engines.checks.numbers(instance)
                     self._engines.registry.learn(instance.id, shown_facts(numbers))
         except ProbeFailed as sick:
             return ReadinessLine(Sign.FAILED, instance.id, f"{instance.address.url} {sick}")
         except TimeoutError:
-            said = (
+            text = (
                 f"{instance.address.url} has not said all of itself within "
-                f"{self._seconds * _LOOK_SHARE:g} s"
+                f"{self._seconds * _EXAMINE_SHARE:g} s"
             )
-            return self._unfinished(instance.id, said)
+            return self._unfinished(instance.id, text)
         return engine_line(member, has_key=has_key)
 
     async def exchange_kv(
         self, members: Sequence[Member], *, slow: Sequence[Role]
     ) -> AsyncGenerator[ReadinessLine]:
-        """Send a request through each pair, and look whether its KV has moved.
+        """Send a request through each pair, and check by the counters that its KV moved.
 
-        ``slow``: roles of engines that have not said what they are.
+        ``slow``: roles of engines that did not answer in time what they are.
         """
         pairs = choose_pairs(members)
         for member in members:
             if any(member in pair for pair in pairs):
                 continue
             name = member.instance.id
-            said = "it exchanged no KV: no engine of the other role that answers"
+            text = "it exchanged no KV: no engine of the other role that answers"
             if any(role is not member.instance.role for role in slow):
-                yield self._unfinished(name, f"{said} in time fits it")
+                yield self._unfinished(name, f"{text} in time fits it")
             else:
-                yield ReadinessLine(Sign.FAILED, name, f"{said} fits it")
+                yield ReadinessLine(Sign.FAILED, name, f"{text} fits it")
         if not pairs:
             return
         before = await self._read_all(pairs)
         sizes = [
-            seen.holdings.block_size
-            for seen in before.values()
-            if seen.holdings and seen.holdings.block_size
+            metrics.holdings.block_size
+            for metrics in before.values()
+            if metrics.holdings and metrics.holdings.block_size
         ]
-        asked = await self._ask_all(pairs, prompt_length(sizes))
-        counts = Counter(each.pair[1].instance.id for each in asked if not each.reply.failure())
-        waiting = list(asked)
-        patience_s = min(METRICS_WAIT_S, self._left() - 2 * _POLL_S)
+        exchanges = await self._ask_all(pairs, prompt_length(sizes))
+        counts = Counter(
+            exchange.pair[1].instance.id for exchange in exchanges if not exchange.reply.failure()
+        )
+        waiting = list(exchanges)
+        patience_s = min(METRICS_WAIT_S, self._seconds_left() - 2 * _POLL_S)
         is_cut = patience_s < METRICS_WAIT_S / 2
         deadline = time.monotonic() + patience_s
         while True:
             is_last = time.monotonic() >= deadline
-            now = await self._read_all([each.pair for each in waiting])
-            left = list[_Exchange]()
-            for each in waiting:
-                requests = counts[each.pair[1].instance.id]
-                line = self._judge(each, before, now, requests, is_last=is_last, is_cut=is_cut)
+            now = await self._read_all([exchange.pair for exchange in waiting])
+            uncounted = list[_Exchange]()
+            for exchange in waiting:
+                requests = counts[exchange.pair[1].instance.id]
+                line = self._judge(exchange, before, now, requests, is_last=is_last, is_cut=is_cut)
                 if line is None:
-                    left.append(each)
+                    uncounted.append(exchange)
                 else:
                     yield line
-            if not left:
+            if not uncounted:
                 return
-            waiting = left
+            waiting = uncounted
             await asyncio.sleep(_POLL_S)
 
     async def _ask_all(self, pairs: Sequence[MemberPair], length: int) -> Sequence[_Exchange]:
-        """Ask all of them, each engine at least once; pairs that share an engine take turns."""
+        """Send one request through each pair; pairs that share an engine wait for each other."""
         tls = self._engines.tls
         transport = open_transport(tls.context)
         prompts = Prompts(random.SystemRandom())
@@ -209,7 +209,7 @@ class _ReadinessCheck:
                 instance.id, instance.address.url, transport, key, server_name=tls.server_name
             )
 
-        async def ask(pair: MemberPair) -> _Exchange:
+        async def send_to(pair: MemberPair) -> _Exchange:
             prefill, decode = map(server, pair)
             model = common_model(pair[0].facts, pair[1].facts) or ""
             question = Question(
@@ -219,9 +219,9 @@ class _ReadinessCheck:
             names = [member.instance.id for member in pair]
             # All take the lock of a prefill engine first, so that no two wait for each other.
             async with locks[names[0]], locks[names[1]]:
-                # one that hangs leaves half of the time to them
+                # a hung request leaves half of the time to those behind it
                 others_wait = any(waiting[name] > 1 for name in names)
-                timeout_s = self._left(_ASK_SHARE) / (2 if others_wait else 1)
+                timeout_s = self._seconds_left(_REQUEST_SHARE) / (2 if others_wait else 1)
                 reply = await service.ask_pair(
                     question, prefill, decode, timeout_s=round(timeout_s, 2)
                 )
@@ -229,7 +229,7 @@ class _ReadinessCheck:
             return _Exchange(pair, question, reply)
 
         try:
-            return await asyncio.gather(*map(ask, pairs))
+            return await asyncio.gather(*map(send_to, pairs))
         finally:
             await transport.close()
 
@@ -243,7 +243,7 @@ class _ReadinessCheck:
         text = b""
         is_read = False
         with suppress(ProbeFailed, TimeoutError):
-            async with asyncio.timeout(self._left()):
+            async with asyncio.timeout(self._seconds_left()):
                 text = await self._engines.checks.metrics(member.instance)
                 is_read = True
         failures = {
@@ -262,7 +262,7 @@ class _ReadinessCheck:
 
     def _judge(
         self,
-        asked: _Exchange,
+        exchange: _Exchange,
         before: Mapping[InstanceId, _EngineMetrics],
         now: Mapping[InstanceId, _EngineMetrics],
         requests: int,
@@ -270,62 +270,63 @@ class _ReadinessCheck:
         is_last: bool,
         is_cut: bool,
     ) -> ReadinessLine | None:
-        """Say what became of a request; None: its engines have not counted it yet.
+        """Return the finding of a request; None: its engines have not counted it yet.
 
-        ``is_cut``: this look is the last one because the time is over, and may be too early.
+        ``is_cut``: there was too little time for engines to publish their counters.
         """
-        prefill, decode = asked.pair
+        prefill, decode = exchange.pair
         why = failure_with(now[decode.instance.id].failures, prefill.facts.engine_id)
-        if asked.reply.is_late and not why:  # an engine may say later why it loads nothing
-            return self._unfinished(asked.about, asked.reply.why) if is_last else None
-        failure = asked.reply.failure() or _malformed(asked)
+        if exchange.reply.is_late and not why:  # an engine may say later why it loads nothing
+            return self._unfinished(exchange.about, exchange.reply.why) if is_last else None
+        failure = exchange.reply.failure() or _malformed(exchange)
         if failure:
-            said = f"the request failed: {failure}{f' ({why})' if why else ''}"
-            return ReadinessLine(Sign.FAILED, asked.about, said)
-        looks = [seen[each.instance.id] for each in (prefill, decode) for seen in (before, now)]
-        if not why and not all(look.is_read for look in looks):
-            said = "answered, and an engine has not shown in time what it counts"
-            return self._unfinished(asked.about, said) if is_last else None
-        counters = PairCounters(*(look.counters for look in looks))
-        tokens = len(asked.question.prompt)
-        moved = moved_between(asked.pair, counters, tokens=tokens, requests=requests)
+            text = f"the request failed: {failure}{f' ({why})' if why else ''}"
+            return ReadinessLine(Sign.FAILED, exchange.about, text)
+        readings = [
+            metrics[member.instance.id] for member in (prefill, decode) for metrics in (before, now)
+        ]
+        if not why and not all(reading.is_read for reading in readings):
+            text = "answered, and an engine has not shown in time what it counts"
+            return self._unfinished(exchange.about, text) if is_last else None
+        counters = PairCounters(*(reading.counters for reading in readings))
+        tokens = len(exchange.question.prompt)
+        moved = moved_between(exchange.pair, counters, tokens=tokens, requests=requests)
         if moved:
-            said = f"{moved} moved, answered in {asked.reply.seconds * 1000:.0f} ms"
-            return ReadinessLine(Sign.OK, asked.about, said)
-        # what lacks will not come
-        has_metrics = all(now[each.instance.id].holdings is not None for each in asked.pair)
+            text = f"{moved} moved, answered in {exchange.reply.seconds * 1000:.0f} ms"
+            return ReadinessLine(Sign.OK, exchange.about, text)
+        # a counter that is missing now stays missing
+        has_metrics = all(now[member.instance.id].holdings is not None for member in exchange.pair)
         if not why and not is_last and not (moved is None and has_metrics):
             return None
         if moved is None:
-            said = (
+            text = (
                 "answered, and neither engine counts what moves: whether KV moved cannot be known"
             )
-            return ReadinessLine(Sign.UNKNOWN, asked.about, said)
+            return ReadinessLine(Sign.UNKNOWN, exchange.about, text)
         if not why and is_cut:
             return self._unfinished(
-                asked.about, "answered, and no engine had counted what moved when the time was over"
+                exchange.about,
+                "answered, and no engine had counted what moved when the time was over",
             )
-        said = f"answered, and no KV moved: {decode.instance.id} computed the prompt itself"
+        text = f"answered, and no KV moved: {decode.instance.id} computed the prompt itself"
         return ReadinessLine(
             Sign.FAILED,
-            asked.about,
-            f"{said}, because {why}" if why else f"{said}; its log says why",
+            exchange.about,
+            f"{text}, because {why}" if why else f"{text}; its log says why",
         )
 
 
-def _malformed(asked: _Exchange) -> str:
+def _malformed(exchange: _Exchange) -> str:
     try:
-        read_reply(asked.question, asked.reply)
+        read_reply(exchange.question, exchange.reply)
     except Malformed as exc:
         return str(exc)
     return ""
 
 
 def _first_ranks(members: Sequence[Member]) -> Sequence[Member]:
-    """Leave out all data-parallel ranks of an engine but the first: they have one address and one
-    secret.
-    """
+    """Return the first data-parallel rank of each engine: ranks share address and secret."""
     of_engine = groupby(
-        members, key=lambda each: (each.instance.role is Role.PREFILL, each.instance.address)
+        members, key=lambda member: (member.instance.role is Role.PREFILL, member.instance.address)
     )
     return [next(ranks) for _, ranks in of_engine]

@@ -1,4 +1,4 @@
-"""``pdrelay check``: flags to findings, a line each, and an exit code (docs/prove.md)."""
+"""``pdrelay check``: prints a line for each finding, and returns an exit code (docs/prove.md)."""
 
 import argparse
 import asyncio
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "none)"
     )
     parser.add_argument("--config", metavar="FILE", help=file)
-    said = "seconds for all of it (default: %(default)g)"
-    parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=said)
+    help_text = "seconds for all of it (default: %(default)g)"
+    parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=help_text)
     parser.usage = "pdrelay check --prefill URL... --decode URL... [OPTION VALUE]..."
     parser.epilog = (
         "Keys are no flags: name files, or set PDRELAY_PREFILL_API_KEY and PDRELAY_DECODE_API_KEY."
@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; return the exit code: 0 ready, 1 not ready or not known, 2 it could not
-    be asked so.
-    """
+    """Print the findings; return the exit code: 0 ready, 1 not ready or unknown, 2 wrong use."""
     try:
         lines = asyncio.run(_print_findings(_settings(args), args.seconds))
     except (ConfigError, AddressError, AlreadyKnown) as exc:

@@ -1,6 +1,4 @@
-"""Who serves a request: one engine, a router, or two engines between which the suite is the
-router.
-"""
+"""Services under test: one engine, a router, or engine pairs between which the suite routes."""
 
 import asyncio
 import itertools
@@ -26,7 +24,7 @@ from pdrelay_tools.proving.http_server import HttpServer
 
 
 class PrefillFailed(Exception):
-    """A prefill leg gave no kv_transfer_params; ``reply`` is what came of it."""
+    """A prefill leg's ``reply`` has no kv_transfer_params."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.failure())
@@ -34,7 +32,7 @@ class PrefillFailed(Exception):
 
 
 class Service(Protocol):
-    """Whatever answers questions."""
+    """Answers questions."""
 
     @property
     def name(self) -> str:
@@ -42,7 +40,7 @@ class Service(Protocol):
         ...
 
     async def ask(self, question: Question, *, timeout_s: float) -> Reply:
-        """Ask a question; what goes wrong is in the reply."""
+        """Ask a question; does not raise: errors are in the reply."""
         ...
 
     async def leave(
@@ -53,14 +51,14 @@ class Service(Protocol):
         after_s: float,
         after_events: int | None = None,
     ) -> Reply:
-        """Ask, and hang up after so many seconds, or as soon as so many events of the stream came.
+        """Ask, and hang up after so many seconds, or after so many events of the stream.
 
-        ``timeout_s``: for an answer that must come before there is a stream: a prefill engine's.
+        ``timeout_s``: for a prefill engine's answer, before the stream.
         """
         ...
 
 
-class OneServer:
+class SingleServer:
     """A single engine, or a router."""
 
     def __init__(self, server: HttpServer, model: str) -> None:
@@ -69,7 +67,7 @@ class OneServer:
 
     @property
     def name(self) -> str:
-        """The server's."""
+        """Return the server's name."""
         return self.server.name
 
     async def ask(self, question: Question, *, timeout_s: float) -> Reply:
@@ -102,9 +100,9 @@ class OneServer:
 
 
 class EnginePairs:
-    """Prefill and decode engines in turn, and the two legs of each request.
+    """Sends both legs of each request to the next pair of engines, round robin.
 
-    Pushing engines get both at once.
+    Pushing engines get both legs at once.
     """
 
     def __init__(
@@ -113,34 +111,34 @@ class EnginePairs:
         self.prefill = prefill
         self.decode = decode
         self.model = model
-        self._turns = itertools.cycle(itertools.product(prefill, decode))
-        self._where: dict[str, Json] = {}  # pushing prefill engines, by name
+        self._next_pairs = itertools.cycle(itertools.product(prefill, decode))
+        self._push_coordinates: dict[str, Json] = {}  # pushing prefill engines, by name
 
     @property
     def name(self) -> str:
-        """How many there are."""
+        """Return the numbers of engines, as 2P1D."""
         return f"{len(self.prefill)}P{len(self.decode)}D"
 
     @property
     def is_push(self) -> bool:
-        """Whether a prefill engine has said that it pushes."""
-        return bool(self._where)
+        """Whether a prefill engine has answered in push mode."""
+        return bool(self._push_coordinates)
 
     def forget(self) -> None:
-        """Learn again where prefill engines are: one was started again."""
-        self._where.clear()
+        """Forget the coordinates of prefill engines: one was restarted."""
+        self._push_coordinates.clear()
 
     async def ask(self, question: Question, *, timeout_s: float) -> Reply:
-        """Send both legs."""
-        prefill, decode = next(self._turns)
+        """Send both legs to the next pair."""
+        prefill, decode = next(self._next_pairs)
         return await self.ask_pair(question, prefill, decode, timeout_s=timeout_s)
 
     async def ask_pair(
         self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float
     ) -> Reply:
         """Send both legs to a certain pair."""
-        if (where := self._where.get(prefill.name)) is not None:
-            return await self._at_once(question, prefill, decode, where, timeout_s=timeout_s)
+        if (coordinates := self._push_coordinates.get(prefill.name)) is not None:
+            return await self._at_once(question, prefill, decode, coordinates, timeout_s=timeout_s)
         return await self._in_turn(question, prefill, decode, timeout_s=timeout_s)
 
     async def _in_turn(
@@ -164,13 +162,13 @@ class EnginePairs:
         question: Question,
         prefill: HttpServer,
         decode: HttpServer,
-        where: Json,
+        coordinates: Json,
         *,
         timeout_s: float,
     ) -> Reply:
         request = new_request_id()
         transfer = new_transfer()
-        params = push_params(where, question, request, transfer)
+        params = push_params(coordinates, question, request, transfer)
         answering = asyncio.create_task(
             self.decode_leg(question, decode, params, request, timeout_s=timeout_s)
         )
@@ -192,9 +190,7 @@ class EnginePairs:
         *,
         timeout_s: float,
     ) -> tuple[Reply, Handover]:
-        """Have a prompt computed, and return how a decode engine gets its KV; raises
-        PrefillFailed.
-        """
+        """Send a prefill leg; return its reply and its params. Raises PrefillFailed."""
         body = prefill_body(question, self.model, transfer)
         reply = await prefill.post(question.path, body, timeout_s=timeout_s, request_id=request)
         if reply.failure():
@@ -204,7 +200,7 @@ class EnginePairs:
         except Malformed as exc:
             raise PrefillFailed(replace(reply, why=f"{prefill.name}: {exc}")) from exc
         if handover.is_push:
-            self._where[prefill.name] = handover.coordinates()
+            self._push_coordinates[prefill.name] = handover.coordinates()
         return reply, handover
 
     async def decode_leg(
@@ -216,7 +212,7 @@ class EnginePairs:
         *,
         timeout_s: float,
     ) -> Reply:
-        """Ask a decode engine."""
+        """Send a decode leg."""
         body = decode_body(question, self.model, params)
         return await decode.post(question.path, body, timeout_s=timeout_s, request_id=request)
 
@@ -228,8 +224,8 @@ class EnginePairs:
         after_s: float,
         after_events: int | None = None,
     ) -> Reply:
-        """Send both legs and close them both: a router whose client hangs up."""
-        prefill, decode = next(self._turns)
+        """Send both legs and close the decode leg, as a router does when its client hangs up."""
+        prefill, decode = next(self._next_pairs)
         request = new_request_id()
         transfer = new_transfer()
         try:
@@ -246,10 +242,10 @@ class EnginePairs:
 
 
 def new_request_id() -> str:
-    """Draw the name of a request, which both of its legs have."""
+    """Return a new id of a request, which both its legs have."""
     return f"prove-{uuid.uuid4().hex}"
 
 
 def new_transfer() -> str:
-    """Draw the name of a transfer."""
+    """Return a new id of a transfer."""
     return uuid.uuid4().hex

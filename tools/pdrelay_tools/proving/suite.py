@@ -1,4 +1,4 @@
-"""The list of all checks, and the loop that runs them within the time there is."""
+"""The list of all checks, and the loop that runs them within the time limit."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdrelay_tools.proving.bench import Bench, CheckAborted, CheckSkipped, now
-from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.checks import clients, equality, faults, features, handovers, load, many
 from pdrelay_tools.proving.core.finding import CheckReport, CheckState, Finding, FindingName
 from pdrelay_tools.proving.idleness import wait_idle
@@ -32,24 +32,25 @@ class UsageSamples:
     """How much of each engine's KV cache was in use, over the run."""
 
     began: float
-    of: dict[str, list[tuple[float, float]]] = field(
+    by_engine: dict[str, list[tuple[float, float]]] = field(
         default_factory=dict[str, list[tuple[float, float]]]
     )
 
-    async def take(self, bench: Bench) -> None:
-        """Look at all engines again and again, until cancelled."""
+    async def sample_engines(self, bench: Bench) -> None:
+        """Sample all engines every few seconds, until cancelled."""
         while True:
             for server in bench.engines:
-                samples = self.of.setdefault(server.name, [])
-                if len(samples) < _SAMPLES and (seen := await bench.holdings(server)) is not None:
-                    samples.append((now() - self.began, seen.usage))
+                samples = self.by_engine.setdefault(server.name, [])
+                if (
+                    len(samples) < _SAMPLES
+                    and (holdings := await bench.holdings(server)) is not None
+                ):
+                    samples.append((now() - self.began, holdings.usage))
             await asyncio.sleep(_SAMPLED_EVERY_S)
 
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> list[Check]:
-    """Return the checks that names of checks or groups leave; raises KeyError for a name that is
-    none.
-    """
+    """Return the checks that names of checks or groups select; raises KeyError: unknown name."""
     names = {check.name for check in ALL_CHECKS} | {check.group for check in ALL_CHECKS}
     for name in (*only, *skip):
         if name not in names:
@@ -66,26 +67,24 @@ async def run_checks(
     bench: Bench,
     checks: Sequence[Check],
     samples: UsageSamples,
-    told: Callable[[int, Check, CheckReport | None], None],
+    notify: Callable[[int, Check, CheckReport | None], None],
 ) -> list[CheckReport]:
-    """Run checks one after the other; ``told`` hears of each when it begins (None) and when it has
-    ended.
-    """
-    sampling = asyncio.create_task(samples.take(bench))
+    """Run checks one after the other; ``notify`` gets each at its start (None) and at its end."""
+    sampling = asyncio.create_task(samples.sample_engines(bench))
     reports: list[CheckReport] = []
     try:
         for number, check in enumerate(checks, start=1):
-            told(number, check, None)
-            report = await _run_one(bench, check, samples.began)
+            notify(number, check, None)
+            report = await _run_check(bench, check, samples.began)
             reports.append(report)
-            told(number, check, report)
+            notify(number, check, report)
     finally:
         sampling.cancel()
         await asyncio.wait([sampling])
     return reports
 
 
-async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
+async def _run_check(bench: Bench, check: Check, began: float) -> CheckReport:
     start = now()
     before = bench.requests
     uncompared = bench.uncompared
@@ -102,12 +101,12 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
         )
     state = CheckState.PASSED
     reason = ""
-    seen = Seen()
+    result = CheckResult()
     try:
         async with asyncio.timeout(
             max(check.seconds, bench.limits.seconds - (start - began)) + bench.limits.request_s
         ):
-            seen = await check.run(bench)
+            result = await check.run(bench)
     except CheckSkipped as exc:
         state = CheckState.SKIPPED
         reason = str(exc)
@@ -127,15 +126,15 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
     ended = now()
     dead = await _dead(bench)
     if dead:
-        bench.down = f"{dead[0].seen.partition(':')[0]} is down since the check {check.name}"
-    findings = [*seen.findings, *dead]
-    bound_s = bench.limits.idle_s if seen.idle_s is None else seen.idle_s
+        bench.down = f"{dead[0].evidence.partition(':')[0]} is down since the check {check.name}"
+    findings = [*result.findings, *dead]
+    bound_s = bench.limits.idle_s if result.idle_s is None else result.idle_s
     idle = await wait_idle(
         bench,
         ended,
         began=start,
         bound_s=bound_s,
-        dead={each.seen.partition(":")[0] for each in dead},
+        dead={finding.evidence.partition(":")[0] for finding in dead},
     )
     findings += idle.findings
     if findings:
@@ -149,14 +148,14 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
         seconds=now() - start,
         requests=bench.requests - before,
         findings=tuple(findings),
-        notes=tuple(seen.notes),
+        notes=tuple(result.notes),
         reason=reason,
         idle_s=idle.seconds,
     )
 
 
 def _missing(bench: Bench, check: Check) -> str:
-    """Say what a check needs and is not there; empty: nothing."""
+    """Return which need of a check is missing; empty: none."""
     if bench.down:
         return bench.down
     if check.is_direct and not isinstance(bench.service, EnginePairs):
@@ -170,10 +169,10 @@ def _missing(bench: Bench, check: Check) -> str:
 
 
 def _no_time(bench: Bench, check: Check, spent_s: float) -> str:
-    left = bench.limits.seconds - spent_s
+    left_s = bench.limits.seconds - spent_s
     return (
-        f"it takes about {check.seconds:.0f} s, and {max(0.0, left):.0f} s are left (--seconds)"
-        if left < check.seconds
+        f"it takes about {check.seconds:.0f} s, and {max(0.0, left_s):.0f} s are left (--seconds)"
+        if left_s < check.seconds
         else ""
     )
 

@@ -1,9 +1,8 @@
-"""A pretended vLLM engine: its HTTP shapes, its rules for the two legs, text made from the prompt,
-faults on demand.
+"""A simulated vLLM engine: its HTTP API, its rules for both legs, and faults on demand.
 
 Run one with ``python -m pdrelay_tools.simulated.engine --role prefill --port 8100 --model tiny``.
-``POST /sim/faults`` sets a :class:`SimulatedFault` (``null`` clears it), and ``GET /sim/log`` tells
-what the engine received.
+``POST /sim/faults`` sets a :class:`SimulatedFault` (``null`` clears it), and ``GET /sim/log`` shows
+the requests that the engine received.
 """
 
 import argparse
@@ -42,9 +41,9 @@ AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies | TokensRep
 
 _AUTO: Final = "auto"
 _TRANSPORT: Final = "pdrelay.sim.transport"
-# tokens of all answers that no engine has room for; so many take a fifth of a second
+# tokens of all answers: more are refused; so many take a fifth of a second
 _TOO_MANY: Final = 200_000
-# What each path calls the number of tokens, and what must be 1 in a prefill leg.
+# The fields of each path that limit the number of tokens: they must be 1 in a prefill leg.
 _LIMITS: Final = {
     "/v1/completions": ("max_tokens", "min_tokens"),
     "/v1/chat/completions": ("max_tokens", "max_completion_tokens", "min_tokens"),
@@ -85,7 +84,7 @@ class SimulatedFault:
 
 @dataclass(slots=True)
 class LogEntry:
-    """One request that arrived, and what became of it: open, done or hung up."""
+    """One request that arrived, and its state: open, done or hung up."""
 
     path: str
     headers: dict[str, str]
@@ -96,24 +95,23 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class KvNetwork:
-    """What pretended engines have between them; see ``Sim``."""
+    """The network between simulated engines; see ``Sim``."""
 
     pushed: dict[tuple[str, str], str] | None
     seconds: Mapping[str, float]
 
 
 class Sim:
-    """One engine, as an ASGI application.
+    """One engine, as an ASGI application. Delays are seconds.
 
-    Delays are seconds. ``offers``: clients may see a prefill engine's token.
+    ``role``: prefill, decode, or both (kv_both), which serves legs of both kinds. ``aliases``: more
+    names of its model. ``mode``: in auto each prefill leg says whether it pushes. ``offers``:
+    clients may get the prefill engine's token. ``cache_blocks``: it publishes KV events of a prefix
+    cache of that size; 0: none.
 
-    In push mode ``pushed`` plays the network between the engines: what the prefill sims have
-    written, by the engine and the transfer. Decode sims that share it wait for that. Without it (in
-    other processes) they believe what they are told, and answer at once. With a ``cache`` it tells
-    routers what it has in it. In auto mode the prefill leg says whether it pushes. ``moves_s``: how
-    long KV is under way to a decode engine, by the way it goes (pull, push). One of role both
-    (kv_both) takes legs of both kinds. ``aliases`` are more names that clients may say for its
-    model.
+    ``pushed``: the KV that prefill engines have written in push mode, by engine and transfer; decode
+    engines that share it wait for theirs. Without it (engines of several processes) they trust the
+    params, and answer at once. ``moves_s``: how long a transfer takes, in pull and in push.
     """
 
     def __init__(
@@ -137,9 +135,8 @@ class Sim:
         # leases of a prefill engine: its request, and the transfer
         self.granted: list[tuple[str, str | None]] = []
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
-        self.abandoned: list[str] = []  # transfers that nobody will come for
-        # What it noted of each request, as the connector's route shows it; None: it has no such
-        # route.
+        self.abandoned: list[str] = []  # transfers that no decode engine will read
+        # Events of each request, as the connector's route shows them; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
         self.loads = SimulatedLoads()
         self._names = (model, *aliases)  # the first one is in its answers
@@ -170,7 +167,7 @@ class Sim:
         self._app = Starlette(routes=routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, with the connection at hand: ASGI itself has no way to drop one."""
+        """Serve a request, with its transport in the scope: ASGI cannot drop a connection."""
         scope[_TRANSPORT] = getattr(getattr(send, "__self__", None), "transport", None)
         await self._app(scope, receive, send)
 
@@ -180,7 +177,7 @@ class Sim:
         self._hits = 0
 
     def restart(self) -> None:
-        """Be another engine from now on, at the same address."""
+        """Have a new engine id, empty counters and an empty cache, at the same address."""
         self.engine_id = _new_engine_id()
         self.loads.clear()
         if self.cache is not None:
@@ -227,9 +224,9 @@ class Sim:
         if self.timelines is None:
             return _json(error(404, "this engine keeps no timelines"), 404)
         name = request.path_params["name"]
-        found = self.timelines.get(name)
+        events = self.timelines.get(name)
         return _json(
-            {"requests": [] if found is None else [{"id": f"cmpl-{name}-0", "events": found}]}
+            {"requests": [] if events is None else [{"id": f"cmpl-{name}-0", "events": events}]}
         )
 
     async def _set_fault(self, request: Request) -> Response:
@@ -269,7 +266,7 @@ class Sim:
         if fault is not None and (failed := await _fail_at_once(request, fault)) is not None:
             return failed
         try:
-            body, made = rules.continued(json.loads(raw))
+            body, generated = rules.continued(json.loads(raw))
             if rules.answer_tokens(body) > _TOO_MANY:
                 return self._refuse(body)
             if not (transfer := rules.abandoned(body)):
@@ -284,8 +281,8 @@ class Sim:
         if fault is not None and fault.kind is FaultKind.WRONG:
             body = rules.of_another_prompt(body)
             fault = None
-        replies = self._replies(request, body, made)
-        self._use_cache(body, made, entry)
+        replies = self._replies(request, body, generated)
+        self._use_cache(body, generated, entry)
         if self._prefills(body):
             return await self._prefill(request, replies, fault, abandoned=transfer)
         return await self._decode(request, replies, entry, fault)
@@ -303,14 +300,14 @@ class Sim:
         await _pause(request, self._token_s * rules.token_limit(body))
         return _whole(request, replies, entry, fault)
 
-    def _use_cache(self, body: Json, made: int, entry: LogEntry) -> None:
-        if self.cache is None or not (ids := rules.ids_of(body, made)):
+    def _use_cache(self, body: Json, generated: int, entry: LogEntry) -> None:
+        if self.cache is None or not (ids := rules.ids_of(body, generated)):
             return
         entry.cached = self.cache.use(ids, body.get("cache_salt"))
         if not self._prefills(body):
-            self.cache.use([*ids, *rules.made_ids(body, made)], body.get("cache_salt"))
+            self.cache.use([*ids, *rules.generated_ids(body, generated)], body.get("cache_salt"))
 
-    def _replies(self, request: Request, body: Json, made: int) -> AnyReplies:
+    def _replies(self, request: Request, body: Json, generated: int) -> AnyReplies:
         name = _request_id(request)
         created = int(time.time())  # noqa: TID251 (an epoch)
         match request.url.path:
@@ -322,20 +319,18 @@ class Sim:
                 return TokensReplies(body, name, self._names[0], created)
             case path:
                 return Replies(
-                    body, name, self._names[0], created, path.startswith("/v1/chat/"), made
+                    body, name, self._names[0], created, path.startswith("/v1/chat/"), generated
                 )
 
     def _refuse(self, body: Json) -> Response:
-        """There is no room for so many tokens: tell the prefill engine that its blocks will not be
-        read.
-        """
+        """Refuse too many tokens, and release the prefill engine's blocks, as vLLM does."""
         params: Json = body.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill"):
             self.released.append(params["remote_request_id"])
         return _json(error(400, "max_tokens is larger than the model's length"), 400)
 
     async def _run(self, request: Request) -> Response:
-        """Do what has no second leg: say what was asked."""
+        """Answer a request that has no second leg with its path and size."""
         raw, entry = await self._logged(request)
         if (fault := self._due()) is not None and (
             failed := await _fail_at_once(request, fault)
@@ -378,7 +373,7 @@ class Sim:
         return _json(replies.whole() | {"kv_transfer_params": params})
 
     async def _receive(self, request: Request, body: Json) -> None:
-        """Wait until a prefill engine has written the KV cache, if it is one that pushes."""
+        """Wait until the KV is here: for a transfer's time, and for the write of a push."""
         params: Json = body.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill") and (
             seconds := self._network.seconds.get(params.get("transfer_mode", "pull"))
@@ -407,9 +402,7 @@ class Sim:
             self._check_decode(raw, body, _request_id(request))
 
     def _prefills(self, body: Json) -> bool:
-        """Tell whether a request is a prefill leg: one engine that is both gets those of both
-        kinds.
-        """
+        """Tell whether a request is a prefill leg: an engine of role both gets both kinds."""
         if self.role != "both":
             return self.role == "prefill"
         params: Json = body.get("kv_transfer_params") or {}
@@ -441,7 +434,7 @@ async def _version(_: Request) -> Response:
 
 
 async def _fail_at_once(request: Request, fault: SimulatedFault) -> Response | None:
-    """Fail before anything is said, if the fault is of that sort."""
+    """Fail before the response begins, if that is the fault."""
     if fault.kind is FaultKind.STATUS:
         body = json.dumps(error(fault.status, "injected")) if fault.body is None else fault.body
         return Response(body, fault.status, media_type="application/json")
@@ -460,9 +453,7 @@ async def _events(
     fault: SimulatedFault | None,
     token_s: Callable[[], float],
 ) -> AsyncGenerator[bytes]:
-    """Stream an answer up to its end, its fault, or the client's hanging up, and note which it
-    was.
-    """
+    """Stream an answer to its end, its fault, or the client's hang-up, and log which it was."""
     try:
         for place, piece in enumerate(replies.events()):
             if fault is not None and place == (fault.after or 0):
@@ -504,7 +495,7 @@ def _whole(
 
 
 async def _pause(request: Request, seconds: float | None) -> None:
-    """Wait so long (None: for ever), unless the client hangs up: then raise ClientDisconnect."""
+    """Wait so long (None: for ever); raises ClientDisconnect when the client hangs up."""
     if seconds == 0:
         return
     try:
@@ -517,7 +508,7 @@ async def _pause(request: Request, seconds: float | None) -> None:
 
 
 async def _drop(request: Request) -> None:
-    await asyncio.sleep(0.01)  # what was sent before has left
+    await asyncio.sleep(0.01)  # until earlier bytes are sent
     if (transport := request.scope[_TRANSPORT]) is not None:
         transport.abort()
 

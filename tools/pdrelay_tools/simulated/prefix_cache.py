@@ -1,6 +1,4 @@
-"""A pretended engine's prefix cache: blocks of token ids, the least recently used ones evicted,
-told as vLLM does.
-"""
+"""A simulated engine's LRU prefix cache and its KV events (vllm/distributed/kv_events.py)."""
 
 import asyncio
 import hashlib
@@ -19,57 +17,59 @@ _LIFE_S: Final = 5.0
 
 
 class PrefixCache:
-    """So many blocks of so many tokens; the events are those of rank 0."""
+    """``blocks`` blocks of ``size`` tokens; the events are those of rank 0."""
 
     def __init__(self, blocks: int, *, size: int = 16) -> None:
-        self.readers: list[deque[bytes]] = []  # batches that each connection has yet to send
+        self.readers: list[deque[bytes]] = []  # unsent batches of each connection
         self._most = blocks
         self._size = size
-        # how each was stored, the next to go first
-        self._held: OrderedDict[bytes, Json] = OrderedDict()
+        # the BlockStored event of each block, the least recently used first
+        self._stored: OrderedDict[bytes, Json] = OrderedDict()
         self._lock = threading.Lock()
 
     def use(self, ids: Sequence[int], salt: str | None = None) -> int:
-        """Compute a prompt; return how many of its tokens were there."""
+        """Compute a prompt; return how many of its tokens were cached."""
         with self._lock:
             blocks = self._blocks(ids, salt)
             names = list(blocks)[: self._most]
             hit = next(
-                (place for place, name in enumerate(names) if name not in self._held), len(names)
+                (place for place, name in enumerate(names) if name not in self._stored), len(names)
             )
-            new = [name for name in names[hit:] if name not in self._held]
-            for name in reversed(names):  # the end of a prompt goes before its beginning
-                self._held[name] = blocks[name]
-                self._held.move_to_end(name)
-            gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self._most)]
-            events = [*map(_removed, gone), *(blocks[name] for name in new)]
+            new = [name for name in names[hit:] if name not in self._stored]
+            for name in reversed(names):  # the end of a prompt is evicted before its beginning
+                self._stored[name] = blocks[name]
+                self._stored.move_to_end(name)
+            evicted = [
+                self._stored.popitem(last=False)[0] for _ in range(len(self._stored) - self._most)
+            ]
+            events = [*map(_removed, evicted), *(blocks[name] for name in new)]
             self._publish(events)
             return min(hit, (len(ids) - 1) // self._size) * self._size
 
     def clear(self) -> None:
-        """Forget all."""
+        """Evict all blocks."""
         with self._lock:
-            self._held.clear()
+            self._stored.clear()
             self._publish([{"type": "AllBlocksCleared"}])
 
     def has(self, ids: Sequence[int], salt: str | None = None) -> int:
-        """Return how many tokens of a prompt are there, and need not be computed."""
+        """Return how many tokens of a prompt are cached."""
         hit = 0
         parent = None
         with self._lock:
             while hit < (len(ids) - 1) // self._size:
                 parent = self._name(ids, hit * self._size, parent, salt)
-                if parent not in self._held:
+                if parent not in self._stored:
                     break
                 hit += 1
         return hit * self._size
 
     async def frames(self) -> AsyncGenerator[bytes]:
-        """Say what there is, and from then on what changes."""
+        """Yield the present blocks, and then every change, as frames of the KV events route."""
         waiting = deque[bytes]()
         with self._lock:
             self.readers.append(waiting)
-            state = _parents_first(self._held)
+            state = _parents_first(self._stored)
             waiting += [_batch([{"type": "AllBlocksCleared"}, *state]), _batch([])]
         number = 0
         silent_s = 0.0
@@ -104,14 +104,14 @@ class PrefixCache:
         return hashlib.sha256(b"%b|%b|%b" % (parent or b"", tokens, keys)).digest()
 
     def _blocks(self, ids: Sequence[int], salt: str | None) -> dict[bytes, Json]:
-        """Return the full blocks of a prompt by their hashes, as events tell of them."""
-        found = dict[bytes, Json]()
+        """Return the BlockStored events of a prompt's full blocks, by their hashes."""
+        blocks = dict[bytes, Json]()
         parent = None
         for start in range(0, len(ids) // self._size * self._size, self._size):
             tokens = list(ids[start : start + self._size])
             keys = None if start or salt is None else (salt,)
             name = self._name(ids, start, parent, salt)
-            found[name] = {
+            blocks[name] = {
                 "type": "BlockStored",
                 "block_hashes": [name],
                 "parent_block_hash": parent,
@@ -125,7 +125,7 @@ class PrefixCache:
                 "kv_cache_spec_kind": "full_attention",
             }
             parent = name
-        return found
+        return blocks
 
 
 def _removed(name: bytes) -> Json:
@@ -136,14 +136,14 @@ def _batch(events: Sequence[Json]) -> bytes:
     return msgspec.msgpack.encode([0.0, events, 0])
 
 
-def _parents_first(held: OrderedDict[bytes, Json]) -> list[Json]:
-    """Order stored blocks so that each comes behind the one before it, if that is there."""
-    found = dict[bytes, Json]()
-    for name in held:
+def _parents_first(stored: OrderedDict[bytes, Json]) -> list[Json]:
+    """Order stored blocks so that each comes after its parent, if that is stored."""
+    ordered = dict[bytes, Json]()
+    for name in stored:
         chain = list[bytes]()
-        each = name
-        while each in held and each not in found:
-            chain.append(each)
-            each = held[each]["parent_block_hash"]
-        found.update((each, held[each]) for each in reversed(chain))
-    return list(found.values())
+        ancestor = name
+        while ancestor in stored and ancestor not in ordered:
+            chain.append(ancestor)
+            ancestor = stored[ancestor]["parent_block_hash"]
+        ordered.update((ancestor, stored[ancestor]) for ancestor in reversed(chain))
+    return list(ordered.values())

@@ -1,6 +1,4 @@
-"""The answers of a pretended engine, in vLLM's shapes; those to /v1/responses and /v1/messages for
-one prompt.
-"""
+"""The answers of a simulated engine, in vLLM's forms."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from pdrelay_tools.simulated.rules import (
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """What is answered, and what an answer says of it."""
+    """The request, and the fields that every answer to it has."""
 
     body: Json
     request_id: str
@@ -37,10 +35,10 @@ class _Answered:
 
 @dataclass(frozen=True, slots=True)
 class Replies(_Answered):
-    """Both forms of the answer to one request."""
+    """The answer of /v1/completions and /v1/chat/completions, whole or streamed."""
 
     is_chat: bool
-    made: int = 0  # words at the end of the prompt
+    generated: int = 0  # words at the end of the prompt
 
     end = b"data: [DONE]\n\n"
 
@@ -49,13 +47,13 @@ class Replies(_Answered):
         choices = list[Json]()
         for index, words in enumerate(self._texts()):
             text = "".join(words)
-            said = (
+            content = (
                 {"message": {"role": "assistant", "content": text}}
                 if self.is_chat
                 else {"text": text}
             )
             ends = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
-            choices.append({"index": index, **said, **ends})
+            choices.append({"index": index, **content, **ends})
         kind = "chat.completion" if self.is_chat else "text_completion"
         answer = self._head(kind) | {"choices": choices, "usage": self._usage()}
         if self._shows_ids:
@@ -68,32 +66,32 @@ class Replies(_Answered):
     def events(self) -> Iterator[bytes]:
         """Return the answer as server-sent events, up to but without the [DONE]."""
         texts = self._texts()
-        asked = {"prompt_token_ids": self._prompt_ids()} if self._shows_ids else {}
+        prompt_part = {"prompt_token_ids": self._prompt_ids()} if self._shows_ids else {}
         if self.is_chat:
             for index in range(len(texts)):
                 yield self._event(
-                    {"index": index, "delta": {"role": "assistant", "content": ""}}, asked
+                    {"index": index, "delta": {"role": "assistant", "content": ""}}, prompt_part
                 )
         for place in range(token_limit(self.body)):
             for index, words in enumerate(texts):
-                said: Json = (
+                content: Json = (
                     {"delta": {"content": words[place]}} if self.is_chat else {"text": words[place]}
                 )
                 if self._shows_ids:
-                    said |= {"token_ids": [self._word_id(place)]} | (
-                        {} if self.is_chat or place else asked
+                    content |= {"token_ids": [self._word_id(place)]} | (
+                        {} if self.is_chat or place else prompt_part
                     )
                 finish = "length" if place + 1 == len(words) else None
                 yield self._event(
-                    {"index": index, **said, "logprobs": None, "finish_reason": finish}
+                    {"index": index, **content, "logprobs": None, "finish_reason": finish}
                 )
         options: Json = self.body.get("stream_options") or {}
         if options.get("include_usage"):
             yield event(self._head(self._chunk_kind()) | {"choices": [], "usage": self._usage()})
 
     def _texts(self) -> list[list[str]]:
-        most = self.made + token_limit(self.body)
-        texts = [tokens(prompt, most)[self.made :] for prompt in prompts_of(self.body)]
+        most = self.generated + token_limit(self.body)
+        texts = [tokens(prompt, most)[self.generated :] for prompt in prompts_of(self.body)]
         return [words for words in texts for _ in range(self.body.get("n") or 1)]
 
     @property
@@ -101,11 +99,11 @@ class Replies(_Answered):
         return bool(self.body.get("return_token_ids"))
 
     def _word_id(self, place: int) -> int:
-        return word_id(prompts_of(self.body)[0], self.made + place)
+        return word_id(prompts_of(self.body)[0], self.generated + place)
 
     def _prompt_ids(self) -> list[int]:
         prompt = prompts_of(self.body)[0]
-        return [*prompt_ids(prompt), *(word_id(prompt, place) for place in range(self.made))]
+        return [*prompt_ids(prompt), *(word_id(prompt, place) for place in range(self.generated))]
 
     def _event(self, choice: Json, more: Json | None = None) -> bytes:
         return event(self._head(self._chunk_kind()) | {"choices": [choice]} | (more or {}))
@@ -123,9 +121,13 @@ class Replies(_Answered):
         }
 
     def _usage(self) -> Json:
-        asked = prompt_tokens(self.body) + self.made
-        made = answer_tokens(self.body)
-        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+        prompt_count = prompt_tokens(self.body) + self.generated
+        answer_count = answer_tokens(self.body)
+        return {
+            "prompt_tokens": prompt_count,
+            "completion_tokens": answer_count,
+            "total_tokens": prompt_count + answer_count,
+        }
 
 
 def event(data: Json) -> bytes:
@@ -142,19 +144,19 @@ def error(status: int, message: str) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesReplies(_Answered):
-    """Named events, the whole answer in the last of them, no [DONE]."""
+    """The answer of /v1/responses: named events, the last with the whole answer, no [DONE]."""
 
     end = b""
 
     def whole(self) -> Json:
         """Return the answer in one piece."""
         text = "".join(self.words)
-        said = {
+        message = {
             "type": "message",
             "role": "assistant",
             "content": [{"type": "output_text", "text": text}],
         }
-        return self._response("completed") | {"output": [said], "usage": self._usage()}
+        return self._response("completed") | {"output": [message], "usage": self._usage()}
 
     def events(self) -> Iterator[bytes]:
         """Return the answer as server-sent events; the first two say nothing about the engine."""
@@ -175,14 +177,18 @@ class ResponsesReplies(_Answered):
         }
 
     def _usage(self) -> Json:
-        asked = prompt_tokens(self.body)
-        made = token_limit(self.body)
-        return {"input_tokens": asked, "output_tokens": made, "total_tokens": asked + made}
+        prompt_count = prompt_tokens(self.body)
+        answer_count = token_limit(self.body)
+        return {
+            "input_tokens": prompt_count,
+            "output_tokens": answer_count,
+            "total_tokens": prompt_count + answer_count,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class MessagesReplies(_Answered):
-    """Named events, message_stop as the last."""
+    """The answer of /v1/messages: named events, of which message_stop is the last."""
 
     end = b""
 
@@ -217,14 +223,18 @@ class MessagesReplies(_Answered):
         }
 
     def _usage(self) -> Json:
-        asked = prompt_tokens(self.body)
-        made = token_limit(self.body)
-        return {"input_tokens": asked - 1, "cache_read_input_tokens": 1, "output_tokens": made}
+        prompt_count = prompt_tokens(self.body)
+        answer_count = token_limit(self.body)
+        return {
+            "input_tokens": prompt_count - 1,
+            "cache_read_input_tokens": 1,
+            "output_tokens": answer_count,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class TokensReplies(_Answered):
-    """Token ids in place of texts."""
+    """The answer of /inference/v1/generate: token ids in place of text."""
 
     end = b"data: [DONE]\n\n"
 
@@ -271,9 +281,13 @@ class TokensReplies(_Answered):
         }
 
     def _usage(self) -> Json:
-        asked = prompt_tokens(self.body)
-        made = token_limit(self.body)
-        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+        prompt_count = prompt_tokens(self.body)
+        answer_count = token_limit(self.body)
+        return {
+            "prompt_tokens": prompt_count,
+            "completion_tokens": answer_count,
+            "total_tokens": prompt_count + answer_count,
+        }
 
 
 def named(name: str, data: Json) -> bytes:

@@ -1,8 +1,8 @@
-"""What a pretended engine computes and what it insists on: pure functions of the requests it gets.
+"""What a simulated engine computes, and the rules that it enforces: pure functions of requests.
 
-A prefill engine signs the parameters it hands out, byte for byte, together with the request they
-were made for and its id. So a decode engine that shares the secret can tell whether they came
-through untouched, and belong to the request they came with.
+A prefill engine signs its kv_transfer_params, byte for byte, with the request and its id. So a
+decode engine, which shares the secret, knows whether a router changed them, or sent them with
+another request.
 """
 
 import hashlib
@@ -40,9 +40,8 @@ _SYLLABLES: Final = (
     "or",
     "pri",
 )
-# A router may change these on the prefill leg; in everything else the two legs must agree.
-# The model of a request without one may be known from the prefill engine's answer; each engine
-# checks it.
+# A router may change these on the prefill leg; all other fields of the two legs must be equal.
+# The model may be in one leg only: a router can learn it from the prefill engine's answer.
 _OF_ONE_LEG: Final = frozenset(
     {
         "max_tokens",
@@ -75,12 +74,12 @@ class Violation(Exception):
 
 
 def expected_text(body: Json) -> str:
-    """Return the text any sim generates for a request's first prompt."""
+    """Return the text that every simulated engine generates for a request's first prompt."""
     return "".join(tokens(prompts_of(body)[0], token_limit(body)))
 
 
 def tokens(prompt: object, count: int) -> list[str]:
-    """Return so many words, each decided by the prompt and its place."""
+    """Return so many words; each depends on the whole prompt and on its place."""
     return [
         f" {_SYLLABLES[token // 16]}{_SYLLABLES[token % 16]}" for token in token_ids(prompt, count)
     ]
@@ -94,21 +93,22 @@ def token_ids(prompt: object, count: int) -> list[int]:
 
 
 def prompt_ids(prompt: object) -> list[int]:
-    """Return a prompt as tokens, from which it can be read again."""
+    """Return a prompt as token ids, which `continued` can decode."""
     return [_PROMPT, *_canonical(prompt)]
 
 
 def continued(body: Json) -> tuple[Json, int]:
-    """Return a request as its client has sent it, and how many of its words are made: its prompt
-    may end in them.
+    """Return a request as its client sent it, and how many generated words its prompt ends with.
+
+    A router that resumes a stream appends the tokens so far to the prompt.
     """
-    told: Json = body.get("kv_transfer_params") or {}
-    ids: object = told.get("prompt_token_ids") or body.get("prompt")
+    params: Json = body.get("kv_transfer_params") or {}
+    ids: object = params.get("prompt_token_ids") or body.get("prompt")
     if not isinstance(ids, list) or not ids or cast("list[object]", ids)[0] != _PROMPT:
         return body, 0
-    given = cast("list[int]", ids)[1:]
-    text = bytes(each for each in given if each < _WORD)
-    return (body | {"prompt": json.loads(text)} if "prompt" in body else body), len(given) - len(
+    own_ids = cast("list[int]", ids)[1:]
+    text = bytes(token for token in own_ids if token < _WORD)
+    return (body | {"prompt": json.loads(text)} if "prompt" in body else body), len(own_ids) - len(
         text
     )
 
@@ -143,17 +143,15 @@ def of_another_prompt(body: Json) -> Json:
 
 def token_limit(body: Json) -> int:
     """Return how many tokens a request asks for; 16 when it does not say."""
-    asked = body.get("sampling_params", body)
+    sampling = body.get("sampling_params", body)
     limits = [
-        asked.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")
+        sampling.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")
     ]
     return next((int(limit) for limit in limits if limit is not None), 16)
 
 
 def answer_tokens(body: Json) -> int:
-    """Return how many tokens all answers to a request have; raises ValueError: ``n`` is no number
-    of them.
-    """
+    """Return how many tokens all answers to a request have; raises ValueError: ``n`` is invalid."""
     answers = body.get("n") or 1
     if not isinstance(answers, int) or answers < 1:
         raise ValueError("n is no number of answers")
@@ -161,7 +159,7 @@ def answer_tokens(body: Json) -> int:
 
 
 def prompt_tokens(body: Json) -> int:
-    """Return how long the prompts are, in pretended tokens."""
+    """Return the length of all prompts, in simulated tokens."""
     return sum(len(_canonical(prompt)) // 4 + 1 for prompt in prompts_of(body))
 
 
@@ -170,37 +168,36 @@ def word_id(prompt: object, place: int) -> int:
     return _WORD + token_ids(prompt, place + 1)[place]
 
 
-def ids_of(body: Json, made: int) -> list[int]:
-    """Return the first prompt of a request as an engine's cache knows it, with the words that are
-    made.
-    """
+def ids_of(body: Json, generated: int) -> list[int]:
+    """Return the token ids of a request's first prompt, and of the generated words behind it."""
     prompt = prompts_of(body)[0]
-    given = cast("list[object]", prompt) if isinstance(prompt, list) else []
-    if given and all(isinstance(each, int) for each in given):
-        return cast("list[int]", given)
-    whole: object = prompts_of(body)[0]
-    return [*prompt_ids(whole), *(word_id(whole, place) for place in range(made))]
+    prompt_list = cast("list[object]", prompt) if isinstance(prompt, list) else []
+    if prompt_list and all(isinstance(token, int) for token in prompt_list):
+        return cast("list[int]", prompt_list)
+    text: object = prompts_of(body)[0]
+    return [*prompt_ids(text), *(word_id(text, place) for place in range(generated))]
 
 
-def made_ids(body: Json, made: int) -> list[int]:
-    """Return the tokens that an engine makes for the first prompt, behind those that are made."""
+def generated_ids(body: Json, generated: int) -> list[int]:
+    """Return the ids of the next tokens that an engine generates for the first prompt."""
     prompt = prompts_of(body)[0]
-    return [word_id(prompt, made + place) for place in range(token_limit(body))]
+    return [word_id(prompt, generated + place) for place in range(token_limit(body))]
 
 
 def check_prefill_leg(
     body: Json, *, pushes: bool = False, limits: Sequence[str] = ("max_tokens",)
 ) -> None:
-    """Raise Violation unless a body asks for nothing but the KV cache of its prompt; ``limits``
-    must all be there.
+    """Raise Violation unless a body asks for the KV of its prompt and one token.
+
+    ``limits``: the fields that must say so.
     """
     params: Json = body.get("kv_transfer_params") or {}
     if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") is not False:
         raise Violation("a prefill leg must ask for do_remote_decode")
-    asked = body.get("sampling_params", body)
+    sampling = body.get("sampling_params", body)
     # its token is the client's
-    may_end = asked.get("return_token_ids") and asked.get("min_tokens") == 0
-    if {asked.get(name) for name in limits} - ({0} if may_end else set()) != {1} or token_limit(
+    may_end = sampling.get("return_token_ids") and sampling.get("min_tokens") == 0
+    if {sampling.get(name) for name in limits} - ({0} if may_end else set()) != {1} or token_limit(
         body
     ) != 1:
         raise Violation("a prefill leg must ask for exactly one token")
@@ -213,7 +210,7 @@ def check_prefill_leg(
 
 
 def abandoned(body: Json) -> str | None:
-    """Return the transfer that a request says is abandoned; None if it says nothing of the kind."""
+    """Return the id of the transfer that a request abandons; None: it abandons none."""
     params: Json = body.get("kv_transfer_params") or {}
     return params.get("abandoned_transfer_id")
 
@@ -227,9 +224,7 @@ def make_params(
     offers: bool = False,
     forget: Sequence[str] = (),
 ) -> msgspec.Raw:
-    """Return the signed parameters of a prefilled request, as JSON text; ``offers``: a client may
-    see its token.
-    """
+    """Return the signed kv_transfer_params of a prefilled request; ``offers``: its token, too."""
     blocks = list(range(1, prompt_tokens(body) // 16 + 2))
     params: Json = {
         "do_remote_prefill": True,
@@ -237,7 +232,7 @@ def make_params(
         "remote_block_ids": [blocks],
         "remote_engine_id": name,
         "remote_request_id": f"{shared_id(body, request_id)}-{_digest(request_id)[:8]}",
-        "remote_host": "192.0.2.1",  # of nobody (RFC 5737): nothing connects there
+        "remote_host": "192.0.2.1",  # reserved for documentation (RFC 5737): no host has it
         "remote_port": 5600,
         "tp_size": 1,
         "dcp_size": 1,
@@ -259,13 +254,11 @@ def make_params(
 
 
 def check_decode_leg(raw: msgspec.Raw, body: Json, request_id: str) -> None:
-    """Raise Violation unless the parameters are a prefill sim's, untouched, and of this very
-    request.
-    """
-    # these a router may add, from the answer of the prefill engine
+    """Raise Violation unless the parameters are unchanged and belong to this request."""
+    # a router may add token ids, from the answer of the prefill engine
     text = _TOKENS.sub("}", bytes(raw).decode())
-    found = _SIGNATURE.search(text)
-    if found is None or not hmac.compare_digest(found[1], _sign(text.replace(found[1], _UNSIGNED))):
+    match = _SIGNATURE.search(text)
+    if match is None or not hmac.compare_digest(match[1], _sign(text.replace(match[1], _UNSIGNED))):
         raise Violation("the kv_transfer_params were changed on their way")
     params = body["kv_transfer_params"]
     if params["of_a_later_version"]["request"] != identity(body):
@@ -275,11 +268,9 @@ def check_decode_leg(raw: msgspec.Raw, body: Json, request_id: str) -> None:
 
 
 def check_push_leg(body: Json, request_id: str) -> None:
-    """Raise Violation unless the parameters are such that a decode engine knows from where to
-    expect the KV cache.
+    """Raise Violation unless the parameters say completely which prefill engine pushes.
 
-    A real engine dies of some of these. It finds them one by one, by name; so it must get them all,
-    of the right type.
+    vLLM reads them by name, and dies if some of them are missing or of a wrong type.
     """
     params: Json = body["kv_transfer_params"]
     if params.get("do_remote_prefill") is not True or params.get("do_remote_decode") is not False:
@@ -292,7 +283,7 @@ def check_push_leg(body: Json, request_id: str) -> None:
 
 
 def shared_id(body: Json, request_id: str) -> str:
-    """Return the name that both engines give to a request."""
+    """Return the id that both engines derive for a request."""
     if "token_ids" in body:
         return f"generate-tokens-{request_id}"
     if "input" in body:
@@ -301,7 +292,7 @@ def shared_id(body: Json, request_id: str) -> str:
 
 
 def identity(body: Json) -> str:
-    """Return what the two legs of a request have in common, and no other request has."""
+    """Return a digest of the fields that both legs of a request share."""
     return _digest(_canonical(_of_both_legs(body)))
 
 

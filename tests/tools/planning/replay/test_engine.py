@@ -132,7 +132,7 @@ def test_without_room_a_request_waits():
 def test_a_transfer_by_hand():
     """D has nothing: 50 tokens of 10 bytes are half a second and half a second; D computes one token."""
     bench = Bench()
-    other, lent = bench.another(), bench.leg("p", range(5), 50, 1, kept=True)
+    other, lent = bench.another(), bench.leg("p", range(5), 50, 1, holds_blocks=True)
     other.add(lent)
     bench.loop.run()
     assert other.kv_use == pytest.approx(0.06)
@@ -150,7 +150,9 @@ def test_a_link_carries_one_transfer_after_the_other():
     """Two engines that read from one at once: the second waits for the first."""
     bench = Bench()
     other, third = bench.another(), bench.another()
-    lent = [bench.leg(name, blocks, 50, 1, kept=True) for name, blocks in (("p", range(5)), ("q", range(5, 10)))]
+    lent = [
+        bench.leg(name, blocks, 50, 1, holds_blocks=True) for name, blocks in (("p", range(5)), ("q", range(5, 10)))
+    ]
     for leg in lent:
         other.add(leg)
     bench.loop.run()
@@ -229,34 +231,34 @@ def test_events_tell_all_that_is_in_a_cache(requests):
     cache = KvCache(12, events)
     for chat, size, answer, ends in requests:
         names = range(100 * chat, 100 * chat + size)
-        if cache.take(names, answer):
+        if cache.use_blocks(names, answer):
             running.append((names, answer, range(100 * chat + size, 100 * chat + size + answer)))
         for _ in range(min(ends, len(running))):
-            cache.give(*running.pop(0))
+            cache.release_blocks(*running.pop(0))
         for name in (100 * each + place for each in range(3) for place in range(9)):
-            assert (cache.found([name]) == 1) == (name in events.there)
+            assert (cache.count_cached([name]) == 1) == (name in events.there)
 
 
 def test_the_oldest_content_goes_first_and_ends_before_beginnings():
     """Four blocks, two of each of two prompts; a third prompt of one block takes the end of the older."""
     cache = KvCache(4)
     for names in ((1, 2), (3, 4)):
-        cache.take(names, 0)
-        cache.give(names, 0)
-    cache.take((5,), 0)
+        cache.use_blocks(names, 0)
+        cache.release_blocks(names, 0)
+    cache.use_blocks((5,), 0)
 
-    assert (cache.found((1, 2)), cache.found((3, 4)), cache.used) == (1, 2, 1)
+    assert (cache.count_cached((1, 2)), cache.count_cached((3, 4)), cache.used) == (1, 2, 1)
 
 
 def test_what_is_in_use_is_not_evicted():
     """Nor is more taken than there is."""
     cache = KvCache(3)
 
-    assert cache.take((1, 2), 0)
-    assert not cache.take((3, 4), 0)
-    assert cache.take((1, 2), 1)
+    assert cache.use_blocks((1, 2), 0)
+    assert not cache.use_blocks((3, 4), 0)
+    assert cache.use_blocks((1, 2), 1)
     assert cache.used == 3
-    assert not cache.take((), 1)
+    assert not cache.use_blocks((), 1)
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -13,14 +13,14 @@ from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.roles import RolesPlan
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
 from pdrelay_tools.planning.replay.summary import Targets, summarise
-from pdrelay_tools.planning.replay.traces import Phase, phases
+from pdrelay_tools.planning.replay.traces import Phase, phased_trace
 
 ENGINE = EngineModel(
     step_s=0.04, prefill_token_s=5e-4, decode_request_s=1e-3, decode_context_s=1e-6, max_num_batched_tokens=4096,
     kv_tokens=100_000, link_bytes_per_s=2e9,
 )  # fmt: skip
 TARGETS = Targets(6.0, 0.1)
-TRACE = phases([Phase(400, 2.7, 2500, 40), Phase(400, 2.6, 800, 300)], 64, 0)
+TRACE = phased_trace([Phase(400, 2.7, 2500, 40), Phase(400, 2.6, 800, 300)], 64, 0)
 LIMITS = RoleLimits(min_prefill=1, min_decode=1)
 
 
@@ -66,10 +66,10 @@ def test_no_request_is_lost_whatever_happens_to_the_controller(options):
 
 def test_phases_have_their_rates_and_lengths():
     """And the same seed is the same trace."""
-    trace = phases([Phase(1000, 5.0, 300, 20), Phase(1000, 2.0, 100, 200)], 16, 3)
+    trace = phased_trace([Phase(1000, 5.0, 300, 20), Phase(1000, 2.0, 100, 200)], 16, 3)
     first, second = ([turn for turn in trace.turns if (turn.at_s < 1000) is early] for early in (True, False))
 
-    assert trace == phases([Phase(1000, 5.0, 300, 20), Phase(1000, 2.0, 100, 200)], 16, 3)
+    assert trace == phased_trace([Phase(1000, 5.0, 300, 20), Phase(1000, 2.0, 100, 200)], 16, 3)
     assert (len(first), len(second)) == (pytest.approx(5000, rel=0.05), pytest.approx(2000, rel=0.07))
     assert sum(turn.prompt_tokens for turn in first) / len(first) == pytest.approx(300, rel=0.05)
     assert sum(turn.output_tokens for turn in second) / len(second) == pytest.approx(200, rel=0.07)

@@ -7,8 +7,8 @@ import pytest
 
 from pdrelay_tools.proving.core.answer import (
     Answer,
+    ChoiceAnswer,
     Malformed,
-    OneAnswer,
     differences,
     events_of,
     read,
@@ -17,7 +17,7 @@ from pdrelay_tools.proving.core.answer import (
 from pdrelay_tools.proving.core.finding import FindingName
 
 LIKELY = ((("a", -0.1), ("b", -2.0)), (("c", -0.5), ("d", -0.50001)), (("e", -0.3), ("f", -1.0)))
-ONE = OneAnswer("ace", ("a", "c", "e"), (-0.1, -0.5, -0.3), LIKELY, "length", "")
+ONE = ChoiceAnswer("ace", ("a", "c", "e"), (-0.1, -0.5, -0.3), LIKELY, "length", "")
 RIGHT = Answer((ONE,), 7, 3)
 
 
@@ -41,8 +41,8 @@ DIFFERENCES = {
     # A wrong block need not change the likeliest token.
     "logprobs under the right text": (changed(logprobs=(-0.1, -0.52, -0.3)), [WRONG_LOGPROBS]),
     # The token that was made can keep its logprob where the next likely one does not: it shows in fewer tokens.
-    "logprobs of other tokens": (changed(others=UNLIKE), [WRONG_LOGPROBS]),
-    "no logprobs": (changed(tokens=(), logprobs=(), others=()), [WRONG_LOGPROBS]),
+    "logprobs of other tokens": (changed(top_logprobs=UNLIKE), [WRONG_LOGPROBS]),
+    "no logprobs": (changed(tokens=(), logprobs=(), top_logprobs=()), [WRONG_LOGPROBS]),
     "a shorter answer": (changed(text="ac", tokens=("a", "c"), logprobs=(-0.1, -0.5)), [WRONG_TEXT]),
     "a missing choice": (replace(RIGHT, choices=()), [WRONG_TEXT]),
     "the count of the prompt": (replace(RIGHT, prompt_tokens=8), [WRONG_USAGE]),
@@ -64,7 +64,7 @@ def test_a_wrong_block_shows_and_rounding_does_not(ours, found):
 @pytest.mark.parametrize("fields", [{"text": "acx"}, {"finish": "stop"}, {"tools": "f{}"}])
 def test_texts_ends_and_tool_calls_are_compared(fields):
     """Also of answers without logprobs."""
-    plain = {"tokens": (), "logprobs": (), "others": ()}
+    plain = {"tokens": (), "logprobs": (), "top_logprobs": ()}
     right = replace(RIGHT, choices=(replace(ONE, **plain),))
 
     found = differences(changed(**plain, **fields), right, 1e-3)
@@ -82,7 +82,7 @@ def test_a_whole_completion_is_read():
 
     answer = read([json.dumps(body).encode()])
 
-    assert answer.choices[0].others == ((("a", -0.1), ("b", -2.0)),)
+    assert answer.choices[0].top_logprobs == ((("a", -0.1), ("b", -2.0)),)
     assert (answer.text, answer.prompt_tokens, answer.completion_tokens) == ("ace", 7, 3)
 
 

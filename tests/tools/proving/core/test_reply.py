@@ -74,7 +74,7 @@ def test_findings_of_one_name_become_one():
 
     found = together([*wrong, Finding(FindingName.NO_ANSWER, "silence")], 20)
 
-    assert [(each.name, each.seen) for each in found] == [
+    assert [(each.name, each.evidence) for each in found] == [
         (FindingName.WRONG_TEXT, "9 of 20: prompt 0; prompt 1; ..."),
         (FindingName.NO_ANSWER, "1 of 20: silence"),
     ]

@@ -69,10 +69,10 @@ def _panel(number: int, rows: Sequence[Summary], x: float, y: float) -> Iterator
     for row in rows:
         yield _text(x + _LEFT - 8, y + len(series) * _ROW / 2 + 3, row.policy, anchor="end")
         for index, (_, value) in enumerate(series):
-            found = value(row)
-            width = (_PANEL - _LEFT - 80) * (found or 0.0) / most
+            amount = value(row)
+            width = (_PANEL - _LEFT - 80) * (amount or 0.0) / most
             yield _bar(x + _LEFT, y, width, index)
-            yield _text(x + _LEFT + width + 4, y + 9, "-" if found is None else form(found))
+            yield _text(x + _LEFT + width + 4, y + 9, "-" if amount is None else form(amount))
             y += _ROW
         y += 10
 

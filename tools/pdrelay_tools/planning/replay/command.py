@@ -1,6 +1,4 @@
-"""``pdrelay replay``: what each policy would make of a trace; docs/replay.md tells what is
-simulated.
-"""
+"""``pdrelay replay``: compares routing policies on a trace, by simulation (docs/replay.md)."""
 
 import argparse
 import json
@@ -20,7 +18,7 @@ from pdrelay_tools.planning.replay.routers import CHOICES
 from pdrelay_tools.planning.replay.simulation import Replayed, SimulatedFleet, replay
 from pdrelay_tools.planning.replay.summary import Summary, Targets, summarise
 from pdrelay_tools.planning.replay.trace_files import Arrivals, read_trace
-from pdrelay_tools.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phases
+from pdrelay_tools.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phased_trace
 
 _MOST_ENGINES: Final = 1000  # of a role
 _MOST_TURNS: Final = 1_000_000
@@ -34,17 +32,17 @@ _HEAD: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    said = (
+    help_text = (
         "Mooncake's JSON lines; prompt_tokens,output_tokens as CSV or JSON lines; or vLLM's "
         "multi-turn conversations"
     )
-    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=said)
-    said = (
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=help_text)
+    help_text = (
         f"one of {', '.join(CHOICES)}, or one for each leg as session/prefix; repeat the flag to "
         f"compare "
     )
-    said += f"(default: {' and '.join(_DEFAULT_POLICIES)})"
-    parser.add_argument("--policy", action="append", metavar="POLICY", help=said)
+    help_text += f"(default: {' and '.join(_DEFAULT_POLICIES)})"
+    parser.add_argument("--policy", action="append", metavar="POLICY", help=help_text)
     add = partial(parser.add_argument_group("traffic").add_argument, type=_positive)
     add(
         "--sessions",
@@ -73,16 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="mean tokens of an answer (default: %(default)s)",
     )
-    said = (
+    help_text = (
         "a phase of traffic: seconds, requests a second, mean tokens of prompts and of answers; "
         "repeat it"
     )
-    add("--phase", type=_phase, action="append", metavar="S:R:P:O", help=said)
-    said = (
+    add("--phase", type=_phase, action="append", metavar="S:R:P:O", help=help_text)
+    help_text = (
         "conversations (or requests, of a file of lengths) that begin in a second (default: "
         "%(default)s)"
     )
-    add("--rate", default=2.0, metavar="R", help=said)
+    add("--rate", default=2.0, metavar="R", help=help_text)
     add(
         "--think",
         default=5.0,
@@ -135,33 +133,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the same for the last prefill engine, if it differs",
     )
-    said = "tokens of a block; Mooncake's traces have their own (default: %(default)s)"
-    option("--block-size", type=_count, default=16, metavar="N", help=said)
+    help_text = "tokens of a block; Mooncake's traces have their own (default: %(default)s)"
+    option("--block-size", type=_count, default=16, metavar="N", help=help_text)
     option(
         "--kv-events",
         action="store_true",
         help="engines tell what they have cached, and prompts are token ids",
     )
-    said = (
+    help_text = (
         "auto: engines change their role as with --roles of pdrelay serve, for --ttft and --itl "
         "(default: %(default)s)"
     )
-    option("--roles", choices=("off", "auto"), default="off", help=said)
+    option("--roles", choices=("off", "auto"), default="off", help=help_text)
     option = parser.add_argument_group("output").add_argument
-    said = (
+    help_text = (
         "most seconds to the first token of a request that counts as served well (default: no "
         "limit)"
     )
-    option("--ttft", type=_positive, default=inf, metavar="S", help=said)
-    said = "most mean seconds between two tokens of such a request (default: no limit)"
-    option("--itl", type=_positive, default=inf, metavar="S", help=said)
+    option("--ttft", type=_positive, default=inf, metavar="S", help=help_text)
+    help_text = "most mean seconds between two tokens of such a request (default: no limit)"
+    option("--itl", type=_positive, default=inf, metavar="S", help=help_text)
     option("--json", action="store_true", help="print the results as JSON")
     option("--plot", type=Path, metavar="FILE", help="write a plot as SVG")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each policy; return the exit code: 0, or 2 if that cannot be replayed."""
+    """Print a row for each policy; return the exit code: 0, or 2 if there is nothing to replay."""
     try:
         trace = _trace(args)
         decode_model = None if args.decode_engine is None else read_engine_model(args.decode_engine)
@@ -178,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         policies: Sequence[str] = args.policy or _DEFAULT_POLICIES
         targets = Targets(args.ttft, args.itl)
         replays = [replay(trace, policy, fleet, seed=args.seed) for policy in policies]
-        rows = [summarise(each, targets) for each in replays]
+        rows = [summarise(replayed, targets) for replayed in replays]
         title = (
             f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode "
             f"engines"
@@ -207,12 +205,12 @@ def _trace(args: argparse.Namespace) -> Trace:
     if [args.trace, args.sessions, args.phase].count(None) != 2:
         raise NoReplay("give either a trace or --sessions or --phase")
     if args.phase is not None:
-        expected = sum(one.seconds * one.per_s for one in args.phase)
+        expected = sum(phase.seconds * phase.per_s for phase in args.phase)
         if expected > _MOST_TURNS:
             raise NoReplay(
                 f"these phases have about {expected:,.0f} requests, more than {_MOST_TURNS:,}"
             )
-        return phases(args.phase, args.block_size, args.seed)
+        return phased_trace(args.phase, args.block_size, args.seed)
     if args.trace is not None:
         return read_trace(
             args.trace, Arrivals(args.rate, args.think, args.block_size, args.speed, args.seed)
@@ -247,13 +245,13 @@ def _as_text(rows: Sequence[Summary], title: str) -> str:
 
 
 def _turns_text(replays: Sequence[Replayed]) -> str:
-    """Write a line for each engine that turned."""
+    """Write a line for each role change."""
     lines = [
-        f"{each.policy}: at {one.began:,.0f} s an engine turns to {one.role}, from "
-        f"{one.ended:,.0f} s on "
-        f"{one.prefill} prefill and {one.decode} decode engines"
-        for each in replays
-        for one in each.turned
+        f"{replayed.policy}: at {change.began:,.0f} s an engine turns to {change.role}, from "
+        f"{change.ended:,.0f} s on "
+        f"{change.prefill} prefill and {change.decode} decode engines"
+        for replayed in replays
+        for change in replayed.turned
     ]
     return "\n".join(["", *lines, ""]) if lines else ""
 

@@ -14,9 +14,7 @@ from pdrelay_tools.planning.replay.kv_cache import CacheEvents, KvCache
 
 
 class EventLoop:
-    """Virtual time: what is due next is done next; what is due at once, in the order it was asked
-    for.
-    """
+    """Virtual time: makes calls in the order of their times, and then of `after`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,11 +22,11 @@ class EventLoop:
         self._order = count()
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """Have something done later."""
+        """Call ``act`` after so many seconds."""
         heappush(self._due, (self.now + seconds, next(self._order), act))
 
     def run(self) -> None:
-        """Do everything that is due, until nothing is."""
+        """Make all calls, until none is left."""
         while self._due:
             self.now, _, act = heappop(self._due)
             act()
@@ -36,26 +34,26 @@ class EventLoop:
 
 @dataclass(slots=True, eq=False)
 class VirtualLeg:
-    """What one engine does of one request."""
+    """One engine's part in a request."""
 
     blocks: Sequence[int]  # that the prompt fills
     prompt_tokens: int
     output_tokens: int
     answer: Sequence[int] = ()  # blocks that the answer fills
     source: "tuple[VirtualEngine, VirtualLeg] | None" = (
-        None  # who has computed the prompt, and keeps it until it is read
+        None  # the engine and its leg that computed the prompt, and hold it until it is read
     )
-    kept: bool = False  # its blocks stay in use until another engine has read them
+    holds_blocks: bool = False  # its blocks stay in use until another engine has read them
     first: Callable[[], None] = lambda: None  # has its first token
     ended: "Callable[[VirtualLeg], None]" = lambda _: None  # it has all its tokens
-    cached_tokens: int = 0  # that this engine's own cache had
+    cached_tokens: int = 0  # hit in this engine's own cache
     computed_tokens: int = 0  # of the prompt
-    left: int = 0  # tokens of the prompt that are still to be computed
+    uncomputed_tokens: int = 0  # tokens of the prompt that are still to be computed
 
 
 @dataclass(slots=True)
 class EngineLog:
-    """What one engine has done."""
+    """The work of one engine so far."""
 
     busy_s: float = 0.0
     computed_tokens: int = 0  # of prompts
@@ -67,8 +65,9 @@ class EngineLog:
 
 
 class VirtualEngine:
-    """Runs legs: in each step a token for every answer, and as much of the prompts as
-    max_num_batched_tokens allow.
+    """Runs legs: each step makes a token for every answer, and fills up with prompts' chunks.
+
+    A step has at most max_num_batched_tokens, as in vLLM (vllm/v1/core/sched/scheduler.py).
     """
 
     def __init__(
@@ -81,17 +80,16 @@ class VirtualEngine:
         seed: int = 0,
         events: CacheEvents | None = None,
     ) -> None:
-        """``stepped``: its answers have got their next tokens so many seconds after the ones
-        before.
+        """``stepped``: called with the seconds between the latest two tokens of its answers.
 
-        ``seed``: of the jitter; ``events``: where its cache publishes what changes (None: nowhere).
+        ``seed``: of the jitter; ``events``: where its cache publishes changes (None: nowhere).
         """
         self.log: Final = EngineLog()
         self.waiting: Final = deque[VirtualLeg]()
         self.model: Final = model
         self._block_tokens = block_tokens
         self._loop = loop
-        self._told = stepped
+        self._report_gap = stepped
         self._chance = Random(seed)
         self._cache = KvCache(model.kv_tokens // block_tokens, events)
         self._loaded = deque[VirtualLeg]()  # their KV has arrived
@@ -102,8 +100,8 @@ class VirtualEngine:
         self._steps = 0
         self._stepping = False
         self._reading = 0  # legs whose KV is on its way
-        self.link_free = 0.0  # the time at which its link has carried all that was asked of it
-        self._api_free = 0.0  # the time at which its API server has done all that was asked of it
+        self.link_free = 0.0  # the time when its link has carried all transfers so far
+        self._api_free = 0.0  # the time when its API server has done all its work so far
         self._sent_at = 0.0  # when clients got the latest tokens
 
     @property
@@ -118,9 +116,7 @@ class VirtualEngine:
 
     @property
     def queued(self) -> int:
-        """Return how many legs it has that it does not compute yet: they wait for room, or for
-        their KV.
-        """
+        """Return how many legs wait: for room, or for their KV."""
         return len(self.waiting) + len(self._loaded) + self._reading
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
@@ -128,11 +124,11 @@ class VirtualEngine:
         return -(-(prompt_tokens + output_tokens) // self._block_tokens) <= self._cache.blocks
 
     def cached(self, names: Sequence[int]) -> int:
-        """Return how many of the first of these blocks its cache has."""
-        return self._cache.found(names)
+        """Return how many blocks of this prefix its cache has."""
+        return self._cache.count_cached(names)
 
     def send(self, leg: VirtualLeg) -> None:
-        """Have its API server take a leg, which it queues."""
+        """Send a leg to its API server, which queues it when it gets to it."""
         model = self.model
         took = self._api(model.api_request_s + leg.prompt_tokens * model.api_prompt_token_s)
         self._loop.after(took + model.leg_s, lambda: self.add(leg))
@@ -143,16 +139,14 @@ class VirtualEngine:
         self._wake()
 
     def _api(self, seconds: float) -> float:
-        """Have the API server do something behind what it has to do already; return in how many
-        seconds it is done.
-        """
+        """Add work for the API server; return in how many seconds that is done."""
         now = self._loop.now
         self._api_free = max(now, self._api_free) + seconds
         return self._api_free - now
 
     def release(self, leg: VirtualLeg) -> None:
-        """Give its blocks back; their content stays until the room is needed."""
-        self._cache.give(leg.blocks, self._unnamed(leg), leg.answer)
+        """Free the blocks of a leg; their content stays until the room is needed."""
+        self._cache.release_blocks(leg.blocks, self._unnamed(leg), leg.answer)
         self._wake()
 
     def _unnamed(self, leg: VirtualLeg) -> int:
@@ -170,9 +164,9 @@ class VirtualEngine:
         for leg in self._to_prefill():
             if budget <= 0:
                 break
-            tokens = min(leg.left, budget)
+            tokens = min(leg.uncomputed_tokens, budget)
             budget -= tokens
-            seconds += self.model.chunk_s(tokens, leg.prompt_tokens - leg.left)
+            seconds += self.model.chunk_s(tokens, leg.prompt_tokens - leg.uncomputed_tokens)
             chunks.append((leg, tokens))
         self._stepping = bool(chunks or self._ends)
         if self._stepping:
@@ -185,62 +179,58 @@ class VirtualEngine:
             self._loop.after(seconds, lambda: self._stepped(chunks, seconds))
 
     def _to_prefill(self) -> "list[VirtualLeg]":
-        """Return legs whose prompt is not computed, in order, those included that there is room for
-        now.
-        """
+        """Admit the legs that there is room for, and return all legs with a prompt to compute."""
         if not (self._prefilling or self._loaded or self.waiting):
             return self._prefilling
-        tokens = sum(leg.left for leg in self._prefilling)
+        tokens = sum(leg.uncomputed_tokens for leg in self._prefilling)
         most = self.model.max_num_batched_tokens - len(self._ends)
         while tokens < most and len(self._prefilling) + len(self._ends) < self.model.max_num_seqs:
             leg = self._loaded.popleft() if self._loaded else self._admitted()
             if leg is None:
                 break
             self._prefilling.append(leg)
-            leg.computed_tokens = leg.left
-            tokens += leg.left
+            leg.computed_tokens = leg.uncomputed_tokens
+            tokens += leg.uncomputed_tokens
         return self._prefilling
 
     def _admitted(self) -> VirtualLeg | None:
-        """Return the next leg that can compute; those that must read their KV first begin to read
-        it.
-        """
+        """Return the next leg that can compute; legs that need remote KV begin to read it."""
         while self.waiting:
             leg = self.waiting[0]
-            found = min(
-                self._cache.found(leg.blocks), (leg.prompt_tokens - 1) // self._block_tokens
+            cached_blocks = min(
+                self._cache.count_cached(leg.blocks), (leg.prompt_tokens - 1) // self._block_tokens
             )
-            if not self._cache.take(leg.blocks, self._unnamed(leg)):
+            if not self._cache.use_blocks(leg.blocks, self._unnamed(leg)):
                 return None
             self.waiting.popleft()
-            leg.cached_tokens = found * self._block_tokens
-            leg.left = leg.prompt_tokens - leg.cached_tokens
+            leg.cached_tokens = cached_blocks * self._block_tokens
+            leg.uncomputed_tokens = leg.prompt_tokens - leg.cached_tokens
             if leg.source is None:
                 return leg
             self._read(leg, *leg.source)
         return None
 
-    def _read(self, leg: VirtualLeg, other: "VirtualEngine", lent: VirtualLeg) -> None:
-        """Read what is missing over both engines' links, which carry one transfer after the
-        other.
-        """
-        missing = leg.left * self.model.kv_bytes_per_token
+    def _read(self, leg: VirtualLeg, source: "VirtualEngine", source_leg: VirtualLeg) -> None:
+        """Read the missing KV over both engines' links, which carry one transfer at a time."""
+        missing = leg.uncomputed_tokens * self.model.kv_bytes_per_token
         self._reading += 1
-        begins = max(self._loop.now, self.link_free, other.link_free)
+        begins = max(self._loop.now, self.link_free, source.link_free)
         ends = begins + self.model.link_s + missing / self.model.link_bytes_per_s
-        self.link_free = other.link_free = ends
+        self.link_free = source.link_free = ends
 
         def arrived() -> None:
-            other.release(lent)
+            source.release(source_leg)
             self._reading -= 1
-            leg.left = 1  # vLLM computes the last token of a prompt, even if it has all KV
+            # vLLM computes a prompt's last token even if it has all KV:
+            # (vllm/v1/core/kv_cache_manager.py, get_computed_blocks).
+            leg.uncomputed_tokens = 1
             self._loaded.append(leg)
             self._wake()
 
         self._loop.after(ends - self._loop.now, arrived)
 
     def _stepped(self, chunks: list[tuple[VirtualLeg, int]], seconds: float) -> None:
-        """Hand a token to each answer; the API server has sent all of them at the same time."""
+        """End a step: every answer has one more token, and whole prompts have their first."""
         self._steps += 1
         running = len(self._ends)
         self._context += running
@@ -249,9 +239,9 @@ class VirtualEngine:
         while self._ends and self._ends[0][0] == self._steps:
             ended.append(heappop(self._ends)[2])
         for leg, tokens in chunks:
-            leg.left -= tokens
+            leg.uncomputed_tokens -= tokens
             self.log.computed_tokens += tokens
-            if not leg.left:
+            if not leg.uncomputed_tokens:
                 self._prefilling.remove(leg)
                 begun.append(leg)
         for leg in ended:
@@ -269,17 +259,17 @@ class VirtualEngine:
     def _send_tokens(
         self, running: int, ended: list[VirtualLeg], begun: list[VirtualLeg], seconds: float
     ) -> None:
-        """Have clients get the tokens of a step that took so many seconds."""
+        """Deliver the tokens of a step to clients, as soon as the API server gets to it."""
         took = self._api((running + len(begun)) * self.model.api_token_s)
 
-        def sent() -> None:
+        def deliver() -> None:
             now = self._loop.now
             if running:
                 gap = now - self._sent_at if self.model.api_token_s else seconds
                 self.log.gaps.append((gap, running))
                 self.log.itl_sum_s += gap * running
                 self.log.itl_count += running
-                self._told(gap)
+                self._report_gap(gap)
             self._sent_at = now
             for leg in ended:
                 leg.ended(leg)
@@ -289,12 +279,12 @@ class VirtualEngine:
                     leg.ended(leg)
 
         if took:
-            self._loop.after(took, sent)
+            self._loop.after(took, deliver)
         else:
-            sent()
+            deliver()
 
     def _free(self, leg: VirtualLeg) -> None:
-        """Give the blocks of a leg back that has all its tokens."""
+        """End a leg; its blocks are free unless another engine reads them first."""
         self.log.legs += 1
-        if not leg.kept:
-            self._cache.give(leg.blocks, self._unnamed(leg), leg.answer)
+        if not leg.holds_blocks:
+            self._cache.release_blocks(leg.blocks, self._unnamed(leg), leg.answer)

@@ -1,8 +1,8 @@
-"""The KV cache of one simulated engine: blocks in use, and free blocks that keep their content
-until they are needed.
+"""The KV cache of a simulated engine: free blocks keep their content until they are needed.
 
-As vLLM's (vllm/v1/core/kv_cache_manager.py, block_pool.py): least recently used free blocks go
-first, of one request the last block first, so that the beginning of a prompt outlives its end.
+As in vLLM (vllm/v1/core/kv_cache_manager.py, block_pool.py) the least recently used free blocks are
+evicted first, and of one request the last block first, so that a prompt's beginning outlives its
+end.
 """
 
 from collections import OrderedDict
@@ -12,12 +12,10 @@ from typing import Protocol
 
 
 class CacheEvents(Protocol):
-    """Where a cache publishes what changes in it, as vLLM's KV events."""
+    """Where a cache publishes its changes, as vLLM's KV events (vllm/distributed/kv_events.py)."""
 
     def stored(self, name: int, before: int | None, /) -> None:
-        """A block is in the cache from now on; ``before``: the one before it in its prompt (None:
-        it is the first).
-        """
+        """A block is in the cache from now on; ``before``: its parent block (None: no parent)."""
         ...
 
     def removed(self, name: int, /) -> None:
@@ -40,17 +38,15 @@ class KvCache:
         """Return how many blocks are in use."""
         return len(self._users) + self._unnamed
 
-    def found(self, names: Sequence[int]) -> int:
-        """Return how many of these blocks are there, up to the first that is not."""
+    def count_cached(self, names: Sequence[int]) -> int:
+        """Return how many of these blocks are cached, up to the first that is not."""
         for count, name in enumerate(names):
             if name not in self._users and name not in self._free:
                 return count
         return len(names)
 
-    def take(self, names: Sequence[int], unnamed: int) -> bool:
-        """Use these blocks and ``unnamed`` more; False: there is no room, and nothing has
-        changed.
-        """
+    def use_blocks(self, names: Sequence[int], unnamed: int) -> bool:
+        """Use these blocks and ``unnamed`` more; False: no room, and nothing has changed."""
         users = self._users
         free = self._free
         if self.used + unnamed + len(names) - sum(map(users.__contains__, names)) > self.blocks:
@@ -68,13 +64,15 @@ class KvCache:
             before = name
         self._unnamed += unnamed
         while self.used + len(free) > self.blocks:
-            gone, _ = free.popitem(last=False)
+            evicted, _ = free.popitem(last=False)
             if self._events is not None:
-                self._events.removed(gone)
+                self._events.removed(evicted)
         return True
 
-    def give(self, names: Sequence[int], unnamed: int, filled: Sequence[int] = ()) -> None:
-        """Give back what was taken; ``filled``: the unnamed blocks that have become these."""
+    def release_blocks(
+        self, names: Sequence[int], unnamed: int, filled: Sequence[int] = ()
+    ) -> None:
+        """Release used blocks; ``filled``: the names of the unnamed blocks that are full now."""
         users = self._users
         free = self._free
         self._unnamed -= unnamed

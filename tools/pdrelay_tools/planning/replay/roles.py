@@ -1,8 +1,7 @@
-"""Engines that turn, in virtual time: the router's own controller decides by what simulated engines
-show.
+"""Role changes in virtual time: the router's controller decides by simulated engines' loads.
 
-A turn is slower than the router's: nothing moves. The engine gets nothing new, serves what it has
-to its end, and then takes the other role with an empty batch and what is in its cache.
+A role change is slower than the router's, as no stream moves: the engine gets no new requests,
+serves its own to their end, and then takes the other role, with its cache.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -24,25 +23,25 @@ from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine
 
 _SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
-_LOOK_S: Final = 5.0  # between two looks of a controller
-_GLANCE_S: Final = 0.25  # between two looks at whether a leaving engine is empty
+_DECIDE_EVERY_S: Final = 5.0
+_POLL_S: Final = 0.25  # between two checks whether a leaving engine is empty
 
 
 @dataclass(frozen=True, slots=True)
 class RolesPlan:
-    """How engines turn."""
+    """How engines change roles."""
 
     targets: RoleTargets
     limits: RoleLimits = field(default_factory=RoleLimits)
-    # that decide beside each other, each a part of the time between two looks later
+    # that decide independently, at different times
     controllers: int = 1
-    # the controllers are replaced so often by new ones, which know nothing; 0: never
+    # how often new controllers, without a memory, replace these; 0: never
     dies_every_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedEngine:
-    """One turn. Times are seconds of the replay."""
+    """One role change. Times are seconds of the replay."""
 
     began: float
     ended: float  # when the engine served its new role
@@ -52,7 +51,7 @@ class TurnedEngine:
 
 
 class SimulatedRoles:
-    """The controllers, and what they have engines do."""
+    """The controllers, and the role changes that they decide."""
 
     def __init__(
         self,
@@ -62,9 +61,7 @@ class SimulatedRoles:
         roles: MutableMapping[InstanceId, Role],
         loop: EventLoop,
     ) -> None:
-        """``engines`` and ``roles`` get another name for an engine that has turned; the old one
-        stays.
-        """
+        """``engines`` and ``roles`` get a second name for an engine that has another role."""
         self._plan = plan
         self._registry = registry
         self._loop = loop
@@ -73,17 +70,18 @@ class SimulatedRoles:
         self._controllers = self._new_controllers()
         # the role they turn to, and since when
         self._leaving = dict[InstanceId, tuple[Role, float]]()
-        self._turned_at = list[float]()  # what all controllers know of each other's turns
+        self._changed_at = list[float]()  # of all controllers, which know each other's
         self._is_over: Callable[[], bool] = lambda: False
         self.turned: Final = list[TurnedEngine]()
         self.decisions: Final = list[tuple[float, RoleDecision]]()
 
     def start(self, is_over: Callable[[], bool]) -> None:
-        """Look again and again, until it is over."""
+        """Decide again and again, until the replay is over."""
         self._is_over = is_over
         for number in range(self._plan.controllers):
             self._loop.after(
-                _LOOK_S * (1 + number / self._plan.controllers), partial(self._look, number)
+                _DECIDE_EVERY_S * (1 + number / self._plan.controllers),
+                partial(self._decide, number),
             )
         if self._plan.dies_every_s:
             self._loop.after(self._plan.dies_every_s, self._die)
@@ -99,37 +97,37 @@ class SimulatedRoles:
             self._controllers = self._new_controllers()
             self._loop.after(self._plan.dies_every_s, self._die)
 
-    def _look(self, number: int) -> None:
+    def _decide(self, number: int) -> None:
         if self._is_over():
             return
         now = self._loop.now
         readings = [
-            _reading(one.instance, self._engines[one.instance.id], now)
-            for one in self._registry.members()
-            if one.life.state in _SERVE
+            _reading(member.instance, self._engines[member.instance.id], now)
+            for member in self._registry.members()
+            if member.life.state in _SERVE
         ]
         turning = list(self._leaving)
         decision = self._controllers[number].decide(
-            FleetSnapshot(readings, turning, self._turned_at), now=now
+            FleetSnapshot(readings, turning, self._changed_at), now=now
         )
         self.decisions.append((now, decision))
         if decision.turn is not None:
-            self._begin(decision.turn.instance, decision.turn.role)
-        self._loop.after(_LOOK_S, partial(self._look, number))
+            self._begin_role_change(decision.turn.instance, decision.turn.role)
+        self._loop.after(_DECIDE_EVERY_S, partial(self._decide, number))
 
-    def _begin(self, name: InstanceId, role: Role) -> None:
+    def _begin_role_change(self, name: InstanceId, role: Role) -> None:
         now = self._loop.now
-        self._turned_at.append(now)
+        self._changed_at.append(now)
         self._registry.departures.drain(name, now=now)
         self._leaving[name] = role, now
-        self._loop.after(_GLANCE_S, partial(self._glance, name))
+        self._loop.after(_POLL_S, partial(self._finish_if_empty, name))
 
-    def _glance(self, name: InstanceId) -> None:
-        """Have an engine take its new role if it has nothing left."""
+    def _finish_if_empty(self, name: InstanceId) -> None:
+        """Give an engine its new role if it has no request left."""
         member = self._registry.member(name)
         engine = self._engines[name]
         if member.load.in_flight or engine.running or engine.queued:
-            self._loop.after(_GLANCE_S, partial(self._glance, name))
+            self._loop.after(_POLL_S, partial(self._finish_if_empty, name))
             return
         now = self._loop.now
         role, began = self._leaving.pop(name)
@@ -137,7 +135,7 @@ class SimulatedRoles:
         again = self._registry.add(role, member.instance.address, facts=member.facts, now=now)
         self._engines[again.id] = engine
         self._roles[again.id] = role
-        counts = [len(self._registry.known(each)) for each in Role]
+        counts = [len(self._registry.known(serving_role)) for serving_role in Role]
         self.turned.append(TurnedEngine(began, now, role, *counts))
 
 

@@ -1,6 +1,4 @@
-"""Who gets a request: the router's own policies on its own fleet, and a model of vllm-router's for
-comparison.
-"""
+"""Chooses engines for a replay: by the router's own policies, or a model of vllm-router's."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -56,15 +54,16 @@ class VllmRouter:
     """vllm-router's default policy, ``cache_aware``, as src/policies/cache_aware.rs of
     vllm-project/router has it.
 
-    The engine that was sent the longest beginning of this text, if that is more than 0.3 of the
-    text; else, or if the loads differ by more than 64 requests and by half, the one with the fewest
-    requests. Not modelled: its session keys and that its tree forgets (beyond 2**26 characters).
+    It chooses the engine that was sent the longest prefix of this text, if that is more than 0.3 of
+    the text. Otherwise, or if the loads differ by more than 64 requests and by half, it chooses the
+    engine with the fewest requests. Not modelled: session keys, and eviction from its tree (beyond
+    2**26 characters).
     """
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        # who was sent a block last, named by all text before it, too
-        self._sent = OrderedDict[bytes, InstanceId]()
+        # the engine that was sent a block last; its name is a hash of all text up to its end
+        self._last_engine = OrderedDict[bytes, InstanceId]()
 
     def choose(self, among: Sequence[Instance], hints: RoutingHints = ANY, /) -> Instance:
         """Return one of these engines."""
@@ -72,17 +71,18 @@ class VllmRouter:
         chosen = among[loads.index(min(loads))]
         blocks = _chain(bytes(hints.prompt))
         matched = next(
-            (count for count, block in enumerate(blocks) if block not in self._sent), len(blocks)
+            (count for count, block in enumerate(blocks) if block not in self._last_engine),
+            len(blocks),
         )
         uneven = max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)
         if blocks and matched / len(blocks) > 0.3 and not uneven:
-            best = self._sent[blocks[matched - 1]]
+            best = self._last_engine[blocks[matched - 1]]
             chosen = next(instance for instance in among if instance.id == best)
-        self._sent.update(dict.fromkeys(blocks, chosen.id))
+        self._last_engine.update(dict.fromkeys(blocks, chosen.id))
         return chosen
 
     def copy(self) -> "VllmRouter":
-        """Return itself: a replay rehearses nothing."""
+        """Return itself: no part of a replay tries a choice out."""
         return self
 
 
@@ -96,12 +96,10 @@ def _chain(text: bytes, size: int = 512) -> Sequence[bytes]:
 
 
 class FollowedCache:
-    """The KV events of one engine: writes them as vLLM does, and has the router's index read
-    them.
-    """
+    """The KV events of one engine, written as vLLM does, and read by the router's index."""
 
     def __init__(self, index: CacheIndex, engine: InstanceId, block_tokens: int) -> None:
-        """Raises NoReplay: so small blocks cannot be told apart by their token ids."""
+        """Raises NoReplay: the blocks are too small to differ by their token ids."""
         if block_tokens < IDS_LEAST:
             raise NoReplay(
                 f"blocks of {block_tokens} tokens are too small for KV events: {IDS_LEAST} tell "
@@ -130,9 +128,7 @@ class FollowedCache:
 
 
 class ReplayRouter:
-    """Chooses engines for the turns of a trace, and keeps count of what they have, as the router
-    does.
-    """
+    """Chooses engines for the turns of a trace, and counts their requests, as the router does."""
 
     def __init__(
         self,
@@ -144,13 +140,12 @@ class ReplayRouter:
         *,
         kv_events: bool = False,
     ) -> None:
-        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an
-        engine serves alone.
+        """``choice``: a policy, or one for each leg (``prefix/session``).
 
-        That is ``:2048``, so many new bytes, and ``:20ms``, the longest pause in its streams.
-        Raises NoReplay: there is no such policy. ``engines``: how many prefill and decode engines.
-        ``kv_events``: these tell what they have cached, and prompts are token ids, as a router can
-        look them up there.
+        A choice may add when a decode engine serves alone: ``:2048``, below so many new bytes, and
+        ``:20ms``, the longest pause in its streams. ``engines``: how many prefill and decode
+        engines. ``kv_events``: engines publish what they have cached, and prompts are token ids, by
+        which a router can look them up. Raises NoReplay: no such policy.
         """
         names, least, itl_s = _parsed(choice)
         self._index = CacheIndex() if kv_events else None
@@ -164,13 +159,13 @@ class ReplayRouter:
                 )
         self._trace = trace
         self._clock = clock
-        self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
-        # between the tokens of streams, since they were looked at
+        self._requests = dict[int, tuple[RoutingHints, RequestRecord]]()
+        # seconds between the tokens of streams that the policy has not learned from yet
         self._gaps = dict[InstanceId, list[float]]()
-        self._looked = 0.0
+        self._learned_at = 0.0
 
     def events(self, engine: InstanceId) -> CacheEvents | None:
-        """Return where an engine publishes what is in its cache; None: nobody follows it."""
+        """Return where an engine publishes its KV events; None: the router does not follow them."""
         return (
             None
             if self._index is None
@@ -178,59 +173,57 @@ class ReplayRouter:
         )
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
-        """Return the engines of a turn's legs; no prefill engine: the decode engine serves it
-        alone.
-        """
+        """Return the engines of a turn's legs; no prefill engine: decode-only."""
         fleet = self.fleet
         request = RequestId(str(number))
-        hints = self._ask(number)
-        self._look()
-        found = route(fleet, hints, Api.CHAT.value, RetryAttempts(0), self._settings, reason=None)
-        record = RequestRecord(request, Api.CHAT.value, single_reason=found.reason)
-        record.cached = found.cached or (0, hints.blocks.size)
-        self._asked[number] = hints, record
-        prefill = found.prefill
-        decode = found.decode
+        hints = self._hints_of(number)
+        self._learn_gaps()
+        choice = route(fleet, hints, Api.CHAT.value, RetryAttempts(0), self._settings, reason=None)
+        record = RequestRecord(request, Api.CHAT.value, single_reason=choice.reason)
+        record.cached = choice.cached or (0, hints.blocks.size)
+        self._requests[number] = hints, record
+        prefill = choice.prefill
+        decode = choice.decode
         fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
         for listener in fleet.listeners:
             listener.slot_held(decode, request)
         if prefill is not None:
             fleet.enter(prefill, request)
-            self._sent(prefill, number, computes=True)
+            self._note_sent(prefill, number, computes=True)
         else:
-            self._sent(decode, number, computes=True)
+            self._note_sent(decode, number, computes=True)
         return prefill, decode
 
-    def _ask(self, number: int) -> RoutingHints:
+    def _hints_of(self, number: int) -> RoutingHints:
         prompt = self._trace.text(number) if self._index is None else self._trace.ids(number)
         return RoutingHints(session=self._trace.turns[number].session, prompt=prompt)
 
     def handed_over(self, decode: Instance, number: int) -> None:
         """The decode leg is sent behind a prefill engine's answer."""
-        self._sent(decode, number, computes=False)
+        self._note_sent(decode, number, computes=False)
 
     def first_token(self, decode: Instance, number: int) -> None:
         """A decode engine has sent the first token."""
         for listener in self.fleet.listeners:
-            listener.stream_begun(decode, RequestId(str(number)), self._asked[number][0])
+            listener.stream_begun(decode, RequestId(str(number)), self._requests[number][0])
 
     def stepped(self, decode: InstanceId, gap_s: float) -> None:
         """The streams of a decode engine got their next tokens so long after the ones before."""
         if self.fleet.stepped is not None:
             self._gaps.setdefault(decode, []).append(gap_s)
 
-    def _sent(self, instance: Instance, number: int, *, computes: bool) -> None:
+    def _note_sent(self, instance: Instance, number: int, *, computes: bool) -> None:
         request = RequestId(str(number))
-        hints, _ = self._asked[number]
+        hints, _ = self._requests[number]
         for listener in self.fleet.listeners:
             listener.leg_sent(instance, request, hints, computes=computes, is_timed=True)
 
-    def _look(self) -> None:
-        """Have the policy learn from what streams waited, as often as the router does."""
+    def _learn_gaps(self) -> None:
+        """Report the streams' gaps to the policy, as often as the router does."""
         learn = self.fleet.stepped
         now = self._clock()
-        if learn is not None and now >= self._looked + _TICK_S:
-            self._looked = now
+        if learn is not None and now >= self._learned_at + _TICK_S:
+            self._learned_at = now
             for decode, gaps in self._gaps.items():
                 learn(decode, gaps)
             self._gaps.clear()
@@ -240,31 +233,29 @@ class ReplayRouter:
         self.fleet.registry.member(prefill.id).load.reported(
             NamedMetrics(waiting, kv_use), now=self._clock()
         )
-        hints = self._asked[number][0]
+        hints = self._requests[number][0]
         tokens = self._trace.turns[number].prompt_tokens
         for listener in self.fleet.listeners:
             listener.prompt_computed(prefill, RequestId(str(number)), hints, tokens)
-        self._left(prefill, number)
+        self._release(prefill, number)
 
     def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
-        """The last token of an answer has come, and with it how much of the prompt was cached."""
+        """The last token of an answer has come, with the number of cached prompt tokens."""
         turn = self._trace.turns[number]
-        hints, record = self._asked.pop(number)
+        hints, record = self._requests.pop(number)
         record.wrote(_USAGE % (turn.prompt_tokens, cached_tokens))
         record.relayed += turn.output_tokens * BYTES_PER_TOKEN
         for listener in self.fleet.listeners:
             listener.answered(decode, hints, record)
-        self._left(decode, number)
+        self._release(decode, number)
 
-    def _left(self, instance: Instance, number: int) -> None:
+    def _release(self, instance: Instance, number: int) -> None:
         self.fleet.answered(instance, RequestId(str(number)), 0.0)
         self.fleet.leave(instance, RequestId(str(number)))
 
 
 def _parsed(choice: str) -> tuple[str, int, float]:
-    """Return the policies, the bytes below which one engine serves alone, and the seconds its
-    streams may wait.
-    """
+    """Return the policies, and when one engine serves alone: most new bytes, most stream pause."""
     names, *bounds = choice.split(":")
     least = 0
     itl_s = 0.0

@@ -1,4 +1,4 @@
-"""A trace, a router and engines, in virtual time: what every request of the trace waits for."""
+"""Replays a trace through a router and simulated engines, in virtual time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from pdrelay_tools.planning.replay.traces import NoReplay, Trace, Turn
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """The engines; those of a role are alike, and any decode engine can serve alone."""
+    """The engines. Those of a role are alike; any decode engine can serve alone."""
 
     prefill: int
     decode: int
@@ -22,17 +22,17 @@ class SimulatedFleet:
     decode_model: EngineModel | None = None  # None: the same
     odd_model: EngineModel | None = None  # of the last prefill engine, if that is another
     kv_events: bool = False  # engines publish what is in their caches, and the router follows it
-    roles: RolesPlan | None = None  # engines turn; None: each keeps its role
+    roles: RolesPlan | None = None  # how engines change roles; None: they do not
 
 
 @dataclass(slots=True)
 class Served:
-    """What became of one turn. Times are seconds of the replay."""
+    """How one turn of a conversation was served. Times are seconds of the replay."""
 
     turn: Turn
     came: float
-    new_tokens: int  # of the prompt that no prompt and no answer had before
-    best_hit: int  # tokens of the prompt that the best of all caches had when it came
+    new_tokens: int  # of the prompt, not in any earlier prompt or answer
+    best_hit: int  # prompt tokens in the best of all caches when it came
     first: float = 0.0  # when its first token came
     ended: float = 0.0  # when its last one did
     legs: list[tuple[Role, VirtualLeg]] = field(default_factory=list[tuple[Role, VirtualLeg]])
@@ -49,13 +49,13 @@ class Served:
 
     @property
     def hit(self) -> int:
-        """Return the tokens of the prompt that the engine that computed it had."""
+        """Return the prompt tokens that were cached at the engine that computed the prompt."""
         return self.legs[0][1].cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What became of a trace."""
+    """How a trace was served."""
 
     policy: str
     served: Sequence[Served]
@@ -89,7 +89,7 @@ class _Replay:
             *self._router.fleet.known(Role.PREFILL),
             *self._router.fleet.known(Role.DECODE),
         )
-        by_id = {one.id: models[one.role] for one in instances}
+        by_id = {instance.id: models[instance.role] for instance in instances}
         if fleet.odd_model is not None:
             by_id[instances[fleet.prefill - 1].id] = fleet.odd_model
         self._engines = {
@@ -103,7 +103,7 @@ class _Replay:
             )
             for number, (name, model) in enumerate(by_id.items())
         }
-        self._roles = {one.id: one.role for one in instances}
+        self._roles = {instance.id: instance.role for instance in instances}
         self._roles_of_engines = (
             None
             if fleet.roles is None
@@ -113,7 +113,7 @@ class _Replay:
         )
         self._ended_count = 0
         self._served = list[Served]()
-        self._known = set[int]()  # blocks of all prompts and answers so far
+        self._known_blocks = set[int]()  # blocks of all prompts and answers so far
         self._next = dict[int, list[int]]()  # turn -> the turns that wait for it
 
     def run(self) -> Replayed:
@@ -130,80 +130,78 @@ class _Replay:
             if turn.goes_on is not None and turn.waits:
                 self._next.setdefault(turn.goes_on, []).append(number)
             else:
-                self._loop.after(turn.at_s, partial(self._come, number))
+                self._loop.after(turn.at_s, partial(self._arrive, number))
         turning = self._roles_of_engines
         if turning is not None:
             turning.start(lambda: self._ended_count == len(self._trace.turns))
         self._loop.run()
-        # the last one of an engine that turned
+        # the last name of an engine that changed its role
         names = {id(engine): name for name, engine in self._engines.items()}
         logs = [(self._roles[name], self._engines[name].log) for name in names.values()]
         turned = () if turning is None else turning.turned
         return Replayed(self._policy, self._served, logs, turned)
 
-    def _come(self, number: int) -> None:
+    def _arrive(self, number: int) -> None:
         turn = self._trace.turns[number]
-        one = Served(turn, self._loop.now, self._new_tokens(turn), self._best_hit(turn))
-        self._served.append(one)
+        served = Served(turn, self._loop.now, self._new_tokens(turn), self._best_hit(turn))
+        self._served.append(served)
         prefill, decode = self._router.choose(number)
         if prefill is None:
-            self._decode(number, one, decode, None)
+            self._decode(number, served, decode, None)
             return
-        ended = partial(self._prefilled, number, one, prefill, decode)
+        ended = partial(self._prefilled, number, served, prefill, decode)
         leg = VirtualLeg(
-            self._trace.full_blocks(turn), turn.prompt_tokens, 1, kept=True, ended=ended
+            self._trace.full_blocks(turn), turn.prompt_tokens, 1, holds_blocks=True, ended=ended
         )
-        self._send(one, prefill, leg)
+        self._send(served, prefill, leg)
 
     def _prefilled(
-        self, number: int, one: Served, prefill: Instance, decode: Instance, leg: VirtualLeg
+        self, number: int, served: Served, prefill: Instance, decode: Instance, leg: VirtualLeg
     ) -> None:
         engine = self._engines[prefill.id]
         self._router.prefilled(prefill, number, len(engine.waiting), engine.kv_use)
         self._router.handed_over(decode, number)
-        self._decode(number, one, decode, (engine, leg))
+        self._decode(number, served, decode, (engine, leg))
 
     def _decode(
         self,
         number: int,
-        one: Served,
+        served: Served,
         decode: Instance,
         source: tuple[VirtualEngine, VirtualLeg] | None,
     ) -> None:
         leg = VirtualLeg(
-            self._trace.full_blocks(one.turn),
-            one.turn.prompt_tokens,
-            one.turn.output_tokens,
-            self._trace.answer_blocks(one.turn),
+            self._trace.full_blocks(served.turn),
+            served.turn.prompt_tokens,
+            served.turn.output_tokens,
+            self._trace.answer_blocks(served.turn),
             source,
-            first=partial(self._first, number, one, decode),
-            ended=partial(self._ended, number, one, decode),
+            first=partial(self._first, number, served, decode),
+            ended=partial(self._ended, number, served, decode),
         )
-        self._send(one, decode, leg)
+        self._send(served, decode, leg)
 
-    def _send(self, one: Served, instance: Instance, leg: VirtualLeg) -> None:
-        one.legs.append((instance.role, leg))
+    def _send(self, served: Served, instance: Instance, leg: VirtualLeg) -> None:
+        served.legs.append((instance.role, leg))
         self._engines[instance.id].send(leg)
 
-    def _first(self, number: int, one: Served, decode: Instance) -> None:
-        one.first = self._loop.now
+    def _first(self, number: int, served: Served, decode: Instance) -> None:
+        served.first = self._loop.now
         self._router.first_token(decode, number)
 
-    def _ended(self, number: int, one: Served, decode: Instance, leg: VirtualLeg) -> None:
-        one.ended = self._loop.now
+    def _ended(self, number: int, served: Served, decode: Instance, leg: VirtualLeg) -> None:
+        served.ended = self._loop.now
         self._ended_count += 1
-        self._known.update(self._trace.answer_blocks(one.turn))
+        self._known_blocks.update(self._trace.answer_blocks(served.turn))
         self._router.answered(decode, number, leg.cached_tokens)
         self._go_on(number)
 
     def _go_on(self, number: int) -> None:
         for waiting in self._next.get(number, ()):
-            self._loop.after(self._trace.turns[waiting].at_s, partial(self._come, waiting))
+            self._loop.after(self._trace.turns[waiting].at_s, partial(self._arrive, waiting))
 
     def _best_hit(self, turn: Turn) -> int:
-        """Return how many tokens of a prompt some engine need not compute; the last one is always
-        computed.
-        """
+        """Return the most prompt tokens cached at any engine; the last token is always computed."""
         size = self._trace.block_tokens
         blocks = self._trace.full_blocks(turn)
         most = max(engine.cached(blocks) for engine in self._engines.values())
@@ -211,10 +209,11 @@ class _Replay:
 
     def _new_tokens(self, turn: Turn) -> int:
         blocks = self._trace.full_blocks(turn)
-        known = next(
-            (count for count, name in enumerate(blocks) if name not in self._known), len(blocks)
+        known_count = next(
+            (count for count, name in enumerate(blocks) if name not in self._known_blocks),
+            len(blocks),
         )
-        self._known.update(blocks)
+        self._known_blocks.update(blocks)
         return turn.prompt_tokens - min(
-            known, (turn.prompt_tokens - 1) // self._trace.block_tokens
+            known_count, (turn.prompt_tokens - 1) // self._trace.block_tokens
         ) * (self._trace.block_tokens)

@@ -1,4 +1,4 @@
-"""What a replay comes to, in one row of numbers for each policy."""
+"""The results of a replay: one row of numbers for each policy."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pdrelay_tools.planning.replay.traces import NoReplay
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a request must keep to count as served well."""
+    """The limits within which a request counts as served well."""
 
     ttft_s: float = inf
     itl_s: float = inf  # mean time between two tokens of the request
@@ -47,13 +47,15 @@ def summarise(replayed: Replayed, targets: Targets) -> Summary:
     served = replayed.served
     if not served:
         raise NoReplay("there is no request to replay: give more of them, or more time")
-    seconds = max(one.ended for one in served) - min(one.came for one in served)
-    ttft = sorted(one.ttft_s for one in served)
-    later = sorted(one.ttft_s for one in served if one.turn.goes_on is not None)
+    seconds = max(request.ended for request in served) - min(request.came for request in served)
+    ttft = sorted(request.ttft_s for request in served)
+    later = sorted(request.ttft_s for request in served if request.turn.goes_on is not None)
     gaps = sorted(gap for _, log in replayed.engines for gap in log.gaps)
-    good = sum(one.ttft_s <= targets.ttft_s and one.itl_s <= targets.itl_s for one in served)
+    good = sum(
+        request.ttft_s <= targets.ttft_s and request.itl_s <= targets.itl_s for request in served
+    )
     requests = len(served)
-    computed = sum(leg.computed_tokens for one in served for _, leg in one.legs)
+    computed = sum(leg.computed_tokens for request in served for _, leg in request.legs)
     return Summary(
         policy=replayed.policy,
         requests=requests,
@@ -67,7 +69,7 @@ def summarise(replayed: Replayed, targets: Targets) -> Summary:
         prefill_hits=_hits(replayed, Role.PREFILL),
         decode_hits=_hits(replayed, Role.DECODE),
         best_hits=_of_the_best(served),
-        computed_per_new=computed / sum(one.new_tokens for one in served),
+        computed_per_new=computed / sum(request.new_tokens for request in served),
         good=good / requests,
         good_per_s=good / seconds,
         prefill_unevenness=_unevenness(
@@ -85,16 +87,18 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _weighted_quantile(values: Sequence[tuple[float, int]], share: float) -> float:
-    left = share * sum(weight for _, weight in values)
+    remaining = share * sum(weight for _, weight in values)
     for value, weight in values:
-        left -= weight
-        if left <= 0:
+        remaining -= weight
+        if remaining <= 0:
             return value
     return values[-1][0]
 
 
 def _hits(replayed: Replayed, role: Role) -> float | None:
-    legs = [leg for one in replayed.served for its_role, leg in one.legs if its_role is role]
+    legs = [
+        leg for request in replayed.served for its_role, leg in request.legs if its_role is role
+    ]
     return (
         sum(leg.cached_tokens for leg in legs) / sum(leg.prompt_tokens for leg in legs)
         if legs
@@ -103,12 +107,10 @@ def _hits(replayed: Replayed, role: Role) -> float | None:
 
 
 def _of_the_best(served: Iterable[Served]) -> float | None:
-    """Return the hits of later turns beside those of an oracle that sees all caches; None: there
-    was nothing to hit.
-    """
-    later = [one for one in served if one.turn.goes_on is not None]
-    best = sum(one.best_hit for one in later)
-    return sum(min(one.hit, one.best_hit) for one in later) / best if best else None
+    """Return the hits of later turns as a share of the best cache's hits; None: no hits."""
+    later = [request for request in served if request.turn.goes_on is not None]
+    best = sum(request.best_hit for request in later)
+    return sum(min(request.hit, request.best_hit) for request in later) / best if best else None
 
 
 def _unevenness(busy: Iterable[float]) -> float | None:

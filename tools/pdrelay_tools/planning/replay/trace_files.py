@@ -1,7 +1,6 @@
-"""Reads traces: Mooncake's, lengths, and conversations as vLLM's multi-turn benchmark has them.
+"""Reads traces: Mooncake's, lengths, and conversations as in vLLM's benchmarks/multi_turn.
 
-Nothing of a file is trusted: its size, the number of its requests and every number in it have a
-limit.
+A file is not trusted: its size, the number of its requests and every number in it have a limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +60,7 @@ class _Conversation(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What a file of lengths or conversations leaves open."""
+    """When requests arrive: a file of lengths or conversations does not say."""
 
     per_s: float  # requests, or conversations that begin, in a second (Poisson)
     think_s: float  # from the end of an answer to the next turn
@@ -71,9 +70,9 @@ class Arrivals:
 
 
 def read_trace(path: Path, arrivals: Arrivals) -> Trace:
-    """Read a file; what it is shows in its beginning.
+    """Read a file; its first line decides the format.
 
-    Raises NoReplay, with the line that is wrong.
+    Raises NoReplay, with the number of the wrong line.
     """
     try:
         with path.open("rb") as file:
@@ -133,23 +132,23 @@ def _lengths(rows: Sequence[_Lengths], arrivals: Arrivals) -> Trace:
     size = arrivals.block_tokens
     turns = list[Turn]()
     for row, at_s in zip(rows, poisson(arrivals.per_s, arrivals.seed), strict=False):
-        blocks = names.take(-(-(row.prompt_tokens + row.output_tokens) // size))
+        blocks = names.new_names(-(-(row.prompt_tokens + row.output_tokens) // size))
         turns.append(Turn(f"r{len(turns)}", blocks, row.prompt_tokens, row.output_tokens, at_s))
     return Trace(size, turns)
 
 
 def _mooncake(rows: Sequence[_Mooncake], arrivals: Arrivals) -> Trace:
-    """Return the requests at their times, and who goes on with whose conversation.
+    """Return the requests at their times, each with the request that it continues.
 
-    The trace does not say that. A request goes on with an earlier one if it has all its full
-    blocks, of which the last one was new then; its blocks after them are what the answer has
-    filled.
+    The trace does not say which. A request continues an earlier one if it begins with all its full
+    blocks, and that one was the first to have the last of them. Its next blocks are those of the
+    answer.
     """
     names = BlockNames(1 + max(max(row.hash_ids, default=0) for row in rows))
     sessions = list[str]()
     goes_on = list[int | None]()
     ends = dict[int, int]()
-    seen = set[int]()
+    known_blocks = set[int]()
     answers = dict[int, Sequence[int]]()
     for number, row in enumerate(rows):
         full = row.hash_ids[: row.input_length // MOONCAKE_BLOCK]
@@ -160,13 +159,13 @@ def _mooncake(rows: Sequence[_Mooncake], arrivals: Arrivals) -> Trace:
             begin, end = _answer_span(rows[before])
             if len(full) >= end:
                 answers.setdefault(before, full[begin:end])
-        if full and full[-1] not in seen:
+        if full and full[-1] not in known_blocks:
             ends[full[-1]] = number
-        seen.update(full)
+        known_blocks.update(full)
     turns = list[Turn]()
     for number, row in enumerate(rows):
         begin, end = _answer_span(row)
-        blocks = [*row.hash_ids[:begin], *answers.get(number, names.take(end - begin))]
+        blocks = [*row.hash_ids[:begin], *answers.get(number, names.new_names(end - begin))]
         # of a prompt, the part that fills no block
         blocks += row.hash_ids[begin : begin + 1] if begin == end else []
         at_s = row.timestamp / 1e3 / arrivals.speed
@@ -186,15 +185,15 @@ def _answer_span(row: _Mooncake) -> tuple[int, int]:
 
 def _conversations(path: Path, text: bytes, arrivals: Arrivals) -> Trace:
     try:
-        found = msgspec.json.decode(text, type=list[_Conversation])
+        conversations = msgspec.json.decode(text, type=list[_Conversation])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise NoReplay(
             f"{path} must be a list of conversations with an id and messages: {exc}"
         ) from exc
     turns = list[Turn]()
     begins = poisson(arrivals.per_s, arrivals.seed)
-    for one in found:
-        turns += _turns(one, next(begins), len(turns), arrivals)
+    for conversation in conversations:
+        turns += _turns(conversation, next(begins), len(turns), arrivals)
     if not turns:
         raise NoReplay(f"{path} has no conversation with an answer of an assistant")
     if len(turns) > MOST_REQUESTS:
@@ -202,19 +201,25 @@ def _conversations(path: Path, text: bytes, arrivals: Arrivals) -> Trace:
     return Trace(arrivals.block_tokens, turns)
 
 
-def _turns(one: _Conversation, begins: float, first: int, arrivals: Arrivals) -> Iterator[Turn]:
+def _turns(
+    conversation: _Conversation, begins: float, first: int, arrivals: Arrivals
+) -> Iterator[Turn]:
     """Yield a turn for each answer. Without a tokenizer, four characters are a token."""
-    tokens = [max(1, -(-len(message.content) // BYTES_PER_TOKEN)) for message in one.messages]
-    padded = zip(one.messages, tokens, strict=True)
+    tokens = [
+        max(1, -(-len(message.content) // BYTES_PER_TOKEN)) for message in conversation.messages
+    ]
+    padded = zip(conversation.messages, tokens, strict=True)
     text = "".join(message.content.ljust(count * BYTES_PER_TOKEN) for message, count in padded)
     blocks = list(_names(text, arrivals.block_tokens * BYTES_PER_TOKEN))
     total = 0
     number = first
-    for message, count in zip(one.messages, tokens, strict=True):
+    for message, count in zip(conversation.messages, tokens, strict=True):
         if message.role == "assistant" and total:
             goes_on = number - 1 if number > first else None
             at_s = begins if goes_on is None else arrivals.think_s
-            yield Turn(str(one.id), blocks, total, count, at_s, goes_on, waits=goes_on is not None)
+            yield Turn(
+                str(conversation.id), blocks, total, count, at_s, goes_on, waits=goes_on is not None
+            )
             number += 1
         total += count
 

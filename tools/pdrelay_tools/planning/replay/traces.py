@@ -1,16 +1,14 @@
-"""What clients ask for, turn by turn, and a generator of conversations for those who have no
-trace.
-"""
+"""Traces: the requests of clients, turn by turn; and generators of traces."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-# of the text that stands for a prompt before the router: about that of English
+# of the text that replaces a prompt: about as in English
 BYTES_PER_TOKEN: Final = 4
 
-IDS_LEAST: Final = 3  # token ids that tell blocks apart
+IDS_LEAST: Final = 3  # token ids by which blocks differ
 
 
 class NoReplay(Exception):
@@ -18,32 +16,30 @@ class NoReplay(Exception):
 
 
 def token_ids(name: int, size: int) -> Sequence[int]:
-    """Return the token ids of a block: three digits each, and others for each of 900**3 blocks
-    (IDS_LEAST ids tell).
-    """
+    """Return the token ids of a block: three digits each, different for 900**3 blocks."""
     return [100 + name // 900 ** (place % IDS_LEAST) % 900 for place in range(size)]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request.
+    """One request: a turn of a conversation.
 
-    ``blocks`` names the blocks of its prompt and answer; equal names mean equal KV, prefix
-    included.
+    ``blocks`` names the blocks of its prompt and answer; equal names mean equal KV and an equal
+    prefix.
     """
 
     session: str
     blocks: Sequence[int]
     prompt_tokens: int
     output_tokens: int
-    at_s: float  # when it comes; of one that waits: how long after the end of the turn before it
+    at_s: float  # when it comes; if it waits: seconds after the end of the turn before it
     goes_on: int | None = None  # the number of the turn before it in its conversation
     waits: bool = False  # for the end of that turn
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All turns, those that go on with one after it."""
+    """All turns; each comes after the turn that it continues."""
 
     block_tokens: int  # tokens of a block
     turns: Sequence[Turn]
@@ -59,7 +55,7 @@ class Trace:
         return turn.blocks[first // self.block_tokens : end // self.block_tokens]
 
     def text(self, number: int) -> bytes:
-        """Return the messages of a turn as JSON: equal as far as the blocks are."""
+        """Return the messages of a turn as JSON; equal blocks give equal text."""
         turn = self.turns[number]
         size = self.block_tokens * BYTES_PER_TOKEN
         names = turn.blocks[: -(-turn.prompt_tokens // self.block_tokens)]
@@ -122,7 +118,7 @@ class Conversations:
                 output = 1 + int(chance.expovariate(1 / self.output_tokens))
                 lengths.append((prompt, output))
                 total = prompt + output
-            own = names.take(-(-total // block_tokens) - len(shared))
+            own = names.new_names(-(-total // block_tokens) - len(shared))
             blocks = [*shared, *own]
             for number, (prompt, output) in enumerate(lengths):
                 at_s = chance.expovariate(1 / self.think_s) if number and self.think_s else 0.0
@@ -136,7 +132,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A time in which the traffic is of one kind.
+    """A time of one kind of traffic.
 
     Lengths are exponentially distributed around their means.
     """
@@ -147,8 +143,8 @@ class Phase:
     output_tokens: float
 
 
-def phases(each: Sequence[Phase], block_tokens: int, seed: int) -> Trace:
-    """Return a trace of phases that follow each other; no two prompts share anything.
+def phased_trace(phases: Sequence[Phase], block_tokens: int, seed: int) -> Trace:
+    """Return a trace of phases that follow each other; no two prompts share a block.
 
     The same seed, the same trace.
     """
@@ -156,13 +152,13 @@ def phases(each: Sequence[Phase], block_tokens: int, seed: int) -> Trace:
     names = BlockNames(0)
     turns = list[Turn]()
     begin = 0.0
-    for phase in each:
+    for phase in phases:
         now = begin + chance.expovariate(phase.per_s)
         end = begin + phase.seconds
         while now < end:
             prompt = 1 + int(chance.expovariate(1 / phase.prompt_tokens))
             output = 1 + int(chance.expovariate(1 / phase.output_tokens))
-            blocks = names.take(-(-(prompt + output) // block_tokens))
+            blocks = names.new_names(-(-(prompt + output) // block_tokens))
             turns.append(Turn(f"r{len(turns)}", blocks, prompt, output, now))
             now += chance.expovariate(phase.per_s)
         begin = end
@@ -171,15 +167,15 @@ def phases(each: Sequence[Phase], block_tokens: int, seed: int) -> Trace:
 
 @dataclass(slots=True)
 class BlockNames:
-    """Gives out names that no block has yet."""
+    """Makes new names of blocks."""
 
     first: int
 
-    def take(self, count: int) -> range:
+    def new_names(self, count: int) -> range:
         """Return so many names."""
-        taken = range(self.first, self.first + count)
+        names = range(self.first, self.first + count)
         self.first += count
-        return taken
+        return names
 
 
 def poisson(per_s: float, seed: int) -> Iterator[float]:

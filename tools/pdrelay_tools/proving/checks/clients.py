@@ -1,6 +1,4 @@
-"""Clients that leave, and clients that send nonsense: nothing stays held, and every error is the
-client's.
-"""
+"""Clients that hang up, which must leave no block held; wrong requests, which must get 4xx."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,7 +7,7 @@ from typing import Final
 import msgspec
 
 from pdrelay_tools.proving.bench import Bench
-from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.question import Question, Shape
 from pdrelay_tools.proving.core.reply import Reply, together
@@ -21,33 +19,37 @@ _EARLY_S: Final = (0.0, 0.005, 0.02, 0.05, 0.1)
 _MANY: Final = 2_000_000_000  # tokens that no engine has room for
 
 
-async def abandoned_early(bench: Bench) -> Seen:
+async def abandoned_early(bench: Bench) -> CheckResult:
     """Hang up before the first token, at different times."""
     await asyncio.gather(
         *(bench.leave(_long(bench, 300), after_s=after_s) for after_s in _EARLY_S * 2)
     )
     findings = await bench.compare(bench.prompts.mixed(3, longest=200))
     if not isinstance(bench.service, EnginePairs):
-        return Seen(findings)
-    # An engine that never saw the request cannot tell the prefill engine; that is what leases are
-    # for.
-    return Seen(findings, idle_s=bench.limits.lease_s + 5)
+        return CheckResult(findings)
+    # A decode engine that never saw the request cannot release the prefill engine's blocks: only
+    # the end of the lease does.
+    return CheckResult(findings, idle_s=bench.limits.lease_s + 5)
 
 
-async def abandoned_streams(bench: Bench) -> Seen:
+async def abandoned_streams(bench: Bench) -> CheckResult:
     """Hang up at the first token and in the middle of a stream."""
-    wanted = (1, 1, 2, 5, 20, 20)
+    event_counts = (1, 1, 2, 5, 20, 20)
     wait_s = bench.limits.request_s
-    left = await asyncio.gather(
-        *(bench.leave(_long(bench, 150), after_s=wait_s, after_events=events) for events in wanted)
+    replies = await asyncio.gather(
+        *(
+            bench.leave(_long(bench, 150), after_s=wait_s, after_events=events)
+            for events in event_counts
+        )
     )
     findings = [
         Finding(FindingName.NO_ANSWER, f"no first token: {reply.why}")
-        for reply in left
+        for reply in replies
         if reply.is_late
     ]
-    return Seen(
-        together(findings, len(wanted)) + await bench.compare(bench.prompts.mixed(3, longest=200))
+    return CheckResult(
+        together(findings, len(event_counts))
+        + await bench.compare(bench.prompts.mixed(3, longest=200))
     )
 
 
@@ -63,30 +65,31 @@ def _long(bench: Bench, length: int) -> Question:
     )
 
 
-async def refused(bench: Bench) -> Seen:
-    """Ask for more tokens than there is room for: the decode engine refuses what the prefill engine
-    has computed.
-    """
-    asked = [Question(Shape.IDS, bench.prompts.ids(150), max_tokens=_MANY) for _ in range(4)]
-    replies = await bench.ask_all(asked, at_once=2)
-    findings = [each for reply in replies for each in _of_nonsense("a billion tokens", reply)]
-    return Seen(
-        together(findings, len(asked)) + await bench.compare(bench.prompts.mixed(3, longest=200))
+async def refused(bench: Bench) -> CheckResult:
+    """Ask for too many tokens: the decode engine refuses a request that has been prefilled."""
+    questions = [Question(Shape.IDS, bench.prompts.ids(150), max_tokens=_MANY) for _ in range(4)]
+    replies = await bench.ask_all(questions, at_once=2)
+    findings = [
+        finding for reply in replies for finding in _nonsense_findings("a billion tokens", reply)
+    ]
+    return CheckResult(
+        together(findings, len(questions))
+        + await bench.compare(bench.prompts.mixed(3, longest=200))
     )
 
 
-async def nonsense(bench: Bench) -> Seen:
-    """Send bodies that make no sense."""
+async def nonsense(bench: Bench) -> CheckResult:
+    """Send invalid bodies."""
     fronts = [bench.router] if bench.router is not None else bench.engines
     findings: list[Finding] = []
     for front in fronts:
         for name, body in bodies(bench.facts.name, bench.facts.max_model_len or 2048).items():
             bench.requests += 1
             reply = await front.post("/v1/completions", body, timeout_s=bench.limits.request_s)
-            found = _of_nonsense(f"{front.name}, {name}", reply)
-            if found and not await _is_vllms_own(bench, reply, body):
-                findings += found
-    return Seen(
+            faults = _nonsense_findings(f"{front.name}, {name}", reply)
+            if faults and not await _is_vllms_own(bench, reply, body):
+                findings += faults
+    return CheckResult(
         together(findings, bench.requests)
         + await bench.compare(bench.prompts.mixed(3, longest=200)),
         [f"{len(fronts)} servers, {len(bodies('', 1))} bodies each"],
@@ -94,7 +97,7 @@ async def nonsense(bench: Bench) -> Seen:
 
 
 async def _is_vllms_own(bench: Bench, reply: Reply, body: Mapping[str, object] | bytes) -> bool:
-    """Tell whether the reference answers just so: then no connector and no router is at fault."""
+    """Tell whether the reference answers with the same status: then vLLM itself is at fault."""
     server: object = getattr(bench.reference, "server", None)
     if reply.status is None or not isinstance(server, HttpServer):
         return False
@@ -121,14 +124,14 @@ def bodies(model: str, longest: int) -> dict[str, Mapping[str, object] | bytes]:
     }
 
 
-def _of_nonsense(name: str, reply: Reply) -> list[Finding]:
+def _nonsense_findings(name: str, reply: Reply) -> list[Finding]:
     if reply.is_late:
         return [Finding(FindingName.NO_ANSWER, f"{name}: {reply.why}")]
     if reply.status == 200 and not reply.why:
         return [Finding(FindingName.BAD_INPUT_ACCEPTED, f"{name}: HTTP 200")]
     if reply.status is None or not 400 <= reply.status < 500:
         return [Finding(FindingName.BAD_INPUT_ERROR, f"{name}: {reply.failure()}")]
-    if not _says_why(reply.body):
+    if not _has_message(reply.body):
         shown = reply.body[:100].decode(errors="replace")
         return [
             Finding(
@@ -139,23 +142,23 @@ def _of_nonsense(name: str, reply: Reply) -> list[Finding]:
     return []
 
 
-class _SaidError(msgspec.Struct):
+class _ErrorDetail(msgspec.Struct):
     message: str = ""
 
 
-class _SaidFault(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     """An error, in OpenAI's shape or in vLLM's earlier one."""
 
-    error: _SaidError = msgspec.field(default_factory=_SaidError)
+    error: _ErrorDetail = msgspec.field(default_factory=_ErrorDetail)
     message: str = ""
 
 
-def _says_why(body: bytes) -> bool:
+def _has_message(body: bytes) -> bool:
     try:
-        found = msgspec.json.decode(body, type=_SaidFault)
+        answer = msgspec.json.decode(body, type=_ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    return bool(found.error.message or found.message)
+    return bool(answer.error.message or answer.message)
 
 
 CHECKS = (

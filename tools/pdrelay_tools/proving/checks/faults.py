@@ -1,6 +1,4 @@
-"""Engines that are frozen, killed and started again: no wrong text, no answer that never comes, no
-block that stays.
-"""
+"""Frozen, killed and restarted engines: no wrong text, no missing answer, no lost block."""
 
 import asyncio
 import math
@@ -10,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from pdrelay_tools.proving.bench import Bench, CheckAborted, now
-from pdrelay_tools.proving.check import Check, CheckRun, Seen
-from pdrelay_tools.proving.checks.handovers import Offered, refill
+from pdrelay_tools.proving.check import Check, CheckResult, CheckRun
+from pdrelay_tools.proving.checks.handovers import ComputedPrompt, refill
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.question import Question, Shape
 from pdrelay_tools.proving.core.reply import Reply
@@ -25,27 +23,28 @@ _RESTART_S: Final = 300.0
 _FROZEN_S: Final = 5.0
 
 
-async def _offers(bench: Bench, count: int) -> list[Offered]:
-    """Have prompts computed by the first prefill engine, whose right answers are known then."""
+async def _computed_prompts(bench: Bench, count: int) -> list[ComputedPrompt]:
+    """Have the first prefill engine compute prompts, and the reference answer them."""
     lengths = [bench.block_size * (2 + number) + 7 * number for number in range(count)]
-    asked = [
+    questions = [
         Question(Shape.IDS, bench.prompts.ids(min(length, bench.longest))) for length in lengths
     ]
-    await bench.right_answers(asked)
-    return [await Offered(bench, question).make(bench.pairs.prefill[0]) for question in asked]
+    await bench.right_answers(questions)
+    return [
+        await ComputedPrompt(bench, question).compute(bench.pairs.prefill[0])
+        for question in questions
+    ]
 
 
 async def _judge(
-    bench: Bench, offers: Sequence[Offered], replies: Sequence[Reply]
+    bench: Bench, offers: Sequence[ComputedPrompt], replies: Sequence[Reply]
 ) -> list[Finding]:
     return await bench.judge([offer.question for offer in offers], replies, may_fail=True)
 
 
 @asynccontextmanager
 async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
-    """Freeze the first engine of a role, and thaw it whatever happens: what fails half-way may have
-    frozen it.
-    """
+    """Freeze the first engine of a role, and thaw it, also if freezing seemed to fail."""
     try:
         await bench.peers.do(role, Deed.FREEZE)
         yield
@@ -53,58 +52,52 @@ async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
         await bench.peers.do(role, Deed.THAW)
 
 
-async def decode_frozen(bench: Bench) -> Seen:
-    """Freeze the decode engine between the legs until the leases are over and the blocks have other
-    prompts.
-    """
+async def decode_frozen(bench: Bench) -> CheckResult:
+    """Freeze the decode engine between the legs, until the prefill engine reuses the blocks."""
     decode = bench.pairs.decode[0]
-    offers = await _offers(bench, 8)
+    offers = await _computed_prompts(bench, 8)
     async with _frozen(bench, "decode"):
-        answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
+        answering = [asyncio.create_task(offer.ask(decode)) for offer in offers]
         await asyncio.sleep(bench.past_lease_s)
         note = await refill(bench, bench.pairs.prefill[0])
-    return Seen(await _judge(bench, offers, await asyncio.gather(*answering)), [note])
+    return CheckResult(await _judge(bench, offers, await asyncio.gather(*answering)), [note])
 
 
-async def decode_frozen_left(bench: Bench) -> Seen:
-    """Freeze the decode engine between the legs; the clients leave meanwhile."""
+async def decode_frozen_left(bench: Bench) -> CheckResult:
+    """Freeze the decode engine between the legs; the clients hang up meanwhile."""
     decode = bench.pairs.decode[0]
-    offers = await _offers(bench, 4)
+    offers = await _computed_prompts(bench, 4)
     async with _frozen(bench, "decode"):
         await asyncio.gather(*(offer.leave(decode, after_s=_SENT_S) for offer in offers))
-    return Seen(
+    return CheckResult(
         await bench.compare(bench.prompts.mixed(3, longest=200)), idle_s=bench.limits.lease_s + 5
     )
 
 
-async def decode_busy_left(bench: Bench) -> Seen:
-    """Clients leave while their requests wait in the decode engine's queue, before it has read
-    anything.
-    """
+async def decode_busy_left(bench: Bench) -> CheckResult:
+    """Clients hang up while their requests wait in the decode engine's queue."""
     decode = bench.pairs.decode[0]
     work = await _Work.measured(bench, decode)
-    offers = await _offers(bench, 4)
+    offers = await _computed_prompts(bench, 4)
     async with work.waiting() as note:
         await asyncio.gather(*(offer.leave(decode, after_s=_SENT_S) for offer in offers))
-    return Seen(await bench.compare(bench.prompts.mixed(3, longest=200)), [note])
+    return CheckResult(await bench.compare(bench.prompts.mixed(3, longest=200)), [note])
 
 
-async def decode_killed(bench: Bench) -> Seen:
-    """Kill the decode engine while requests wait in its queue; the prefill engine's blocks must
-    come back.
-    """
+async def decode_killed(bench: Bench) -> CheckResult:
+    """Kill the decode engine while requests wait in its queue: the prefill blocks must get free."""
     decode = bench.pairs.decode[0]
     work = await _Work.measured(bench, decode)
     began = now()
-    offers = await _offers(bench, 6)
+    offers = await _computed_prompts(bench, 6)
     async with work.waiting() as note:
-        answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
+        answering = [asyncio.create_task(offer.ask(decode)) for offer in offers]
         await asyncio.sleep(_SENT_S)
         await bench.peers.do("decode", Deed.KILL)
         killed = now()
         findings = await _judge(bench, offers, await asyncio.gather(*answering))
-    held = await seconds_until_free(bench, bench.pairs.prefill[0], killed)
-    if held > bench.limits.idle_s:
+    held_s = await seconds_until_free(bench, bench.pairs.prefill[0], killed)
+    if held_s > bench.limits.idle_s:
         prefill = bench.pairs.prefill[0].name
         name = (
             FindingName.BLOCKS_STRANDED
@@ -113,45 +106,45 @@ async def decode_killed(bench: Bench) -> Seen:
         )
         findings.append(
             Finding(
-                name, f"{prefill} held its blocks for {held:.1f} s after the decode engine was dead"
+                name,
+                f"{prefill} held its blocks for {held_s:.1f} s after the decode engine was dead",
             )
         )
     await _restart(bench, "decode", decode)
     findings += await bench.compare(bench.prompts.mixed(3, longest=200))
-    return Seen(
-        findings, [note, f"the prefill engine's blocks were back {held:.1f} s after the kill"]
+    return CheckResult(
+        findings, [note, f"the prefill engine's blocks were back {held_s:.1f} s after the kill"]
     )
 
 
-async def prefill_frozen(bench: Bench) -> Seen:
+async def prefill_frozen(bench: Bench) -> CheckResult:
     """Freeze the prefill engine for some seconds while the decode engine wants its blocks."""
     decode = bench.pairs.decode[0]
-    offers = await _offers(bench, 4)
+    offers = await _computed_prompts(bench, 4)
     async with _frozen(bench, "prefill"):
-        answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
+        answering = [asyncio.create_task(offer.ask(decode)) for offer in offers]
         await asyncio.sleep(min(_FROZEN_S, bench.limits.lease_s / 2))
-    return Seen(await _judge(bench, offers, await asyncio.gather(*answering)))
+    return CheckResult(await _judge(bench, offers, await asyncio.gather(*answering)))
 
 
-async def prefill_killed(bench: Bench) -> Seen:
+async def prefill_killed(bench: Bench) -> CheckResult:
     """Kill the prefill engine between the legs, and start it again."""
     prefill = bench.pairs.prefill[0]
     decode = bench.pairs.decode[0]
-    offers = await _offers(bench, 4)
+    offers = await _computed_prompts(bench, 4)
     await bench.peers.do("prefill", Deed.KILL)
     findings = await _judge(
-        bench, offers, await asyncio.gather(*(offer.take(decode) for offer in offers))
+        bench, offers, await asyncio.gather(*(offer.ask(decode) for offer in offers))
     )
     await _restart(bench, "prefill", prefill)
-    return Seen(findings + await bench.compare(bench.prompts.mixed(3, longest=200)))
+    return CheckResult(findings + await bench.compare(bench.prompts.mixed(3, longest=200)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Prompts of a decode engine's own that are as long as it takes, and how long one takes it.
+    """Long prompts that keep a decode engine busy, and the measured seconds of one.
 
-    That is measured before prompts are computed for it: a lease may end while a slow engine takes
-    one.
+    They are measured before any lease begins: one may end while a slow engine computes a prompt.
     """
 
     bench: Bench
@@ -167,16 +160,16 @@ class _Work:
         return cls(bench, decode, length, max(0.001, now() - began))
 
     async def do(self) -> None:
-        """Have one computed."""
-        asked = Question(
+        """Have one prompt computed."""
+        question = Question(
             Shape.IDS, self.bench.prompts.ids(self.length), max_tokens=1, logprobs=False
         )
-        body = asked.body(self.bench.facts.name)
-        await self.decode.post(asked.path, body, timeout_s=self.bench.limits.request_s)
+        body = question.body(self.bench.facts.name)
+        await self.decode.post(question.path, body, timeout_s=self.bench.limits.request_s)
 
     @asynccontextmanager
     async def waiting(self) -> AsyncGenerator[str]:
-        """Keep the engine computing for some seconds; what comes in the block waits behind it."""
+        """Keep the engine busy for some seconds: requests sent in the block wait in its queue."""
         count = min(64, math.ceil(min(_BUSY_S, self.bench.limits.lease_s / 2) / self.once))
         working = [asyncio.create_task(self.do()) for _ in range(count)]
         try:
@@ -201,8 +194,8 @@ async def _restart(bench: Bench, role: str, server: HttpServer) -> None:
             )
         await asyncio.sleep(0.5)
     bench.pairs.forget()
-    if (seen := await bench.holdings(server)) is not None:
-        bench.usual[server.name] = seen
+    if (holdings := await bench.holdings(server)) is not None:
+        bench.usual[server.name] = holdings
 
 
 _FREEZE_D: Final = (("decode", Deed.FREEZE), ("decode", Deed.THAW))

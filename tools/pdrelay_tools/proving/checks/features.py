@@ -1,6 +1,4 @@
-"""What clients ask beside plain text: seeds, structures, tools, several answers, adapters,
-images.
-"""
+"""Features of the API: seeds, structured outputs, tools, several answers, adapters, images."""
 
 import base64
 import struct
@@ -9,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pdrelay_tools.proving.bench import Bench, CheckSkipped
-from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.question import Json, Question, Shape
 from pdrelay_tools.proving.services import EnginePairs
 
@@ -35,39 +33,41 @@ _SCHEMA: Final = {
 }
 
 
-async def _each(bench: Bench, questions: Sequence[Question], missing: str) -> Seen:
-    """Compare those that the reference does not refuse; raises CheckSkipped: it serves none of
-    them.
-    """
+async def _compare_served(bench: Bench, questions: Sequence[Question], missing: str) -> CheckResult:
+    """Compare the questions that the reference serves; raises CheckSkipped: none."""
     await bench.right_answers(questions)
     served = [question for question in questions if not bench.is_refused(question)]
     if not served:
         raise CheckSkipped(missing)
-    left = len(questions) - len(served)
-    notes = [f"{left} of {len(questions)} kinds are not served by the reference."] if left else []
-    return Seen(await bench.compare(served), notes)
+    unserved = len(questions) - len(served)
+    notes = (
+        [f"{unserved} of {len(questions)} kinds are not served by the reference."]
+        if unserved
+        else []
+    )
+    return CheckResult(await bench.compare(served), notes)
 
 
-def _asked(
+def _question(
     bench: Bench, shape: Shape, fields: Mapping[str, object], *, stream: bool = False
 ) -> Question:
     return Question(shape, bench.prompts.text(_WORDS), stream=stream, fields=fields)
 
 
-async def seeds(bench: Bench) -> Seen:
+async def seeds(bench: Bench) -> CheckResult:
     """Sample with a seed: the same tokens as the reference draws."""
     drawn = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
-    asked = [
-        _asked(bench, shape, drawn | {"seed": seed}, stream=stream)
+    questions = [
+        _question(bench, shape, drawn | {"seed": seed}, stream=stream)
         for seed in (1, 2)
         for shape in (Shape.TEXT, Shape.CHAT)
         for stream in (False, True)
     ]
-    return await _each(bench, asked, "the reference does not sample with seeds")
+    return await _compare_served(bench, questions, "the reference does not sample with seeds")
 
 
-async def sampling(bench: Bench) -> Seen:
-    """Set the fields that shape what is sampled: their state begins at the prefill engine."""
+async def sampling(bench: Bench) -> CheckResult:
+    """Set the sampling fields, whose state begins with the prefill engine's token."""
     kinds: list[dict[str, object]] = [
         {"presence_penalty": 1.5, "frequency_penalty": 0.5},
         {"repetition_penalty": 1.3},
@@ -78,14 +78,14 @@ async def sampling(bench: Bench) -> Seen:
         {"max_tokens": 1},
         {"ignore_eos": True, "max_tokens": 48},
     ]
-    asked = [
-        _asked(bench, Shape.TEXT, fields, stream=number % 2 == 1)
+    questions = [
+        _question(bench, Shape.TEXT, fields, stream=number % 2 == 1)
         for number, fields in enumerate(kinds)
     ]
-    return await _each(bench, asked, "the reference takes none of these fields")
+    return await _compare_served(bench, questions, "the reference takes none of these fields")
 
 
-async def structures(bench: Bench) -> Seen:
+async def structures(bench: Bench) -> CheckResult:
     """Ask for answers that a grammar allows: the first token is masked, too."""
     schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": _SCHEMA}}
     kinds: list[dict[str, object]] = [
@@ -94,19 +94,19 @@ async def structures(bench: Bench) -> Seen:
         {"structured_outputs": {"choice": ["north", "south"]}},
         {"structured_outputs": {"regex": "[a-c]{6}"}},
     ]
-    asked = [
-        _asked(bench, shape, fields, stream=stream)
+    questions = [
+        _question(bench, shape, fields, stream=stream)
         for fields in kinds
         for shape, stream in ((Shape.TEXT, False), (Shape.CHAT, True))
     ]
-    return await _each(bench, asked, "the reference has no structured outputs")
+    return await _compare_served(bench, questions, "the reference has no structured outputs")
 
 
-async def tools(bench: Bench) -> Seen:
+async def tools(bench: Bench) -> CheckResult:
     """Have a tool called."""
     named = {"type": "function", "function": {"name": "look_up"}}
-    asked = [
-        _asked(
+    questions = [
+        _question(
             bench,
             Shape.CHAT,
             {"tools": [_TOOL], "tool_choice": choice, "max_tokens": 48},
@@ -115,50 +115,52 @@ async def tools(bench: Bench) -> Seen:
         for choice in (named, "required", "auto", "none")
         for stream in (False, True)
     ]
-    return await _each(bench, asked, "the reference has no tools")
+    return await _compare_served(bench, questions, "the reference has no tools")
 
 
-async def several_answers(bench: Bench) -> Seen:
+async def several_answers(bench: Bench) -> CheckResult:
     """Ask for several answers to one prompt, and for answers to several prompts."""
     if isinstance(bench.service, EnginePairs):
         raise CheckSkipped("how they are divided is a router's affair: it needs --router")
-    asked = [
-        _asked(bench, Shape.TEXT, {"n": 2, "temperature": 0.8, "seed": 3}),
-        _asked(bench, Shape.CHAT, {"n": 2, "temperature": 0.8, "seed": 4}, stream=True),
+    questions = [
+        _question(bench, Shape.TEXT, {"n": 2, "temperature": 0.8, "seed": 3}),
+        _question(bench, Shape.CHAT, {"n": 2, "temperature": 0.8, "seed": 4}, stream=True),
         Question(Shape.TEXT, "", fields={"prompt": [bench.prompts.text(_WORDS) for _ in range(3)]}),
-        _asked(bench, Shape.TEXT, {"echo": True}),
+        _question(bench, Shape.TEXT, {"echo": True}),
     ]
-    return await _each(bench, asked, "the reference gives one answer to one prompt")
+    return await _compare_served(bench, questions, "the reference gives one answer to one prompt")
 
 
-async def adapters(bench: Bench) -> Seen:
+async def adapters(bench: Bench) -> CheckResult:
     """Ask each LoRA adapter what the base model is asked, too: one's KV is not the other's."""
     if not bench.facts.adapters:
         raise CheckSkipped("no adapter is listed")
-    asked: list[Question] = []
+    questions: list[Question] = []
     for name in bench.facts.adapters[:4]:
         prompt = bench.prompts.ids(3 * bench.block_size + 5)
-        asked += [Question(Shape.IDS, prompt, model=model) for model in (None, name, None, name)]
+        questions += [
+            Question(Shape.IDS, prompt, model=model) for model in (None, name, None, name)
+        ]
     # vLLM 0.32's CPU kernels answer the base model wrongly in a step with an adapter's requests,
     # and cache that KV.
-    for question in asked:
+    for question in questions:
         await bench.right_answer(question)
-    return await _each(bench, asked, "the reference does not have the adapters")
+    return await _compare_served(bench, questions, "the reference does not have the adapters")
 
 
-async def images(bench: Bench) -> Seen:
+async def images(bench: Bench) -> CheckResult:
     """Show images, of which a prompt has one or two."""
-    asked: list[Question] = []
+    questions: list[Question] = []
     for number, colours in enumerate(
         (((200, 30, 30),), ((30, 30, 200),), ((200, 30, 30), (30, 200, 30)))
     ):
         shown: list[Json] = [
             {"type": "image_url", "image_url": {"url": _picture(colour)}} for colour in colours
         ]
-        said: Json = {"type": "text", "text": bench.prompts.text(_WORDS)}
-        message: Json = {"role": "user", "content": [*shown, said]}
-        asked.append(Question(Shape.CHAT, (message,), stream=number % 2 == 1))
-    return await _each(bench, asked, "the model takes no images")
+        text_part: Json = {"type": "text", "text": bench.prompts.text(_WORDS)}
+        message: Json = {"role": "user", "content": [*shown, text_part]}
+        questions.append(Question(Shape.CHAT, (message,), stream=number % 2 == 1))
+    return await _compare_served(bench, questions, "the model takes no images")
 
 
 def _picture(colour: tuple[int, int, int]) -> str:

@@ -1,12 +1,10 @@
-"""kv_transfer_params that are mixed up, used again, stale or nonsense: never another prompt's
-text.
-"""
+"""kv_transfer_params that are mixed up, used twice, stale or malformed: never a wrong text."""
 
 import asyncio
 from typing import Final
 
 from pdrelay_tools.proving.bench import Bench, CheckAborted, now
-from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.handover import with_transfer
 from pdrelay_tools.proving.core.question import Question, Shape
@@ -19,8 +17,8 @@ _REFILL_S: Final = 60.0  # for using every block of a cache once
 _LARGEST_CACHE: Final = 400_000  # tokens that are computed for it
 
 
-class Offered:
-    """A prompt that a prefill engine has computed, and what it offers of it."""
+class ComputedPrompt:
+    """A prompt that a prefill engine has computed, and its kv_transfer_params."""
 
     def __init__(self, bench: Bench, question: Question) -> None:
         self.question = question
@@ -29,7 +27,7 @@ class Offered:
         self._bench = bench
         self._params: object = None
 
-    async def make(self, prefill: HttpServer) -> "Offered":
+    async def compute(self, prefill: HttpServer) -> "ComputedPrompt":
         """Have it computed; raises CheckAborted."""
         bench = self._bench
         bench.requests += 1
@@ -46,8 +44,8 @@ class Offered:
         self._params = with_transfer(handover, self._transfer)
         return self
 
-    async def take(self, decode: HttpServer, question: Question | None = None) -> Reply:
-        """Ask a decode engine with this offer, rightly or with another question."""
+    async def ask(self, decode: HttpServer, question: Question | None = None) -> Reply:
+        """Send a decode leg with these params, for their own question or a wrong one."""
         body = (question or self.question).body(self._bench.facts.name) | {
             "kv_transfer_params": self._params
         }
@@ -59,86 +57,81 @@ class Offered:
         )
 
     async def leave(self, decode: HttpServer, *, after_s: float) -> Reply:
-        """Ask, and hang up."""
+        """Send a decode leg, and hang up."""
         body = self.question.body(self._bench.facts.name) | {"kv_transfer_params": self._params}
         return await decode.leave(
             self.question.path, body, after_s=after_s, request_id=self.request
         )
 
 
-async def mixed_up(bench: Bench) -> Seen:
-    """Give one request the params of another, then use them rightly."""
+async def mixed_up(bench: Bench) -> CheckResult:
+    """Give one request the params of another, then use them for their own."""
     prefill = bench.pairs.prefill[0]
     decode = bench.pairs.decode[0]
     findings: list[Finding] = []
     sizes = ((70, 70), (70, 200), (200, 70))
-    for mine, other in sizes:
-        offer = await Offered(bench, _ids(bench, mine)).make(prefill)
-        wrong = _ids(bench, other)
-        findings += await bench.judge([wrong], [await offer.take(decode, wrong)], may_fail=True)
-        findings += await bench.judge([offer.question], [await offer.take(decode)], may_fail=True)
-    return Seen(together(findings, 2 * len(sizes)))
+    for length, other_length in sizes:
+        offer = await ComputedPrompt(bench, _ids(bench, length)).compute(prefill)
+        wrong = _ids(bench, other_length)
+        findings += await bench.judge([wrong], [await offer.ask(decode, wrong)], may_fail=True)
+        findings += await bench.judge([offer.question], [await offer.ask(decode)], may_fail=True)
+    return CheckResult(together(findings, 2 * len(sizes)))
 
 
-async def used_twice(bench: Bench) -> Seen:
+async def used_twice(bench: Bench) -> CheckResult:
     """Use the same params twice, and twice at the same time."""
     prefill = bench.pairs.prefill[0]
     decode = bench.pairs.decode
-    offer = await Offered(bench, _ids(bench, 150)).make(prefill)
-    replies = [await offer.take(decode[0]), await offer.take(decode[-1])]
-    other = await Offered(bench, _ids(bench, 150)).make(prefill)
-    replies += await asyncio.gather(other.take(decode[0]), other.take(decode[-1]))
-    asked = [offer.question, offer.question, other.question, other.question]
-    return Seen(await bench.judge(asked, replies, may_fail=True))
+    offer = await ComputedPrompt(bench, _ids(bench, 150)).compute(prefill)
+    replies = [await offer.ask(decode[0]), await offer.ask(decode[-1])]
+    second_offer = await ComputedPrompt(bench, _ids(bench, 150)).compute(prefill)
+    replies += await asyncio.gather(second_offer.ask(decode[0]), second_offer.ask(decode[-1]))
+    questions = [offer.question, offer.question, second_offer.question, second_offer.question]
+    return CheckResult(await bench.judge(questions, replies, may_fail=True))
 
 
-async def stale(bench: Bench) -> Seen:
-    """Use params after the lease is over and the prefill engine has other prompts in those
-    blocks.
-    """
+async def stale(bench: Bench) -> CheckResult:
+    """Use params after the end of the lease, when their blocks hold other prompts."""
     prefill = bench.pairs.prefill[0]
     decode = bench.pairs.decode[0]
     offers = [
-        await Offered(bench, _ids(bench, 100 + 60 * number)).make(prefill) for number in range(4)
+        await ComputedPrompt(bench, _ids(bench, 100 + 60 * number)).compute(prefill)
+        for number in range(4)
     ]
     await bench.right_answers([offer.question for offer in offers])
     await asyncio.sleep(bench.past_lease_s)
     note = await refill(bench, prefill)
-    replies = [await offer.take(decode) for offer in offers]
-    return Seen(
+    replies = [await offer.ask(decode) for offer in offers]
+    return CheckResult(
         await bench.judge([offer.question for offer in offers], replies, may_fail=True), [note]
     )
 
 
-async def unclaimed(bench: Bench) -> Seen:
-    """Have a prompt computed that no decode engine asks for: its blocks are back when the lease is
-    over.
-    """
-    await Offered(bench, _ids(bench, 300)).make(bench.pairs.prefill[0])
-    return Seen(
+async def unclaimed(bench: Bench) -> CheckResult:
+    """Have a prompt computed that no decode engine reads: its blocks are free after the lease."""
+    await ComputedPrompt(bench, _ids(bench, 300)).compute(bench.pairs.prefill[0])
+    return CheckResult(
         notes=["how long a prompt is kept that no decode engine asks for"],
         idle_s=bench.limits.lease_s + 5,
     )
 
 
-async def malformed(bench: Bench) -> Seen:
-    """Give a decode engine params that make no sense. vLLM's own connector was seen to die of the
-    first of them.
-    """
+async def malformed(bench: Bench) -> CheckResult:
+    """Send malformed params to a decode engine. vLLM's NixlConnector died of the first of them."""
     decode = bench.pairs.decode[0]
-    asked = [_ids(bench, 70) for _ in MALFORMED]
-    await bench.right_answers(asked)
+    questions = [_ids(bench, 70) for _ in MALFORMED]
+    await bench.right_answers(questions)
     replies: list[Reply] = []
-    for question, params in zip(asked, MALFORMED, strict=True):
+    for question, params in zip(questions, MALFORMED, strict=True):
         bench.requests += 1
         body = question.body(bench.facts.name) | {"kv_transfer_params": params}
         replies.append(await decode.post(question.path, body, timeout_s=bench.limits.request_s))
-    findings = await bench.judge(asked, replies, may_fail=True)
+    findings = await bench.judge(questions, replies, may_fail=True)
     alive = await decode.get("/health", timeout_s=10.0)
     if not alive.failure():
-        return Seen(findings)
+        return CheckResult(findings)
     await bench.peers.do("decode", Deed.RESTART)
-    return Seen(
+    return CheckResult(
         [
             *findings,
             Finding(
@@ -166,18 +159,20 @@ MALFORMED: Final[tuple[dict[str, object], ...]] = (
 
 
 async def refill(bench: Bench, server: HttpServer) -> str:
-    """Have an engine use every block of its cache for other prompts, and return how far that
-    went.
-    """
-    seen = await bench.holdings(server)
-    size = (seen.blocks or 0) * (seen.block_size or bench.block_size) if seen is not None else 0
-    wanted = min(size or 16_000, _LARGEST_CACHE)
+    """Have an engine reuse every block of its cache for other prompts; return a note about it."""
+    holdings = await bench.holdings(server)
+    size = (
+        (holdings.blocks or 0) * (holdings.block_size or bench.block_size)
+        if holdings is not None
+        else 0
+    )
+    target = min(size or 16_000, _LARGEST_CACHE)
     length = max(2, (bench.facts.max_model_len or 2048) - 8)
     end = now() + _REFILL_S
     done = 0
-    while done < wanted and now() < end:
+    while done < target and now() < end:
         fields = {"ignore_eos": True}
-        asked = [
+        questions = [
             Question(
                 Shape.IDS, bench.prompts.ids(length), max_tokens=1, logprobs=False, fields=fields
             )
@@ -186,9 +181,9 @@ async def refill(bench: Bench, server: HttpServer) -> str:
         await asyncio.gather(
             *(
                 server.post(
-                    each.path, each.body(bench.facts.name), timeout_s=bench.limits.request_s
+                    question.path, question.body(bench.facts.name), timeout_s=bench.limits.request_s
                 )
-                for each in asked
+                for question in questions
             )
         )
         done += 4 * length

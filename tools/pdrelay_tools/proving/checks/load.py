@@ -1,10 +1,10 @@
-"""Load: how long clients wait for the first token and between tokens, against the single engine."""
+"""Load: TTFT and ITL of the service, and of the single engine."""
 
 import asyncio
 from typing import Final
 
 from pdrelay_tools.proving.bench import Bench, now
-from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.latencies import Latencies, latencies, percentile
 from pdrelay_tools.proving.core.question import Question, Shape
@@ -17,8 +17,8 @@ _TOKENS: Final = 32
 _LENGTHS: Final = (64, 256, 700)  # tokens of the prompts, in turn
 
 
-async def load(bench: Bench) -> Seen:
-    """Run the same load through what is under test and through the single engine."""
+async def load(bench: Bench) -> CheckResult:
+    """Run the same load through the service and through the single engine."""
     findings: list[Finding] = []
     answers: list[list[Reply]] = []
     services = [bench.service] if bench.reference is None else [bench.service, bench.reference]
@@ -33,22 +33,24 @@ async def load(bench: Bench) -> Seen:
         max((reply.seconds for reply in answers[-1]), default=None) if len(answers) > 1 else None
     )
     findings += [
-        each
+        finding
         for reply in answers[0]
-        for each in bench.slow("a stream of the load", reply, reference_s)
+        for finding in bench.slow("a stream of the load", reply, reference_s)
     ]
-    return Seen(together(findings, _REQUESTS), [_sentence(figures) for figures in bench.loads])
+    return CheckResult(
+        together(findings, _REQUESTS), [_sentence(figures) for figures in bench.loads]
+    )
 
 
 async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding], list[Reply]]:
-    turns = asyncio.Semaphore(_AT_ONCE)
+    slots = asyncio.Semaphore(_AT_ONCE)
     began = now()
 
-    async def one(question: Question) -> Reply:
-        async with turns:
+    async def in_slot(question: Question) -> Reply:
+        async with slots:
             return await service.ask(question, timeout_s=bench.limits.request_s)
 
-    asked = [
+    questions = [
         Question(
             Shape.IDS,
             bench.prompts.ids(min(_LENGTHS[number % len(_LENGTHS)], bench.longest)),
@@ -59,7 +61,7 @@ async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding]
         )
         for number in range(_REQUESTS)
     ]
-    replies = await asyncio.gather(*map(one, asked))
+    replies = await asyncio.gather(*map(in_slot, questions))
     seconds = now() - began
     good = [reply for reply in replies if not reply.failure()]
     # the last event is [DONE]
@@ -83,7 +85,7 @@ def _sentence(figures: Latencies) -> str:
         shown = [percentile(values, percent) for percent in (50, 90, 99)]
         parts.append(
             f"{name} "
-            + " / ".join("-" if each is None else f"{each * 1e3:.1f}" for each in shown)
+            + " / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in shown)
             + " ms"
         )
     return f"{figures.label}: {'; '.join(parts)} (p50 / p90 / p99)"

@@ -1,7 +1,7 @@
-"""Many requests at once: right answers all the same."""
+"""Right answers to many requests at once."""
 
 from pdrelay_tools.proving.bench import Bench
-from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.question import Question, Shape
 from pdrelay_tools.proving.core.reply import Reply
 
@@ -9,27 +9,25 @@ _BURST = 24
 _SIBLINGS = 16
 
 
-async def burst(bench: Bench) -> Seen:
+async def burst(bench: Bench) -> CheckResult:
     """Send many different prompts at once."""
-    asked = bench.prompts.mixed(_BURST, longest=min(400, bench.longest))
-    return Seen(await bench.compare(asked, at_once=_BURST))
+    questions = bench.prompts.mixed(_BURST, longest=min(400, bench.longest))
+    return CheckResult(await bench.compare(questions, at_once=_BURST))
 
 
-async def siblings(bench: Bench) -> Seen:
-    """Send many prompts at once that begin with the same new blocks: some find them while others
-    compute them.
-    """
+async def siblings(bench: Bench) -> CheckResult:
+    """Send many prompts at once with the same new prefix: some hit it while others compute it."""
     shared = bench.prompts.ids(4 * bench.block_size)
-    asked = [
+    questions = [
         Question(Shape.IDS, shared + bench.prompts.ids(5 + 7 * number))
         for number in range(_SIBLINGS)
     ]
-    return Seen(await bench.compare(asked, at_once=_SIBLINGS))
+    return CheckResult(await bench.compare(questions, at_once=_SIBLINGS))
 
 
-async def waves(bench: Bench) -> Seen:
-    """Send bursts one after the other, each as soon as the last one has been answered."""
-    asked: list[Question] = []
+async def waves(bench: Bench) -> CheckResult:
+    """Send bursts, each as soon as the one before is answered."""
+    questions: list[Question] = []
     replies: list[Reply] = []
     for _ in range(4):
         wave = [
@@ -37,8 +35,8 @@ async def waves(bench: Bench) -> Seen:
             for number in range(10)
         ]
         replies += await bench.ask_all(wave, at_once=len(wave))
-        asked += wave
-    return Seen(await bench.judge(asked, replies))
+        questions += wave
+    return CheckResult(await bench.judge(questions, replies))
 
 
 CHECKS = (

@@ -1,3 +1,1 @@
-"""What is asked, what answers mean and what follows from them: pure, without a clock or a
-socket.
-"""
+"""Questions, answers and findings: pure functions, without a clock or a socket."""

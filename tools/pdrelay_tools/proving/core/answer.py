@@ -1,6 +1,4 @@
-"""What an engine answers, read at the border and compared: texts and tokens exactly, logprobs but
-for rounding.
-"""
+"""Parses answers and compares them: texts and tokens exactly, logprobs within a tolerance."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ import msgspec
 
 from pdrelay_tools.proving.core.finding import FindingName
 
-SMALLEST_TOLERANCE: Final = 1e-4  # of a logprob: float32 differs by this in the order of its sums
+SMALLEST_TOLERANCE: Final = 1e-4  # of a logprob: what another order of float32 sums changes
 _SHOWN: Final = 60  # characters of a text in a finding
 _SHOWN_ERROR: Final = 300  # characters of an error
 
@@ -47,60 +45,58 @@ class _ToolCall(msgspec.Struct):
     function: _ToolFunction | None = None
 
 
-class _ToldMessage(msgspec.Struct):
+class _PartMessage(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[_ToolCall] | None = None
 
 
-class _ToldChoice(msgspec.Struct):
+class _PartChoice(msgspec.Struct):
     index: int
     text: str | None = None
-    message: _ToldMessage | None = None
-    delta: _ToldMessage | None = None
+    message: _PartMessage | None = None
+    delta: _PartMessage | None = None
     logprobs: _AnyLogprobs | None = None
     finish_reason: str | None = None
 
 
-class _ToldCounts(msgspec.Struct):
+class _PartUsage(msgspec.Struct):
     prompt_tokens: int | None
     completion_tokens: int | None = None
 
 
-class _ToldError(msgspec.Struct):
+class _PartError(msgspec.Struct):
     message: str = ""
 
 
-class _ToldPart(msgspec.Struct):
+class _AnswerPart(msgspec.Struct):
     """A whole answer, or an event of a stream."""
 
-    choices: list[_ToldChoice] = []
-    usage: _ToldCounts | None = None
-    error: _ToldError | str | None = None
+    choices: list[_PartChoice] = []
+    usage: _PartUsage | None = None
+    error: _PartError | str | None = None
 
 
-_PARTS: Final = msgspec.json.Decoder(_ToldPart)
+_PARTS: Final = msgspec.json.Decoder(_AnswerPart)
 
 
 @dataclass(frozen=True, slots=True)
-class OneAnswer:
-    """One choice: its text, each token with its logprob, and the likeliest tokens at its place with
-    theirs.
-    """
+class ChoiceAnswer:
+    """One choice: its text, its tokens with logprobs, and the top logprobs of each place."""
 
     text: str
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
-    others: tuple[tuple[tuple[str, float], ...], ...]
+    top_logprobs: tuple[tuple[tuple[str, float], ...], ...]
     finish: str | None
     tools: str  # names and arguments of the tool calls
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back."""
+    """The answer to one request."""
 
-    choices: tuple[OneAnswer, ...]
+    choices: tuple[ChoiceAnswer, ...]
     prompt_tokens: int | None
     completion_tokens: int | None
 
@@ -110,40 +106,42 @@ class Answer:
         return self.choices[0].text if self.choices else ""
 
 
-class _Choice:
-    """A choice, as its parts arrive."""
+class _ChoiceParts:
+    """Collects the parts of a choice."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
         self.tools: list[str] = []
         self.tokens: list[str] = []
         self.logprobs: list[float] = []
-        self.others: list[tuple[tuple[str, float], ...]] = []
+        self.top_logprobs: list[tuple[tuple[str, float], ...]] = []
         self.finish: str | None = None
 
-    def take(self, part: _ToldChoice) -> None:
+    def add_part(self, part: _PartChoice) -> None:
         message = part.message or part.delta
         self.text += [part.text or "", (message.content or "") if message else ""]
         for call in (message.tool_calls or ()) if message else ():
             if call.function is not None:
                 self.tools += [call.function.name or "", call.function.arguments or ""]
         self.finish = part.finish_reason or self.finish
-        if (found := part.logprobs) is None:
+        if (logprobs := part.logprobs) is None:
             return
-        for item in found.content or ():
+        for item in logprobs.content or ():
             self.tokens.append(item.token)
             self.logprobs.append(item.logprob)
-            self.others.append(_sorted({top.token: top.logprob for top in item.top_logprobs}))
-        self.tokens += found.tokens or ()
-        self.logprobs += [0.0 if value is None else value for value in found.token_logprobs or ()]
-        self.others += [_sorted(top or {}) for top in found.top_logprobs or ()]
+            self.top_logprobs.append(_sorted({top.token: top.logprob for top in item.top_logprobs}))
+        self.tokens += logprobs.tokens or ()
+        self.logprobs += [
+            0.0 if value is None else value for value in logprobs.token_logprobs or ()
+        ]
+        self.top_logprobs += [_sorted(top or {}) for top in logprobs.top_logprobs or ()]
 
-    def done(self) -> OneAnswer:
-        return OneAnswer(
+    def done(self) -> ChoiceAnswer:
+        return ChoiceAnswer(
             "".join(self.text),
             tuple(self.tokens),
             tuple(self.logprobs),
-            tuple(self.others),
+            tuple(self.top_logprobs),
             self.finish,
             "".join(self.tools),
         )
@@ -155,26 +153,26 @@ def read(parts: Sequence[bytes]) -> Answer:
     Raises:
         Malformed: a part is not in OpenAI's shape, is an error, or a choice has no end.
     """
-    choices: dict[int, _Choice] = {}
-    counts: _ToldCounts | None = None
+    choices: dict[int, _ChoiceParts] = {}
+    counts: _PartUsage | None = None
     for raw in parts:
         try:
             part = _PARTS.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise Malformed(f"{exc}") from exc
         if part.error is not None:
-            said = part.error if isinstance(part.error, str) else part.error.message
-            raise Malformed(f"an error in the answer: {said[:_SHOWN_ERROR]}")
+            message = part.error if isinstance(part.error, str) else part.error.message
+            raise Malformed(f"an error in the answer: {message[:_SHOWN_ERROR]}")
         counts = part.usage or counts
         for choice in part.choices:
-            choices.setdefault(choice.index, _Choice()).take(choice)
+            choices.setdefault(choice.index, _ChoiceParts()).add_part(choice)
     if not choices:
         raise Malformed("no choice in it")
-    made = tuple(choices[index].done() for index in sorted(choices))
-    if any(one.finish is None for one in made):
+    answers = tuple(choices[index].done() for index in sorted(choices))
+    if any(answer.finish is None for answer in answers):
         raise Malformed("a choice has no finish_reason")
-    counts = counts or _ToldCounts(None)
-    return Answer(made, counts.prompt_tokens, counts.completion_tokens)
+    counts = counts or _PartUsage(None)
+    return Answer(answers, counts.prompt_tokens, counts.completion_tokens)
 
 
 def _sorted(top: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
@@ -185,7 +183,7 @@ def events_of(body: bytes) -> tuple[list[bytes], bool]:
     """Return the data of server-sent events, and whether the stream ended with [DONE]."""
     data = [line[5:].strip() for line in body.splitlines() if line.startswith(b"data:")]
     is_done = bool(data) and data[-1] == b"[DONE]"
-    return [each for each in data if each != b"[DONE]"], is_done
+    return [payload for payload in data if payload != b"[DONE]"], is_done
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +191,14 @@ class Difference:
     """One way in which two answers differ."""
 
     name: FindingName
-    seen: str
+    evidence: str
 
 
 def differences(ours: Answer, reference: Answer, tolerance: float) -> list[Difference]:
     """Compare an answer with the reference's.
 
-    Where the reference itself had two tokens within the tolerance, either of them is right, and
-    what follows the other one is not compared.
+    Where the reference has two tokens within the tolerance (a tie), either of them is right, and
+    the texts are not compared from there on.
     """
     if len(ours.choices) != len(reference.choices):
         return [
@@ -208,20 +206,22 @@ def differences(ours: Answer, reference: Answer, tolerance: float) -> list[Diffe
                 FindingName.WRONG_TEXT, f"{len(ours.choices)} choices, not {len(reference.choices)}"
             )
         ]
-    found: list[Difference] = []
-    for one, other in zip(ours.choices, reference.choices, strict=True):
-        found += _of_choice(one, other, tolerance)
+    differing: list[Difference] = []
+    for choice, right_choice in zip(ours.choices, reference.choices, strict=True):
+        differing += _choice_differences(choice, right_choice, tolerance)
     have_same_end = all(map(_has_same_end, ours.choices, reference.choices))  # else there was a tie
     if have_same_end and ours.completion_tokens != reference.completion_tokens:
-        said = f"{ours.completion_tokens} tokens in the answer, not {reference.completion_tokens}"
-        found.append(Difference(FindingName.WRONG_USAGE, said))
+        evidence = (
+            f"{ours.completion_tokens} tokens in the answer, not {reference.completion_tokens}"
+        )
+        differing.append(Difference(FindingName.WRONG_USAGE, evidence))
     if ours.prompt_tokens != reference.prompt_tokens:
-        said = f"{ours.prompt_tokens} prompt tokens, not {reference.prompt_tokens}"
-        found.append(Difference(FindingName.WRONG_USAGE, said))
-    return found
+        evidence = f"{ours.prompt_tokens} prompt tokens, not {reference.prompt_tokens}"
+        differing.append(Difference(FindingName.WRONG_USAGE, evidence))
+    return differing
 
 
-def _has_same_end(ours: OneAnswer, reference: OneAnswer) -> bool:
+def _has_same_end(ours: ChoiceAnswer, reference: ChoiceAnswer) -> bool:
     return (ours.text, ours.tools, ours.tokens) == (
         reference.text,
         reference.tools,
@@ -229,86 +229,91 @@ def _has_same_end(ours: OneAnswer, reference: OneAnswer) -> bool:
     )
 
 
-def _of_choice(ours: OneAnswer, reference: OneAnswer, tolerance: float) -> list[Difference]:
+def _choice_differences(
+    ours: ChoiceAnswer, reference: ChoiceAnswer, tolerance: float
+) -> list[Difference]:
     same = _same_tokens(ours, reference)
     if ours.tokens and reference.tokens and same < max(len(ours.tokens), len(reference.tokens)):
         if _is_tie(ours, reference, same, tolerance):
-            return _of_logprobs(ours, reference, same, tolerance)
+            return _logprob_differences(ours, reference, same, tolerance)
         at = f"token {same + 1} is {_at(ours, same)}, not {_at(reference, same)}"
         return [Difference(FindingName.WRONG_TEXT, at)]
     if (ours.text, ours.tools, ours.finish) != (reference.text, reference.tools, reference.finish):
         shown = " / ".join(
-            _shown(f"{one.text}{one.tools} ({one.finish})") for one in (ours, reference)
+            _shown(f"{answer.text}{answer.tools} ({answer.finish})") for answer in (ours, reference)
         )
         return [Difference(FindingName.WRONG_TEXT, f"answer and reference: {shown}")]
     if bool(ours.logprobs) != bool(reference.logprobs):
         has = "has none" if reference.logprobs else "has some, the reference has none"
         return [Difference(FindingName.WRONG_LOGPROBS, f"logprobs: the answer {has}")]
-    return _of_logprobs(ours, reference, same, tolerance)
+    return _logprob_differences(ours, reference, same, tolerance)
 
 
-def _same_tokens(ours: OneAnswer, reference: OneAnswer) -> int:
+def _same_tokens(ours: ChoiceAnswer, reference: ChoiceAnswer) -> int:
     pairs = zip(ours.tokens, reference.tokens, strict=False)
     return next(
-        (place for place, (one, other) in enumerate(pairs) if one != other),
+        (place for place, (token, right_token) in enumerate(pairs) if token != right_token),
         min(map(len, (ours.tokens, reference.tokens))),
     )
 
 
-def _is_tie(ours: OneAnswer, reference: OneAnswer, place: int, tolerance: float) -> bool:
-    if place >= min(len(ours.tokens), len(reference.tokens)) or place >= len(reference.others):
+def _is_tie(ours: ChoiceAnswer, reference: ChoiceAnswer, place: int, tolerance: float) -> bool:
+    if place >= min(len(ours.tokens), len(reference.tokens)) or place >= len(
+        reference.top_logprobs
+    ):
         return False
-    likely = dict(reference.others[place])
+    likely = dict(reference.top_logprobs[place])
     theirs = likely.get(reference.tokens[place])
     mine = likely.get(ours.tokens[place])
     return theirs is not None and mine is not None and abs(theirs - mine) <= 2 * tolerance
 
 
-def _of_logprobs(
-    ours: OneAnswer, reference: OneAnswer, count: int, tolerance: float
+def _logprob_differences(
+    ours: ChoiceAnswer, reference: ChoiceAnswer, count: int, tolerance: float
 ) -> list[Difference]:
     worst, place = largest_gap(ours, reference, count)
     if worst <= tolerance:
         return []
-    said = (
+    evidence = (
         f"the logprob of token {place + 1} differs by {worst:.2g}; the reference differs from "
         f"itself by {tolerance:.2g}"
     )
-    return [Difference(FindingName.WRONG_LOGPROBS, said)]
+    return [Difference(FindingName.WRONG_LOGPROBS, evidence)]
 
 
-def largest_gap(ours: OneAnswer, reference: OneAnswer, count: int) -> tuple[float, int]:
-    """Return by how much logprobs of the first ``count`` tokens differ at most, and at which of
-    them.
+def largest_gap(ours: ChoiceAnswer, reference: ChoiceAnswer, count: int) -> tuple[float, int]:
+    """Return the largest difference of logprobs in the first ``count`` tokens, and its place.
 
-    Those of the likeliest others at a place count as well, if both answers have them.
+    The top logprobs of a place count as well, for tokens that both answers list.
     """
     gaps = [
-        (abs(one - other), place)
-        for place, (one, other) in enumerate(
+        (abs(own_logprob - right_logprob), place)
+        for place, (own_logprob, right_logprob) in enumerate(
             zip(ours.logprobs[:count], reference.logprobs[:count], strict=False)
         )
     ]
     for place, (mine, theirs) in enumerate(
-        zip(ours.others[:count], reference.others[:count], strict=False)
+        zip(ours.top_logprobs[:count], reference.top_logprobs[:count], strict=False)
     ):
-        known = dict(theirs)
-        gaps += [(abs(logprob - known[token]), place) for token, logprob in mine if token in known]
+        right_logprobs = dict(theirs)
+        gaps += [
+            (abs(logprob - right_logprobs[token]), place)
+            for token, logprob in mine
+            if token in right_logprobs
+        ]
     return max(gaps, default=(0.0, 0))
 
 
-def self_difference(one: Answer, again: Answer) -> float:
-    """Return by how much two answers of one engine differ in the logprobs of their common
-    beginning.
-    """
-    pairs = zip(one.choices, again.choices, strict=False)
+def self_difference(answer: Answer, again: Answer) -> float:
+    """Return by how much two answers of one engine differ, in logprobs of their common tokens."""
+    pairs = zip(answer.choices, again.choices, strict=False)
     return max(
         (largest_gap(first, second, _same_tokens(first, second))[0] for first, second in pairs),
         default=0.0,
     )
 
 
-def _at(answer: OneAnswer, place: int) -> str:
+def _at(answer: ChoiceAnswer, place: int) -> str:
     return repr(_shown(answer.tokens[place])) if place < len(answer.tokens) else "missing"
 
 

@@ -27,8 +27,8 @@ class ModelFacts:
     max_model_len: int | None  # tokens
 
 
-def read_models(body: bytes, wanted: str | None) -> ModelFacts:
-    """Read /v1/models; ``wanted``: the model to ask, else the first that is no adapter.
+def read_models(body: bytes, name: str | None) -> ModelFacts:
+    """Read /v1/models; ``name``: the model to ask; None: the first that is no adapter.
 
     Raises Malformed.
     """
@@ -36,9 +36,9 @@ def read_models(body: bytes, wanted: str | None) -> ModelFacts:
         listed = msgspec.json.decode(body, type=_Listed).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise Malformed(f"/v1/models: {exc}") from exc
-    bases = [card for card in listed if card.parent is None and wanted in (None, card.id)]
+    bases = [card for card in listed if card.parent is None and name in (None, card.id)]
     if not bases:
-        raise Malformed("/v1/models lists no model" + (f" called {wanted}" if wanted else ""))
+        raise Malformed("/v1/models lists no model" + (f" called {name}" if name else ""))
     base = bases[0]
     adapters = tuple(card.id for card in listed if card.parent is not None)
     return ModelFacts(base.id, adapters, base.max_model_len)

@@ -1,4 +1,4 @@
-"""What the suite reports: findings with stable names, what each means, and how each check ended."""
+"""Findings with stable names and their meanings, and how each check ended."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,14 +63,14 @@ MEANINGS: Final[Mapping[FindingName, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: its name, and what was seen, with the values."""
+    """One fault: its name, and the evidence with values ("seen" in reports)."""
 
     name: FindingName
-    seen: str
+    evidence: str
 
     @property
     def means(self) -> str:
-        """What follows from it, in a sentence or two."""
+        """The consequence, in a sentence or two."""
         return MEANINGS[self.name]
 
 
@@ -79,7 +79,7 @@ class CheckState(StrEnum):
 
     PASSED = "passed"
     FAILED = "failed"
-    SKIPPED = "skipped"  # nothing of the kind is there, or no time was left
+    SKIPPED = "skipped"  # its needs are missing, or no time was left
     ABORTED = "aborted"  # it could not be done: a command failed, an engine cannot be reached
 
 

@@ -1,6 +1,4 @@
-"""The two legs of a request, as a router writes them (vLLM's kv_transfer_params), in pull and in
-push.
-"""
+"""The bodies of both legs of a request, as a router writes them (kv_transfer_params of vLLM)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class _PrefilledAnswer(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What a prefill engine answered: how a decode engine gets the KV of the prompt."""
+    """The kv_transfer_params of a prefill engine's answer, with which a decode engine gets KV."""
 
     raw: msgspec.Raw  # as it was sent: a router passes it on byte for byte
     params: Json
@@ -49,12 +47,12 @@ class Handover:
         return self.params.get("transfer_mode") == "push"
 
     def coordinates(self) -> Json:
-        """Return where the prefill engine is, for decode legs that do not wait for its answer."""
+        """Return the engine's coordinates, for decode legs that are sent before its answer."""
         return {name: self.params[name] for name in _COORDINATES if name in self.params}
 
 
 def prefill_body(question: Question, model: str, transfer: str) -> Json:
-    """Ask for the KV of the prompt: what shapes it, and one token."""
+    """Return the body of a prefill leg: the fields that shape the KV, and one token."""
     body = {
         name: value for name, value in question.body(model).items() if name not in _ONLY_FOR_DECODE
     }
@@ -63,7 +61,7 @@ def prefill_body(question: Question, model: str, transfer: str) -> Json:
 
 
 def decode_body(question: Question, model: str, params: Json | msgspec.Raw) -> Json:
-    """Ask for the answer, with what the prefill engine said."""
+    """Return the body of a decode leg, with the params of its prefill leg."""
     return question.body(model) | {"kv_transfer_params": params}
 
 
@@ -82,16 +80,16 @@ def read_handover(body: bytes) -> Handover:
 
 
 def with_transfer(handover: Handover, transfer: str) -> Json | msgspec.Raw:
-    """Return the params of a decode leg that follows its prefill leg."""
+    """Return the params of a decode leg that is sent after its prefill leg's answer."""
     return handover.params | {"transfer_id": transfer} if handover.is_push else handover.raw
 
 
 def push_params(coordinates: Json, question: Question, request: str, transfer: str) -> Json:
-    """Return the params of a decode leg that is sent with its prefill leg."""
+    """Return the params of a decode leg that is sent together with its prefill leg."""
     api = Api.CHAT if question.shape is Shape.CHAT else Api.COMPLETIONS
-    told = {
+    fields = {
         "remote_request_id": known_as(api, RequestId(request)),
         "transfer_id": transfer,
         "transfer_mode": "push",
     }
-    return coordinates | told | {"do_remote_prefill": True, "do_remote_decode": False}
+    return coordinates | fields | {"do_remote_prefill": True, "do_remote_decode": False}

@@ -1,4 +1,4 @@
-"""What an engine holds, out of its metrics: vLLM's cache usage and queues, and pdrelay's tables."""
+"""What an engine holds, by its metrics: vLLM's KV usage and queues, and pdrelay's tables."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Final
 
 _LINE: Final = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE)
-# \b: else a long word is looked through from each of its letters
+# \b: without it the search begins at each letter of a long word
 _LABEL: Final = re.compile(r'\b(\w+)="([^"]*)"')
 _USAGE: Final = "vllm:kv_cache_usage_perc"
 _QUEUES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -23,7 +23,7 @@ _NOTHING: Final = 1e-6  # of a cache's usage
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """One look at an engine."""
+    """What an engine holds at a moment."""
 
     usage: float  # share of the KV cache, 0 to 1
     requests: float  # running and waiting
@@ -35,35 +35,33 @@ class Holdings:
     blocks: int | None  # of the whole cache
 
     def beyond(self, usual: "Holdings | None") -> str:
-        """Say what is held beyond what is usual; empty: nothing."""
-        found: list[str] = []
+        """Describe what is held beyond the usual; empty: nothing."""
+        excess: list[str] = []
         share = self.usage - (usual.usage if usual else 0.0)
-        known = dict(usual.tables) if usual else {}
+        usual_tables = dict(usual.tables) if usual else {}
         if share > _NOTHING:
             blocks = f" ({round(share * self.blocks)} blocks)" if self.blocks else ""
-            found.append(f"{share:.2%} of its KV cache{blocks}")
-        found += [
+            excess.append(f"{share:.2%} of its KV cache{blocks}")
+        excess += [
             f"{value:g} {name.removeprefix('vllm:pdrelay_').replace('_', ' ')}"
             for name, value in self.tables
-            if value > known.get(name, 0.0)
+            if value > usual_tables.get(name, 0.0)
         ]
         if (requests := self.requests - (usual.requests if usual else 0.0)) > 0:
-            found.append(f"{requests:g} running or waiting requests")
-        return ", ".join(found)
+            excess.append(f"{requests:g} running or waiting requests")
+        return ", ".join(excess)
 
 
 def read_holdings(exposition: str) -> Holdings | None:
-    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's, or NaN is
-    among them.
-    """
+    """Read an engine's metrics, all ranks together; None: not vLLM's, or a NaN among them."""
     totals: dict[str, float] = {}
     block_size = blocks = None
     usage: list[float] = []
     for name, labels, number in _LINE.findall(exposition):
-        known = dict(_LABEL.findall(labels))
+        label_values = dict(_LABEL.findall(labels))
         if name == "vllm:cache_config_info":
-            block_size = _count(known.get("block_size", "")) or block_size
-            blocks = _count(known.get("num_gpu_blocks", "")) or blocks
+            block_size = _count(label_values.get("block_size", "")) or block_size
+            blocks = _count(label_values.get("num_gpu_blocks", "")) or blocks
             continue
         try:
             value = float(number)
@@ -71,11 +69,11 @@ def read_holdings(exposition: str) -> Holdings | None:
             continue
         if not isfinite(value):
             if name in _WATCHED:
-                return None  # NaN is more than nothing in no comparison
+                return None  # every comparison with NaN is false: it would pass for idle
             continue
         if name == _USAGE:
             usage.append(value)
-        key = f"{name}|{known.get('source', '')}" if name == _BY_SOURCE else name
+        key = f"{name}|{label_values.get('source', '')}" if name == _BY_SOURCE else name
         totals[key] = totals.get(key, 0.0) + value
     if not usage:
         return None

@@ -1,4 +1,4 @@
-"""Latencies of streams: what a client sees of each, and their percentiles."""
+"""Latencies of streams as clients see them, and their percentiles."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ PERCENTILES: Final = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of the requests of one load, in seconds and sorted."""
+    """The latencies of one load, in seconds and sorted."""
 
     label: str  # who answered
     ttft: tuple[float, ...]  # from sending to the first token
@@ -29,8 +29,8 @@ class Latencies:
 def latencies(
     label: str, streams: Sequence[tuple[float, Sequence[float]]], *, failed: int, seconds: float
 ) -> Latencies:
-    """Make figures of streams: when each was sent, and when its tokens came."""
-    ttft = sorted(times[0] - sent for sent, times in streams if times)
+    """Return the latencies of streams, each given by its time of sending and its tokens' times."""
+    ttft = sorted(times[0] - sent_at for sent_at, times in streams if times)
     itl = sorted(
         later - earlier for _, times in streams for earlier, later in itertools.pairwise(times)
     )

@@ -1,4 +1,4 @@
-"""The requests of the suite: their bodies, and where prompts that no cache has come from."""
+"""The requests of the suite, and a generator of prompts that no cache has."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -39,11 +39,11 @@ WORDS: Final = (
 # token ids that every vocabulary has
 _FIRST_ID = 20
 _LAST_ID = 490
-TOKENS: Final = 16  # of an answer, where nothing else is said
+TOKENS: Final = 16  # of an answer, by default
 
 
 class Dice(Protocol):
-    """What the suite needs of a source of random numbers."""
+    """A source of random numbers, such as random.Random."""
 
     def randrange(self, start: int, stop: int) -> int:
         """Return a number from ``start`` on, below ``stop``."""
@@ -51,7 +51,7 @@ class Dice(Protocol):
 
 
 class Shape(StrEnum):
-    """Which API a question goes to, and how its prompt is written."""
+    """The API of a question, and the form of its prompt."""
 
     TEXT = "text"  # /v1/completions
     IDS = "ids"  # the same, with token ids
@@ -76,33 +76,39 @@ class Question:
         return "/v1/chat/completions" if self.shape is Shape.CHAT else "/v1/completions"
 
     def __str__(self) -> str:
-        """Name it without its prompt."""
+        """Describe it without its prompt, for findings."""
         size = f"{len(self.prompt)} {'tokens' if self.shape is Shape.IDS else 'characters'}"
         return f"{'streamed' if self.stream else 'whole'} {self.shape}, {size}"
 
     def body(self, model: str) -> Json:
         """Return the body of the request."""
-        made: Json = {"model": self.model or model, "max_tokens": self.max_tokens, "temperature": 0}
+        request: Json = {
+            "model": self.model or model,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+        }
         if self.shape is Shape.CHAT:
-            said: object = self.prompt
-            made["messages"] = (
-                [{"role": "user", "content": said}] if isinstance(said, str) else list(self.prompt)
+            prompt: object = self.prompt
+            request["messages"] = (
+                [{"role": "user", "content": prompt}]
+                if isinstance(prompt, str)
+                else list(self.prompt)
             )
         else:
-            made["prompt"] = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+            request["prompt"] = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
         if self.logprobs:
-            made |= (
+            request |= (
                 {"logprobs": True, "top_logprobs": 2}
                 if self.shape is Shape.CHAT
                 else {"logprobs": 2}
             )
         if self.stream:
-            made |= {"stream": True, "stream_options": {"include_usage": True}}
-        return made | dict(self.fields)
+            request |= {"stream": True, "stream_options": {"include_usage": True}}
+        return request | dict(self.fields)
 
 
 class Prompts:
-    """Prompts that share no block with each other: each begins with a number of its own."""
+    """Generates prompts that share no block: each text begins with a new number."""
 
     def __init__(self, dice: Dice) -> None:
         self._dice = dice
@@ -114,28 +120,28 @@ class Prompts:
 
     def text(self, words: int) -> str:
         """Return so many words, and a number before them."""
-        found = [WORDS[self._dice.randrange(0, len(WORDS))] for _ in range(words)]
-        return f"{next(self._numbers)} {' '.join(found)}"
+        chosen = [WORDS[self._dice.randrange(0, len(WORDS))] for _ in range(words)]
+        return f"{next(self._numbers)} {' '.join(chosen)}"
 
     def mixed(self, count: int, *, longest: int) -> list[Question]:
-        """Return questions of every shape, streamed and whole, from short to ``longest`` tokens; a
-        fifth share most.
+        """Return questions of every shape, streamed and whole, of up to ``longest`` tokens.
 
-        Lengths grow by a constant factor, so that short ones are as frequent as long ones.
+        Lengths grow by a constant factor, so that short ones are as frequent as long ones. Each
+        fifth question begins like an earlier one.
         """
-        made: list[Question] = []
+        questions: list[Question] = []
         for number in range(count):
             length = max(2, round(8 * (longest / 8) ** (number / max(1, count - 1))))
             shape = tuple(Shape)[number % 3]
             prompt = self.ids(length) if shape is Shape.IDS else self.text(max(2, length // 5))
-            if number % 5 == 4 and (shared := _same_shape(made, shape)) is not None:
+            if number % 5 == 4 and (shared := _same_shape(questions, shape)) is not None:
                 prompt = _continued(shared, prompt)
-            made.append(Question(shape, prompt, stream=number % 2 == 1))
-        return made
+            questions.append(Question(shape, prompt, stream=number % 2 == 1))
+        return questions
 
 
-def _same_shape(made: Sequence[Question], shape: Shape) -> str | tuple[int, ...] | None:
-    for question in reversed(made):
+def _same_shape(questions: Sequence[Question], shape: Shape) -> str | tuple[int, ...] | None:
+    for question in reversed(questions):
         if question.shape is shape and isinstance(question.prompt, str):
             return question.prompt
         if question.shape is shape and shape is Shape.IDS:
@@ -147,6 +153,6 @@ def _continued(shared: str | tuple[int, ...], more: str | tuple[int, ...]) -> st
     """Begin a prompt with two thirds of an earlier one; a third of the new one follows."""
     if isinstance(shared, str) and isinstance(more, str):
         return shared[: len(shared) * 2 // 3] + " " + more[: len(more) // 3]
-    kept = tuple(token for token in shared if isinstance(token, int))
-    new = tuple(token for token in more if isinstance(token, int))
-    return kept[: len(kept) * 2 // 3] + new[: max(1, len(new) // 3)]
+    shared_ids = tuple(token for token in shared if isinstance(token, int))
+    new_ids = tuple(token for token in more if isinstance(token, int))
+    return shared_ids[: len(shared_ids) * 2 // 3] + new_ids[: max(1, len(new_ids) // 3)]

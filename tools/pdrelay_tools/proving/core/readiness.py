@@ -1,6 +1,4 @@
-"""What ``pdrelay check`` concludes: which engines exchange a request, and whether KV moved by what
-engines count.
-"""
+"""Decisions of ``pdrelay check``: which engines to pair, and whether KV moved by their counters."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ MemberPair: TypeAlias = tuple[Member, Member]  # the prefill and the decode engi
 
 
 class Sign(StrEnum):
-    """What a line says."""
+    """The result in a line."""
 
     OK = "ok"
     FAILED = "FAILED"
@@ -44,7 +42,7 @@ class ReadinessLine:
 
 @dataclass(frozen=True, slots=True)
 class KvCounters:
-    """What one engine has counted since it began; None: it shows no such counter."""
+    """The counters of one engine since its start; None: it shows no such counter."""
 
     of_peers: Moved  # by the other engine's id, as our connector shows it
     moved_bytes: float | None  # with all others
@@ -53,7 +51,7 @@ class KvCounters:
 
 @dataclass(frozen=True, slots=True)
 class PairCounters:
-    """The counters of both engines of a pair, before and behind its request."""
+    """The counters of both engines of a pair, before and after its request."""
 
     prefill_before: KvCounters
     prefill_now: KvCounters
@@ -62,12 +60,12 @@ class PairCounters:
 
 
 def prompt_length(block_sizes: Sequence[int]) -> int:
-    """Return the tokens of a prompt that fills blocks of every engine."""
+    """Return the length of a prompt that fills at least two blocks at every engine."""
     return max([_SHORTEST, *(2 * size for size in block_sizes)])
 
 
 def engine_line(member: Member, *, has_key: bool) -> ReadinessLine:
-    """Say what an engine that answers is."""
+    """Describe an engine that answers."""
     facts = member.facts
     parts = [f"answers at {member.instance.address.url}"]
     parts += [f"vLLM {facts.version}"] if facts.version else []
@@ -81,41 +79,48 @@ def engine_line(member: Member, *, has_key: bool) -> ReadinessLine:
 
 
 def choose_pairs(members: Sequence[Member]) -> Sequence[MemberPair]:
-    """Choose pairs in which each engine is at least once, where another one fits it; the least used
-    ones first.
-    """
-    sides = {role: [each for each in members if each.instance.role is role] for role in Role}
+    """Choose pairs so that each engine that fits another one is in a pair; the least used first."""
+    sides = {
+        role: [candidate for candidate in members if candidate.instance.role is role]
+        for role in Role
+    }
     used: Counter[str] = Counter()
     pairs = list[MemberPair]()
-    for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+    for role, other_role in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
         for member in sides[role]:
             if used[member.instance.id]:
                 continue
-            fitting = [each for each in sides[other] if _fit(*_in_order(member, each))]
+            fitting = [
+                candidate for candidate in sides[other_role] if _fit(*_in_order(member, candidate))
+            ]
             if not fitting:
                 continue
-            partner = min(fitting, key=lambda each: used[each.instance.id])
+            partner = min(fitting, key=lambda candidate: used[candidate.instance.id])
             used.update((member.instance.id, partner.instance.id))
             pairs.append(_in_order(member, partner))
     return pairs
 
 
 def common_model(prefill: EngineCapabilities, decode: EngineCapabilities) -> str | None:
-    """Return a name by which both engines serve their model; None: it is not known."""
-    one = prefill.bases or prefill.models
-    other = decode.bases or decode.models
-    return min(one & other, default=None) if one and other else None
+    """Return a name by which both engines serve their model; None: not known."""
+    prefill_models = prefill.bases or prefill.models
+    decode_models = decode.bases or decode.models
+    return (
+        min(prefill_models & decode_models, default=None)
+        if prefill_models and decode_models
+        else None
+    )
 
 
 def moved_between(
     pair: MemberPair, counted: PairCounters, *, tokens: int, requests: int
 ) -> str | None:
-    """Say what KV came from a prefill engine to a decode engine; empty: none, None: neither engine
-    counts it.
+    """Describe the KV that moved between a pair; empty: none; None: neither engine counts it.
 
-    ``requests``: of ``tokens`` each, which the decode engine got with all its partners meanwhile.
-    Our connector counts bytes for each partner. Others count the bytes of all, and vLLM the tokens
-    that a decode engine loaded: it is enough if those are as many as of all its requests.
+    ``requests``: how many requests of ``tokens`` each the decode engine got meanwhile, from all
+    partners. Our connector counts bytes for each partner. Other connectors count the bytes of all
+    partners, and vLLM the tokens that a decode engine loaded: then KV has moved if these are as
+    many as those of all its requests.
     """
     prefill, decode = pair
     if OURS in (prefill.facts.connector, decode.facts.connector):
@@ -139,16 +144,14 @@ def moved_between(
 
 
 def failure_with(failures: Mapping[str, str], engine_id: str | None) -> str:
-    """Return why a decode engine says that it loads no KV of a prefill engine; empty: it says
-    nothing.
-    """
+    """Return the reason that a decode engine shows for not loading KV of an engine; empty: none."""
     if engine_id is None:
         return ""
-    return next((why for peer, why in failures.items() if _is_of(peer, engine_id)), "")
+    return next((reason for peer, reason in failures.items() if _is_of(peer, engine_id)), "")
 
 
 def verdict(lines: Sequence[ReadinessLine]) -> str:
-    """Say all of it in a sentence."""
+    """Return the result of all findings as a sentence."""
     failed = sum(line.sign is Sign.FAILED for line in lines)
     unknown = sum(line.sign is Sign.UNKNOWN for line in lines)
     unfinished = sum(line.is_unfinished for line in lines)
@@ -164,12 +167,12 @@ def verdict(lines: Sequence[ReadinessLine]) -> str:
 
 
 def is_ready(lines: Sequence[ReadinessLine]) -> bool:
-    """Whether all is well, and known to be."""
+    """Tell whether every finding is OK; UNKNOWN is not."""
     return all(line.sign is Sign.OK for line in lines)
 
 
-def _in_order(one: Member, other: Member) -> MemberPair:
-    return (one, other) if one.instance.role is Role.PREFILL else (other, one)
+def _in_order(member: Member, partner: Member) -> MemberPair:
+    return (member, partner) if member.instance.role is Role.PREFILL else (partner, member)
 
 
 def _fit(prefill: Member, decode: Member) -> bool:

@@ -1,4 +1,4 @@
-"""What came of one request, and what is wrong with it."""
+"""The reply to one request, and its faults."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,11 @@ _EXAMPLES: Final = 2  # in a finding
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One request and its response, as it came; times are those of one monotonic clock, in
-    seconds.
-    """
+    """The response to one request; times are seconds of a monotonic clock."""
 
     status: int | None  # None: no response, see `why`
     body: bytes
-    why: str  # the response did not come, or ended before its end
+    why: str  # there is no response, or an incomplete one; empty: it is complete
     is_late: bool  # ... because it took too long
     sent_at: float
     seconds: float
@@ -28,9 +26,7 @@ class Reply:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server has said that it does not serve this: not a time out, and not a
-        server's error.
-        """
+        """Whether the server refused the request: no timeout, and no 5xx but 501."""
         return (
             self.status is not None
             and not self.is_late
@@ -38,7 +34,7 @@ class Reply:
         )
 
     def failure(self) -> str:
-        """Say what was answered in place of an answer; empty: it is a success."""
+        """Describe the failure; empty: it is a success."""
         if self.why:
             return self.why
         if self.status == 200:
@@ -66,9 +62,7 @@ def findings_of(
     *,
     may_fail: bool = False,
 ) -> list[Finding]:
-    """Judge a reply; ``reference``: the right answer, if it is known; ``may_fail``: an error is as
-    good.
-    """
+    """Judge a reply; ``reference``: the right answer, if known; ``may_fail``: errors are fine."""
     if reply.is_late:
         return [Finding(FindingName.NO_ANSWER, f"{question}: {reply.why}")]
     if reply.failure():
@@ -86,15 +80,13 @@ def findings_of(
     if reference is None:
         return []
     return [
-        Finding(each.name, f"{question}: {each.seen}")
-        for each in differences(answer, reference, tolerance)
+        Finding(difference.name, f"{question}: {difference.evidence}")
+        for difference in differences(answer, reference, tolerance)
     ]
 
 
 def is_uncompared(question: Question, reply: Reply, reference: Answer | None) -> bool:
-    """Tell whether a reply is an answer, and no reference's is there that would show whether it is
-    right.
-    """
+    """Tell whether a reply is an answer for which the reference has none."""
     if reference is not None:
         return False
     try:
@@ -103,12 +95,14 @@ def is_uncompared(question: Question, reply: Reply, reference: Answer | None) ->
         return False
 
 
-def together(findings: Sequence[Finding], asked: int) -> list[Finding]:
-    """Make one finding of all of one name: how many of those asked, and the first ones."""
+def together(findings: Sequence[Finding], requests: int) -> list[Finding]:
+    """Merge findings of one name into one: their number of ``requests``, and the first of them."""
     names = dict.fromkeys(finding.name for finding in findings)
-    made: list[Finding] = []
+    merged: list[Finding] = []
     for name in names:
-        of_name = [finding.seen for finding in findings if finding.name is name]
+        of_name = [finding.evidence for finding in findings if finding.name is name]
         shown = "; ".join(of_name[:_EXAMPLES]) + ("; ..." if len(of_name) > _EXAMPLES else "")
-        made.append(Finding(name, f"{len(of_name)} of {asked}: {shown}" if asked > 1 else shown))
-    return made
+        merged.append(
+            Finding(name, f"{len(of_name)} of {requests}: {shown}" if requests > 1 else shown)
+        )
+    return merged

@@ -1,4 +1,4 @@
-"""Everything that a run has shown, and its exit code."""
+"""The results of a run, and its exit code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class RunReport:
 
     @property
     def exit_code(self) -> int:
-        """0: all green; 1: findings; 2: nothing was checked, or a check could not be done."""
+        """0: all passed; 1: findings; 2: no check passed, or one was aborted."""
         states = {check.state for check in self.checks}
         if CheckState.FAILED in states:
             return FINDINGS
@@ -52,9 +52,10 @@ class RunReport:
         counts = [
             (state, sum(check.state is state for check in self.checks)) for state in CheckState
         ]
-        found = sum(len(check.findings) for check in self.checks)
+        finding_count = sum(len(check.findings) for check in self.checks)
         parts = [f"{count} {state}" for state, count in counts if count]
-        return f"{len(self.checks)} checks: {', '.join(parts)}; {found} finding{'' if found == 1 else 's'}."
+        findings = f"{finding_count} finding{'' if finding_count == 1 else 's'}"
+        return f"{len(self.checks)} checks: {', '.join(parts)}; {findings}."
 
 
 def sign(state: CheckState) -> str:
@@ -65,12 +66,12 @@ def sign(state: CheckState) -> str:
 def line(check: CheckReport) -> str:
     """Write how a check ended, in one line, and a line for each finding."""
     idle = "" if check.idle_s is None else f", idle after {check.idle_s:.1f} s"
-    said = check.reason or f"{check.requests} requests in {check.seconds:.1f} s{idle}"
-    lines = [f"{sign(check.state):8} {check.name}: {said}"]
-    lines += [f"         {finding.name}: {finding.seen}" for finding in check.findings]
-    return "\n".join(plain(each) for each in lines)
+    outcome = check.reason or f"{check.requests} requests in {check.seconds:.1f} s{idle}"
+    lines = [f"{sign(check.state):8} {check.name}: {outcome}"]
+    lines += [f"         {finding.name}: {finding.evidence}" for finding in check.findings]
+    return "\n".join(plain(row) for row in lines)
 
 
 def plain(text: str) -> str:
-    """Leave out what would move a terminal's cursor, or is in no text: engines' words are in it."""
-    return "".join(each if each.isprintable() else " " for each in text)
+    """Replace control characters of an engine's text: they would move a terminal's cursor."""
+    return "".join(character if character.isprintable() else " " for character in text)

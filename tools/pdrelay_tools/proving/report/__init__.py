@@ -1,1 +1,1 @@
-"""One page of a run: as HTML with plots, as Markdown, as JSON."""
+"""The report of a run: as HTML with plots, as Markdown, as JSON."""

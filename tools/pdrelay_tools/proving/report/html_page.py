@@ -1,7 +1,4 @@
-"""The page as HTML: one file, without scripts, with plots inside.
-
-Every word of an engine is escaped.
-"""
+"""The page as one HTML file: with plots, without scripts; an engine's text is escaped."""
 
 import html
 from collections.abc import Sequence
@@ -51,7 +48,7 @@ def _about(report: RunReport) -> list[str]:
 
 def _findings(checks: Sequence[CheckReport]) -> list[str]:
     rows = [
-        f"<tr><td>{_escaped(check.name)}<td>{_escaped(finding.name)}<td>{_escaped(finding.seen)}<td>{_escaped(finding.means)}"
+        f"<tr><td>{_escaped(check.name)}<td>{_escaped(finding.name)}<td>{_escaped(finding.evidence)}<td>{_escaped(finding.means)}"
         for check in checks
         for finding in check.findings
     ]
@@ -67,12 +64,12 @@ def _checks(checks: Sequence[CheckReport]) -> list[str]:
     rows: list[str] = []
     for check in checks:
         idle = "" if check.idle_s is None else f"{check.idle_s:.1f} s"
-        said = "; ".join([*([check.reason] if check.reason else []), *check.notes])
+        details = "; ".join([*([check.reason] if check.reason else []), *check.notes])
         rows.append(
             f"<tr><td>{_escaped(check.group)}<td>{_escaped(check.name)}<td "
             f'class="{check.state}">{sign(check.state)}'
             f"<td>{check.requests}<td>{check.seconds:.1f} s<td>{idle}<td>{_escaped(check.about)}"
-            + (f"<br><small>{_escaped(said)}</small>" if said else "")
+            + (f"<br><small>{_escaped(details)}</small>" if details else "")
         )
     return [
         "<h2>Checks</h2>",
@@ -92,9 +89,9 @@ def _loads(loads: Sequence[Latencies]) -> list[str]:
             f"{load.tokens_per_second:.0f}",
         ]
         for values in (load.ttft, load.itl):
-            found = (percentile(values, percent) for percent in PERCENTILES)
+            percentiles = (percentile(values, percent) for percent in PERCENTILES)
             cells.append(
-                " / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in found)
+                " / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in percentiles)
             )
         rows.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
     head = (

@@ -9,7 +9,7 @@ from pdrelay_tools.proving.core.run_report import RunReport
 
 def write_json(report: RunReport) -> str:
     """Return the page."""
-    found = {
+    page = {
         "verdict": report.verdict,
         "exit_code": report.exit_code,
         "subject": report.subject,
@@ -24,8 +24,8 @@ def write_json(report: RunReport) -> str:
             asdict(check)
             | {
                 "findings": [
-                    {"name": each.name, "seen": each.seen, "means": each.means}
-                    for each in check.findings
+                    {"name": finding.name, "seen": finding.evidence, "means": finding.means}
+                    for finding in check.findings
                 ]
             }
             for check in report.checks
@@ -35,7 +35,7 @@ def write_json(report: RunReport) -> str:
             name: [list(sample) for sample in samples] for name, samples in report.usage.items()
         },
     }
-    return json.dumps(found, indent=2) + "\n"
+    return json.dumps(page, indent=2) + "\n"
 
 
 def _load(load: Latencies) -> dict[str, object]:

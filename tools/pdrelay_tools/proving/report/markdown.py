@@ -15,12 +15,12 @@ def write_markdown(report: RunReport) -> str:
     ]
     lines += [f"- {_cell(note)}" for note in report.notes]
     lines += ["", "## Findings", ""]
-    found = [
-        (check.name, str(finding.name), finding.seen, finding.means)
+    findings = [
+        (check.name, str(finding.name), finding.evidence, finding.means)
         for check in report.checks
         for finding in check.findings
     ]
-    lines += _table(("check", "finding", "seen", "means"), found) if found else ["None."]
+    lines += _table(("check", "finding", "seen", "means"), findings) if findings else ["None."]
     lines += ["", "## Checks", ""]
     rows = [
         (
@@ -74,9 +74,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Escape what Markdown or HTML in it would read as more than words: engines' words are in
-    it.
-    """
+    """Escape Markdown and HTML: an engine's text may be in it."""
     flat = plain(text)
     for character in "\\`*_[]|#!":
         flat = flat.replace(character, f"\\{character}")

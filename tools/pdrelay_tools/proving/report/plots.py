@@ -48,9 +48,7 @@ def lines(
 
 
 def shares(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return sorted values (seconds) as a cumulative distribution: ms, and percent that do not
-    exceed them.
-    """
+    """Return sorted seconds as a cumulative distribution: pairs of ms and percent up to that."""
     step = max(1, len(values) // 200)
     places = [*range(0, len(values), step), *([len(values) - 1] if values else [])]
     return [(values[place] * 1e3, 100 * (place + 1) / len(values)) for place in places]

@@ -200,6 +200,8 @@ class ControlPlane:
             return f"{len(self._push_receiver)} pushes of other engines may still be written into its cache"
         if self._push_coordinator is not None and self._push_coordinator.may_write:
             return "its workers still write into another engine's cache"
+        if self._staging_coordinator is not None and self._staging_coordinator.is_copying:
+            return "its workers still copy parts of its cache into host memory"
         is_read = self.lease_manager.leases.has_late_reads(now=now)
         return "another engine still reads its cache" if is_read else ""
 

@@ -2,14 +2,17 @@
 
 import pytest
 
-from pdrelay_connector.core.control import ASLEEP
+from pdrelay_connector.core.control import ASLEEP, ControlPlane
 from pdrelay_connector.core.ids import EngineId
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
 from pdrelay_connector.core.results import FellAsleep
+from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.sleep import TRANSITIONS, Sleep, SleepEvent, SleepState, in_generation, known_as
 from pdrelay_connector.errors import IllegalTransition
-from support.engines import TIMEOUT, World
+from support.engines import FINGERPRINT, LEASE, TIMEOUT, World
 from support.push_engines import PushWorld
+from support.staging_world import StagingWorld
 
 PATIENCE = 2 * TIMEOUT
 
@@ -189,3 +192,28 @@ def test_who_tells_of_the_end_of_a_read_counts_once_for_each_rank():
     leases.late_read_ended("p-a", 1, 2)
 
     assert not leases.has_late_reads(now=1.0)
+
+
+def test_copies_into_host_memory_are_waited_for():
+    """A worker copies a part out of the cache for an engine that has given up: the cache stays until then."""
+    world = StagingWorld()
+    p = world.p
+    (copier,) = p.copiers
+    copier.stuck = True
+    world.load(p.lend(2), size=2)
+    world.run()
+    peers = PeerTable(p.link, FINGERPRINT, p.counters, retry_after=1.0)
+    renewer = LeaseRenewer(p.link, peers, p.counters, heartbeat_interval=LEASE / 6)
+    control = ControlPlane(
+        p.lease_manager, renewer, peers, p.counters,
+        staging_coordinator=p.staging_coordinator, close_all=p.link.close_all,
+    )  # fmt: skip
+    control.fall_asleep(until=world.now + PATIENCE)
+    world.run()
+    control.advance(now=world.now)
+
+    assert (len(copier), control.take_results(now=world.now)) == (1, [])
+    copier.stuck = False
+    world.run()
+    control.advance(now=world.now)
+    assert control.take_results(now=world.now) == [FellAsleep()]

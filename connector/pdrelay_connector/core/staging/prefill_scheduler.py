@@ -124,6 +124,11 @@ class StagingCoordinator:
         self._give_room()
         return self._deadlines.next()
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether a worker may still copy out of the cache, also for a request that is over."""
+        return any(part.copying for part in self._parts.values())
+
     def is_reading(self, request: RequestId) -> bool:
         """Whether a decode engine reads parts of a request, or asks for them."""
         return request in self._by_request

@@ -81,8 +81,11 @@ def build(
     added = [make(ground) for make in (features() if make_features is None else make_features)]
     ended = [hear for feature in added if (hear := feature.hears_ended()) is not None]
     spans = next((found for feature in added if (found := feature.spans()) is not None), None)
+    claims = next((own for feature in added if (own := feature.claims()) is not None), None)
     fleet = build_fleet(settings, engines, clock, [feature.routing() for feature in added])
-    serving = build_requests(settings, engines, fleet, clock, ended=ended, spans=spans)
+    serving = build_requests(
+        settings, engines, fleet, clock, ended=ended, spans=spans, claims=claims
+    )
     feeds = [feed for feature in added if (feed := feature.feed()) is not None]
     discovery = build_discovery(settings, engines.registry, clock, feeds)
     core = Core(serving, discovery, wall)

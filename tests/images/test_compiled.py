@@ -20,9 +20,9 @@ pytestmark = pytest.mark.processes
 SUITES = {
     "core": (
         "tests/proxy/core",
-        *[f"tests/proxy/features/{name}/core" for name in ("expected_ttft", "kv_events", "peers")],
+        *[f"tests/proxy/features/{name}/core" for name in ("expected_ttft", "kv_events", "peers", "prompt_arrays")],
     ),
-    "requests": ("tests/proxy/requests",),
+    "requests": ("tests/proxy/requests", "tests/proxy/features/prompt_arrays/requests"),
     "features": ("tests/proxy/features/peers/core", "tests/proxy/features/slices"),
     "io": (
         "tests/proxy/io/wire/test_engines_contract.py",

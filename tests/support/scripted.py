@@ -39,7 +39,7 @@ from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.services import LiveSettings, Services
 from pdrelay_proxy.settings import KvTransferMode, Settings
-from support.feature_routing import routing_of_features
+from support.feature_routing import all_features
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
 EVENTS, JSON = "text/event-stream", "application/json"
@@ -473,8 +473,10 @@ def router_of(
         PushCoordinates(at_once=manner.at_once),
         Telemetry(Counters(frozenset({*map(str, Api)})), clock),
     )
-    added = routing_of_features(settings, registry, clock)
-    fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, added=added, later=telemetry.later)
+    added = all_features(settings, registry, clock)
+    routing = [feature.routing() for feature in added]
+    fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, added=routing, later=telemetry.later)
+    claims = next((own for feature in added if (own := feature.claims()) is not None), None)
     names, ended, numbers = [], {}, itertools.count()
 
     def request_over(record):
@@ -508,7 +510,7 @@ def router_of(
         request_over=request_over,
         spans=spans,
     )
-    requests = RequestSet(services, moves_at_once=moves_at_once)
+    requests = RequestSet(services, claims, moves_at_once=moves_at_once)
     return Router(requests, registry, names, ended)
 
 

@@ -26,6 +26,7 @@ from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import HearEnded, Telemetry
 from pdrelay_proxy.requests.body_reader import BodyReader
+from pdrelay_proxy.requests.claims import CallClaims
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_accounts import LegAccounts
@@ -61,8 +62,12 @@ def build_requests(
     *,
     ended: Sequence[HearEnded] = (),
     spans: Spans | None = None,
+    claims: CallClaims | None = None,
 ) -> RequestSide:
-    """Build it; ``ended``: hear of requests that are over. Raises ConfigError."""
+    """Build it. Raises ConfigError.
+
+    ``ended``: hear of requests that are over; ``claims``: requests that a feature answers.
+    """
     pairs = engines.pairs
     wire = engines.wire
     gate = Gate(settings, clock, has_other_routers=engines.has_other_routers)
@@ -117,7 +122,7 @@ def build_requests(
         and not engines.has_other_routers,
         spans=spans,
     )
-    requests = RequestSet(services)
+    requests = RequestSet(services, claims)
     models = ModelCatalog(engines.registry, wire, clock)
     return RequestSide(
         requests, fleet, gate, lifetime, keyring, models, telemetry, releaser, reader

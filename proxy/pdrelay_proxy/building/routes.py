@@ -101,6 +101,7 @@ def _key_routes(
     telemetry = serving.telemetry
     fleet = serving.fleet
     own = OwnEngines(engines.guard.leads_to)
+    claims = requests.claims
     explainer = Explainer(
         fleet.rehearsal,
         engines.learned,
@@ -110,6 +111,7 @@ def _key_routes(
         fleet.caches,
         fleet.passes_ids,
         engines.registry.models.of_unnamed,
+        None if claims is None else claims.claim,
     )
     instances = InstanceAdmin(
         engines.registry,

@@ -25,6 +25,7 @@ FEATURES: Final = (
     "kv_events",
     "peers",
     "pods",
+    "prompt_arrays",
     "roles",
     "slices",
     "why",

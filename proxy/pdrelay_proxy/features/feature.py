@@ -17,6 +17,7 @@ from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
 from pdrelay_proxy.io.worker_place import WorkerPlace
+from pdrelay_proxy.requests.claims import CallClaims
 from pdrelay_proxy.requests.services import Spans
 from pdrelay_proxy.settings import Settings
 
@@ -104,6 +105,10 @@ class Feature:
 
     def spans(self) -> Spans | None:
         """Return what opens a span for each request and for each of its legs."""
+        return None
+
+    def claims(self) -> CallClaims | None:
+        """Return what tells requests that it answers itself, by requests of its own; None: it answers none."""
         return None
 
     def parts(self, core: Core) -> FeatureParts:

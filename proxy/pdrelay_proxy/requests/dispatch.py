@@ -216,18 +216,11 @@ class Dispatch(Answering):
             return None, attempt.choice.choose_decode(
                 self._life.services.fleet.usable(_DECODE) if source is None else [source]
             )
-        if call is None:
-            reason: SingleEngineReason | None = self._plan.single_reason
-        elif attempt.retries.is_alone:
+        reason = self._plan.single_reason
+        if attempt.retries.is_alone:
             reason = SingleEngineReason.PREFILL_FAILED
-        else:
-            fleet = self._life.services.fleet
-            alone = self.settings.decode_only_fallback
-            reason = (
-                None
-                if can_split
-                else split_reason(fleet, call.api, call.fields, may_be_alone=alone)
-            )
+        elif reason is None and call is not None and not can_split:
+            reason = split_reason(self._life.services.fleet, call.api, call.fields)
         found = attempt.choice.route(reason)
         if found.prefill is None:
             plan = self._plan

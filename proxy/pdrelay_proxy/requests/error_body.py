@@ -5,8 +5,8 @@ API's shape.
 from typing import Final
 
 from pdrelay_proxy.core.http.content_codings import READ
+from pdrelay_proxy.core.protocol.engine_errors import words_of
 from pdrelay_proxy.core.protocol.error_shapes import engine_text, error_event, error_text
-from pdrelay_proxy.core.protocol.prompt_arrays import words_of
 from pdrelay_proxy.errors import (
     BadRequest,
     BodyTooLarge,

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from pdrelay_proxy.core.admission.cache_salts import Salts
 from pdrelay_proxy.core.admission.keys import ANYBODY, Keyring
 from pdrelay_proxy.core.admission.lifetime import Lifetime
@@ -30,7 +28,6 @@ from pdrelay_proxy.core.model import (
 from pdrelay_proxy.core.protocol.client_media import ANY_HOST, check_media
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
-from pdrelay_proxy.core.protocol.prompt_arrays import prompts_of
 from pdrelay_proxy.core.protocol.request_bodies import (
     TEMPLATES,
     check_chat_template,
@@ -101,10 +98,9 @@ class RequestPlan:
     content_type: bytes
     priority: int
     tokens: int | None  # about how many its prompt has; None: not looked at
-    single_reason: SingleEngineReason  # why one engine gets ``body``
+    single_reason: SingleEngineReason | None  # why one engine gets all of it; None: not said
     # it names none, and which one it means is told by its prefill engine's answer
     learns_model: bool
-    prompts: Sequence[msgspec.Raw]  # of a request with several; else none
 
     def __init__(  # noqa: PLR0917 (by name they cost 1,000 instructions more)
         self,
@@ -117,13 +113,12 @@ class RequestPlan:
         *,
         body: Pieces | None = None,
         content_type: bytes = JSON_TYPE,
-        single_reason: SingleEngineReason = SingleEngineReason.ONE_LEG,
+        single_reason: SingleEngineReason | None = None,
     ) -> None:
         self.path = path
         self.headers = headers
         self.hints = hints
         self.streams = call is not None and call.fields.get("stream") == TRUE
-        self.prompts = ()
         self.call = call
         self.body = [] if body is None else body
         self.content_type = content_type
@@ -277,7 +272,6 @@ class Intake:
                 path, passed_on, hints_of_call(call, session, model), priority, call, tokens
             )
             plan.learns_model = is_unknown
-            plan.prompts = prompts_of(api, asked)
             return plan
         if path in _FORMS:
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))

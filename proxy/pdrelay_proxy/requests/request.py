@@ -14,22 +14,21 @@ from functools import partial
 from typing import Final
 
 from pdrelay_proxy.core.admission.ticket import Ticket, TicketState
-from pdrelay_proxy.core.model import GenerationRequest, Instance, InstanceId, RequestId
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
-from pdrelay_proxy.core.routing.route import array_reason
 from pdrelay_proxy.core.served_tokens import served_tokens
 from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.body_reader import LARGE
+from pdrelay_proxy.requests.claims import CallClaims, Claim, ClaimedAnswer, PartRequest
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.intake import Intake, RequestHead, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
-from pdrelay_proxy.requests.prompt_array import PromptArray, size_of_array
 from pdrelay_proxy.requests.response import ResponseWriter
 from pdrelay_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
 from pdrelay_proxy.requests.services import RequestSpan, Services
@@ -54,10 +53,12 @@ class RequestOwner(ABC):
     way.
     """
 
-    __slots__ = ("services",)
+    __slots__ = ("claims", "services")
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, claims: CallClaims | None = None) -> None:
+        """``claims``: requests that a feature answers."""
         self.services = services
+        self.claims = claims
 
     @abstractmethod
     def begun(self, request: "Request", /) -> None:
@@ -68,7 +69,7 @@ class RequestOwner(ABC):
         """A request is over; it may not have been let in."""
 
 
-class Request:
+class Request(PartRequest):
     """One request. To its connection it is an exchange (``api/guarded.py``)."""
 
     __slots__ = (
@@ -124,7 +125,7 @@ class Request:
         self._total_s = 0.0  # seconds that it may take until then
         self._dispatch: Dispatch | None = None  # since it was admitted
         self._comments: CommentedResponse | None = None  # None: its stream has none
-        # that, or the prompts of an array, each served by itself
+        # that, or what a feature has under way
         self._answering: Answering | None = None
         self.response_complete = False
 
@@ -300,26 +301,24 @@ class Request:
                 size = len(self._body)
                 is_long = size > LARGE or self._head.coding is not None
                 plan, size = await self._read_long() if is_long else (self._read(), size)
-                ticket = self._take_ticket(plan, size)
+                call = plan.call
+                claims = self._owner.claims
+                claim = None if claims is None or call is None else claims.claim(call)
+                ticket = self._take_ticket(plan, size, claim)
                 if ticket.state is _WAITING:
                     await self._wait_for_turn(ticket)
                 dispatch = self._admit(plan, ticket)
+                claimed = (
+                    None if claim is None else self._claimed(claim, plan, ticket, dispatch.settings)
+                )
             else:
                 dispatch = self._join(plan)
+                claimed = None
             call = plan.call
             settings = dispatch.settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
-            whole = self._ticket  # None: it is a part itself
-            if (
-                call is not None
-                and whole is not None
-                and plan.prompts
-                and self._may_divide(call, plan, settings)
-            ):
-                array = self._answering = PromptArray(
-                    self._life, self._client, plan, call, whole, new=self._part
-                )
-                await array.answer()
+            if claimed is not None:
+                await claimed.answer()
             elif call is not None and continues and may_be_resumed(call):
                 await ResumedStream(self._life, dispatch, self._client).answer(call)
             else:
@@ -334,14 +333,19 @@ class Request:
         finally:
             self._end(status)
 
-    def _may_divide(self, call: GenerationRequest, plan: RequestPlan, settings: Settings) -> bool:
-        """Tell whether each prompt of an array goes its own way."""
-        fleet = self._services.fleet
-        may_be_alone = settings.decode_only_fallback
-        return (
-            array_reason(fleet, call.api, call.fields, plan.prompts, may_be_alone=may_be_alone)
-            is None
+    def _claimed(
+        self, claim: Claim, plan: RequestPlan, ticket: Ticket, settings: Settings
+    ) -> ClaimedAnswer | None:
+        """Return what answers a request that a feature has claimed; None: one engine gets all of it."""
+        reason = claim.single_reason(
+            self._services.fleet, may_be_alone=settings.decode_only_fallback
         )
+        if reason is not None:
+            plan.single_reason = reason
+            return None
+        answer = claim.begin(self._life, self._client, plan, ticket, new_part=self._part)
+        self._answering = answer
+        return answer
 
     def _hold_broken(self, status: int) -> None:
         """Hold engines to account for what they did not bring to its end."""
@@ -392,7 +396,7 @@ class Request:
         return dispatch
 
     def _part(self, writer: ResponseWriter, plan: RequestPlan, place: int) -> "Request":
-        """Return a request of its own for the prompt at a place."""
+        """Return a request of its own for the part at a place."""
         own = self._life.record
         record = PromptRecord(
             RequestId(f"{own.request_id}-p{place}"), plan.path, client_id=own.client_id
@@ -446,7 +450,7 @@ class Request:
         body, fields, tokens = future.result()
         return intake.plan(head, body, fields, tokens), len(body)
 
-    def _take_ticket(self, plan: RequestPlan, size: int) -> Ticket:
+    def _take_ticket(self, plan: RequestPlan, size: int, claim: Claim | None) -> Ticket:
         """Return the ticket of a request whose body has so many bytes: admitted, waiting or
         refused.
 
@@ -458,13 +462,12 @@ class Request:
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
         gate = services.gate
-        if plan.prompts:
-            size = size_of_array(plan, size, gate.admission.limits.max_inflight_bytes)
+        count = 1
+        if claim is not None:
+            size = claim.charged_bytes(size, gate.admission.limits.max_inflight_bytes)
+            count = claim.count
         caller = self._head.caller
-        prompts = len(plan.prompts) or 1
-        ticket = self._ticket = gate.arrive(
-            caller, plan.priority, size, plan.tokens, prompts=prompts
-        )
+        ticket = self._ticket = gate.arrive(caller, plan.priority, size, plan.tokens, prompts=count)
         self._head = _NO_HEAD  # the connection keeps us until its next request
         interval_s = services.settings.current.stream_comment_interval_s
         if interval_s and plan.streams:  # from here on: nothing else comes in the queue

@@ -7,6 +7,7 @@ from typing import Final, Self
 from pdrelay_proxy.core.admission.lifetime import cut_short
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.io.fair_timeout import LateTimer
+from pdrelay_proxy.requests.claims import CallClaims
 from pdrelay_proxy.requests.request import Request, RequestOwner
 from pdrelay_proxy.requests.services import Services
 from pdrelay_proxy.requests.stream_moves import StreamMoves
@@ -25,9 +26,18 @@ class RequestSet(RequestOwner):
 
     __slots__ = ("_lateness", "_timer", "_under_way", "moves")
 
-    def __init__(self, services: Services, *, moves_at_once: int = _MOVES_AT_ONCE) -> None:
-        """``moves_at_once``: streams that leave an engine and have not reached the next one."""
-        super().__init__(services)
+    def __init__(
+        self,
+        services: Services,
+        claims: CallClaims | None = None,
+        *,
+        moves_at_once: int = _MOVES_AT_ONCE,
+    ) -> None:
+        """``claims``: requests that a feature answers.
+
+        ``moves_at_once``: streams that leave an engine and have not reached the next one.
+        """
+        super().__init__(services, claims)
         self._under_way: dict[Request, None] = {}  # in the order in which they came
         self._timer: asyncio.TimerHandle | None = None
         self._lateness = LateTimer()

@@ -178,18 +178,6 @@ async def test_explain_names_the_rule_of_a_request_that_is_not_split():
     assert without["rule"] == "single: no_prefill_engine"
 
 
-async def test_explain_of_several_prompts():
-    """Each goes its own way, if the first one can be split; else all of them go to one engine."""
-    async with router(sims(), OPEN) as client:
-        _, each = await explain(client, {"prompt": ["a", "b", "c"], "max_tokens": 5})
-        _, whole = await explain(client, {"prompt": ["a", "b"], "echo": True})
-
-    assert each["rule"] == "each of 3 prompts by itself, the first: prefill first, then decode"
-    assert each["prefill_body"]["prompt"] == "a"
-    assert (whole["rule"], whole["prefill"]) == ("single: echo", None)
-    assert whole["decode_body"]["prompt"] == ["a", "b"]
-
-
 async def test_engines_that_cannot_share_a_request_are_named():
     """That there is a prefill engine, and why it is of no use, is another thing to mend than that there is none."""
     async with router(sims(), OPEN) as client:

@@ -32,6 +32,7 @@ def explainer_of(router):
         SessionIds(()),
         router.leg_bodies,
         model_of_unnamed=router.registry.models.of_unnamed,
+        claim=None if router.requests.claims is None else router.requests.claims.claim,
     )
 
 

@@ -8,6 +8,7 @@ from pdrelay_proxy.core.model import EngineResponse, Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import BodyShape, Failure, failure_of_answer
 from pdrelay_proxy.core.protocol.response_filter import clean_answer
 from pdrelay_proxy.core.raw_json import NULL, Fields, maybe
+from pdrelay_proxy.core.schemas import ErrorBody
 from pdrelay_proxy.errors import (
     AnswerRefused,
     EngineBusy,
@@ -52,6 +53,14 @@ def leg_error(engine: Instance, answer: EngineResponse) -> Refused | EngineError
 def refusal(engine: str, status: int, body: bytes) -> Refused:
     """Return the error for an event of a stream that is to be the client's answer."""
     return Refused(status, JSON, _words(engine, BodyShape.ERROR, body))
+
+
+def words_of(error: bytes) -> str | None:
+    """Return the message of an error, as an engine writes it; None: it has none."""
+    said = maybe(error, ErrorBody)
+    if said is None or isinstance(said.error, str):
+        return None if said is None else str(said.error)
+    return maybe(said.error.get("message", NULL), str)
 
 
 def body_shape(body: bytes) -> BodyShape:

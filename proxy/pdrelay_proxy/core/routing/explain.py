@@ -22,9 +22,9 @@ from pdrelay_proxy.core.model import (
     TransferId,
 )
 from pdrelay_proxy.core.protocol import push, request_bodies
-from pdrelay_proxy.core.protocol.prompt_arrays import one_of, prompts_of
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import TRUE, encode, text
+from pdrelay_proxy.core.routing.claimed_call import ClaimedCall
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.retries import RetryAttempts
 from pdrelay_proxy.core.routing.route import Route, route, split_reason
@@ -101,6 +101,7 @@ class Explainer:
     # to a decode engine
     passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False
     model_of_unnamed: Callable[[], str | None] | None = None  # as for requests (requests/intake.py)
+    claim: Callable[[GenerationRequest], ClaimedCall | None] | None = None  # of a feature, likewise
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now.
@@ -113,16 +114,16 @@ class Explainer:
         fleet.check_path(call.api, hints_of_call(call))
         if not is_known:
             return self._explain_one(fleet, call, SingleEngineReason.UNKNOWN_MODEL)
-        prompts = prompts_of(call.api, call.fields)
+        claimed = None if self.claim is None else self.claim(call)
+        if claimed is None:
+            return self._explain_one(fleet, call, split_reason(fleet, call.api, call.fields))
         may_be_alone = self.settings().decode_only_fallback
-        reason = split_reason(fleet, call.api, call.fields, may_be_alone=may_be_alone)
-        if reason is not None or not prompts:
+        reason = claimed.single_reason(fleet, may_be_alone=may_be_alone)
+        if reason is not None:
             return self._explain_one(fleet, call, reason)
-        one = GenerationRequest(call.api, one_of(call.fields, prompts[0]), call.headers, call.rank)
-        found = self._explain_one(fleet, one, split_reason(fleet, one.api, one.fields))
-        return replace(
-            found, rule=f"each of {len(prompts)} prompts by itself, the first: {found.rule}"
-        )
+        first = claimed.first_call()
+        found = self._explain_one(fleet, first, split_reason(fleet, first.api, first.fields))
+        return replace(found, rule=claimed.rule(found.rule))
 
     def _named(self, call: GenerationRequest) -> tuple[GenerationRequest, bool]:
         """Return a request with the model that it means; False: one engine serves it, for it is not

@@ -5,12 +5,9 @@ replays.
 from collections.abc import Sequence
 from typing import Final
 
-import msgspec
-
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.model import Api, Instance, Role, RoutingHints, SingleEngineReason
 from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
-from pdrelay_proxy.core.protocol.prompt_arrays import one_of, prompts_of
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
@@ -20,7 +17,6 @@ from pdrelay_proxy.errors import NoInstance, NoMatchingInstance
 from pdrelay_proxy.settings import Settings
 
 _N: Final = SingleEngineReason.N  # looking a member up takes as long as a call
-_PROMPTS: Final = SingleEngineReason.PROMPTS
 _SHORT: Final = SingleEngineReason.SHORT
 _FASTER: Final = SingleEngineReason.FASTER
 _PREFILL: Final = Role.PREFILL
@@ -45,47 +41,12 @@ class Route:
         self.expected: ExpectedTime | None = None  # None: the policies do not ask for it
 
 
-def split_reason(
-    fleet: FleetChoice, api: Api, fields: Fields, *, may_be_alone: bool = True
-) -> SingleEngineReason | None:
-    """Say why a request must not be split between two engines of this fleet; None: it may be.
-
-    Of several prompts: why they do not go their own ways. ``may_be_alone``: without prefill
-    engines, a decode engine serves requests alone.
-    """
+def split_reason(fleet: FleetChoice, api: Api, fields: Fields) -> SingleEngineReason | None:
+    """Say why a request must not be split between two engines of this fleet; None: it may be."""
     reason = solo_reason(api, fields)
     if reason is _N and may_share(api, fields) and fleet.shares_loads():
         return None
-    if reason is _PROMPTS:
-        prompts = prompts_of(api, fields)
-        return (
-            array_reason(fleet, api, fields, prompts, may_be_alone=may_be_alone)
-            if prompts
-            else reason
-        )
     return reason
-
-
-def array_reason(
-    fleet: FleetChoice,
-    api: Api,
-    fields: Fields,
-    prompts: Sequence[msgspec.Raw],
-    *,
-    may_be_alone: bool,
-) -> SingleEngineReason | None:
-    """Say why one engine gets all prompts of an array; None: each goes its own way.
-
-    One prompt could not be split, or there is no prefill engine and ``may_be_alone``.
-    """
-    reason = split_reason(fleet, api, one_of(fields, prompts[0]))
-    if reason is not None or not may_be_alone:
-        return reason
-    try:
-        fleet.usable(_PREFILL)
-    except NoInstance:
-        return SingleEngineReason.NO_PREFILL
-    return None
 
 
 def route(

@@ -7,7 +7,7 @@ import pytest
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.model import EngineResponse, Instance, InstanceId, Role
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
-from pdrelay_proxy.core.protocol.engine_errors import body_shape, leg_error, refusal
+from pdrelay_proxy.core.protocol.engine_errors import body_shape, leg_error, refusal, words_of
 from pdrelay_proxy.core.protocol.fault_table import BodyShape, Failure, failure_of, failure_of_answer
 from pdrelay_proxy.errors import EngineBusy, EngineError, EngineFault, KeyRefused, NoSuchPath, Refused
 from pdrelay_proxy.requests.error_body import error_body
@@ -137,3 +137,9 @@ def test_parameters_do_not_reach_the_client_in_an_error():
 
     assert failure_of(error) is Failure.REFUSED
     assert error.body == b'{"error":{"message":"no"}}'
+
+
+def test_the_message_of_an_error():
+    """Of an error's body, as engines write it."""
+    assert words_of(b'{"error":{"message":"too long","code":400}}') == "too long"
+    assert words_of(b"<html>") is None

@@ -61,34 +61,6 @@ async def test_the_beginning_of_an_id_is_enough_where_it_is_one_requests():
     assert unknown[0] == 404
 
 
-async def test_the_prompts_of_one_request_are_one_request():
-    """Their records are those of the whole."""
-    async with router(sims(), OPEN) as client:
-        whole = (await client.post("/v1/completions", json={**PROMPT, "prompt": ["a", "b"]})).headers["x-request-id"]
-        status, found = await ask(client, whole[:-1])
-
-    assert (status, {each["request_id"][: len(whole)] for each in found["requests"]}) == (200, {whole})
-
-
-async def test_a_request_with_many_prompts_is_one_entry():
-    """It leaves the requests before it in the history; its notes name prompts that can be asked for."""
-    async with router(sims(), OPEN.having(WhySettings(request_history=4))) as client:
-        before = (await client.post("/v1/completions", json=PROMPT)).headers["x-request-id"]
-        response = await client.post("/v1/completions", json=PROMPT | {"prompt": ["hello"] * 20})
-        name = response.headers["x-request-id"]
-        _, found = await ask(client, name)
-        said = [note for note in found["requests"][0]["notes"] if note.startswith(f"{name}-p")]
-        _, part = await ask(client, said[0].split()[0])
-        assert (await ask(client, before))[0] == 200
-
-    assert response.status_code == 200
-    assert (len(found["requests"]), found["omitted"], len(said)) == (1, 0, 8)
-    assert found["requests"][0]["mode"] == "each_prompt"
-    assert any(note.startswith("20 prompts are over") for note in found["requests"][0]["notes"])
-    assert said[0].endswith(" ms prefill-0 decode-0")
-    assert [row["what"] for row in part["requests"][0]["rows"]].count("decode leg") == 1
-
-
 async def test_what_engines_noted_is_asked_for_under_their_name_of_the_request():
     """And is put into their leg."""
     engines = sims()

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.model import EngineResponse, Role
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import Settings
@@ -446,6 +447,24 @@ async def test_without_a_prefill_engine_it_stays_whole():
     assert client.status == 200
     assert client.record.single_reason == "no_prefill_engine"
     assert len(engines.legs) == 1
+
+
+async def test_what_stays_whole_stays_so_when_it_is_sent_again():
+    """Though a prefill engine has come meanwhile: two engines cannot share several prompts."""
+
+    async def decode(leg):
+        if len(engines.legs) == 1:
+            router.registry.add(Role.PREFILL, Address("http", "h", 9))
+            raise EngineError("it broke off")
+        return await _whole(leg)
+
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, x=0, y=2)
+    client = await router.serve(call(prompt=PROMPTS))
+
+    assert client.status == 200
+    assert [leg.instance.role for leg in engines.legs] == [Role.DECODE, Role.DECODE]
+    assert asked(engines.legs[1])["prompt"] == PROMPTS
 
 
 async def test_each_is_refused_where_no_engine_may_serve_alone():

@@ -12,8 +12,8 @@ from typing import Final, TypeGuard
 import msgspec
 
 from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.engine_errors import words_of
 from pdrelay_proxy.core.raw_json import NULL, Fields, NotJson, decode, encode, maybe, text
-from pdrelay_proxy.core.schemas import ErrorBody
 from pdrelay_proxy.errors import EngineError
 
 _PROMPT: Final = "prompt"
@@ -211,14 +211,6 @@ class MergedStream(_Merged):
         return b"data: %b\n\n" % encode(
             fields | {name: raw for name, raw in again.items() if name in fields}
         )
-
-
-def words_of(error: bytes) -> str | None:
-    """Return the message of an error, as an engine writes it; None: it has none."""
-    said = maybe(error, ErrorBody)
-    if said is None or isinstance(said.error, str):
-        return None if said is None else str(said.error)
-    return maybe(said.error.get("message", NULL), str)
 
 
 def _sum(one: object, other: object) -> object:

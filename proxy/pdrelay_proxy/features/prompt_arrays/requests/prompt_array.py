@@ -7,36 +7,36 @@ then.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final
+
+import msgspec
 
 from pdrelay_proxy.core.admission.ticket import Ticket
 from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
 from pdrelay_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role
-from pdrelay_proxy.core.protocol.prompt_arrays import (
-    MergedAnswer,
-    MergedStream,
-    choices_of,
-    one_of,
-    words_of,
-)
-from pdrelay_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
+from pdrelay_proxy.core.protocol.engine_errors import words_of
+from pdrelay_proxy.core.request_record import PromptParts, PromptRecord
 from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 from pdrelay_proxy.errors import (
     AnswerRefused,
     BadRequest,
-    BodyTooLarge,
     EngineError,
     NoInstance,
     ProxyError,
     Refused,
     RouterFull,
 )
+from pdrelay_proxy.features.prompt_arrays.core.prompt_arrays import (
+    MergedAnswer,
+    MergedStream,
+    choices_of,
+    one_of,
+)
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
-from pdrelay_proxy.requests.answering import Answering
+from pdrelay_proxy.requests.claims import ClaimedAnswer, NewPart, PartRequest
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.intake import JSON_TYPE, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
-from pdrelay_proxy.requests.response import ResponseWriter
 from pdrelay_proxy.requests.stream_move import StuckPrompts
 
 # bytes of a part that is served, but for its prompt and the fields that all share
@@ -49,76 +49,6 @@ _OK: Final = 200
 _CLIENTS_FAULT: Final = range(400, 500)
 
 
-class PromptRequest(Protocol):
-    """One request of the array (requests/request.py)."""
-
-    @property
-    def engines(self) -> Sequence[InstanceId]:
-        """List the engines of the legs that are under way."""
-        ...
-
-    @property
-    def failure(self) -> Exception | None:
-        """Return the error that its client was to get, once it is over; None: there was none."""
-        ...
-
-    @property
-    def record(self) -> RequestRecord:
-        """Return what has happened to it."""
-        ...
-
-    def begin(self) -> None:
-        """Serve it."""
-        ...
-
-    def pause(self) -> None:
-        """Have the engine wait."""
-        ...
-
-    def resume(self) -> None:
-        """Go on."""
-        ...
-
-    def interrupt(self, error: Exception, /) -> None:
-        """End it."""
-        ...
-
-    def check_deadlines(self, now: float, /) -> None:
-        """Fail what has taken too long."""
-        ...
-
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
-        """Let go of a decode engine that is left, while the prompt is computed elsewhere."""
-        ...
-
-
-# for the prompt at a place
-NewRequest: TypeAlias = Callable[[ResponseWriter, RequestPlan, int], PromptRequest]
-
-
-def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
-    """Return how many bytes a request with several prompts is charged; ``size``: of its body;
-    ``most``: of all.
-
-    All parts share the bytes of its long fields, but each has two connections to engines, whose
-    buffers may hold them, and a head and objects of its own.
-
-    Raises:
-        BodyTooLarge: it would be more than the router may hold.
-    """
-    at_once = min(len(plan.prompts), AT_ONCE_AT_MOST)
-    beside = max(0, size - sum([len(memoryview(prompt)) for prompt in plan.prompts]))
-    charged = size + at_once * (beside + _PART_SIZE)
-    if charged > most and beside > _PART_SIZE:
-        raise BodyTooLarge(
-            f"each of the {len(plan.prompts)} prompts is sent with the other fields, which have "
-            f"{beside} bytes: for "
-            f"{at_once} prompts at a time that is more than the router may hold "
-            f"(max_inflight_bytes)"
-        )
-    return min(charged, most)
-
-
 def parts_at_once(fleet: LiveFleet) -> int:
     """Return how many parts of one array may be under way: by the role that has fewer engines."""
     try:
@@ -128,7 +58,7 @@ def parts_at_once(fleet: LiveFleet) -> int:
     return min(max(AT_ONCE_AT_LEAST, engines * AT_ONCE_EACH_ENGINE), AT_ONCE_AT_MOST)
 
 
-class PromptArray(Answering):
+class PromptArray(ClaimedAnswer):
     """The parts of one request, and what has come of them."""
 
     __slots__ = (
@@ -141,7 +71,7 @@ class PromptArray(Answering):
         "_held",
         "_left",
         "_life",
-        "_new",
+        "_new_part",
         "_parts",
         "_pieces",
         "_places",
@@ -161,10 +91,10 @@ class PromptArray(Answering):
         call: GenerationRequest,
         ticket: Ticket,
         *,
-        new: NewRequest,
+        prompts: Sequence[msgspec.Raw],
+        new_part: NewPart,
     ) -> None:
-        """``ticket``: of the whole request; ``new``: makes the request for one prompt."""
-        prompts = plan.prompts
+        """``ticket``: of the whole request; ``new_part``: makes the request for one prompt."""
         # the answer's id; choices of each prompt
         name = f"cmpl-{life.record.request_id}"
         n = choices_of(call.fields)
@@ -178,8 +108,8 @@ class PromptArray(Answering):
         self._ticket = ticket
         # of parts under way, but for one, which is served at that of the whole
         self._places: list[Ticket] = []
-        self._new = new
-        self._parts: dict[int, PromptRequest] = {}  # by place: those under way
+        self._new_part = new_part
+        self._parts: dict[int, PartRequest] = {}  # by place: those under way
         self._begun = 0  # parts that were begun
         self._left = len(prompts)  # parts that have no whole answer
         self._failure: Exception | None = None  # of the first part that has failed
@@ -241,7 +171,7 @@ class PromptArray(Answering):
             own_plan = RequestPlan(plan.path, plan.headers, hints, plan.priority, call=own)
             own_plan.learns_model = plan.learns_model
             self._begun += 1
-            part = self._parts[place] = self._new(_PartWriter(self, place), own_plan, place)
+            part = self._parts[place] = self._new_part(_PartWriter(self, place), own_plan, place)
             if self._client.is_paused:
                 part.pause()
             part.begin()
@@ -276,7 +206,7 @@ class PromptArray(Answering):
             self._note(part)
         self._leave_places(0)
 
-    def _note(self, part: PromptRequest) -> None:
+    def _note(self, part: PartRequest) -> None:
         """Keep what happened to a part that is over, where the whole request is kept."""
         record = part.record
         own = self._life.record

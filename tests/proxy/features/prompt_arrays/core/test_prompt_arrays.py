@@ -6,15 +6,14 @@ import msgspec
 import pytest
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.prompt_arrays import (
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.features.prompt_arrays.core.prompt_arrays import (
     MergedAnswer,
     MergedStream,
     choices_of,
     one_of,
     prompts_of,
-    words_of,
 )
-from pdrelay_proxy.errors import EngineError
 
 
 def fields(**values):
@@ -165,9 +164,3 @@ def test_broken_streams(lines, words):
     """An engine's own error, and what is no event of vLLM's."""
     with pytest.raises(EngineError, match=words):
         MergedStream("cmpl-me", 1).feed(0, lines)
-
-
-def test_words():
-    """Of an error's body, as engines write it."""
-    assert words_of(b'{"error":{"message":"too long","code":400}}') == "too long"
-    assert words_of(b"<html>") is None

@@ -1,0 +1,1 @@
+"""Which requests have several prompts, and how their answers become one."""

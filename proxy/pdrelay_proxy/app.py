@@ -95,7 +95,14 @@ def build(
         (part.other_probes for part in parts if part.other_probes is not None), None
     )
     background = build_background(
-        settings, engines, serving, discovery, shown, other_probes=other_probes, clock=clock
+        settings,
+        engines,
+        serving,
+        discovery,
+        shown,
+        other_probes=other_probes,
+        metrics_listeners=[each for part in parts for each in part.metrics_listeners],
+        clock=clock,
     )
     requests = serving.requests
     telemetry = serving.telemetry

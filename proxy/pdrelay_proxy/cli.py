@@ -19,10 +19,6 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
         "pdrelay_proxy.commands.instances",
         "list, add, drain, change and remove the engines of a running router",
     ),
-    "pairs": (
-        "pdrelay_proxy.commands.pairs",
-        "show which prefill and decode engines work together at a running router",
-    ),
 }
 # beside the router: the extra that brings it, what it does
 _TOOLS: Final[Mapping[str, tuple[str, str]]] = {

@@ -23,7 +23,7 @@ SUITES = {
         *[f"tests/proxy/features/{name}/core" for name in ("expected_ttft", "kv_events", "peers", "prompt_arrays")],
     ),
     "requests": ("tests/proxy/requests", "tests/proxy/features/prompt_arrays/requests"),
-    "features": ("tests/proxy/features/peers/core", "tests/proxy/features/slices"),
+    "features": ("tests/proxy/features/pairs", "tests/proxy/features/peers/core", "tests/proxy/features/slices"),
     "io": (
         "tests/proxy/io/wire/test_engines_contract.py",
         "tests/proxy/io/request_path",

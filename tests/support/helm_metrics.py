@@ -63,7 +63,11 @@ def router_exposition():
     counters.connections_refused[("malformed",)] += 1
     queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
-    families = {"roles": _role_families, "slices": lambda: _slice_families(registry)}
+    families = {
+        "pairs": lambda: _pair_families(registry),
+        "roles": _role_families,
+        "slices": lambda: _slice_families(registry),
+    }
     metrics = Metrics(
         telemetry,
         registry,
@@ -72,6 +76,17 @@ def router_exposition():
         [make for name, make in families.items() if name in FEATURES],
     )
     return metrics.exposition("")[0].decode()
+
+
+def _pair_families(registry):
+    """Yield the metrics of pairs."""
+    from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
+    from pdrelay_proxy.features.pairs.feature import pair_families
+    from pdrelay_proxy.features.pairs.io.pair_notes import PairNotes
+
+    notes = PairNotes(registry, PairMatrix(1))
+    notes.health.failures[("handshake",)] += 1
+    return pair_families(notes)
 
 
 def _role_families():

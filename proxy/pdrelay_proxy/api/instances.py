@@ -36,7 +36,6 @@ from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.pair_health import PairState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Key, Target
 from pdrelay_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
@@ -175,14 +174,10 @@ class InstanceAdmin:
 
     def resting(self) -> list[dict[str, str]]:
         """Name pairs that rest."""
-        pairs = [
-            (pair, each)
-            for pair, each in self.registry.pairs.pairs()
-            if each.state is not PairState.FAILING
-        ]
+        pairs = self.registry.pair_history.resting()
         return [
-            {"prefill": prefill, "decode": decode, "reason": each.reason}
-            for (prefill, decode), each in pairs[:_RESTING_MOST]
+            {"prefill": prefill, "decode": decode, "reason": reason}
+            for (prefill, decode), reason in pairs[:_RESTING_MOST]
         ]
 
     def check_movable(self, members: Sequence[Member], host: str | None) -> None:

@@ -11,6 +11,7 @@ from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.probes.engine_metrics_watch import EngineMetricsWatch
+from pdrelay_proxy.io.probes.metrics_listener import MetricsListener
 from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.status import Status
 from pdrelay_proxy.settings import Settings
@@ -34,12 +35,13 @@ def build_background(
     shown: Sequence[Callable[[], FeatureStatus | None]],
     *,
     other_probes: OtherProbes | None,
+    metrics_listeners: Sequence[MetricsListener],
     clock: Callable[[], float],
 ) -> BackgroundWork:
     """Build it. Raises ConfigError.
 
     ``shown``: what features have to show on the status page. ``other_probes``: those of other
-    routers.
+    routers. ``metrics_listeners``: learn from the metrics of engines.
     """
     registry = engines.registry
     telemetry = serving.telemetry
@@ -56,7 +58,12 @@ def build_background(
     )
     every_s = settings.engine_metrics_interval_s
     metrics_watch = EngineMetricsWatch(
-        registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock
+        registry,
+        engines.checks.metrics,
+        telemetry,
+        metrics_listeners,
+        every_s=every_s,
+        clock=clock,
     )
     status = Status(
         telemetry,
@@ -64,7 +71,6 @@ def build_background(
         admission,
         clock,
         may_be_alone=lambda: serving.requests.services.settings.current.decode_only_fallback,
-        pairs=engines.pairs,
         features=shown,
         warnings=engines.warnings,
         preference=serving.fleet.preference,

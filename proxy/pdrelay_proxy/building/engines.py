@@ -11,8 +11,6 @@ import httpx
 from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.fleet.compatibility import PairsWithin
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
-from pdrelay_proxy.core.fleet.pair_matrix import PAIRS_KEPT, PairMatrix
-from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
@@ -23,7 +21,6 @@ from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.io.files import engine_keys, engine_tls
 from pdrelay_proxy.io.probes.checks import HttpChecks
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
-from pdrelay_proxy.io.request_path.pair_notes import PairNotes
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.request_path.telemetry import log_calls
 from pdrelay_proxy.io.wire import WireEngines
@@ -56,7 +53,6 @@ class EngineSide:
 
     registry: Registry
     learned: PushCoordinates
-    pairs: PairNotes
     outbound: Outbound
     tls: EngineTls
     guard: Guard
@@ -75,10 +71,7 @@ def build_engines(
 ) -> EngineSide:
     """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
     registry = _registry(settings, pairs_within, fabric.clock)
-    policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
-    learned = PushCoordinates(at_once=policy.at_once)
-    modes = PairModes(policy.fixed, kind=registry.link)
-    pairs = PairNotes(registry, PairMatrix(PAIRS_KEPT), modes)
+    learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
     outbound = Outbound(engine_keys(settings))
     tls = EngineTls(engine_tls(settings), settings.engine_server_name)
     # With the transport of a test it connects nowhere.
@@ -95,7 +88,6 @@ def build_engines(
     return EngineSide(
         registry,
         learned,
-        pairs,
         outbound,
         tls,
         guard,
@@ -123,7 +115,6 @@ def build_fleet(
         random.randrange,
         turn=turn,
         added=added,
-        modes=engines.pairs.modes,
         later=log_calls(),
     )
 

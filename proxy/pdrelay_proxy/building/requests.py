@@ -68,16 +68,13 @@ def build_requests(
 
     ``ended``: hear of requests that are over; ``claims``: requests that a feature answers.
     """
-    pairs = engines.pairs
     wire = engines.wire
     gate = Gate(settings, clock, has_other_routers=engines.has_other_routers)
     lifetime = Lifetime()
     keyring = Keyring(client_keys(settings))
     reader = BodyReader()
     counters = _counters(engines, fleet)
-    telemetry = Telemetry(
-        counters, clock, pairs, later=fleet.later, stepped=fleet.stepped, ended=ended
-    )
+    telemetry = Telemetry(counters, clock, later=fleet.later, stepped=fleet.stepped, ended=ended)
     releaser = Releaser(wire, told=(telemetry,))
     sites = Sites(settings, socket.gethostname())
     salts = _salts(settings, keyring)
@@ -130,13 +127,10 @@ def build_requests(
 
 
 def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
-    """Return the counters; some of them are counted where pairs are chosen or remembered."""
-    pairs = engines.pairs
+    """Return the counters; some of them are counted where engines are chosen or reached."""
     return Counters(
         PATHS,
         lone_prompts_bound=fleet.bounds,
-        pair_failures=pairs.health.failures,
-        pairs_dropped=pairs.matrix.counts,
         engine_tls_failures=engines.tls.failures,
         turns=engines.registry.departures.turns,
     )

@@ -15,7 +15,6 @@ from pdrelay_proxy.api.model_list import model_routes
 from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OperatorAccess, require_any_key
 from pdrelay_proxy.api.own_engines import OwnEngines
 from pdrelay_proxy.api.page import Onlookers, page_routes
-from pdrelay_proxy.api.pairs import pair_routes
 from pdrelay_proxy.api.ready import liveness_routes, probe_routes
 from pdrelay_proxy.building.background import BackgroundWork
 from pdrelay_proxy.building.engines import EngineSide
@@ -98,7 +97,6 @@ def _key_routes(
 ) -> Sequence[APIRouter]:
     """Return what wants the operator's key."""
     requests = serving.requests
-    telemetry = serving.telemetry
     fleet = serving.fleet
     own = OwnEngines(engines.guard.leads_to)
     claims = requests.claims
@@ -140,7 +138,6 @@ def _key_routes(
             else onlookers,
         ),
         instance_routes(instances, access),
-        pair_routes(telemetry.settled_pairs, clock, access),
     )
 
 

@@ -125,9 +125,6 @@ class Counters:
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
     # BoundOutcome of core/routing/alone_bound.py
     lone_prompts_bound: Counter[Key] = field(default_factory=Counter)
-    # PairFailure of core/fleet/pair_health.py
-    pair_failures: Counter[Key] = field(default_factory=Counter)
-    pairs_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
     # MoveReason, MoveOutcome of core/request_record.py

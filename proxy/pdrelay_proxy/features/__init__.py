@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FEATURES: Final = (
     "expected_ttft",
     "kv_events",
+    "pairs",
     "peers",
     "pods",
     "prompt_arrays",

@@ -15,6 +15,7 @@ from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
 from pdrelay_proxy.io.metric_families import Family
+from pdrelay_proxy.io.probes.metrics_listener import MetricsListener
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
 from pdrelay_proxy.io.worker_place import WorkerPlace
 from pdrelay_proxy.requests.claims import CallClaims
@@ -52,6 +53,8 @@ class FeatureParts:
     status: Callable[[], FeatureStatus | None] = lambda: None
     # of metrics; None: a step without any
     families: Callable[[], Iterator[Family | None]] = lambda: iter(())
+    # learn from the metrics of engines, which are read in rounds
+    metrics_listeners: Sequence[MetricsListener] = ()
     # those of other routers; only one feature may have them
     other_probes: OtherProbes | None = None
 

@@ -315,17 +315,6 @@ class _Collector:
             "pdrelay_lone_prompts_bound", text, ("outcome",), "lone_prompts_bound"
         )
         text = (
-            "Transfers between two engines that failed, as decode engines show them, and by legs "
-            "that ended with 5xx."
-        )
-        yield from self._counted.counter(
-            "pdrelay_pair_failures", text, ("reason",), "pair_failures"
-        )
-        text = "Pairs of engines that were forgotten to make room for others."
-        yield from self._counted.counter("pdrelay_pairs_dropped", text, (), "pairs_dropped")
-        text = "Pairs of engines that get no requests, because their transfers fail."
-        yield GaugeMetricFamily("pdrelay_pairs_resting", text, value=self._engines.pairs.resting)
-        text = (
             "Requests of which the two engines made different prompts: their answers are not to be "
             "trusted."
         )

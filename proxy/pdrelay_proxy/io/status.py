@@ -9,24 +9,20 @@ from typing import Final
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
-from pdrelay_proxy.core.fleet.pair_rows import worst_rows
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
-from pdrelay_proxy.core.schemas.pairs import PairRow
+from pdrelay_proxy.core.schemas.pairs import PairsStatus
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.build import find_build
-from pdrelay_proxy.io.request_path.pair_notes import PairNotes
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 _STEP_S: Final = 5
 _MINUTE_S: Final = 60
 _ID_SHOWN: Final = 13  # characters: "pdrelay-" and eight digits
 _AT_ONCE: Final = 6  # engines in one step
-_PAIRS: Final = 24  # that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +72,6 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class PairsStatus:
-    """Pairs of engines, as far as this router has seen them."""
-
-    known: int
-    resting: int
-    worst: list[PairRow]  # those that fail, and then those that were used last
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """Something that went wrong."""
 
@@ -122,7 +109,6 @@ class Status:
         clock: Callable[[], float],
         *,
         may_be_alone: Callable[[], bool] = lambda: True,
-        pairs: PairNotes | None = None,
         features: Sequence[Callable[[], FeatureStatus | None]] = (),
         warnings: FleetWarnings | None = None,
         preference: PairPreference | None = None,
@@ -133,7 +119,6 @@ class Status:
         self._admission = admission
         self._clock = clock  # the one of ``telemetry``
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
-        self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
         self._features = features
         self._warnings = warnings or FleetWarnings()
         self._start = clock()
@@ -171,7 +156,7 @@ class Status:
             instances=engines,
             warnings=self._warnings.texts,
             groups=groups,
-            pairs=self._pair_status(),
+            pairs=self._engines.pair_history.status(now=self._clock()),
             features=[shown for part in self._features if (shown := part()) is not None],
             queue=QueueStatus(
                 admission.waiting, admission.admitted, sum(admission.refused.values())
@@ -181,13 +166,6 @@ class Status:
                 for one in recent.failures
             ],
         )
-
-    def _pair_status(self) -> PairsStatus:
-        pairs = self._pairs
-        worst = worst_rows(
-            pairs.matrix, pairs.health, pairs.modes, pairs.find, _PAIRS, now=self._clock()
-        )
-        return PairsStatus(len(pairs.matrix), pairs.health.resting, worst)
 
 
 def _series(recent: RecentStats, *, now: float) -> Series:

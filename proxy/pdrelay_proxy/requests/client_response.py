@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from pdrelay_proxy.core.admission.lifetime import Stage
-from pdrelay_proxy.core.fleet.pair_health import Pair, PairTrouble
+from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.model import LegOrder
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.protocol.fault_table import failure_of
@@ -255,7 +255,7 @@ class ClientResponse:
             last_lines += self.added_lines
         wanted = services.settings.current.server_timing
         keys = services.intake.keyring.keys
-        troubles = services.fleet.registry.pairs.troubles
+        troubles = services.fleet.registry.pair_history.troubles
         return head_lines(
             self._life.record,
             content_type,
@@ -273,7 +273,7 @@ class ClientResponse:
         if record.prefill is None or record.decode is None:
             return ""
         found = troubles.get((record.prefill.instance, record.decode.instance))
-        return "" if found is None else found.reason.value
+        return "" if found is None else found.reason
 
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or

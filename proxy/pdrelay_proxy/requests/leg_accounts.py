@@ -87,7 +87,8 @@ class LegAccounts:
         for guilty, failure in retries.guilty(witness):
             self.fleet.blamed(guilty, failure)
             if guilty.role is _DECODE:
-                self.telemetry.pair_blamed(record, guilty.id)
+                history = self.fleet.registry.pair_history
+                history.blamed(record, guilty.id, now=self.clock())
 
     def _time_tokens(
         self, leg: DecodeLeg, path: str, last_token_at: float | None, now: float
@@ -180,6 +181,5 @@ class LegAccounts:
             telemetry.leg_ended, leg.instance, seconds, failure, leg.record.name, now
         )
         if prefill is not None and prefill is not leg and prefill.handover is not None:
-            telemetry.later.add(
-                telemetry.pair_failed, prefill.instance.id, leg.instance.id, failure, now
-            )
+            pair = prefill.instance.id, leg.instance.id
+            telemetry.later.add(self.fleet.registry.pair_history.failed, pair, failure, now)

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -18,15 +17,12 @@ from pdrelay_proxy.api.schemas import (
     InstanceAdded,
     InstanceList,
     OperatorError,
-    PairList,
-    PairOfEngines,
     ServedModels,
 )
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.disaggregation import _LOOKED_AT
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
-from pdrelay_proxy.core.schemas.pairs import PairRow
 from pdrelay_proxy.requests.error_body import _KINDS
 from pdrelay_proxy.settings import Settings
 from support.sim import cluster, router, sims
@@ -321,7 +317,6 @@ async def test_what_the_router_answers_is_what_the_document_says():
             (FleetStatus, await client.get("/status", **keyed)),
             (InstanceList, await client.get("/instances", **keyed)),
             (InstanceList, await client.post("/instances/drain", json={"id": "decode-0"}, **keyed)),
-            (PairList, await client.get("/pairs", **keyed)),
             (InstanceList, await client.post("/instances/undrain", json={"id": "decode-0"}, **keyed)),
             (ExplainResponse, await client.post("/instances/explain", json=question, **keyed)),
             (OperatorError, await client.post("/instances/drain", json={"id": 7}, **keyed)),
@@ -484,8 +479,3 @@ def test_a_client_tries_out_with_its_key(tmp_path):
     assert head.startswith("Status 200 after ")
     assert text.endswith("data: [DONE]\n\n")
     assert refused.startswith("Status 401 after ")
-
-
-def test_the_document_names_what_the_list_of_pairs_has():
-    """A field that is missing there is one that no generated client has."""
-    assert PairOfEngines.model_fields.keys() == {each.name for each in fields(PairRow)}

@@ -9,7 +9,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.pair_health import TRIAL_S, PairFailure
 from pdrelay_proxy.core.model import Api, GenerationRequest, LegOrder, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
@@ -19,6 +18,7 @@ from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BadRequest, PathNotServed, ProxyError
 from pdrelay_proxy.features import feature_policies
+from pdrelay_proxy.features.pairs.core.pair_health import TRIAL_S, PairFailure
 from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings
 from support.bodies import BASE
 from support.scripted import Scripted, call, good_decode, params_of, prefilled, pulled_prefill, router_of
@@ -41,6 +41,12 @@ def asked(api=Api.COMPLETIONS, **fields):
     return GenerationRequest(api, decode(json.dumps(body).encode(), Fields), ())
 
 
+def rest(history, pair, now):
+    """Have a pair fail so often that it rests."""
+    history.health.failed(pair, PairFailure.HANDSHAKE, 3, now=now)
+    history._settle(pair[1])
+
+
 @pytest.mark.parametrize("rested_s", [30.0, 30.0 + TRIAL_S])
 async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     """Its trial is part of the choice, also the second one behind one that showed nothing; asking is no trial."""
@@ -49,11 +55,10 @@ async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     router = router_of(engines, 2, 2, clock=lambda: now, asks_for_models=True)
     for member in router.registry.members():
         router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
-    health, pair = router.registry.pairs, ("prefill-1", "decode-1")
-    health.failed(pair, PairFailure.HANDSHAKE, 3, now=now)
-    router.registry.settle_rests("decode-1")
+    history, pair = router.registry.pair_history, ("prefill-1", "decode-1")
+    rest(history, pair, now)
     if rested_s > 30.0:
-        health.tried(pair, now=30.0)
+        history.health.tried(pair, now=30.0)
     now = rested_s
     explainer = explainer_of(router)
     said = [explainer.explain(asked(model="m")) for _ in range(3)]
@@ -217,8 +222,7 @@ async def _compare(prefills, decodes, rules, policies, requests):
         if event == "ill":
             member.life.failed("earlier", Failure.UNREACHABLE, now=now)
         elif event == "rests":
-            router.registry.pairs.failed(("prefill-0", "decode-0"), PairFailure.HANDSHAKE, 3, now=now)
-            router.registry.settle_rests("decode-0")
+            rest(router.registry.pair_history, ("prefill-0", "decode-0"), now)
         elif event == "lacks":
             router.fleet.lacks_path(Api.COMPLETIONS, member.instance)
         now += 7.0

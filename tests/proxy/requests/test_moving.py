@@ -13,9 +13,7 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.lifetime import cut_short
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad
-from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairState
 from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
-from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.request_record import MoveOutcome
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.errors import ConfigError, EngineError
@@ -812,59 +810,6 @@ async def test_in_push_the_prefill_engine_goes_first():
     assert read(client.body) == whole(Api.COMPLETIONS)
     assert client.record.mode == "push_cold"
     assert [leg.instance.role for leg in fleet.engines.legs[4:]] == [Role.PREFILL, Role.DECODE]
-
-
-async def test_a_pair_of_decode_engines_that_has_rested_is_tried_by_a_stream_that_moves():
-    """No request goes to it otherwise: after some failures it would rest for ever, and each move take a prefill."""
-    now = [0.0]
-    fleet = Fleet(clock=lambda: now[0])
-    registry, lenders = fleet.router.registry, []
-    registry.pairs.failed(("decode-0", "decode-1"), PairFailure.TRANSFER, 3, now=0.0)
-    registry.settle_rests("decode-1")
-    for number in range(3):
-        registry.departures.undrain("decode-0", now=now[0])
-        registry.departures.drain("decode-1", now=now[0])
-        client = fleet.router.start(asked(Api.COMPLETIONS), f"r{number}")
-        await until(lambda: fleet.sent)
-        fleet.sent = 0
-        registry.departures.undrain("decode-1", now=now[0])
-        fleet.drain("decode-0")
-        await client.end()
-        assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
-        lenders.append(fleet.engines.of(Role.PREFILL)[-1].instance.id)
-        now[0] += 31.0  # the rest is over; the last one begins while the trial has shown nothing
-        fleet.hold_next()
-
-    assert lenders == ["prefill-0", "decode-0", "prefill-0"]
-    assert registry.pairs.get(("decode-0", "decode-1")).state is PairState.TRYING
-
-
-async def test_a_move_over_an_engine_that_pulls_and_pushes_teaches_nothing():
-    """Asked to lend, it lends: the router must still know from where it pushes."""
-
-    async def prefill(leg):
-        pushes = params_of(leg).get("transfer_mode") == "push"
-        return prefilled(leg) if pushes else await pulled_prefill(leg)
-
-    fleet = Fleet(prefill=prefill, holds_at=[99] * 3 + [8], kv_role="kv_consumer")
-    registry, modes = fleet.router.registry, list[str]()
-    for member in registry.members():
-        registry.learn(member.instance.id, EngineCapabilities(mode=EngineMode.AUTO))
-    registry.departures.drain("decode-1", now=0.0)
-    for number in range(3):
-        modes.append((await fleet.router.serve(asked(Api.COMPLETIONS), f"before{number}")).record.mode)
-    client = fleet.router.start(asked(Api.COMPLETIONS))
-    await until(lambda: fleet.sent)
-    modes.append(client.request.record.mode)
-    registry.departures.undrain("decode-1", now=0.0)
-    fleet.drain()
-    await client.end()
-    for number in range(4):
-        modes.append((await fleet.router.serve(asked(Api.COMPLETIONS), f"after{number}")).record.mode)
-
-    assert read(client.body) == whole(Api.COMPLETIONS)
-    assert fleet.engines.legs[-10].instance.id == "prefill-0"
-    assert modes == ["pull", "push_cold", "pull", "push", "pull", "push", "pull", "push"]
 
 
 # ---- what is seen of it

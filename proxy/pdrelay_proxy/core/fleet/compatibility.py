@@ -44,7 +44,7 @@ class EngineCapabilities:
     pairs_within: str | None = None  # the slice that its partners must be of; None: any
     # vLLM's, as our connector shows it: only kv_both can serve another role
     kv_role: str | None = None
-    # decode: prefill engines that it cannot meet (pair_health.py)
+    # decode: prefill engines that it cannot meet (pair_history.py)
     resting: frozenset[InstanceId] | None = None
     # where its base model's files lie, as /v1/models says; its own connector says more
     root: str | None = None

@@ -9,7 +9,6 @@ from typing import Final
 from pdrelay_proxy.core.fleet.compatibility import compared, differences, fit, have_common_model
 from pdrelay_proxy.core.fleet.health import SERVING
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.pair_health import LASTING
 from pdrelay_proxy.core.fleet.registry import Registry, listed
 from pdrelay_proxy.core.model import InstanceId, Role
 
@@ -42,8 +41,8 @@ class LoneEngines:
 def lone_engines_in_steps(registry: Registry) -> Generator[None, None, Sequence[LoneEngines]]:
     """Look for them, in steps of a millisecond or so."""
     unmet = dict[InstanceId, set[InstanceId]]()  # as decode engines show it, before the pair rests
-    for (prefill, decode), trouble in registry.pairs.troubles.items():
-        if trouble.reason in LASTING:
+    for (prefill, decode), trouble in registry.pair_history.troubles.items():
+        if trouble.lasts:
             unmet.setdefault(decode, set()).add(prefill)
 
     def avoided(decode: Member) -> frozenset[InstanceId]:
@@ -124,7 +123,7 @@ def _why_apart(registry: Registry, role: Role, member: Member, partner: Member) 
         return f"{decode.instance.id} has refused the KV cache of {prefill.instance.id}, and its log says why"
     pair = prefill.instance.id, decode.instance.id
     loads_none = f"{decode.instance.id} loads no KV of {prefill.instance.id}"
-    if (trouble := registry.pairs.troubles.get(pair)) is not None:
+    if (trouble := registry.pair_history.troubles.get(pair)) is not None:
         return f"{loads_none}: {trouble.why or trouble.reason}"
-    failing = registry.pairs.get(pair)
-    return loads_none if failing is None else f"{loads_none}: {failing.reason}"
+    reason = registry.pair_history.reason(pair)
+    return loads_none if reason is None else f"{loads_none}: {reason}"

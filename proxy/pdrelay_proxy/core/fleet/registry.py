@@ -15,7 +15,7 @@ from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.member_table import MemberTable
-from pdrelay_proxy.core.fleet.pair_health import Pair, PairHealth
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from pdrelay_proxy.core.fleet.twins import Twins, twin_key
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
@@ -58,7 +58,9 @@ class Registry:
         self.models: Final = FleetModels(table)
         self.twins: Final = Twins(table)
         self.departures: Final = Departures(table, self._has_turned)
-        self.pairs: Final = PairHealth()
+        self.pair_history = (
+            PairHistory()
+        )  # a feature may have another one (core/routing/routing_parts.py)
         self.relief: Final = KvRelief(self._settings.move_above)
         self._usable: dict[Role, _Usable] = {}
         # until when nothing but events changes it, and for which changes
@@ -130,9 +132,9 @@ class Registry:
         member = self.member(name)
         self.departures.remove(member, now=now)
         member.life.remove(now=now)
-        self.pairs.forget(name)
         self._table.remove(member)
         self.twins.recount(twin_key(member), None)
+        self.pair_history.left(name)
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
         """Let the engines that are drained now be so, and return them; those that retire are
@@ -283,19 +285,6 @@ class Registry:
         member = self.get(name)
         return EngineCapabilities() if member is None else member.facts
 
-    def link(self, pair: Pair) -> tuple[str | bool | None, ...]:
-        """Name the kind of the link between two engines: pairs of one kind differ in nothing that
-        is known.
-        """
-        members = [member for name in pair if (member := self.get(name)) is not None]
-        hosts = {member.instance.address.host for member in members}
-        facts = [
-            fact
-            for one in members
-            for fact in (one.facts.mode, one.facts.revision, one.facts.slice)
-        ]
-        return (*facts, len(hosts) < len(members))
-
     def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes
         nothing.
@@ -309,23 +298,14 @@ class Registry:
                 self.changes.count += 1
                 self.twins.recount(before, twin_key(member))
 
-    def settle_rests(self, decode: InstanceId) -> None:
-        """Have the facts of a decode engine say which prefill engines it avoids."""
-        member = self.get(decode)
-        avoided = self.pairs.avoided(decode)
-        if member is not None and (member.facts.resting or frozenset()) != avoided:
-            self.learn(decode, EngineCapabilities(resting=avoided))
-
     def _has_turned(self, member: Member) -> None:
         """Forget what was true of an engine in the role that it has left.
 
         Its prefix cache is what it was, and so is what is known of it: the process is the same.
         """
-        name = member.instance.id
         member.lone = LonePrompts()
         member.load.report = None
-        for _, decode in (*self.pairs.forget(name), (name, name)):
-            self.settle_rests(decode)
+        self.pair_history.left(member.instance.id)
 
 
 def listed(names: Sequence[str]) -> str:

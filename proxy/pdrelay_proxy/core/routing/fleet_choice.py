@@ -8,7 +8,6 @@ from typing import Final
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.missing_paths import MissingPaths
-from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
 from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
@@ -36,19 +35,20 @@ class FleetChoice:
         missing: MissingPaths,
         clock: Callable[[], float],
         *,
-        modes: PairModes,
+        fixed_mode: TransferMode | None,
         remembers: bool,
         counts: bool,
     ) -> None:
-        """``modes``: of pairs that can pull and push; ``remembers``: the decode policy asks what
-        engines have cached.
+        """``fixed_mode``: how KV moves between engines that can pull and push; None: as the history
+        of each pair says.
 
-        ``counts``: a choice is made for a request that follows.
+        ``remembers``: the decode policy asks what engines have cached. ``counts``: a choice is made
+        for a request that follows.
         """
         self.registry = registry
         self.pairs = pairs
         self.missing = missing
-        self.modes = modes
+        self._fixed_mode = fixed_mode
         self.remembers = remembers
         # Whether the policy knows what engines take for a request, and so whether one alone is
         # faster than two.
@@ -65,7 +65,7 @@ class FleetChoice:
             self.pairs.copy(),
             self.missing,
             self._clock,
-            modes=self.modes,
+            fixed_mode=self._fixed_mode,
             remembers=self.remembers,
             counts=False,
         )
@@ -169,12 +169,7 @@ class FleetChoice:
     ) -> Chosen:
         """Choose two engines, or one where that is fairer and allowed (PairSelector)."""
         pair = self.pairs.pair(prefill, decode, hints, may_be_alone=may_be_alone, are_all=are_all)
-        for instance in pair:
-            if instance is not None:
-                self._chosen(instance)
-        if self._noted is not None:
-            self._noted.note(pair[0], pair[1], hints)
-        return pair
+        return self._taken(pair, hints)
 
     def any_pair(self, hints: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
         """Choose among all engines that are usable, as ``pair`` does.
@@ -182,34 +177,23 @@ class FleetChoice:
         Raises as ``usable`` and ``pair`` do.
         """
         pair = self.pairs.calm(hints, self._clock(), may_be_alone=may_be_alone)
-        if pair is None:
-            decodes = self.usable(_DECODE)
-            prefills = self.usable(_PREFILL)
-            tried = self._try_rested_pair(prefills, decodes, hints)
-            if tried is not None:
-                return tried
-            pair = self.pair(prefills, decodes, hints, may_be_alone=may_be_alone, are_all=True)
-        elif self._noted is not None:
-            self._noted.note(pair[0], pair[1], hints)
-        return pair
+        if pair is not None:
+            if self._noted is not None:
+                self._noted.note(pair[0], pair[1], hints)
+            return pair
+        decodes = self.usable(_DECODE)
+        prefills = self.usable(_PREFILL)
+        tried = self.registry.pair_history.pair_to_try(
+            prefills, decodes, hints, now=self._clock(), counts=self._counts
+        )
+        if tried is not None:
+            return self._taken(tried, hints)
+        return self.pair(prefills, decodes, hints, may_be_alone=may_be_alone, are_all=True)
 
-    def _try_rested_pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], hints: RoutingHints
-    ) -> Chosen | None:
-        """Return a pair that has rested for long enough, if this request may show whether it
-        works.
-        """
-        health = self.registry.pairs
-        now = self._clock()
-        pair = self.pairs.rested_pair(prefill, decode, hints, now)
-        if pair is None:
-            if self._counts and hints.rank is None and now >= health.next_at:
-                health.postpone(health.due(now=now), now=now)
-            return None
-        if self._counts:
-            health.tried((pair[0].id, pair[1].id), now=now)
+    def _taken(self, pair: Chosen, hints: RoutingHints) -> Chosen:
         for instance in pair:
-            self._chosen(instance)
+            if instance is not None:
+                self._chosen(instance)
         if self._noted is not None:
             self._noted.note(pair[0], pair[1], hints)
         return pair
@@ -225,10 +209,8 @@ class FleetChoice:
         member = self.registry.get(prefill.id)
         if member is None or member.facts.mode is not _AUTO:
             return None
-        pair = (prefill.id, decode.id)
-        now = self._clock()
-        return (
-            self.modes.next_way(pair, now=now)
-            if self._counts
-            else self.modes.expected_way(pair, now=now)
+        if self._fixed_mode is not None:
+            return self._fixed_mode
+        return self.registry.pair_history.mode(
+            (prefill.id, decode.id), now=self._clock(), counts=self._counts
         )

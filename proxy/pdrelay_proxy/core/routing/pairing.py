@@ -242,40 +242,11 @@ class PairSelector:
         if are_all and hints.rank is None:
             if hints.model not in self._calm:
                 make_room(self._calm, self.registry)
-            until = min(self.registry.steady_until, self.registry.pairs.next_at)
+            until = min(self.registry.steady_until, self.registry.pair_history.trial_at)
             # one of these gets any request
             tells_alone = not waiting or not [d for d in decode if d.id in waiting]
             self._calm[hints.model] = _Calm(among.version, until, narrowed, tells_alone)
         return self._choose(narrowed, hints, may_be_alone=may_be_alone)
-
-    def rested_pair(
-        self, prefill: Among, decode: Among, hints: RoutingHints, now: float
-    ) -> Pair | None:
-        """Return a pair that has rested for long enough, if this request may show whether it works;
-        it counts nothing.
-
-        It goes before what ``pair`` would choose.
-        """
-        health = self.registry.pairs
-        if hints.rank is not None or now < health.next_at:
-            return None
-        sides = [{each.id: each for each in side} for side in (prefill, decode)]
-        for names in health.due(now=now):
-            found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
-            pair = [each for each in found if each is not None and self._may_try(each, hints)]
-            if len(pair) == len(names) and compatibility.fit(
-                *[self.registry.facts(each) for each in pair]
-            ):
-                return pair[0], pair[1]
-        return None
-
-    def _may_try(self, instance: Instance, hints: RoutingHints) -> bool:
-        member = self.registry.get(instance.id)
-        return (
-            member is not None
-            and member.life.state is not HealthState.HALF_OPEN
-            and member.facts.serves(hints.model)
-        )
 
     def _candidates(self, known: list[Candidates], prefill: Among, decode: Among) -> Candidates:
         """Return these engines with what they come down to, as far as it is known."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.model import Instance, RoutingHints
 from pdrelay_proxy.core.routing.cache_reports import CacheReports
 from pdrelay_proxy.core.routing.leg_listener import LegListener
@@ -39,3 +40,4 @@ class RoutingParts:
     # Returns what the settings want to be weighed; only one feature may. Raises ConfigError.
     weigh: Callable[[PolicyParts], Weighing | None] = lambda _: None
     preference: PairPreference | None = None  # among engines that fit; only one feature may have it
+    pair_history: PairHistory | None = None  # of engines that fit; only one feature may have it

@@ -33,3 +33,12 @@ class PairRow:
     pull_s: float | None
     push_s: float | None  # the same of those that were pushed
     rest_s: float | None  # how long it rests yet; None: it does not
+
+
+@dataclass(frozen=True, slots=True)
+class PairsStatus:
+    """Pairs of engines, as far as this router has seen them."""
+
+    known: int
+    resting: int
+    worst: list[PairRow]  # those that fail, and then those that were used last

@@ -6,8 +6,9 @@ A prefill engine's are read only where a decode engine's give a reason.
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import (
@@ -22,8 +23,8 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.probes.checks import ProbeFailed
+from pdrelay_proxy.io.probes.metrics_listener import MetricsListener
 from pdrelay_proxy.io.probes.metrics_round import look_at_all
-from pdrelay_proxy.io.probes.pair_watch import PairWatch
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class EngineMetricsWatch:
         registry: Registry,
         metrics: Callable[[Instance], Awaitable[bytes]],
         telemetry: Telemetry,
+        listeners: Sequence[MetricsListener] = (),
         *,
         every_s: float = EVERY_S,
         clock: Callable[[], float] = time.monotonic,
@@ -48,7 +50,7 @@ class EngineMetricsWatch:
         self._every_s = every_s
         self._clock = clock  # seconds; the one of the registry's times
         self._inflow = KvInflow()
-        self._pairs = None if telemetry.pairs is None else PairWatch(registry, telemetry.pairs)
+        self._listeners = listeners
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -74,9 +76,11 @@ class EngineMetricsWatch:
             member = self._registry.get(name)
             if member is not None and load.kv_usage is not None:
                 member.load.kv_shown(load.kv_usage, now=load.at)
-        writers = () if self._pairs is None else self._pairs.writers(self._clock())
-        await look_at_all(writers, self._look_at_writer, self._every_s)
-        doubtful = () if self._pairs is None else self._pairs.end_round()
+        doubtful = list[Instance]()
+        for listener in self._listeners:
+            prefills = listener.prefills_to_read(self._clock())
+            await look_at_all(prefills, partial(self._show_prefill, listener), self._every_s)
+            doubtful += listener.round_over()
         # They may have been restarted, under other ids.
         restarted = [
             prefill
@@ -106,8 +110,8 @@ class EngineMetricsWatch:
             # With ranks the load is that of all of them together.
             if member is not None and decode.rank is None and member.life.may_serve(now=now):
                 load = shown_load(exposition, now=now)
-            if self._pairs is not None:
-                self._pairs.look(decode, exposition, now)
+            for listener in self._listeners:
+                listener.decode_shown(decode, exposition, now)
         if dry := self._inflow.look(decode.id, found, promised):
             said = (
                 "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
@@ -116,9 +120,9 @@ class EngineMetricsWatch:
             self._telemetry.transfers_missing(decode.id, dry)
         return refused, load
 
-    async def _look_at_writer(self, prefill: Instance) -> None:
-        if self._pairs is not None and (exposition := await self._read(prefill)):
-            self._pairs.look_at_writer(prefill, exposition)
+    async def _show_prefill(self, listener: MetricsListener, prefill: Instance) -> None:
+        if exposition := await self._read(prefill):
+            listener.prefill_shown(prefill, exposition)
 
     async def _learn_id(self, prefill: Instance) -> None:
         shown = read(await self._read(prefill), prefill.rank)

@@ -7,11 +7,10 @@ from typing import Final
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.counters import Key
-from pdrelay_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
+from pdrelay_proxy.core.fleet.compatibility import MODES, EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.load import read_report
 from pdrelay_proxy.core.fleet.missing_paths import MissingPaths
-from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import (
@@ -25,7 +24,7 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.prompt_ids import may_pass_ids, takes_chat_ids
-from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.core.routing.pairing import PairSelector
@@ -79,10 +78,10 @@ class LiveFleet(FleetChoice):
         remembers: bool = False,
         id_reader: PromptIdReader | None = None,
         added: Sequence[LegListener] = (),
-        modes: PairModes | None = None,
+        fixed_mode: TransferMode | None = None,
         later: DeferredCalls | None = None,
     ) -> None:
-        """``added``: learn from legs, too; ``modes``: of pairs that can pull and push.
+        """``added``: learn from legs, too; ``fixed_mode``: as in FleetChoice.
 
         ``later``: what went well and has yet to be told here.
         """
@@ -91,7 +90,7 @@ class LiveFleet(FleetChoice):
             pairs,
             MissingPaths(registry),
             clock,
-            modes=PairModes() if modes is None else modes,
+            fixed_mode=fixed_mode,
             remembers=remembers,
             counts=True,
         )
@@ -149,21 +148,9 @@ class LiveFleet(FleetChoice):
         return self.registry.fitting(prefill, decode)
 
     def readers(self, lender: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that may read from one that a stream leaves; one that has
-        rested from it is tried.
-
-        Requests try pairs of a prefill and a decode engine alone.
-        """
-        health = self.registry.pairs
-        now = self._clock()
-        for each in decode if health.has_any else ():
-            pair = lender.id, each.id
-            if health.has_rested(pair, now=now) and fit(
-                self.registry.facts(lender), self.registry.facts(each)
-            ):
-                health.tried(pair, now=now)
-                return [each]
-        return self.registry.fitting(lender, decode)
+        """List those decode engines that may read from one that a stream leaves."""
+        tries = self.registry.pair_history.reader_to_try(lender, decode, now=self._clock())
+        return self.registry.fitting(lender, decode) if tries is None else (tries,)
 
     def nearest(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """Leave the decode engines that had better be a prefill engine's partner: all of them fit

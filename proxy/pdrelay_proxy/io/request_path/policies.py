@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
 from pdrelay_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
@@ -58,17 +58,20 @@ def fleet_of(
     *,
     turn: int = 0,
     added: Sequence[RoutingParts] = (),
-    modes: PairModes | None = None,
     later: DeferredCalls | None = None,
 ) -> LiveFleet:
     """Return the engines under the policies of the settings; raises ConfigError: there is no such
     policy.
 
     ``turn``: where policies begin, so that several routers do not all begin with the same engine;
-    ``added``: by features; ``modes`` and ``later``: as in LiveFleet.
+    ``added``: by features; ``later``: as in LiveFleet.
     """
     id_reader = next((each.id_reader for each in added if each.id_reader is not None), None)
-    build = partial(LiveFleet, id_reader=id_reader, modes=modes, later=later)
+    for each in added:
+        if each.pair_history is not None:
+            registry.pair_history = each.pair_history
+    fixed_mode = TRANSFER_POLICIES[settings.kv_transfer_mode].fixed
+    build = partial(LiveFleet, id_reader=id_reader, fixed_mode=fixed_mode, later=later)
     listeners = [listener for each in added for listener in each.listeners]
     by_features = [name for each in added for name in each.policies]
     by_cache = (PolicyName.PREFIX, *by_features)

@@ -28,7 +28,6 @@ from pdrelay_proxy.core.request_record import (
 from pdrelay_proxy.io.logs import dropped_lines, lines_together
 from pdrelay_proxy.io.request_path.access_log import log_requests
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
-from pdrelay_proxy.io.request_path.pair_notes import PairNotes
 
 logger = logging.getLogger(__name__)
 HearEnded: TypeAlias = Callable[[Sequence[RequestRecord]], None]
@@ -166,17 +165,15 @@ class Telemetry:
         self,
         counters: Counters,
         clock: Callable[[], float],
-        pairs: PairNotes | None = None,
         *,
         later: DeferredCalls | None = None,
         stepped: Callable[[InstanceId, list[float]], None] | None = None,
         ended: Sequence[HearEnded] = (),
     ) -> None:
-        """``pairs``: is told what happens between two engines; None: nothing is.
+        """``later``: what waits to be counted (None: only this object's).
 
-        ``later``: what waits to be counted (None: only this object's). ``stepped``: gets the
-        seconds between two reads of an engine's streams; None: to count them by path will do.
-        ``ended``: hear of requests that are over, once their lines are written.
+        ``stepped``: gets the seconds between two reads of an engine's streams; None: to count them
+        by path will do. ``ended``: hear of requests that are over, once their lines are written.
         """
         self._counters = counters
         self._ended = ended
@@ -198,7 +195,6 @@ class Telemetry:
         # counted.
         self._gaps: dict[tuple[str, InstanceId | None], list[float]] = {}
         self._stepped = stepped
-        self._pairs = pairs
 
     @property
     def counters(self) -> Counters:
@@ -213,20 +209,6 @@ class Telemetry:
         self.later.settle()
         self._add_up()
         return self._recent
-
-    def settled_pairs(self) -> PairNotes:
-        """Return what is known of pairs of engines, with all that has happened; raises LookupError:
-        nothing is.
-        """
-        if self._pairs is None:
-            raise LookupError("pairs are not noted")
-        self.later.settle()
-        return self._pairs
-
-    @property
-    def pairs(self) -> PairNotes | None:
-        """What is told of pairs of engines; None: nothing is."""
-        return self._pairs
 
     def count_legs_of(self, engines: Callable[[], Iterable[InstanceId]]) -> None:
         """Have the legs under way counted: ``engines`` returns the engine of each.
@@ -269,8 +251,6 @@ class Telemetry:
             del self._gaps[key]  # what a stream there still adds is nobody's
         self._counters.keep(instances)
         self._recent.keep(instances)
-        if self._pairs is not None:
-            self._pairs.keep(instances)
         self._said = {key: at for key, at in self._said.items() if key[0] in instances}
         for gone in self.transfers_expected.keys() - instances:
             del self.transfers_expected[gone]
@@ -315,18 +295,6 @@ class Telemetry:
         if said_at is None or at >= said_at + _SAY_AGAIN_S:
             self._said[key] = at
             logger.warning(_SAID[failure], {"engine": instance.id, "pool": instance.pool.upper()})
-
-    def pair_failed(
-        self, prefill: InstanceId, decode: InstanceId, failure: Failure, at: float
-    ) -> None:
-        """A decode leg has failed whose prefill engine had answered."""
-        if self._pairs is not None:
-            self._pairs.leg_failed(prefill, decode, failure, at)
-
-    def pair_blamed(self, record: RequestRecord, decode: InstanceId) -> None:
-        """Another pair has served what a decode engine answered with 5xx."""
-        if self._pairs is not None:
-            self._pairs.blamed(record, decode, self._clock())
 
     def handed_over(self, seconds: float) -> None:
         """The decode leg of a request was sent so long after its prefill leg was answered."""
@@ -379,11 +347,6 @@ class Telemetry:
             kind.ttft.append(record.ttft_s)
         if record.push is _AT_ONCE:
             self._push_over(record)
-        pairs = self._pairs
-        prefill = record.prefill
-        decode = record.decode
-        if pairs is not None and prefill is not None and decode is not None:
-            pairs.request_over(record, prefill, decode)
         if record.retries:
             self._count_retries(record.retries)
         if record.cache_missed_at is not None:

@@ -5,7 +5,7 @@ import pytest
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
-from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairTrouble
+from pdrelay_proxy.core.fleet.pair_history import PairTrouble
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
@@ -82,10 +82,10 @@ def test_another_secret_is_known_after_the_first_request():
     """From what the decode engine shows, before the pair rests; only a cause that lasts counts."""
     registry = fleet(PREFILL, DECODE)
     pair = "prefill-0", "decode-0"
-    registry.pairs.shown("decode-0", {pair: PairTrouble(PairFailure.TRANSFER, "the network failed")})
+    registry.pair_history.troubles = {pair: PairTrouble("transfer", "the network failed", lasts=False)}
     assert texts(registry) == []
 
-    registry.pairs.shown("decode-0", {pair: PairTrouble(PairFailure.SECRET, "its offer has another signature")})
+    registry.pair_history.troubles = {pair: PairTrouble("secret", "its offer has another signature", lasts=True)}
 
     why = "decode-0 loads no KV of prefill-0: its offer has another signature"
     assert texts(registry) == [
@@ -97,8 +97,7 @@ def test_another_secret_is_known_after_the_first_request():
 def test_a_pair_that_rests_shares_no_request():
     """Whatever made it rest."""
     registry = fleet(PREFILL, DECODE)
-    registry.pairs.failed(("prefill-0", "decode-0"), PairFailure.TIMEOUT, 3, now=0.0)
-    registry.settle_rests("decode-0")
+    registry.learn("decode-0", EngineCapabilities(resting=frozenset({"prefill-0"})))
 
-    why = "decode-0 loads no KV of prefill-0: timeout"
+    why = "decode-0 loads no KV of prefill-0"
     assert f"decode-0: no prefill engine shares a request with it: {why}" in texts(registry)

@@ -183,24 +183,6 @@ def test_facts_are_added_up_and_those_of_the_removed_are_dropped():
     assert registry.get(name) is None
 
 
-def test_links_are_of_one_kind_if_nothing_is_known_that_tells_them_apart():
-    """What was learned of one is then taken for another (pair_modes.py): a rack's, but not that between two racks."""
-    registry = Registry()
-    p, near, far, other = (
-        registry.add(role, Address("http", host, port), facts=EngineCapabilities(slice=part)).id
-        for role, host, port, part in [
-            (Role.PREFILL, "a", 1, "x"),
-            (Role.DECODE, "a", 2, "x"),
-            (Role.DECODE, "b", 3, "x"),
-            (Role.DECODE, "c", 4, "x"),
-        ]
-    )
-    apart = registry.add(Role.DECODE, Address("http", "d", 5), facts=EngineCapabilities(slice="y")).id
-
-    assert registry.link((p, far)) == registry.link((p, other))
-    assert len({registry.link((p, one)) for one in (near, far, apart)}) == 3
-
-
 class Machine(RuleBasedStateMachine):
     """Engines come, drain, return and leave while they have requests."""
 

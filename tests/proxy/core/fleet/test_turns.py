@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.pair_health import PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.fleet.turns import TRANSITIONS, TURN_TIMEOUT_S, RoleTurn, TurnEvent, TurnState
@@ -318,37 +317,19 @@ def test_the_address_of_an_engine_that_has_turned_is_taken():
 
 
 def test_what_was_true_of_the_old_role_is_dropped_and_the_cache_is_not():
-    """Its process is the same, and so is its prefix cache; its rates and pairs were those of the old role."""
+    """Its process is the same, and so is its prefix cache; its rates were those of the old role."""
     registry = registry_of(1, 2)
     member = registry.member(InstanceId("decode-0"))
     since = member.life.cache_since
-    for _ in range(5):
-        registry.pairs.failed(("prefill-0", "decode-0"), PairFailure.HANDSHAKE, 1, now=0.0)
-    registry.settle_rests(InstanceId("decode-0"))
-    assert member.facts.resting == {"prefill-0"}
     stint = member.stint
     before = registry.changes.count
     registry.departures.turn("decode-0", PREFILL, now=1.0)
     registry.settle(patience_s=60, now=2.0)
 
-    assert not registry.pairs.pairs()
-    assert not member.facts.resting
     assert member.stint > stint
     assert member.load.report is None
     assert member.life.cache_since == since
     assert registry.changes.count > before
-
-
-def test_the_pairs_of_a_prefill_engine_that_has_turned_rest_no_longer():
-    """The decode engine that avoided it would be in a group of its own for ever."""
-    registry = registry_of(2, 1)
-    for _ in range(5):
-        registry.pairs.failed(("prefill-0", "decode-0"), PairFailure.HANDSHAKE, 1, now=0.0)
-    registry.settle_rests(InstanceId("decode-0"))
-    registry.departures.turn("prefill-0", DECODE, now=0.0)
-    registry.settle(patience_s=60, now=61.0)
-
-    assert not registry.member("decode-0").facts.resting
 
 
 # ---- one request never has one engine twice

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.pair_health import LEAST_FAILURES, PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import EngineRole, RequestId, Role
@@ -93,14 +92,11 @@ class World:
         self.registry.departures.turn(member.instance.id, to, now=self.now, at_once=True)
 
     def rest(self, member, place):
-        pair = member.instance.id, self.at(place).instance.id
-        self.registry.pairs.failed(pair, PairFailure.HANDSHAKE, LEAST_FAILURES, now=self.now)
-        self.registry.settle_rests(pair[1])
+        avoided = frozenset({member.instance.id})
+        self.registry.learn(self.at(place).instance.id, EngineCapabilities(resting=avoided))
 
     def work(self, member, place):
-        pair = member.instance.id, self.at(place).instance.id
-        self.registry.pairs.worked(pair)
-        self.registry.settle_rests(pair[1])
+        self.registry.learn(self.at(place).instance.id, EngineCapabilities(resting=frozenset()))
 
 
 @given(st.lists(st.tuples(EVENTS, st.booleans()), max_size=40))

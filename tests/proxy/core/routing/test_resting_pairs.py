@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.pair_health import LEAST_FAILURES, PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
@@ -28,9 +28,9 @@ def fleet(x, y, *resting, choice=None):
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for _ in range(count):
             registry.add(role, Address("http", "h", next(ports) % 60000 + 1))
-    for p, d in resting:
-        registry.pairs.failed((f"prefill-{p}", f"decode-{d}"), PairFailure.HANDSHAKE, LEAST_FAILURES, now=0.0)
-        registry.settle_rests(f"decode-{d}")
+    for decode in {d for _, d in resting}:
+        avoided = frozenset(f"prefill-{p}" for p, d in resting if d == decode)
+        registry.learn(f"decode-{decode}", EngineCapabilities(resting=avoided))
     return registry, PairSelector(registry, choice or RoundRobin())
 
 
@@ -80,8 +80,7 @@ def test_they_are_used_as_soon_as_they_work_again():
     """Choices that were remembered are not."""
     registry, pairs = fleet(2, 1, (0, 0))
     assert chosen(registry, pairs) == {(1, 0)}
-    registry.pairs.worked(("prefill-0", "decode-0"))
-    registry.settle_rests("decode-0")
+    registry.learn("decode-0", EngineCapabilities(resting=frozenset()))
 
     assert chosen(registry, pairs) == {(0, 0), (1, 0)}
 

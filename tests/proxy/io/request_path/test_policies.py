@@ -9,9 +9,10 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
 from pdrelay_proxy.core.routing.share_bound import BURST, EACH
 from pdrelay_proxy.io.request_path.policies import fleet_of
-from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.settings import KvTransferMode, Settings
 from support.feature_routing import routing_of_features
 
 
@@ -45,3 +46,23 @@ def test_policies_that_follow_caches_and_sessions_are_bound_while_revisions_are_
                 counts[one.id] += 1
 
     assert max(counts.values()) <= EACH * 400 / 8 + BURST + 1  # the first one finds it idle
+
+
+@pytest.mark.parametrize(
+    ("chosen", "way"),
+    [
+        (KvTransferMode.AUTO, TransferMode.PULL),  # as every connector can, while no feature finds out more
+        (KvTransferMode.PULL, TransferMode.PULL),
+        (KvTransferMode.PUSH, TransferMode.PUSH),
+    ],
+)
+def test_the_setting_says_how_kv_moves_between_engines_that_leave_it_to_the_router(chosen, way):
+    """``--kv-transfer-mode``: then nothing is tried."""
+    settings = Settings(kv_transfer_mode=chosen)
+    registry = Registry(settings)
+    fleet = fleet_of(settings, registry, PushCoordinates(at_once=True), lambda: 0.0, lambda n: n // 2)
+    prefill, decode = (registry.add(role, Address("http", role.value, 1)) for role in Role)
+    assert fleet.mode_of(prefill, decode) is None
+    registry.learn(prefill.id, EngineCapabilities(mode=EngineMode.AUTO))
+
+    assert [fleet.mode_of(prefill, decode) for _ in range(8)] == [way] * 8

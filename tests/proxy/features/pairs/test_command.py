@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.cli import main
-from pdrelay_proxy.commands.pairs import text
+from pdrelay_proxy.features.pairs.command import text
 
 pytestmark = pytest.mark.edges
 

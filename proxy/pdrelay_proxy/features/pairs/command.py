@@ -31,6 +31,7 @@ _COLUMNS: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
+    parser.allow_abbrev = True  # scripts may say --fail
     add_access_arguments(parser)
     parser.add_argument(
         "--failing", action="store_true", help="show only pairs that fail, or have failed"

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fleet.engine_metrics import labelled_lines
-from pdrelay_proxy.core.fleet.pair_health import OF_THE_PAIR, PairFailure, PairTrouble
+from pdrelay_proxy.core.fleet.pair_history import PairTrouble
 from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.features.pairs.core.pair_health import LASTING, OF_THE_PAIR, PairFailure
 
 _NAME: Final = b"vllm:pdrelay_peer_loads_total{"
 _LINE: Final = re.compile(
@@ -98,7 +99,7 @@ def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrou
         reason = _REASONS.get(outcome or "")
         is_own = rank is None or engine is None or engine == str(rank)
         if peer is not None and reason is not None and is_own:
-            found[peer] = PairTrouble(reason, why or "")
+            found[peer] = PairTrouble(reason.value, why or "", reason in LASTING)
     return found
 
 

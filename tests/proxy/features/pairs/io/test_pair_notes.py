@@ -6,19 +6,24 @@ import pytest
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.pair_health import PairFailure
-from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
-from pdrelay_proxy.core.fleet.peer_loads import PeerNews
+from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import ANY, LegOrder, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.model import ANY, EngineRole, LegOrder, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
 from pdrelay_proxy.core.routing.pairing import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts
+from pdrelay_proxy.core.steps import finish
+from pdrelay_proxy.features.pairs.core.pair_health import PairFailure
+from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
+from pdrelay_proxy.features.pairs.core.peer_loads import PeerNews
+from pdrelay_proxy.features.pairs.io.pair_notes import PairNotes
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
-from pdrelay_proxy.io.request_path.pair_notes import PairNotes
-from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.settings import KvTransferMode, Settings
 
 PAIR = ("prefill-0", "decode-0")
 
@@ -35,7 +40,7 @@ class World:
         for number in (0, 1):
             registry.learn(f"prefill-{number}", EngineCapabilities(engine_id=f"id{number}"))
         self.matrix = PairMatrix(16)
-        self.notes = PairNotes(registry, self.matrix)
+        self.notes = registry.pair_history = PairNotes(registry, self.matrix)
         self.fleet = LiveFleet(
             registry, PairSelector(registry, RoundRobin()), PushCoordinates(at_once=True), lambda: self.now
         )
@@ -53,7 +58,7 @@ class World:
         legs = LegRecord(prefill, 200.0), LegRecord(decode, 250.0)
         record = RequestRecord(RequestId("r"), prefill=legs[0], decode=legs[1], push=push)
         record.status, record.ttft_s, record.began_at = status, ttft_s, self.now
-        self.notes.request_over(record, *legs)
+        self.notes.ended([record])
 
 
 @pytest.fixture
@@ -82,7 +87,7 @@ def test_a_pair_whose_loads_fail_gets_no_requests_until_it_is_tried(world, caplo
         ),
         ("INFO", "prefill-0 and decode-0 have met again: the pair gets requests"),
     ]
-    assert world.registry.pairs.failures == {("handshake",): 4}
+    assert world.notes.health.failures == {("handshake",): 4}
 
 
 def test_a_trial_that_fails_lengthens_the_rest(world):
@@ -102,7 +107,7 @@ def test_a_load_that_succeeds_between_failures_is_evidence(world):
     world.fails(9, loaded=1)
 
     assert PAIR in world.pairs()
-    assert world.registry.pairs.failures == {("handshake",): 9}
+    assert world.notes.health.failures == {("handshake",): 9}
 
 
 def test_a_trial_is_not_for_requests_of_another_model(world):
@@ -165,10 +170,10 @@ def test_pairs_of_engines_that_left_are_forgotten(world):
     world.fails()
     world.over()
     world.registry.remove("prefill-0", now=0.0)
-    world.notes.keep(frozenset({"prefill-1", "decode-0", "decode-1"}))
+    world.notes.keep()
 
     assert world.registry.facts(world.decode()).resting == frozenset()
-    assert len(world.matrix) == len(world.registry.pairs) == 0
+    assert len(world.matrix) == len(world.notes.health) == 0
 
 
 def test_first_tokens_are_timed_from_handing_over(world):
@@ -185,10 +190,10 @@ def test_first_tokens_are_timed_from_handing_over(world):
 
 def test_what_clients_did_wrong_is_no_failure_of_a_pair(world):
     """And a request that failed has counted its legs."""
-    world.notes.leg_failed(*PAIR, Failure.REFUSED, 1.0)
+    world.notes.failed(PAIR, Failure.REFUSED, 1.0)
     world.over(status=500)
     assert len(world.matrix) == 0
-    world.notes.leg_failed(*PAIR, Failure.TIMEOUT, 1.0)
+    world.notes.failed(PAIR, Failure.TIMEOUT, 1.0)
     assert world.matrix.get(PAIR).failed == {"timeout": 1}
 
 
@@ -200,7 +205,7 @@ def blame(world, times=1):
         record.prefill.name = record.decode.name = "r"
         record.set_aside(Role.DECODE, Failure.HTTP_5XX)
         record.start_over()
-        world.notes.blamed(record, "decode-0", world.now)
+        world.notes.blamed(record, "decode-0", now=world.now)
         world.now += 1.0
 
 
@@ -222,7 +227,7 @@ def test_an_engine_that_fails_for_all_is_not_the_fault_of_a_pair(world):
         blame(world)
         world.over("prefill-0", "decode-1")
 
-    assert world.registry.pairs.resting == 0
+    assert world.notes.health.resting == 0
 
 
 def test_our_connectors_engines_say_it_themselves(world):
@@ -230,7 +235,7 @@ def test_our_connectors_engines_say_it_themselves(world):
     world.registry.learn("decode-0", EngineCapabilities(connector="pdrelay"))
     blame(world, 9)
 
-    assert not world.registry.pairs
+    assert not world.notes.health
 
 
 def test_a_wrong_block_among_many_loads_has_the_pair_rest(world, caplog):
@@ -239,3 +244,56 @@ def test_a_wrong_block_among_many_loads_has_the_pair_rest(world, caplog):
 
     assert PAIR not in world.pairs()
     assert "KV of prefill-0 arrives wrong at decode-0 (wrong_kv), so the pair rests for 600 s" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "to"), [("prefill-0", EngineRole.DECODE), ("decode-0", EngineRole.PREFILL)])
+def test_a_pair_of_which_one_has_turned_rests_no_longer(name, to):
+    """It was true of the old role; and the decode engine that avoided it would be in a group of its own for ever."""
+    registry = Registry(Settings())
+    notes = registry.pair_history = PairNotes(registry, PairMatrix(4))
+    for role in (*Role, *Role):
+        instance = registry.add(role, Address("http", role.value, len(registry.members()) + 1))
+        registry.learn(instance.id, EngineCapabilities(engine_id=instance.id))
+    notes.loads(registry.member("decode-0").instance, [PeerNews("prefill-0", 0, {PairFailure.HANDSHAKE: 3})], 0.0)
+    assert registry.member("decode-0").facts.resting == {"prefill-0"}
+    registry.departures.turn(name, to, now=0.0)
+    registry.settle(patience_s=60, now=61.0)
+
+    assert not notes.health.pairs()
+    assert not registry.member("decode-0").facts.resting
+
+
+@pytest.mark.parametrize("chosen", [KvTransferMode.PULL, KvTransferMode.PUSH])
+def test_where_an_operator_has_chosen_nothing_is_tried_and_nothing_is_remembered(chosen):
+    """``--kv-transfer-mode``: engines that can pull and push leave it to the router."""
+    registry = Registry(Settings())
+    notes = PairNotes(registry, PairMatrix(4))
+    fleet = fleet_of(
+        Settings(kv_transfer_mode=chosen),
+        registry,
+        PushCoordinates(at_once=True),
+        lambda: 0.0,
+        lambda n: 0,
+        added=[RoutingParts(pair_history=notes)],
+    )
+    prefill, decode = (registry.add(role, Address("http", role.value, 1)) for role in Role)
+    registry.learn(prefill.id, EngineCapabilities(mode=EngineMode.AUTO))
+
+    assert {fleet.mode_of(prefill, decode).value for _ in range(20)} == {chosen.value}
+    assert not len(notes.modes)
+
+
+def test_the_reason_of_a_pair_that_rests_is_the_reason_of_its_engines():
+    """Who looks why an engine shares no request with any other finds it there."""
+    registry = Registry(Settings())
+    notes = registry.pair_history = PairNotes(registry, PairMatrix(4))
+    prefill, decode = (registry.add(role, Address("http", role.value, 1)) for role in Role)
+    registry.learn(prefill.id, EngineCapabilities(engine_id="p"))
+    notes.loads(decode, [PeerNews("p", 0, {PairFailure.TIMEOUT: 3})], 0.0)
+
+    why = "decode-0 loads no KV of prefill-0: timeout"
+    assert [each.text for each in finish(lone_engines_in_steps(registry))] == [
+        f"prefill-0: no decode engine shares a request with it: {why}",
+        f"decode-0: no prefill engine shares a request with it: {why}",
+    ]
+    assert notes.resting() == [(("prefill-0", "decode-0"), "timeout")]

@@ -1,23 +1,19 @@
-"""Reads in engines' metrics whose KV they could not load, and how fast it moved; tells what is
-known of pairs.
-"""
+"""Reads in engines' metrics whose KV they could not load, and how fast it moved."""
 
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.core.fleet.peer_loads import PeerLoads, read_failures, read_totals
-from pdrelay_proxy.core.fleet.peer_rates import PeerRates, read_moved
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.io.request_path.pair_notes import OURS, PairNotes
+from pdrelay_proxy.features.pairs.core.peer_loads import PeerLoads, read_failures, read_totals
+from pdrelay_proxy.features.pairs.core.peer_rates import PeerRates, read_moved
+from pdrelay_proxy.features.pairs.io.pair_notes import OURS, PairNotes
 
 _ASKED_AT_ONCE: Final = 8  # prefill engines that are asked for their ids in one round
 
 
 class PairWatch:
-    """Looks at one decode engine's metrics after the other; a round is over when all have been
-    looked at.
-    """
+    """A MetricsListener: tells what is known of pairs."""
 
     def __init__(self, registry: Registry, notes: PairNotes) -> None:
         self._registry = registry
@@ -25,59 +21,57 @@ class PairWatch:
         self._loads = PeerLoads()
         self._rates = PeerRates()
         self._written = PeerRates()
-        # prefill engines whose KV was read since the last round
+        # Prefill engines whose KV was read since the last round.
         self._read_from = set[InstanceId]()
         self._round_began = 0.0
-        # of prefill engines, at the end of the last round
+        # Of prefill engines, at the end of the last round.
         self._engine_ids: dict[InstanceId, str | None] = {}
         self._unknown = 0  # engines of this round's news that nobody knows
         self._next = 0  # the prefill engine that is asked next
 
-    def look(self, decode: Instance, exposition: bytes, now: float) -> None:
+    def decode_shown(self, decode: Instance, exposition: bytes, now: float, /) -> None:
         """Take in what a decode engine shows."""
         news, was_restarted = self._loads.look(decode.id, read_totals(exposition, decode.rank))
         if was_restarted:
             self._notes.restarted(decode)
         self._unknown += len(self._notes.loads(decode, news, now))
-        self._notes.troubles(decode, read_failures(exposition, decode.rank))
+        self._notes.take_troubles(decode, read_failures(exposition, decode.rank))
         rates = self._rates.look(decode.id, read_moved(exposition, decode.rank))
         others, unknown = self._notes.moved(decode, rates, writes=False)
         self._read_from.update(others)
         self._unknown += unknown
 
-    def writers(self, now: float) -> Sequence[Instance]:
-        """Return the prefill engines whose KV seems to be pushed, for those count it themselves;
-        once in each round.
-        """
-        since = self._round_began
+    def prefills_to_read(self, now: float, /) -> Sequence[Instance]:
+        """List those whose KV seems to be pushed, for those count it themselves."""
+        used = self._notes.matrix.used_since(self._round_began) - self._read_from
         self._round_began = now
-        used = self._notes.matrix.used_since(since) - self._read_from
-        self._read_from = set[InstanceId]()
+        self._read_from = set()
         prefills = self._registry.known(Role.PREFILL) if used else ()
         return [
-            one
-            for one in prefills
-            if one.id in used and self._registry.facts(one).connector == OURS
+            prefill
+            for prefill in prefills
+            if prefill.id in used and self._registry.facts(prefill).connector == OURS
         ]
 
-    def look_at_writer(self, prefill: Instance, exposition: bytes) -> None:
+    def prefill_shown(self, prefill: Instance, exposition: bytes, /) -> None:
         """Take in what a prefill engine shows."""
         rates = self._written.look(prefill.id, read_moved(exposition, prefill.rank))
         self._notes.moved(prefill, rates, writes=True)
 
-    def end_round(self) -> Sequence[Instance]:
-        """Forget what is known of engines that were replaced; return prefill engines whose ids
-        should be read again.
-        """
+    def round_over(self) -> Sequence[Instance]:
+        """Forget what is known of engines that were replaced or removed."""
         prefills = self._registry.known(Role.PREFILL)
         before = self._engine_ids
-        self._engine_ids = {one.id: self._registry.facts(one).engine_id for one in prefills}
+        self._engine_ids = {
+            prefill.id: self._registry.facts(prefill).engine_id for prefill in prefills
+        }
         for name, engine_id in self._engine_ids.items():
             if before.get(name) not in (None, engine_id):
                 self._notes.is_another(name)
-        decodes = [decode.id for decode in self._registry.known(Role.DECODE)]
-        self._loads.keep(frozenset(decodes))
-        self._rates.keep(frozenset(decodes))
+        self._notes.keep()
+        decodes = frozenset([decode.id for decode in self._registry.known(Role.DECODE)])
+        self._loads.keep(decodes)
+        self._rates.keep(decodes)
         self._written.keep(frozenset(self._engine_ids))
         unknown = self._unknown
         self._unknown = 0

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from pdrelay_proxy.core.fleet.pair_health import Pair
+from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.pair_history import Pair
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.protocol.push import TransferMode
 
@@ -109,16 +110,11 @@ class PairModes:
 
     def __init__(
         self,
-        fixed: TransferMode | None = None,
         *,
         kind: Callable[[Pair], Hashable] = lambda _: None,
         most: int = PAIRS_MOST,
     ) -> None:
-        """``fixed``: the way of all requests; nothing is tried.
-
-        ``kind``: names pairs that have such a link.
-        """
-        self._fixed = fixed
+        """``kind``: names pairs that have such a link."""
         self._kind = kind
         self._most = most
         # the one that was used last is the last
@@ -132,8 +128,6 @@ class PairModes:
 
     def next_way(self, pair: Pair, *, now: float) -> TransferMode:
         """Return the way of the next request of a pair."""
-        if self._fixed is not None:
-            return self._fixed
         found = self._pairs.get(pair)
         if found is None:
             found = self._new(pair, now)
@@ -143,8 +137,6 @@ class PairModes:
 
     def expected_way(self, pair: Pair, *, now: float) -> TransferMode:
         """Return what ``next_way`` would; nothing counts as sent."""
-        if self._fixed is not None:
-            return self._fixed
         found = self._pairs.get(pair)
         if (
             found is None
@@ -214,3 +206,17 @@ class PairModes:
         if not self._pairs:
             self._kinds.clear()
         self.has_any = len(self._pairs) > 0
+
+
+def link_kind(find: Callable[[InstanceId], Member | None], pair: Pair) -> Hashable:
+    """Name the kind of the link between two engines: pairs of one kind differ in nothing that is
+    known.
+    """
+    members = [member for name in pair if (member := find(name)) is not None]
+    hosts = {member.instance.address.host for member in members}
+    facts = [
+        fact
+        for member in members
+        for fact in (member.facts.mode, member.facts.revision, member.facts.slice)
+    ]
+    return (*facts, len(hosts) < len(members))

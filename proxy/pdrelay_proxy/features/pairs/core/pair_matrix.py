@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.core.fleet.pair_health import Pair
+from pdrelay_proxy.core.fleet.pair_history import Pair
 from pdrelay_proxy.core.model import InstanceId
 
 PAIRS_KEPT: Final = 1024  # those that were used last

@@ -8,14 +8,13 @@ until one request shows that it works.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import auto
-from typing import Final, TypeAlias
+from typing import Final
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
+from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.model import InstanceId
 
-Pair: TypeAlias = tuple[InstanceId, InstanceId]  # the prefill engine, and the decode engine
 MOST: Final = 4096  # pairs that are remembered for their failures
 # Decode engines that avoid the same prefill engines are of one group
 # (routing/compatible_groups.py), whose lists have all prefill engines: so many groups may come of
@@ -97,14 +96,6 @@ TRANSITIONS: Final[Mapping[PairState, Mapping[PairEvent, PairState]]] = {
     PairState.RESTING: {PairEvent.FAILED: PairState.RESTING, PairEvent.TRIED: PairState.TRYING},
     PairState.TRYING: {PairEvent.GIVEN_UP: PairState.RESTING, PairEvent.SILENT: PairState.RESTING},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class PairTrouble:
-    """Why a decode engine has not loaded the KV of a prefill engine last, in its own words."""
-
-    reason: PairFailure
-    why: str
 
 
 class FailingPair:

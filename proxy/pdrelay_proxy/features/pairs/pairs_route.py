@@ -14,10 +14,10 @@ from pdrelay_proxy.api.operator_route import (
     OperatorAccess,
     operator_errors,
 )
-from pdrelay_proxy.api.schemas import PairList
 from pdrelay_proxy.api.stepped import in_steps
-from pdrelay_proxy.core.fleet.pair_rows import pair_rows
-from pdrelay_proxy.io.request_path.pair_notes import PairNotes
+from pdrelay_proxy.features.pairs.core.pair_rows import pair_rows
+from pdrelay_proxy.features.pairs.io.pair_notes import PairNotes
+from pdrelay_proxy.features.pairs.schemas import PairList
 
 _ROWS_AT_ONCE: Final = 50
 

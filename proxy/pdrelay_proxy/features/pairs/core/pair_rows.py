@@ -7,17 +7,12 @@ from typing import Final
 
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.pair_health import (
-    FailingPair,
-    Pair,
-    PairHealth,
-    PairState,
-    PairTrouble,
-)
-from pdrelay_proxy.core.fleet.pair_matrix import PairFacts, PairMatrix
-from pdrelay_proxy.core.fleet.pair_modes import PairMode, PairModes
+from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.schemas.pairs import PairRow
+from pdrelay_proxy.features.pairs.core.pair_health import FailingPair, PairHealth, PairState
+from pdrelay_proxy.features.pairs.core.pair_matrix import PairFacts, PairMatrix
+from pdrelay_proxy.features.pairs.core.pair_modes import PairMode, PairModes
 
 WELL: Final = "well"
 BOTH: Final = "both"  # ways of moving KV are tried
@@ -88,7 +83,7 @@ def _row(
     reason = None if trouble is None else trouble.reason
     state = WELL if trouble is None else PairState.FAILING.value
     if failing is not None:
-        reason = failing.reason
+        reason = failing.reason.value
         state = failing.state.value
     failures = {} if facts is None or facts.failed is None else facts.failed
     return PairRow(
@@ -101,7 +96,7 @@ def _row(
         bytes_per_s=None if facts is None else facts.bytes_per_s,
         last_s=None if facts is None else max(0.0, now - facts.last_at),
         state=state,
-        reason=None if reason is None else reason.value,
+        reason=reason,
         why=None if trouble is None else trouble.why,
         failed_in_a_row=0 if failing is None else failing.in_a_row,
         mode=None if mode is None else BOTH if mode.chosen is None else mode.chosen.value,

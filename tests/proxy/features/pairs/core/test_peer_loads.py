@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairTrouble
-from pdrelay_proxy.core.fleet.peer_loads import PeerLoads, read_failures, read_totals
+from pdrelay_proxy.core.fleet.pair_history import PairTrouble
+from pdrelay_proxy.features.pairs.core.pair_health import PairFailure
+from pdrelay_proxy.features.pairs.core.peer_loads import PeerLoads, read_failures, read_totals
 
 
 def shown(*lines):
@@ -59,7 +60,7 @@ def test_the_reason_of_a_failure_is_read_in_its_words():
     """As our connector writes it: printable, and without what the text format escapes."""
     why = "10.0.0.1:5600 was not met: its weights are 'a{1}', ours are 'b'; they must be equal, peer=x"
 
-    assert read_failures(failure(why)) == {"p": PairTrouble(PairFailure.SECRET, why)}
+    assert read_failures(failure(why)) == {"p": PairTrouble("secret", why, lasts=True)}
     assert read_failures(failure(why, engine=1), 0) == {}
     assert read_failures(failure(why, value="0.0")) == read_failures(failure(why, outcome="newer")) == {}
 
@@ -67,7 +68,7 @@ def test_the_reason_of_a_failure_is_read_in_its_words():
 @pytest.mark.parametrize("why", ["a\x1b[31m", "\u00e9", "x" * 500, 'a\\"b'], ids=repr)
 def test_a_reason_of_another_form_is_left_out(why):
     """It goes into the log, and to terminals. That the pair fails, and how, is known all the same."""
-    assert read_failures(failure(why)) == {"p": PairTrouble(PairFailure.SECRET, "")}
+    assert read_failures(failure(why)) == {"p": PairTrouble("secret", "", lasts=True)}
 
 
 def test_a_first_look_tells_nothing():

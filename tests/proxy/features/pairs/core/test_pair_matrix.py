@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairHealth
-from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
-from pdrelay_proxy.core.fleet.pair_modes import PairModes
-from pdrelay_proxy.core.fleet.pair_rows import pair_rows, worst_rows
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.features.pairs.core.pair_health import PairFailure, PairHealth
+from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
+from pdrelay_proxy.features.pairs.core.pair_modes import PairModes
+from pdrelay_proxy.features.pairs.core.pair_rows import pair_rows, worst_rows
 
 A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
 
@@ -114,7 +114,7 @@ def test_a_pair_is_as_well_as_its_engines(role):
     member = registry.member(pair[0] if role is Role.PREFILL else pair[1])
 
     def shown():
-        (row,) = pair_rows(matrix, registry.pairs, PairModes(), registry.get, now=6.0)
+        (row,) = pair_rows(matrix, PairHealth(), PairModes(), registry.get, now=6.0)
         return row.state, row.reason
 
     member.life.seen(now=5.0)

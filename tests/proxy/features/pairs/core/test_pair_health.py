@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.fleet.pair_health import (
+from pdrelay_proxy.core.fleet.pair_history import PairTrouble
+from pdrelay_proxy.features.pairs.core.pair_health import (
     MOST_SETS,
     OF_THE_PAIR,
     TRANSITIONS,
@@ -16,7 +17,6 @@ from pdrelay_proxy.core.fleet.pair_health import (
     PairFailure,
     PairHealth,
     PairState,
-    PairTrouble,
 )
 
 PAIR = ("prefill-0", "decode-0")
@@ -250,7 +250,7 @@ def test_one_wrong_block_has_a_pair_rest_for_as_long_as_any_may():
 def test_troubles_are_those_that_a_decode_engine_shows_now():
     """What it shows no longer is over; what it showed before is no news."""
     health = PairHealth(most=2)
-    secret, model = PairTrouble(PairFailure.SECRET, "a"), PairTrouble(PairFailure.MODEL, "b")
+    secret, model = PairTrouble("secret", "a", lasts=True), PairTrouble("model", "b", lasts=True)
 
     assert health.shown("d0", {("p0", "d0"): secret}) == [("p0", "d0")]
     assert health.shown("d0", {("p0", "d0"): secret}) == []

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.fleet.peer_rates import PeerRates, read_moved
+from pdrelay_proxy.features.pairs.core.peer_rates import PeerRates, read_moved
 
 
 def shown(*lines):

@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.fleet.pair_modes import AGAIN_S, ENOUGH, PAIRS_MOST, SENT_MOST, PairModes
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.features.pairs.core.pair_modes import AGAIN_S, ENOUGH, PAIRS_MOST, SENT_MOST, PairModes, link_kind
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 A, B = ("p0", "d0"), ("p0", "d1")
@@ -89,15 +93,6 @@ def test_many_at_the_same_time_are_shared_out():
     assert ways.count(PULL) == ways.count(PUSH) == 5
 
 
-@pytest.mark.parametrize("fixed", [PULL, PUSH])
-def test_an_operator_can_choose(fixed):
-    """``--kv-transfer-mode``: then nothing is tried, and nothing is remembered."""
-    modes = PairModes(fixed)
-
-    assert set(run(modes, A, lambda _: 1.0, 20)) == {fixed}
-    assert not len(modes)
-
-
 def by_slice(pair):
     """Name the kind of a pair: engines are called by their slice and a number."""
     return pair[0][1], pair[1][1]
@@ -163,3 +158,24 @@ def test_what_is_forgotten_of_engines_that_are_gone():
     modes.keep(frozenset({"p0"}))
     assert not len(modes)
     assert not modes.has_any
+
+
+def test_links_are_of_one_kind_if_nothing_is_known_that_tells_them_apart():
+    """What was learned of one is then taken for another: a rack's, but not that between two racks."""
+    registry = Registry()
+    p, near, far, other = (
+        registry.add(role, Address("http", host, port), facts=EngineCapabilities(slice=part)).id
+        for role, host, port, part in [
+            (Role.PREFILL, "a", 1, "x"),
+            (Role.DECODE, "a", 2, "x"),
+            (Role.DECODE, "b", 3, "x"),
+            (Role.DECODE, "c", 4, "x"),
+        ]
+    )
+    apart = registry.add(Role.DECODE, Address("http", "d", 5), facts=EngineCapabilities(slice="y")).id
+
+    def kind(*pair):
+        return link_kind(registry.get, pair)
+
+    assert kind(p, far) == kind(p, other)
+    assert len({kind(p, one) for one in (near, far, apart)}) == 3

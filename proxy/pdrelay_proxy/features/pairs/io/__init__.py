@@ -1,0 +1,1 @@
+"""What tells it."""

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import socket
+import time
 import tracemalloc
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
@@ -24,6 +25,7 @@ from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.io.logs import FACTS
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
+from support.clock import Clock
 from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
@@ -104,12 +106,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(acts=None, up=ONE_EACH, *, first_decode=(), patience=None, **settings):
+async def staged(acts=None, up=ONE_EACH, *, first_decode=(), patience=None, clock=time.monotonic, **settings):
     """A router in front of engines that recite."""
     acts = {"prefill": (), "decode": ()} | (acts or {})
     async with reciting(acts, up) as cast:
         cast.at["decode"][:0] = first_decode
-        async with routing(cast, settings, **(patience or {})) as served:
+        async with routing(cast, settings, clock, **(patience or {})) as served:
             stage = Stage(cast, served)
             try:
                 yield stage
@@ -332,8 +334,8 @@ def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_ope
 
     async def scene(at):
         port = int(at.rpartition(":")[2])
-        limits = {} if leaves else {"total_timeout_s": 0.5}
-        async with staged(first_decode=[at], **limits) as stage:
+        clock = Clock()
+        async with staged(first_decode=[at], clock=clock, total_timeout_s=60) as stage:
             before = _opening(port)
             reader, writer = await stage.client()
             writer.write(asks())
@@ -344,6 +346,7 @@ def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_ope
                 coming.cancel()
                 writer.transport.abort()
             else:
+                clock.now += 60
                 status = (await coming).status
             await stage.settled()
             await until(lambda: stage.cast.releases)

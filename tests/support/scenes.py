@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from uvicorn.server import ServerState
 
 from pdrelay_proxy import listeners
 from pdrelay_proxy.app import Router, build
+from pdrelay_proxy.building.engines import Fabric
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.io.logs import FACTS
 from pdrelay_proxy.settings import Settings
@@ -109,14 +111,16 @@ class Served:
 
 
 @asynccontextmanager
-async def routing(cast: Cast, options: Mapping[str, object], **patience: float) -> AsyncGenerator[Served]:
+async def routing(
+    cast: Cast, options: Mapping[str, object], clock: Callable[[], float] = time.monotonic, **patience: float
+) -> AsyncGenerator[Served]:
     """Serve a router as its process does, but for signals and the clock of uvicorn's server.
 
     ``patience``: with its clients, where it is another than the router's usual one.
     """
     at = {role: tuple(cast.at[role]) for role in ("prefill", "decode")}
     settings = Settings(**({"health_check_interval_s": 0.0, "allowed_hosts": ("*",)} | at | dict(options)))
-    router = build(settings)
+    router = build(settings, fabric=Fabric(clock=clock))
     config = listeners.main_config(router, settings, **patience)
     config.load()
     state = ServerState()

@@ -1,4 +1,6 @@
-"""What turns docs/ into a site: its order is that of docs/README.md, and links that leave docs/ lead to copies."""
+"""What turns docs/ into a site: its order is that of docs/README.md, and links that leave docs/
+lead to copies.
+"""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -47,7 +49,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """Point links to where their files are in the site, and separate lists from what is above, as GitHub does."""
+    """Point links to where their files are in the site, and separate lists from what is above, as
+    GitHub does.
+    """
     here = page.file.src_uri
 
     def moved(match: re.Match[str]) -> str:
@@ -83,7 +87,9 @@ def _source_of(uri: str) -> str:
 
 
 def _target_of(source: str, link: str) -> str:
-    """Return the path in the repository that a link of a page means; of a folder its README, if there is one."""
+    """Return the path in the repository that a link of a page means; of a folder its README, if
+    there is one.
+    """
     target = normpath(f"{PurePosixPath(source).parent}/{link}")
     return f"{target}/README.md" if (ROOT / target / "README.md").is_file() else target
 

@@ -111,7 +111,9 @@ class Feature:
         return None
 
     def claims(self) -> CallClaims | None:
-        """Return what tells requests that it answers itself, by requests of its own; None: it answers none."""
+        """Return what tells requests that it answers itself, by requests of its own; None: it
+        answers none.
+        """
         return None
 
     def parts(self, core: Core) -> FeatureParts:

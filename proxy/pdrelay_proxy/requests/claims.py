@@ -1,7 +1,9 @@
-"""Requests that a feature answers by requests of its own, in place of their dispatch to two engines.
+"""Requests that a feature answers by requests of its own, in place of their dispatch to two
+engines.
 
-A feature names such a request once its body is read (``CallClaims``). It says what the request is charged at the gate,
-and answers it once that has let it in (``Claim``). Each part is served as any other request is (``PartRequest``).
+A feature names such a request once its body is read (``CallClaims``). It says what the request is
+charged at the gate, and answers it once that has let it in (``Claim``). Each part is served as any
+other request is (``PartRequest``).
 """
 
 from abc import ABC, abstractmethod

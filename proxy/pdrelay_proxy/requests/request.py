@@ -336,7 +336,9 @@ class Request(PartRequest):
     def _claimed(
         self, claim: Claim, plan: RequestPlan, ticket: Ticket, settings: Settings
     ) -> ClaimedAnswer | None:
-        """Return what answers a request that a feature has claimed; None: one engine gets all of it."""
+        """Return what answers a request that a feature has claimed; None: one engine gets all of
+        it.
+        """
         reason = claim.single_reason(
             self._services.fleet, may_be_alone=settings.decode_only_fallback
         )

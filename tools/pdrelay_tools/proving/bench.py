@@ -200,7 +200,8 @@ class Bench:
     async def calibrate(self) -> str:
         """Measure by how much the reference differs from itself; return the result as a sentence.
 
-        The logprobs of vLLM depend on the batch, so the tolerance is that difference, times _SAFETY.
+        The logprobs of vLLM depend on the batch, so the tolerance is that difference, times
+        _SAFETY.
         """
         if self.reference is None:
             return "There is no reference: answers are compared with nothing."

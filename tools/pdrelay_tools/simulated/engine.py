@@ -109,9 +109,10 @@ class Sim:
     clients may get the prefill engine's token. ``cache_blocks``: it publishes KV events of a prefix
     cache of that size; 0: none.
 
-    ``pushed``: the KV that prefill engines have written in push mode, by engine and transfer; decode
-    engines that share it wait for theirs. Without it (engines of several processes) they trust the
-    params, and answer at once. ``moves_s``: how long a transfer takes, in pull and in push.
+    ``pushed``: the KV that prefill engines have written in push mode, by engine and transfer;
+    decode engines that share it wait for theirs. Without it (engines of several processes) they
+    trust the params, and answer at once. ``moves_s``: how long a transfer takes, in pull and in
+    push.
     """
 
     def __init__(

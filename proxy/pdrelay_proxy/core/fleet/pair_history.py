@@ -1,4 +1,5 @@
-"""What became of pairs of engines, and what follows from it: the place of a feature that remembers it.
+"""What became of pairs of engines, and what follows from it: the place of a feature that remembers
+it.
 
 Classes, because a compiled call of a Protocol is slow. No call may wait or raise.
 """
@@ -64,7 +65,9 @@ class PairHistory:
     def reader_to_try(
         self, _lender: Instance, _decode: Sequence[Instance], /, *, now: float
     ) -> Instance | None:
-        """Return one of some decode engines that is to try to read from one that a stream leaves."""
+        """Return one of some decode engines that is to try to read from one that a stream
+        leaves.
+        """
         del now
         return None
 

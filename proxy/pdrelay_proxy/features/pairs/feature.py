@@ -1,4 +1,6 @@
-"""Has a router learn of pairs of engines: which cannot meet, and which way of their KV is faster."""
+"""Has a router learn of pairs of engines: which cannot meet, and which way of their KV is
+faster.
+"""
 
 from collections.abc import Iterator
 from functools import partial

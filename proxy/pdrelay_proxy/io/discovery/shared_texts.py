@@ -1,4 +1,6 @@
-"""A short text that routers share, beside the engines of a store: a feature keeps its lease there."""
+"""A short text that routers share, beside the engines of a store: a feature keeps its lease
+there.
+"""
 
 import asyncio
 from contextlib import suppress

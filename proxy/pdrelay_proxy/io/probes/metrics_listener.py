@@ -22,5 +22,7 @@ class MetricsListener(Protocol):
         ...
 
     def round_over(self) -> Sequence[Instance]:
-        """All have been read; list prefill engines that may have been restarted, under other ids."""
+        """All have been read; list prefill engines that may have been restarted, under other
+        ids.
+        """
         ...

@@ -1,4 +1,6 @@
-"""One connection to an engine: sends a request, and passes the response to a handler as it comes."""
+"""One connection to an engine: sends a request, and passes the response to a handler as it
+comes.
+"""
 
 import asyncio
 import select
@@ -146,7 +148,9 @@ class Connection:
             self._transport.resume_reading()
 
     def give_up(self, error: EngineError) -> bool:
-        """Close it, and fail an unanswered request with this error; return whether there was one."""
+        """Close it, and fail an unanswered request with this error; return whether there was
+        one.
+        """
         reply = self._reply
         if reply is None or reply.complete or reply.error is not None:
             return False

@@ -217,7 +217,9 @@ class Pool:
             await asyncio.sleep(_FREEING_S if is_freed else _LACKING_S)
 
     def _close_idle(self, count: int) -> bool:
-        """Close up to ``count`` connections, the longest idle first; return whether there was one."""
+        """Close up to ``count`` connections, the longest idle first; return whether there was
+        one.
+        """
         idle = [connection for peer in self._peers.values() for connection in peer.idle[:count]]
         idle.sort(key=lambda connection: connection.heard_at)
         for connection in idle[:count]:

@@ -25,7 +25,8 @@ class PairTrials:
         now: float,
         counts: bool,
     ) -> tuple[Instance, Instance] | None:
-        """Return two of these engines that a request may try; pairs that are due wait, if it cannot.
+        """Return two of these engines that a request may try; pairs that are due wait, if it
+        cannot.
 
         ``counts``: the request follows; else nothing changes.
         """

@@ -54,8 +54,9 @@ class ArrayClaim(Claim):
     def charged_bytes(self, size: int, most: int, /) -> int:
         """Return how many bytes it is charged; ``size``: of its body; ``most``: of all requests.
 
-        All parts share the bytes of its long fields, but each has two connections to engines, whose buffers may hold
-        them, and a head and objects of its own. Raises BodyTooLarge: it would be more than the router may hold.
+        All parts share the bytes of its long fields, but each has two connections to engines, whose
+        buffers may hold them, and a head and objects of its own. Raises BodyTooLarge: it would be
+        more than the router may hold.
         """
         at_once = min(len(self._prompts), AT_ONCE_AT_MOST)
         beside = max(0, size - sum([len(memoryview(prompt)) for prompt in self._prompts]))
@@ -68,7 +69,9 @@ class ArrayClaim(Claim):
         return min(charged, most)
 
     def single_reason(self, fleet: FleetChoice, *, may_be_alone: bool) -> SingleEngineReason | None:
-        """Say why one engine gets all prompts: one prompt could not be split, or there is no prefill engine."""
+        """Say why one engine gets all prompts: one prompt could not be split, or there is no
+        prefill engine.
+        """
         first = self.first_call()
         reason = split_reason(fleet, first.api, first.fields)
         if reason is not None or not may_be_alone:

@@ -1,4 +1,6 @@
-"""Stores of engines that operators add: this process, a file, or where other routers see them, too."""
+"""Stores of engines that operators add: this process, a file, or where other routers see them,
+too.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

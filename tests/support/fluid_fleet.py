@@ -84,13 +84,13 @@ class FluidFleet:
 
     def look(self, controller=None):
         decision = (controller or self.controller).decide(
-            FleetSnapshot(self.readings(), turned_at=[at for at, _ in self.turned]), now=self.now
+            FleetSnapshot(self.readings(), changed_at=[at for at, _ in self.turned]), now=self.now
         )
         self.decisions.append(decision)
-        if decision.turn is not None:
-            self.roles[decision.turn.instance] = decision.turn.role
-            self.engines[decision.turn.instance].queue = 0.0
-            self.turned.append((self.now, decision.turn.role))
+        if decision.role_change is not None:
+            self.roles[decision.role_change.instance] = decision.role_change.role
+            self.engines[decision.role_change.instance].queue = 0.0
+            self.turned.append((self.now, decision.role_change.role))
         return decision
 
     def run(self, prefill_busy, decode_busy, seconds):

@@ -58,4 +58,4 @@ def differences(ours, reference):
     The last prompt token is computed alone by a decode engine and among others by a single one. In float32 those sums
     can differ in the last digit: seen in 1 of 113 answers. A wrong block moves logprobs by 0.01 or more.
     """
-    return [f"{each.name}: {each.seen}" for each in found_by_prove(ours, reference, SMALLEST_TOLERANCE)]
+    return [f"{each.name}: {each.evidence}" for each in found_by_prove(ours, reference, SMALLEST_TOLERANCE)]

@@ -113,7 +113,7 @@ class SimulatedFleet:
 
     def send(self, router):
         router.is_waiting = False
-        router.pace.sent(len(self.routers) - 1, now=self.now)
+        router.pace.note_sent(len(self.routers) - 1, now=self.now)
         for data in router.exchange.sealed(LOADS, router.loads.bodies(now=self.now), wall=self.now):
             self.at(self.now + self.delay_s, self.hear, router, data)
 

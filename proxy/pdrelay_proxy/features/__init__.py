@@ -1,6 +1,6 @@
-"""What a router does beyond serving requests.
+"""The optional features of a router.
 
-Each feature is a folder; without its folder and its line, it is gone.
+Each is a folder; to remove it, delete the folder and its line in FEATURES.
 
 A folder may have ``feature.py``, whose FEATURE is a class of ``Feature``; ``settings.py``, whose
 SETTINGS is a class of declared settings, and whose POLICIES, if it has some, are names of routing
@@ -35,39 +35,33 @@ FEATURES: Final = (
 
 @lru_cache(1)
 def features() -> "Sequence[type[Feature]]":
-    """Return all features. Their modules import what a router consists of."""
+    """Return all features. Imported late: their modules import most of the router."""
     return [cast("type[Feature]", module.FEATURE) for module in _modules("feature")]
 
 
 def has_other_routers(settings: "Settings") -> bool:
-    """Tell whether other routers send requests to the same engines, and some feature has them
-    meet.
-    """
+    """Tell whether a feature lets this router meet others before the same engines."""
     return any(feature.has_other_routers(settings) for feature in features())
 
 
 def pairs_within(settings: "Settings") -> "PairsWithin":
-    """Return what the partners of an engine must have, too, by its slice (None: nothing), as a
-    feature wants it.
-    """
-    wanted = next(
-        (each for feature in features() if (each := feature.pairs_within(settings)) is not None),
+    """Return the rule by which a slice limits an engine's partners; without a feature's, none."""
+    requirement = next(
+        (rule for feature in features() if (rule := feature.pairs_within(settings)) is not None),
         None,
     )
-    return wanted or (lambda _slice: None)
+    return requirement or (lambda _slice: None)
 
 
 @lru_cache(1)
 def feature_settings() -> Sequence[type[object]]:
-    """Return the classes of the settings of features."""
+    """Return the settings classes of all features."""
     return [cast("type[object]", module.SETTINGS) for module in _modules("settings")]
 
 
 @lru_cache(1)
 def feature_policies() -> Sequence[str]:
-    """Return the names of routing policies of features: each chooses both engines, by what they
-    have cached.
-    """
+    """Return the features' routing policies: each chooses both engines, by their caches."""
     return [
         name
         for module in _modules("settings")
@@ -76,15 +70,13 @@ def feature_policies() -> Sequence[str]:
 
 
 def feature_commands() -> Mapping[str, tuple[str, str]]:
-    """Return the subcommands of features by name: the module, which is not imported, and what it
-    does.
-    """
-    found = dict[str, tuple[str, str]]()
+    """Return the features' subcommands by name: the module, not imported, and a description."""
+    commands = dict[str, tuple[str, str]]()
     for name in FEATURES:
         place = f"{__name__}.{name}"
         if find_spec(f"{place}.command"):
-            found[name] = f"{place}.command", cast("str", import_module(place).COMMAND)
-    return found
+            commands[name] = f"{place}.command", cast("str", import_module(place).COMMAND)
+    return commands
 
 
 def _modules(part: str) -> Sequence[ModuleType]:

@@ -1,4 +1,4 @@
-"""The places where a feature may add something to a router."""
+"""The base class of features, with all hooks by which one may add to a router."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from pdrelay_proxy.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What every feature is built on."""
+    """The part of a router that is built before its features."""
 
     settings: Settings
     engines: EngineSide
@@ -35,7 +35,7 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A router that is built but for its features."""
+    """A router that is complete but for its features."""
 
     serving: RequestSide
     discovery: Discovery
@@ -46,24 +46,24 @@ class Core:
 class FeatureParts:
     """What a feature adds to a router."""
 
-    # tasks, for as long as the router serves; the first begins first
+    # tasks that run while the router serves, started in this order
     running: Sequence[Running] = ()
     routes: Sequence[Callable[[OperatorAccess], APIRouter]] = ()  # for operators
-    # a part of the status page, in plain texts
+    # a section of the status page, in plain text
     status: Callable[[], FeatureStatus | None] = lambda: None
-    # of metrics; None: a step without any
+    # metrics; None: gives way to other work
     families: Callable[[], Iterator[Family | None]] = lambda: iter(())
     # learn from the metrics of engines, which are read in rounds
     metrics_listeners: Sequence[MetricsListener] = ()
-    # those of other routers; only one feature may have them
+    # the probes of other routers; at most one feature has them
     other_probes: OtherProbes | None = None
 
 
 class Feature:
-    """One feature of one router. Each method may be left out."""
+    """One feature of one router. Every method has a default."""
 
     def __init__(self, ground: Ground) -> None:
-        """Begin it, before what serves requests is built. Raises ConfigError."""
+        """Called before the request side of the router is built. Raises ConfigError."""
         self.ground = ground
 
     @staticmethod
@@ -72,42 +72,36 @@ class Feature:
 
     @staticmethod
     def finds_engines(settings: Settings, /) -> bool:
-        """Tell whether ``feed`` will name engines, so that the settings need not."""
+        """Tell whether ``feed`` finds engines, so that the settings need not name any."""
         del settings
         return False
 
     @staticmethod
     def has_other_routers(settings: Settings, /) -> bool:
-        """Tell whether it has other routers, or several workers, share loads and limits with this
-        one.
-        """
+        """Tell whether other routers, or workers, share loads and limits with this one."""
         del settings
         return False
 
     @staticmethod
     def pairs_within(settings: Settings, /) -> PairsWithin | None:
-        """Return what the partners of an engine must have, too, by its slice; None: nothing but
-        what has to fit.
-        """
+        """Return a rule by which a slice limits an engine's partners; None: no rule."""
         del settings
         return None
 
     def feed(self) -> EngineFeed | None:
-        """Return what tells the router which engines there are, while it serves."""
+        """Return a source of engines that runs while the router serves."""
         return None
 
     def routing(self) -> RoutingParts:
-        """Return what it adds to the choice of engines. Raises ConfigError."""
+        """Return its parts of the choice of engines. Raises ConfigError."""
         return RoutingParts()
 
     def hears_ended(self) -> HearEnded | None:
-        """Return what is told of requests that are over, some at a time; it must not wait or
-        raise.
-        """
+        """Return a callback for finished requests, some at a time; it must not wait or raise."""
         return None
 
     def spans(self) -> Spans | None:
-        """Return what opens a span for each request and for each of its legs."""
+        """Return a factory of spans for requests and their legs."""
         return None
 
     def claims(self) -> CallClaims | None:
@@ -117,6 +111,6 @@ class Feature:
         return None
 
     def parts(self, core: Core) -> FeatureParts:
-        """Return what it adds besides. Raises ConfigError."""
+        """Return its tasks, routes, metrics and status. Raises ConfigError."""
         del core
         return FeatureParts()

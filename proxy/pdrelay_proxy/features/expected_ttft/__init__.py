@@ -1,1 +1,1 @@
-"""A policy by what requests take at engines, as their legs have shown: docs/expected-ttft.md."""
+"""A policy that minimises the expected TTFT, by measured legs: docs/expected-ttft.md."""

@@ -14,7 +14,7 @@ from pdrelay_proxy.settings import PolicyName, Settings
 
 
 class ExpectedTtftFeature(Feature):
-    """Measures engines, and chooses by that."""
+    """Measures engines, and chooses by their speeds."""
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
@@ -22,9 +22,7 @@ class ExpectedTtftFeature(Feature):
 
     @staticmethod
     def check(settings: Settings, /) -> None:
-        """Raise ConfigError if streams shall be spared, and no policy knows what prompts would cost
-        them.
-        """
+        """Raise ConfigError if max_decode_itl_s is set and no policy can price prompts."""
         is_bound = settings.of(ExpectedTtftSettings).max_decode_itl_s > 0
         if is_bound and settings.decode_policy not in (PolicyName.PREFIX, EXPECTED_TTFT):
             raise ConfigError(
@@ -34,7 +32,7 @@ class ExpectedTtftFeature(Feature):
             )
 
     def routing(self) -> RoutingParts:
-        """Return the policy, and what learns from legs."""
+        """Return the policy, and the listener that learns from legs."""
         return routing_parts(
             self.ground.settings, self.ground.engines.registry, self._speeds, self.ground.clock
         )

@@ -1,4 +1,4 @@
-"""The settings of the policy expected_ttft, and of the times that it measures."""
+"""The settings of the policy expected_ttft."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from pdrelay_proxy.declarations import SomeSeconds
 from pdrelay_proxy.settings import ENGINES
 
-# for both legs: the two engines whose first token is expected first
+# it chooses both engines, so both legs name it
 EXPECTED_TTFT: Final = "expected_ttft"
 
 

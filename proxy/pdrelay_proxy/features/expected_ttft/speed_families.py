@@ -1,4 +1,4 @@
-"""The metrics of what was learned of engines."""
+"""The metrics of the measured speeds."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -9,14 +9,14 @@ from pdrelay_proxy.io.metric_families import SERIES_AT_ONCE, Family, gauge_famil
 
 
 def speed_families(registry: Registry, speeds: EngineSpeeds) -> Iterator[Family]:
-    """Make them: nothing is learned without the policy, or a bound for the pauses of streams."""
+    """Yield the metrics; they are empty without the policy, and without a bound for pauses."""
     members = registry.members()
     for name, text, value in _SPEEDS:
         for some in parts_of(members, SERIES_AT_ONCE):
             shown = [
                 (member.instance.id, value(speed))
                 for member in some
-                if (speed := speeds.known(member))
+                if (speed := speeds.find(member))
             ]
             yield gauge_family(
                 name,

@@ -1,4 +1,4 @@
-"""What the feature adds to the choice of engines."""
+"""Adds the policy, and its costs, to the choice of engines."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ ITL_WEIGHT: Final = 4.0
 def routing_parts(
     settings: Settings, registry: Registry, speeds: EngineSpeeds, clock: Callable[[], float]
 ) -> RoutingParts:
-    """Return it; ``speeds``: where what is measured is kept."""
+    """Return the parts; ``speeds``: keeps the measurements."""
     return RoutingParts(policies=POLICIES, weigh=partial(_weigh, settings, registry, speeds, clock))
 
 
@@ -36,10 +36,9 @@ def _weigh(
     clock: Callable[[], float],
     parts: PolicyParts,
 ) -> Weighing | None:
-    """Return the policy, or what tells for ``prefix`` how long streams would wait; None: nobody
-    asks for times.
+    """Return the policy, or for ``prefix`` the prices of pauses in streams; None: no need.
 
-    Raises ConfigError: it is the policy of one leg alone.
+    Raises ConfigError: only one leg names the policy.
     """
     names = settings.prefill_policy, settings.decode_policy
     itl_s = settings.of(ExpectedTtftSettings).max_decode_itl_s or None

@@ -1,1 +1,1 @@
-"""What engines have cached, by the KV events that they publish: docs/kv-events.md."""
+"""Routing by the KV events that engines publish of their caches: docs/kv-events.md."""

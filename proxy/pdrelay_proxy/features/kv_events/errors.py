@@ -1,10 +1,10 @@
-"""What can be wrong with KV events.
+"""The errors of KV events.
 
-Compiled classes, as those of the core, derive from compiled ones alone.
+They have a module of their own because it is compiled: compiled classes derive from compiled ones.
 """
 
 from pdrelay_proxy.errors import EngineError
 
 
 class BadKvEvents(EngineError):
-    """What an engine says of its cache cannot be read, or has gaps."""
+    """An engine's KV events cannot be read, or have gaps."""

@@ -1,4 +1,4 @@
-"""What is counted of KV events and of known prompts, and the metrics of both."""
+"""The counters of KV events and of known prompts, and their metrics."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from pdrelay_proxy.io.metric_families import Family, counter_family, gauge_famil
 
 @dataclass(slots=True)
 class EventCounts:
-    """Since the start, or now; the first word of most keys is an engine."""
+    """Counters since the start, and gauges; most keys begin with an engine."""
 
-    events: Counter[Key] = field(default_factory=Counter[Key])  # and what was told of its cache
+    events: Counter[Key] = field(default_factory=Counter[Key])  # and the kind of event
     disconnects: Counter[Key] = field(default_factory=Counter[Key])  # and EndReason
     index_drops: Counter[Key] = field(default_factory=Counter[Key])
     connections: Counter[Key] = field(default_factory=Counter[Key])  # and FollowState: 1
     index_blocks: Counter[Key] = field(default_factory=Counter[Key])  # blocks in the index, now
-    # what became of them (core/known_prompts.py)
+    # by event (KnownPrompts.counts)
     known_prompts: Counter[Key] = field(default_factory=Counter[Key])
     known_prompt_bytes: Counter[Key] = field(default_factory=Counter[Key])  # (): now
 
     def keep(self, engines: frozenset[InstanceId]) -> None:
-        """Drop the series of removed engines: a fleet that changes must not grow the counters."""
+        """Drop the series of removed engines: a changing fleet must not grow the metrics."""
         for counter in (
             self.events,
             self.disconnects,
@@ -34,7 +34,7 @@ class EventCounts:
             forget(counter, engines)
 
     def families(self) -> Iterator[Family | None]:
-        """Make the metrics."""
+        """Yield the metrics."""
         text = (
             "What engines have told of their caches: blocks stored and removed, resets, and what "
             "was not understood."

@@ -1,6 +1,4 @@
-"""Follows the KV events of all engines, so that the router knows what they have cached: one long
-GET for each.
-"""
+"""Follows the KV events of all engines, with one long GET for each."""
 
 import asyncio
 import logging
@@ -25,40 +23,40 @@ from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
 logger = logging.getLogger(__name__)
 # seconds without a byte until a connection is given up: engines show life every 5
 SILENT_S: Final = 20.0
-_TICK_S: Final = 0.25  # seconds between two glances at which engines there are
-# seconds before the next attempt; doubled with each that fails, up to the most
+_TICK_S: Final = 0.25  # seconds between two checks of the registry
+# seconds before the next attempt; doubled with each failure, up to the most
 _PAUSE_S: Final = 0.5
 _PAUSE_MOST_S: Final = 30.0
-_REFUSED_S: Final = 300.0  # an engine that has no events will hardly have some soon
+_REFUSED_S: Final = 300.0  # seconds before an engine without events is tried again
 _REFUSALS: Final = frozenset({401, 403, 404, 405, 501})
 _Place: TypeAlias = tuple[Role, Address]
 _Members: TypeAlias = Mapping[InstanceId, int | None]
 
 
 class FollowState(FastStrEnum):
-    """What becomes of one engine's events."""
+    """The state of the connection for one engine's events."""
 
     CONNECTING = "connecting"  # or waiting for the next attempt
     FOLLOWING = "following"
-    REFUSED = "refused"  # it offers none, or not to this router
-    OVER_LIMIT = "over_limit"  # it has more blocks than the router remembers
+    REFUSED = "refused"  # it offers no events, or not to this router
+    OVER_LIMIT = "over_limit"  # it has more blocks than the index keeps
 
 
 class EndReason(FastStrEnum):
-    """Why a connection is over, or was none."""
+    """Why a connection ended, or could not be opened."""
 
     UNREACHABLE = "unreachable"
     REFUSED = "refused"
     BUSY = "busy"  # it has no room for another connection, or failed
     ENDED = "ended"  # by the engine, or the network
     SILENT = "silent"
-    INVALID = "invalid"  # a gap, or bytes that are no events
+    INVALID = "invalid"  # a gap, or invalid events
     OVER_LIMIT = "over_limit"
 
 
 @dataclass(slots=True)
 class _Following:
-    """One engine that is followed, or to be."""
+    """One engine that is followed, or will be."""
 
     members: _Members
     task: asyncio.Task[None]
@@ -80,7 +78,7 @@ class KvEventFollower:
     pause_s: float = _PAUSE_S
     refused_s: float = _REFUSED_S
     silent_s: float = SILENT_S
-    known: KnownPrompts | None = None  # whose counts are shown with those of the index
+    known_prompts: KnownPrompts | None = None  # their counts are shown with those of the index
     _followed: dict[InstanceId, _Following] = field(default_factory=dict[InstanceId, _Following])
 
     @asynccontextmanager
@@ -94,18 +92,18 @@ class KvEventFollower:
 
     async def _run(self) -> None:
         while True:
-            wanted = self._wanted()
-            gone = [
+            engines = self._engines_to_follow()
+            changed = [
                 name
-                for name, one in self._followed.items()
-                if wanted.get(name, (None, None))[1] != one.members
+                for name, following in self._followed.items()
+                if engines.get(name, (None, None))[1] != following.members
             ]
-            await self._drop(frozenset(gone))
-            if gone:
+            await self._drop(frozenset(changed))
+            if changed:
                 self.counts.keep(
                     frozenset([member.instance.id for member in self.registry.members()])
                 )
-            for name, (instance, members) in wanted.items():
+            for name, (instance, members) in engines.items():
                 if name not in self._followed:
                     task = asyncio.create_task(self._follow(name, instance))
                     self._followed[name] = _Following(members, task)
@@ -113,17 +111,15 @@ class KvEventFollower:
             self._show()
             await asyncio.sleep(_TICK_S)
 
-    def _wanted(self) -> dict[InstanceId, tuple[Instance, _Members]]:
-        """List the engines: what is at one address under one role, named by the first of its
-        instances.
-        """
+    def _engines_to_follow(self) -> dict[InstanceId, tuple[Instance, _Members]]:
+        """Return the engines by the name of their first instance: one for each role and address."""
         by_place: dict[_Place, list[Instance]] = {}
         for member in self.registry.members():
             instance = member.instance
             by_place.setdefault((instance.pool, instance.address), []).append(instance)
         return {
-            found[0].id: (found[0], {one.id: one.rank for one in found})
-            for found in by_place.values()
+            instances[0].id: (instances[0], {instance.id: instance.rank for instance in instances})
+            for instances in by_place.values()
         }
 
     async def _drop(self, names: frozenset[InstanceId]) -> None:
@@ -137,53 +133,53 @@ class KvEventFollower:
             self.index.forget(name)
 
     def _note_health(self) -> None:
-        """Have engines asked at once that are up again: their pauses may have become long."""
-        for one in self._followed.values():
-            members = [self.registry.get(name) for name in one.members]
+        """Wake the pause of each engine that became healthy again: it may be long."""
+        for following in self._followed.values():
+            members = [self.registry.get(name) for name in following.members]
             is_up = any(
                 member is not None and member.life.state is HealthState.HEALTHY
                 for member in members
             )
-            if is_up and not one.is_up:
-                one.came_up.set()
-            one.is_up = is_up
+            if is_up and not following.is_up:
+                following.came_up.set()
+            following.is_up = is_up
 
     def _show(self) -> None:
-        """Write down what is now, for the metrics."""
-        shown = self.counts
-        shown.connections.clear()
-        shown.index_blocks.clear()
-        for name, one in self._followed.items():
-            shown.connections[name, one.state] = 1
-            shown.index_blocks[(name,)] = self.index.blocks(name)
-        if self.known is not None:
-            shown.known_prompt_bytes[()] = self.known.bytes
-            for word, count in self.known.counts.items():
-                shown.known_prompts[(word,)] = count
+        """Update the gauges."""
+        counts = self.counts
+        counts.connections.clear()
+        counts.index_blocks.clear()
+        for name, following in self._followed.items():
+            counts.connections[name, following.state] = 1
+            counts.index_blocks[(name,)] = self.index.blocks(name)
+        if self.known_prompts is not None:
+            counts.known_prompt_bytes[()] = self.known_prompts.bytes
+            for word, count in self.known_prompts.counts.items():
+                counts.known_prompts[(word,)] = count
 
     async def _follow(self, name: InstanceId, instance: Instance) -> None:
-        """Connect again and again."""
+        """Connect again and again, until cancelled."""
         failed = 0
         while True:
             came_up = self._followed[name].came_up
             came_up.clear()
             try:
-                reason, said = await self._connection(name, instance)
-            except Exception:  # a bug must not end the following of this engine for good
+                reason, cause = await self._connection(name, instance)
+            except Exception:  # a bug must not stop following this engine for ever
                 logger.exception("the KV events of %s could not be followed", name)
                 reason = EndReason.INVALID
-                said = "of a mistake in the router"
-            one = self._followed[name]
-            failed = 0 if one.state is FollowState.FOLLOWING else failed + 1
+                cause = "of a mistake in the router"
+            following = self._followed[name]
+            failed = 0 if following.state is FollowState.FOLLOWING else failed + 1
             self._count(name)
             self.index.forget(name)
             self.counts.disconnects[name, reason] += 1
-            one.state = _AFTER.get(reason, FollowState.CONNECTING)
-            if one.logged != said:
-                one.logged = said
+            following.state = _AFTER.get(reason, FollowState.CONNECTING)
+            if following.logged != cause:
+                following.logged = cause
                 logger.log(
                     logging.INFO if reason is EndReason.UNREACHABLE else logging.WARNING,
-                    "the KV events of %s are not followed: %s", name, said,
+                    "the KV events of %s are not followed: %s", name, cause,
                 )  # fmt: skip
             pause = (
                 self.refused_s
@@ -191,7 +187,7 @@ class KvEventFollower:
                 else min(self.pause_s * 2 ** min(failed, 16), _PAUSE_MOST_S)
             )
             if failed == 0:
-                # it was up, and has ended the connection: that it came up was before
+                # the connection was up, so this signal is older than its end
                 came_up.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause * (0.75 + self.chance() / 2)):
@@ -199,34 +195,34 @@ class KvEventFollower:
                     failed = 0
 
     async def _connection(self, name: InstanceId, instance: Instance) -> tuple[EndReason, str]:
-        """Follow an engine until its connection ends, and say why that was."""
-        one = self._followed[name]
+        """Follow an engine until its connection ends; return the reason, and a text for the log."""
+        following = self._followed[name]
         stream = KvEventStream()
         try:
             async with self.checks.open(instance, PATH) as (status, read):
                 if status != 200:
-                    said = (await read(self.silent_s))[:300].decode(errors="replace")
+                    text = (await read(self.silent_s))[:300].decode(errors="replace")
                     reason = EndReason.REFUSED if status in _REFUSALS else EndReason.BUSY
-                    return reason, f"it answers with status {status}: {said!r}"
-                self.index.open(name, one.members)
-                one.state = FollowState.FOLLOWING
+                    return reason, f"it answers with status {status}: {text!r}"
+                self.index.open(name, following.members)
+                following.state = FollowState.FOLLOWING
                 while data := await read(self.silent_s):
                     for payload in stream.feed(data):
                         for _ in self.index.apply(name, read_batch(payload)):
                             await asyncio.sleep(0)
                     self._count(name)
-                    if one.logged:
-                        one.logged = ""
+                    if following.logged:
+                        following.logged = ""
                         logger.info("the KV events of %s are followed", name)
                     if self.index.is_dropped(name):
                         self.counts.index_drops[(name,)] += 1
                         return EndReason.OVER_LIMIT, "it has more blocks than are remembered"
-                    await asyncio.sleep(0)  # what is at hand already must not hold up requests
+                    await asyncio.sleep(0)  # buffered data must not hold up requests
                 return EndReason.ENDED, "it has ended the connection"
         except BadKvEvents as exc:
             return EndReason.INVALID, str(exc)
         except ProbeFailed as exc:
-            if one.state is not FollowState.FOLLOWING:
+            if following.state is not FollowState.FOLLOWING:
                 return EndReason.UNREACHABLE, f"it {exc}"
             return (
                 EndReason.SILENT if isinstance(exc.__cause__, TimeoutError) else EndReason.ENDED

@@ -1,6 +1,6 @@
 """The KV events of an engine, as vLLM 0.32 writes them in msgpack (vllm/distributed/kv_events.py).
 
-Types are strict, and fields that are not named here are left out: later versions add some.
+Types are strict; unknown fields are ignored, because later versions add some.
 """
 
 from typing import Annotated, Final, TypeAlias
@@ -17,7 +17,7 @@ _Group: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=63)]
 
 
 class BlockStored(msgspec.Struct, tag="BlockStored", gc=False):
-    """Blocks of one KV cache group that follow each other are in the cache from now on."""
+    """Consecutive blocks of one KV cache group were stored."""
 
     block_hashes: list[BlockHash]
     token_ids: list[_TokenId]
@@ -37,7 +37,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored", gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", gc=False):
-    """Blocks are gone, each once: a block may be in the cache several times."""
+    """One copy of each block was removed: a block may be cached several times."""
 
     block_hashes: list[BlockHash]
     medium: str | None = None
@@ -53,13 +53,13 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventKind(msgspec.Struct):
-    """The part of any event that names it."""
+    """The type of any event."""
 
     type: str
 
 
 class KvEventBatch(msgspec.Struct, array_like=True):
-    """What one rank has published at once; the events are not read yet."""
+    """The events that one rank published at once, not decoded yet."""
 
     ts: float
     events: list[msgspec.Raw]

@@ -1,4 +1,4 @@
-"""Has a router go by the KV events of its engines."""
+"""Puts KV events into a router."""
 
 import asyncio
 import random
@@ -23,18 +23,18 @@ from pdrelay_proxy.settings import PolicyName, Settings
 
 
 class KvEventFeature(Feature):
-    """Follows the events of all engines, and looks prompts up in what they tell."""
+    """Follows the KV events of all engines, and looks prompts up in their index."""
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
         self._index = CacheIndex()
-        self._known = KnownPrompts(PREFIX_LIFETIME_S)
+        self._known_prompts = KnownPrompts(PREFIX_LIFETIME_S)
         self._counts = EventCounts()
         self._is_on = ground.settings.of(KvEventSettings).kv_events is not KvEvents.OFF
 
     @staticmethod
     def check(settings: Settings, /) -> None:
-        """Raise ConfigError if no policy asks for it."""
+        """Raise ConfigError if kv_events is auto and no policy uses it."""
         policies = {settings.prefill_policy, settings.decode_policy}
         by_cache = {PolicyName.PREFIX, *feature_policies()}
         if settings.of(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(
@@ -47,19 +47,22 @@ class KvEventFeature(Feature):
             )
 
     def routing(self) -> RoutingParts:
-        """Return what looks prompts up, and what has engines tell the ids of texts."""
+        """Return the reports, and the learner of token ids."""
         if not self._is_on:
             return RoutingParts()
         clock = self.ground.clock
-        lookup = PromptLookup(self._known, clock)
+        lookup = PromptLookup(self._known_prompts, clock)
         reports = EventReports(self._index, lookup)
         learner = PromptLearner(
-            self._known, clock, lambda call: asyncio.get_running_loop().call_soon(call), lookup
+            self._known_prompts,
+            clock,
+            lambda call: asyncio.get_running_loop().call_soon(call),
+            lookup,
         )
         return RoutingParts(reports, learner)
 
     def parts(self, core: Core) -> FeatureParts:
-        """Return what follows the events, and the metrics."""
+        """Return the follower's task, and the metrics."""
         del core
         engines = self.ground.engines
         follower = KvEventFollower(
@@ -68,7 +71,7 @@ class KvEventFeature(Feature):
             self._index,
             self._counts,
             random.random,
-            known=self._known,
+            known_prompts=self._known_prompts,
         )
         return FeatureParts((follower.running,) if self._is_on else (), families=self._families)
 

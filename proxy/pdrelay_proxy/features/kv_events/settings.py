@@ -9,10 +9,10 @@ from pdrelay_proxy.settings import ENGINES
 
 
 class KvEvents(StrEnum):
-    """Whether the router asks engines what they have cached."""
+    """Whether the router follows the KV events of engines."""
 
     OFF = "off"
-    AUTO = "auto"  # each engine that tells it; of the others the router knows what it has sent
+    AUTO = "auto"  # of each engine that has some; of others it knows only what it has sent
 
 
 @dataclass(frozen=True, slots=True)

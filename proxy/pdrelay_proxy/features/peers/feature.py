@@ -1,4 +1,4 @@
-"""Has several routers before the same engines tell each other of their requests."""
+"""Puts the exchange with other routers into a router."""
 
 from typing import Final
 
@@ -15,7 +15,7 @@ _LEAST_SECRET: Final = 16  # characters
 
 
 class PeersFeature(Feature):
-    """The other routers of the settings, or the other workers of this machine."""
+    """Exchanges loads, probes and quotas with peers, or with other workers of this machine."""
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
@@ -45,7 +45,7 @@ class PeersFeature(Feature):
         return bool(settings.of(PeerSettings).peers) or settings.workers > 1
 
     def parts(self, core: Core) -> FeatureParts:
-        """Return what tells the others, and hears them. Raises AddressError."""
+        """Return the task of the exchange, and its metrics. Raises AddressError."""
         meeting = self._meeting()
         if meeting is None:
             return FeatureParts(families=self.counts.families)
@@ -63,18 +63,18 @@ class PeersFeature(Feature):
         )
 
     def _meeting(self) -> Meeting | None:
-        """Return where this router meets the others; None: there are none."""
+        """Return the addresses and the secret of the exchange; None: no other routers."""
         settings = self.ground.settings
         place = self.ground.place
         if place is not None:
-            others = [Address("http", LOOPBACK, port) for port in place.peer_ports]
-            return Meeting(others, place.secret.encode(), place.peer_socket)
+            addresses = [Address("http", LOOPBACK, port) for port in place.peer_ports]
+            return Meeting(addresses, place.secret.encode(), place.peer_socket)
         chosen = settings.of(PeerSettings)
         if not chosen.peers:
             return None
-        others = [Address.parse(text) for text in chosen.peers]
+        addresses = [Address.parse(text) for text in chosen.peers]
         return Meeting(
-            others, (chosen.peer_secret or "").encode(), (settings.host, chosen.peer_port)
+            addresses, (chosen.peer_secret or "").encode(), (settings.host, chosen.peer_port)
         )
 
 

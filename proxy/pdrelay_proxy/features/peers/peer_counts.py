@@ -1,4 +1,4 @@
-"""How many other routers there are, and what became of datagrams."""
+"""The numbers of other routers and of datagrams, and their metrics."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from pdrelay_proxy.io.metric_families import Family, counter_family, gauge_famil
 
 
 class PeerCounts:
-    """What one router counts."""
+    """The counts of one router."""
 
     def __init__(self) -> None:
-        self.heard: int | None = None  # other routers; None: the settings name none
-        self.known = 0  # those that there should be
+        self.heard_routers: int | None = None  # other routers; None: the settings name none
+        self.expected_routers = 0  # by their addresses
         # sent, send_failed, received, or why one was dropped
         self.datagrams: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Show what there will be."""
-        self.heard = 0
+        """Show all series from the start."""
+        self.heard_routers = 0
         self.datagrams.update(dict.fromkeys(("sent", "received", *DatagramFault), 0))
 
     def families(self) -> Iterator[Family]:
@@ -27,7 +27,11 @@ class PeerCounts:
             "Other routers of the fleet: those that are heard, and those that are known by their "
             "addresses."
         )
-        states = [] if self.heard is None else [(("heard",), self.heard), (("known",), self.known)]
+        states = (
+            []
+            if self.heard_routers is None
+            else [(("heard",), self.heard_routers), (("known",), self.expected_routers)]
+        )
         yield gauge_family("pdrelay_peers", text, ("state",), states)
         text = "Datagrams to and from other routers, by what became of them."
         counts = [((result,), count) for result, count in self.datagrams.items()]

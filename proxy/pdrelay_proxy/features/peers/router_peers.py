@@ -1,6 +1,4 @@
-"""The other routers of the fleet: tells them over UDP what this one has at engines and has let in,
-and hears theirs.
-"""
+"""Exchanges loads, probes and quotas with the other routers of the fleet, over UDP."""
 
 import asyncio
 import logging
@@ -28,14 +26,14 @@ from pdrelay_proxy.io.background import meanwhile, repeatedly
 logger = logging.getLogger(__name__)
 _REPEAT_S: Final = 1.0
 _RESOLVE_S: Final = 5.0
-_INTRODUCE_S: Final = 0.05  # after a router was heard for the first time; several may start at once
+_INTRODUCE_S: Final = 0.05  # after a new router was heard; several may start at once
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where a router meets the others."""
+    """The addresses and the secret by which routers exchange datagrams."""
 
-    others: Sequence[Address]  # a name may have several addresses, this router's own among them
+    routers: Sequence[Address]  # a name may have several addresses, this router's own among them
     secret: bytes  # that all of them have
     listen: tuple[str, int] | socket.socket  # host and port, or a socket that is bound
 
@@ -63,12 +61,12 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._loads = LoadPayload(registry)
         self._quotas = QuotaPayload(admission, key_names)
         self.probes = ProbePayload(registry, me, probes=probes)
-        self.probes.call_on_news(self._tell_probes_soon)
+        self.probes.call_on_news(self._send_probes_soon)
         self._exchange = PeerExchange(
             me, meeting.secret, {LOADS: self._loads, PROBES: self.probes, QUOTAS: self._quotas}
         )
         self._admission = admission
-        self._names = meeting.others
+        self._names = meeting.routers
         self._listen = meeting.listen
         self._counts = counts
         counts.begin()
@@ -82,7 +80,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._pace = SendPace()
         self._timer: asyncio.Handle | None = None
         self._introducing: asyncio.Handle | None = None
-        self._telling: asyncio.Handle | None = None  # of failed probes
+        self._probe_timer: asyncio.Handle | None = None  # of failed probes
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -101,7 +99,7 @@ class RouterPeers(asyncio.DatagramProtocol):
             ) from exc
         self._transport = transport
         try:
-            self._set_share()  # the small one: nobody is heard yet
+            self._set_share()  # a small one: no router is heard yet
             async with (
                 meanwhile(self._resolve_for_ever(transport.get_extra_info("socket").family)),
                 meanwhile(
@@ -113,15 +111,13 @@ class RouterPeers(asyncio.DatagramProtocol):
                 yield
         finally:
             self._transport = None
-            for timer in (self._timer, self._introducing, self._telling):
+            for timer in (self._timer, self._introducing, self._probe_timer):
                 if timer is not None:
                     timer.cancel()
             transport.close()
 
     def changed(self, instance: InstanceId) -> None:
-        """The number of requests at an engine changes: the others are told, as soon as the pace
-        allows.
-        """
+        """Send the new number of requests at an engine, as soon as the pace allows."""
         self._loads.note(instance)
         if self._timer is None and self._transport is not None:
             loop = asyncio.get_running_loop()
@@ -132,28 +128,28 @@ class RouterPeers(asyncio.DatagramProtocol):
             )
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:  # noqa: ARG002 (the tag says who it is)
-        """Take in what another router says."""
+        """Handle a datagram of another router."""
         fault = self._exchange.receive(data, now=self._clock(), wall=self._wall())
         if self._exchange.has_news and self._introducing is None and self._transport is not None:
             self._introducing = asyncio.get_running_loop().call_later(_INTRODUCE_S, self._introduce)
         self._count("received" if fault is None else fault.value)
 
     def error_received(self, exc: Exception) -> None:  # noqa: ARG002 (of a router that has gone: ICMP)
-        """Count what did not reach a router."""
+        """Count a datagram that did not reach a router."""
         self._count("send_failed")
 
     def _introduce(self) -> None:
-        """Tell the others whom this router hears: they take nothing in from it before."""
+        """Send an introduction: before it the others ignore this router."""
         self._introducing = None
         self._send_all([self._exchange.introduction(wall=self._wall())])
 
-    def _tell_probes_soon(self) -> None:
-        """An engine does not answer any more, or does again: the others are told at once."""
-        if self._telling is None and self._transport is not None:
-            self._telling = asyncio.get_running_loop().call_soon(self._tell_probes)
+    def _send_probes_soon(self) -> None:
+        """Send news of an engine's probes in the next iteration of the loop."""
+        if self._probe_timer is None and self._transport is not None:
+            self._probe_timer = asyncio.get_running_loop().call_soon(self._send_probes)
 
-    def _tell_probes(self) -> None:
-        self._telling = None
+    def _send_probes(self) -> None:
+        self._probe_timer = None
         self._send_all(self._sealed(PROBES, self.probes.news()))
 
     async def _repeat(self) -> None:
@@ -161,11 +157,11 @@ class RouterPeers(asyncio.DatagramProtocol):
             logger.info(
                 "%d of the fleet's routers are silent: their requests do not count any more", silent
             )
-        heard = self._exchange.peers
-        if heard > (self._counts.heard or 0):
-            logger.info("another router of the fleet is heard: %d now", heard)
-        self._counts.heard = heard
-        self._counts.known = self._known
+        heard_routers = self._exchange.peers
+        if heard_routers > (self._counts.heard_routers or 0):
+            logger.info("another router of the fleet is heard: %d now", heard_routers)
+        self._counts.heard_routers = heard_routers
+        self._counts.expected_routers = self._expected_routers
         self._set_share()
         if self._introducing is None:
             self._introduce()
@@ -176,27 +172,27 @@ class RouterPeers(asyncio.DatagramProtocol):
             self._send_all(self._sealed(QUOTAS, self._quotas.bodies()))
 
     @property
-    def _known(self) -> int:
-        """Return how many other routers there should be: a name that has led nowhere yet counts as
-        one.
-        """
+    def _expected_routers(self) -> int:
+        """Return how many other routers there should be; an unresolved name counts as one."""
         places = len(self._targets) + len({*self._names} - self._places.keys())
         return max(0, min(places, MOST_PEERS) - self._exchange.hears_itself)
 
     def _set_share(self) -> None:
-        """Have this router keep to its share of limits while it does not hear some of the
-        others.
-        """
-        heard = self._exchange.peers
-        known = self._known
+        """Limit this router to its share of the fleet's limits while some others are silent."""
+        heard_routers = self._exchange.peers
+        expected_routers = self._expected_routers
         admission = self._admission
-        share = (1 + min(heard, known)) / (1 + known) if admission.shares_limits else 1.0
+        share = (
+            (1 + min(heard_routers, expected_routers)) / (1 + expected_routers)
+            if admission.shares_limits
+            else 1.0
+        )
         if share != admission.share:
             log = logger.warning if share < 1 else logger.info
             log(
                 "%d of %d other routers are heard: limits of the fleet are %.0f %% here",
-                heard,
-                known,
+                heard_routers,
+                expected_routers,
                 100 * share,
             )
             admission.share = share
@@ -204,7 +200,7 @@ class RouterPeers(asyncio.DatagramProtocol):
     def _send(self) -> None:
         now = self._clock()
         self._timer = None
-        self._pace.sent(len(self._targets), now=now)
+        self._pace.note_sent(len(self._targets), now=now)
         self._send_all(self._sealed(LOADS, self._loads.bodies(now=now)))
 
     def _sealed(self, kind: DatagramKind, bodies: Sequence[bytes]) -> Sequence[bytes]:
@@ -223,16 +219,16 @@ class RouterPeers(asyncio.DatagramProtocol):
         while True:
             try:
                 await self._resolve(family)
-            except Exception:  # a bug must not end the exchange for good
+            except Exception:  # a bug must not end the exchange for ever
                 logger.exception("the addresses of the other routers could not be looked up")
             await asyncio.sleep(_RESOLVE_S)
 
     async def _resolve(self, family: socket.AddressFamily) -> None:
-        """Look up where the others are; while a name has no address, those of before are kept."""
+        """Resolve the names of the others; a name that fails keeps its earlier addresses."""
         loop = asyncio.get_running_loop()
         unresolved = set[str]()
-        # Our socket for :: takes IPv4, too, and the Service of the other routers may have nothing
-        # else.
+        # A socket for :: takes IPv4, too (RFC 3493, section 3.7), and the Service of the other
+        # routers may have only IPv4.
         flags = socket.AI_V4MAPPED if family == socket.AF_INET6 else 0
         for name in self._names:
             try:
@@ -250,12 +246,12 @@ class RouterPeers(asyncio.DatagramProtocol):
             else:
                 self._places[name] = [place[4] for place in places]
         self._unresolved = frozenset(unresolved)
-        found = dict.fromkeys(place for places in self._places.values() for place in places)
-        targets = list(found)[:MOST_PEERS]
+        addresses = dict.fromkeys(place for places in self._places.values() for place in places)
+        targets = list(addresses)[:MOST_PEERS]
         is_new = set(targets) != set(self._targets)
         self._targets = targets
         if is_new:
-            # within a second it does, if it is still among them
+            # set again within a second if this router is still among them
             self._exchange.hears_itself = False
             if self._introducing is None:
                 self._introduce()

@@ -1,4 +1,4 @@
-"""The settings of routers that tell each other of their requests."""
+"""The settings of the exchange between routers."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -1,3 +1,1 @@
-"""Engines that are pods of a Kubernetes cluster: by a label selector, or those of an
-InferencePool.
-"""
+"""Engines that are pods of a Kubernetes cluster: of a label selector, or of an InferencePool."""

@@ -1,4 +1,4 @@
-"""Has a router follow the pods of a cluster."""
+"""Puts the discovery of pods into a router."""
 
 import random
 from functools import partial
@@ -17,7 +17,7 @@ from pdrelay_proxy.settings import Settings
 
 
 class PodsFeature(Feature):
-    """Engines come and go with their pods."""
+    """Adds and removes engines with their pods."""
 
     @staticmethod
     def check(settings: Settings, /) -> None:
@@ -37,41 +37,41 @@ class PodsFeature(Feature):
         )
 
     def feed(self) -> EngineFeed | None:
-        """Return what follows them; None: no pods are named."""
+        """Return the source of pods; None: no pods are named."""
         return self._follow if self.finds_engines(self.ground.settings) else None
 
     def _follow(self, reconciler: Reconciler) -> Running:
-        """Return what tells the reconciler of pods while it runs.
+        """Return a task that feeds pods to the reconciler.
 
-        Raises ConfigError: this is no pod.
+        Raises ConfigError: this router does not run in a pod.
         """
         settings = self.ground.settings
         clock = self.ground.clock
         chosen = settings.of(PodSettings)
         cluster = Cluster.around(chosen.kubernetes_namespace)
-        seen = Pods(reconciler)
+        pods = Pods(reconciler)
         if chosen.kubernetes_inference_pool is not None:
             cluster.tls()  # raises ConfigError now: the clients are made later
             return PoolSource(
                 lambda: Kubernetes(cluster),
                 chosen.kubernetes_inference_pool,
-                seen,
+                pods,
                 slice_label=chosen.slice_label,
                 clock=clock,
                 chance=random.random,
             ).running
-        what = Collection(
+        collection = Collection(
             PODS.format(cluster.namespace), {"labelSelector": chosen.kubernetes_selector or ""}
         )
         read = partial(read_pod, slice_label=chosen.slice_label)
         watch = Reflector(
             Kubernetes(cluster),
-            what,
+            collection,
             read,
-            seen,
+            pods,
             clock=clock,
             chance=random.random,
-            changed=seen.changed,
+            changed=pods.changed,
         )
         return watch.running
 

@@ -1,5 +1,4 @@
-"""An InferencePool of the Gateway API Inference Extension: which pods it selects, and the ports of
-their engines.
+"""An InferencePool of the Gateway API Inference Extension: its pods, and their engines' ports.
 
 The API is inference.networking.k8s.io/v1 (config/crd/bases of
 kubernetes-sigs/gateway-api-inference-extension). Its endpoint picker plays no part here: the router
@@ -24,7 +23,7 @@ _VALUE: Final = re.compile(r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)
 
 @dataclass(frozen=True, slots=True)
 class PoolMembers:
-    """Whose engines belong to a pool."""
+    """The pods and ports of a pool."""
 
     selector: str  # as the API takes it: a=b,c=d
     ports: tuple[int, ...]  # of a pod; each is an engine
@@ -32,9 +31,9 @@ class PoolMembers:
 
 @dataclass(frozen=True, slots=True)
 class UnusablePool:
-    """Why a pool cannot be gone by."""
+    """A pool that cannot be used, and why."""
 
-    why: str
+    reason: str
 
 
 class _Selector(msgspec.Struct, rename="camel"):
@@ -56,9 +55,9 @@ class _Pool(msgspec.Struct):
 
 
 def read_pool(meta: Meta, raw: msgspec.Raw) -> PoolMembers | UnusablePool:
-    """Read a pool; what is wrong with it is a value, too.
+    """Parse a pool; an error is returned, not raised.
 
-    A selector without labels would select all pods.
+    A selector without labels is refused: it would select all pods.
     """
     try:
         spec = decode(raw, _Pool).spec

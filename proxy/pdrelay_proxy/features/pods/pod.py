@@ -1,4 +1,4 @@
-"""A pod as Kubernetes describes it, and the engine that it is."""
+"""Parses a pod of the Kubernetes API into an engine."""
 
 from enum import StrEnum
 from typing import Final
@@ -16,7 +16,7 @@ PORT_NAME: Final = "http"
 
 
 class Mark(StrEnum):
-    """Labels of a pod; all but the role may be annotations as well, which then count."""
+    """Labels of a pod; all but the role may also be annotations, which win."""
 
     ROLE = "pdrelay/role"
     REVISION = "pdrelay/revision"
@@ -53,7 +53,7 @@ class _Status(msgspec.Struct):
 
 
 class Pod(msgspec.Struct):
-    """As much of a pod as makes it an engine."""
+    """The fields of a pod that make it an engine."""
 
     metadata: Meta
     spec: _Spec = msgspec.field(default_factory=_Spec)
@@ -68,11 +68,11 @@ def read_pod(
     is_first: bool = True,
     slice_label: str = Mark.SLICE,
 ) -> Wanted | AddressError | None:
-    """Read a pod; what is wrong with it is a value, too.
+    """Parse a pod; an error is returned, not raised.
 
-    ``port``: that of the engine, unless the pod names another (an InferencePool has ports of its
-    own); ``is_first``: this is the first of several, which is the engine of a pod that names its
-    port; ``slice_label``: names its slice.
+    ``port``: of the engine (an InferencePool's), unless the pod names another; ``is_first``: it is
+    the first of several ports, which is the engine of a pod that names its own port;
+    ``slice_label``: the label of its slice.
     """
     try:
         pod = decode(raw, Pod)
@@ -86,16 +86,14 @@ def read_pod(
 
 
 def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) -> Wanted | None:
-    """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's
-    engine.
+    """Return the pod's engine; None: it has none now, or is a worker of another pod's engine.
 
-    A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and
-    keeps its record should it become ready again. Streams move from one that is deleted, if it says
-    so: the other one may come back.
+    A pod that is being deleted, or is not ready, leaves: it gets no new requests, and keeps its
+    record in case it becomes ready again. Streams move away from a deleted pod if its label says
+    so; a pod that is not ready may come back.
 
     Raises:
-        AddressError: what the pod says of its engine cannot be; the message names the pod and the
-            label.
+        AddressError: a label is invalid; the message names the pod and the label.
     """
     labels = pod.metadata.labels or {}
     if (
@@ -117,7 +115,8 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
             f"prefill or decode: {Mark.RANKS} is set, and such an engine cannot turn",
         )
     is_ready = any(
-        one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ()
+        condition.type == "Ready" and condition.status == "True"
+        for condition in pod.status.conditions or ()
     )
     is_deleted = pod.metadata.deletion_timestamp is not None
     move = _mark(pod, Mark.MOVE) or "false"
@@ -126,7 +125,7 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
     target = _target(pod, pod.status.ip, port, slice_label)
     leaves = is_deleted or not is_ready
     moves = is_deleted and move == "true"
-    # The pool of one that serves both is that of decode engines: the key it wants, and its name.
+    # An engine of both roles is in the pool of decode engines: its key and its name are theirs.
     return Wanted(
         Role.DECODE if is_both else Role(role), target, pod.metadata.uid, leaves, moves, is_both
     )
@@ -144,19 +143,19 @@ def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:
         if name is not None and not REVISION.fullmatch(name):
             raise _wrong(pod, mark, name, "at most 63 letters, digits, '-', '_' and '.'")
     options |= {"revision": revision, "slice": names[slice_label]}
-    said = "&".join(f"{name}={value}" for name, value in options.items() if value)
-    text = f"{scheme}://{host}:{_port(pod, port)}" + (f"#{said}" if said else "")
+    fragment = "&".join(f"{name}={value}" for name, value in options.items() if value)
+    text = f"{scheme}://{host}:{_port(pod, port)}" + (f"#{fragment}" if fragment else "")
     try:
         return Target.parse(text)
     except AddressError as exc:
         raise AddressError(f"pod {pod.metadata.name}: {exc}") from exc
 
 
-def _port(pod: Pod, given: int | None) -> str:
-    if (said := _mark(pod, Mark.PORT)) is not None:
-        return said
-    if given is not None:
-        return str(given)
+def _port(pod: Pod, pool_port: int | None) -> str:
+    if (number := _mark(pod, Mark.PORT)) is not None:
+        return number
+    if pool_port is not None:
+        return str(pool_port)
     ports = [port for container in pod.spec.containers for port in container.ports or ()]
     for port in ports:
         if port.name == PORT_NAME:

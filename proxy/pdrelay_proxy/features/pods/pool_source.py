@@ -1,6 +1,4 @@
-"""The pods of an InferencePool: one watch of the pool, and one of the pods that it selects at the
-time.
-"""
+"""The pods of an InferencePool: a watch of the pool, and a watch of the pods that it selects."""
 
 import asyncio
 import logging
@@ -31,8 +29,7 @@ _PAUSE_S: Final = 5.0  # before the next try, if the account's files cannot be r
 class PoolSource:
     """Two tasks; run them for as long as the router serves.
 
-    A pool that is gone, or makes no sense, changes nothing: the pods that it selected last stay the
-    engines.
+    If the pool is deleted, or becomes invalid, the pods that it selected last stay the engines.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class PoolSource:
         self._clock = clock  # seconds; only differences count
         self._chance = chance  # 0 to 1
         self._rhythm = rhythm
-        self._members: PoolMembers | None = None  # None: the pool has not been seen yet
+        self._members: PoolMembers | None = None  # None: the pool has not been read yet
         self._changed = asyncio.Event()
         self._trouble = ""  # what was logged last
 
@@ -61,32 +58,36 @@ class PoolSource:
     async def running(self) -> AsyncGenerator[None]:
         """Follow the pool while the block lasts."""
         api = self._api()
-        what = Collection(
+        collection = Collection(
             PATH.format(api.namespace), {"fieldSelector": f"metadata.name={self._name}"}
         )
         watch = Reflector(
-            api, what, read_pool, self, clock=self._clock, chance=self._chance, rhythm=self._rhythm
+            api,
+            collection,
+            read_pool,
+            self,
+            clock=self._clock,
+            chance=self._chance,
+            rhythm=self._rhythm,
         )
         async with watch.running(), meanwhile(self._follow()):
             yield
 
     async def receive(self, objects: Mapping[str, PoolMembers | UnusablePool], /) -> None:
         """Take the pool: there is one of the name, or none."""
-        found = next(
-            iter(objects.values()), UnusablePool(f"there is no InferencePool {self._name}")
-        )
-        if isinstance(found, UnusablePool):
-            if found.why != self._trouble:
-                kept = "" if self._members is None else "; the pods that it selected last stay"
-                logger.warning("%s%s", found.why, kept)
-            self._trouble = found.why
+        pool = next(iter(objects.values()), UnusablePool(f"there is no InferencePool {self._name}"))
+        if isinstance(pool, UnusablePool):
+            if pool.reason != self._trouble:
+                suffix = "" if self._members is None else "; the pods that it selected last stay"
+                logger.warning("%s%s", pool.reason, suffix)
+            self._trouble = pool.reason
             return
         self._trouble = ""
-        if found != self._members:
+        if pool != self._members:
             logger.info(
-                "InferencePool %s selects %s, ports %s", self._name, found.selector, found.ports
+                "InferencePool %s selects %s, ports %s", self._name, pool.selector, pool.ports
             )
-            self._members = found
+            self._members = pool
             self._changed.set()
 
     def heard(self) -> None:
@@ -103,7 +104,7 @@ class PoolSource:
             try:
                 async with self._watch(members).running():
                     await self._changed.wait()
-            except Exception:  # also a bug: it must not end the discovery for good
+            except Exception:  # also a bug: it must not end the discovery for ever
                 logger.exception(
                     "the pods of InferencePool %s cannot be watched; the last view stays",
                     self._name,
@@ -113,7 +114,7 @@ class PoolSource:
     def _watch(self, members: PoolMembers) -> Reflector[_Engines]:
         api = self._api()
         label = self._slice_label
-        seen = _PortedPods(self._pods, len(members.ports))
+        pods = _PortedPods(self._pods, len(members.ports))
 
         def read(meta: Meta, raw: msgspec.Raw) -> _Engines:
             return [
@@ -121,21 +122,21 @@ class PoolSource:
                 for number, port in enumerate(members.ports)
             ]
 
-        what = Collection(PODS.format(api.namespace), {"labelSelector": members.selector})
+        collection = Collection(PODS.format(api.namespace), {"labelSelector": members.selector})
         return Reflector(
             api,
-            what,
+            collection,
             read,
-            seen,
+            pods,
             clock=self._clock,
             chance=self._chance,
             rhythm=self._rhythm,
-            changed=seen.changed,
+            changed=pods.changed,
         )
 
 
 class _PortedPods:
-    """Passes on the engines of pods that have several, each as an object of its own."""
+    """Passes the engines of pods with several ports on, each as its own object."""
 
     def __init__(self, pods: Pods, ports: int) -> None:
         self._pods = pods
@@ -145,7 +146,11 @@ class _PortedPods:
     async def receive(self, objects: Mapping[str, _Engines], /) -> None:
         """Take all pods, in steps."""
         await self._pods.receive(
-            {f"{uid}/{n}": one for uid, engines in objects.items() for n, one in enumerate(engines)}
+            {
+                f"{uid}/{n}": engine
+                for uid, engines in objects.items()
+                for n, engine in enumerate(engines)
+            }
         )
 
     def changed(self, objects: Mapping[str, _Engines | None], /) -> None:
@@ -153,8 +158,8 @@ class _PortedPods:
         none: _Engines = [None] * self._ports
         self._pods.changed(
             {
-                f"{uid}/{n}": one
+                f"{uid}/{n}": engine
                 for uid, engines in objects.items()
-                for n, one in enumerate(none if engines is None else engines)
+                for n, engine in enumerate(none if engines is None else engines)
             }
         )

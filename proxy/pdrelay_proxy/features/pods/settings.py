@@ -1,4 +1,4 @@
-"""The settings of pods that are engines."""
+"""The settings of the discovery of pods."""
 
 from dataclasses import dataclass
 from typing import Final

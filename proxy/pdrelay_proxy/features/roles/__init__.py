@@ -1,3 +1,1 @@
-"""Engines change between prefill and decode with the load: how many each role needs, and which one
-turns.
-"""
+"""Changes the roles of engines with the load: how many each role needs, and which one changes."""

@@ -1,53 +1,50 @@
-"""What one engine of a role can do, learned from all engines of that role: an engine that turns
-will be like them.
+"""The rates of one engine of a role, learned from all engines of the role.
 
-Earlier measurements fade while there are new ones. What was learned is kept while there is no
-traffic.
+They are expected of an engine that changes to the role. Earlier measurements fade while there are
+new ones; without traffic the rates stay.
 """
 
 from typing import Final
 
 _HALF_LIFE_S: Final = 180.0
-# the same of prefill rates: whether an engine is busy shows at looks alone, so more of them count
+# the half-life of prefill rates: a sample only shows whether an engine is busy, so more are needed
 _LONG_S: Final = 600.0
-_SURE_S: Final = 20.0  # seconds of work of one engine, from which on its rate is known
-_LOOKED_S: Final = 30.0  # of looks that showed some work, from which on a rate of less work will do
-# looks at an engine with streams, from which on the time between tokens is known
+_SURE_S: Final = 20.0  # seconds of work of an engine after which its rate is known
+_LOOKED_S: Final = 30.0  # seconds of samples with some work after which the rate is known, too
+# samples of an engine with streams after which its ITL is known
 _SURE: Final = 10.0
-_DOUBLING: Final = 100.0  # streams that double the time between tokens, before it shows
-_FEW: Final = 3.0  # streams, up to which one more or less tells little of many
-# streams, below which they differ by how slow steps are rather than by how many there are
+_DOUBLING: Final = 100.0  # streams that double the ITL, as long as measurements do not show it
+_FEW: Final = 3.0  # up to so many streams, one more or less says little about many
+# below so many streams, samples differ by the speed of steps rather than by their streams
 _IDLE: Final = 1.5
-_FLAT: Final = 0.002  # square of the relative spread of batches, from which on they show it
-_LEAST: Final = 0.25  # of what is expected of the next stream: less is noise
+_FLAT: Final = 0.002  # squared relative spread of batches from which on they show the slope
+_LEAST: Final = 0.25  # of the expected slope: less is noise
 
 
 class PrefillRate:
-    """Prompt tokens that a prefill engine computes in a second in which it has a request.
+    """The prompt tokens that a prefill engine computes in a busy second.
 
-    Engines with little to do need minutes for work that makes their rate sure. That they have
-    little to do is known long before, and an error of their rate is small beside it; the first look
-    at much work outweighs all of it.
+    Engines with little load need minutes until their rate is certain. But it is soon certain that
+    their load is little, and then an error of the rate hardly matters; the first sample of a high
+    load outweighs all of them.
     """
 
     def __init__(self) -> None:
-        self._tokens = self._busy_s = self._looked_s = 0.0
+        self._tokens = self._busy_s = self._observed_s = 0.0
 
     def add(self, tokens: float, busy_s: float, elapsed_s: float) -> None:
-        """Take in what all engines have computed since the last look; ``busy_s``: of all of them
-        together.
-        """
+        """Add the work of all engines since the last samples; ``busy_s``: their sum."""
         if busy_s <= 0 and tokens <= 0:
             return
-        kept = 0.5 ** (elapsed_s / _LONG_S)
-        self._tokens = self._tokens * kept + tokens
-        self._busy_s = self._busy_s * kept + busy_s
-        self._looked_s += elapsed_s
+        fading = 0.5 ** (elapsed_s / _LONG_S)
+        self._tokens = self._tokens * fading + tokens
+        self._busy_s = self._busy_s * fading + busy_s
+        self._observed_s += elapsed_s
 
     @property
     def per_s(self) -> float | None:
-        """Return the rate; None: too little was computed to tell."""
-        is_known = self._busy_s >= _SURE_S or self._looked_s >= _LOOKED_S
+        """Return the rate; None: too little work was measured."""
+        is_known = self._busy_s >= _SURE_S or self._observed_s >= _LOOKED_S
         return (
             self._tokens / self._busy_s
             if is_known and self._tokens > 0 and self._busy_s > 0
@@ -56,37 +53,34 @@ class PrefillRate:
 
 
 class DecodeLine:
-    """The time between two tokens by the streams of an engine: a line.
+    """The ITL of an engine as a line over its number of streams.
 
-    A step that is slow for a reason of its own makes more streams of the same tokens: a line by
-    least squares through such looks runs through the origin, and a nearly idle engine seems to be
-    full. For such engines the tokens of a second decide, as an instrumental variable. They tell
-    nothing of an engine that makes all it can, whose batches have any size at the same tokens: for
-    all others it is least squares.
+    On a nearly idle engine a slow step raises the number of streams as well as the ITL, so least
+    squares would draw the line through the origin, and the engine would seem to be full. For such
+    engines the tokens of a second are used as an instrumental variable. They say nothing about an
+    engine at full speed, whose batch has any size at the same tokens: all others use least squares.
 
-    Where all looks were about the same it is not known what the next stream costs: then a vague
-    expectation decides, that 100 streams double the time.
+    If all samples have about the same batch, the cost of one more stream is not known: then a prior
+    decides, by which 100 streams double the ITL.
     """
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._z = self._xz = self._yz = self._xx = self._xy = 0.0
 
     def fade(self, elapsed_s: float) -> None:
-        """Let what is known so far count less; once for each look that has streams."""
-        kept = 0.5 ** (elapsed_s / _HALF_LIFE_S)
-        self._weight = self._weight * kept
-        self._x = self._x * kept
-        self._y = self._y * kept
-        self._z = self._z * kept
-        self._xz = self._xz * kept
-        self._yz = self._yz * kept
-        self._xx = self._xx * kept
-        self._xy = self._xy * kept
+        """Reduce the weight of earlier samples; call it once for samples with streams."""
+        fading = 0.5 ** (elapsed_s / _HALF_LIFE_S)
+        self._weight = self._weight * fading
+        self._x = self._x * fading
+        self._y = self._y * fading
+        self._z = self._z * fading
+        self._xz = self._xz * fading
+        self._yz = self._yz * fading
+        self._xx = self._xx * fading
+        self._xy = self._xy * fading
 
     def add(self, batch: float, itl_s: float) -> None:
-        """Take in what one engine showed: its streams and their time between tokens (above 0),
-        means of a look.
-        """
+        """Add a sample of one engine: its mean streams, and their mean ITL (above 0)."""
         self._weight += 1.0
         self._x += batch
         self._y += itl_s
@@ -98,18 +92,15 @@ class DecodeLine:
         self._xy += batch * itl_s
 
     def tokens_per_s(self, itl_s: float, slots: int | None) -> float | None:
-        """Return the tokens an engine makes in a second, with as many streams as this time between
-        tokens allows.
+        """Return the tokens a second of an engine with as many streams as this ITL allows.
 
-        ``slots``: most streams of an engine; None: no limit is known. None: nothing was measured.
+        ``slots``: most streams of an engine; None: no known limit. Returns None: not measured.
         """
         batch = self.batch(itl_s, slots)
         return None if batch is None else batch / self._at(batch)
 
     def batch(self, itl_s: float, slots: int | None) -> float | None:
-        """Return how many streams an engine can have at this time between tokens, at least one;
-        None: unknown.
-        """
+        """Return how many streams an engine can have at this ITL, at least one; None: unknown."""
         if self._weight < _SURE or self._y <= 0:
             return None
         base, slope = self._line()

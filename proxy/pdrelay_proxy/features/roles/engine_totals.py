@@ -1,6 +1,4 @@
-"""What an engine has done so far and has to do, as its own metrics say: so it counts whoever has
-sent the requests.
-"""
+"""Reads an engine's work from its own metrics, which include the requests of all routers."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from typing import Final
 
 from pdrelay_proxy.core.model import InstanceId, Role
 
-# Of vllm/v1/metrics/loggers.py.
+# The names are those of vllm/v1/metrics/loggers.py.
 _RUNNING: Final = b"\nvllm:num_requests_running"
 _WAITING: Final = b"\nvllm:num_requests_waiting"
 _KV: Final = b"\nvllm:kv_cache_usage_perc"
@@ -24,44 +22,44 @@ _COMPUTED: Final = b'source="local_compute"'
 _LINE: Final = re.compile(rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]*)\})? (?P<value>[^\n]*)")
 _ENGINE: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 _MOST_REQUESTS: Final = 1e9
-# tokens, steps or seconds since the start of an engine: a thousand engines take years for less
+# tokens, steps or seconds since the start of an engine: no engine reaches it in years
 _MOST: Final = 1e15
-_LEAST: Final = 1e-9  # less is nothing
+_LEAST: Final = 1e-9  # less counts as zero
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTotals:
-    """One look at an engine. Totals are since its start."""
+    """One sample of an engine's metrics. Totals are since its start."""
 
     at: float  # seconds of a clock that only rises
     running: float  # requests
     waiting: float  # requests
     kv_usage: float | None  # share of its KV cache in use; None: it does not say
-    computed_tokens: float  # of prompts, that it has computed itself
+    computed_tokens: float  # of prompts, computed here
     prompts: float  # requests that are over
-    itl_sum_s: float  # seconds between two tokens of an answer, of all answers
-    itl_count: float  # how many those were
-    # from the first step of a request to its first token, of all; None: not shown
+    itl_sum_s: float  # sum of the seconds between two tokens, over all answers
+    itl_count: float  # the number of these intervals
+    # sum of the seconds from a request's first step to its first token; None: no metric
     prefill_s: float | None = None
-    steps: float | None = None  # of the engine, that made a token; None: not shown
+    steps: float | None = None  # that made a token; None: no metric
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """One engine that serves, as it is now."""
+    """The latest sample of one serving engine."""
 
     name: InstanceId
     role: Role
-    key: str  # what all routers call it; the one that comes first turns first
+    key: str  # its name at all routers; the engine with the first key changes first
     totals: EngineTotals | None  # None: it did not answer
     may_turn: bool = True
 
 
 def engine_totals(text: bytes, rank: int | None = None, *, now: float) -> EngineTotals | None:
-    """Read an engine's metrics, or those of one of its data-parallel ranks.
+    """Parse an engine's metrics, or those of one of its data-parallel ranks.
 
-    None: they are not vLLM's, or one of them is absurd, as NaN or a negative count: the others are
-    not to be believed, and what would follow from it is decided for all engines.
+    None: not vLLM's, or one of them is absurd, such as NaN or a negative count. Then the others are
+    not trusted either, because they would decide about the whole fleet.
     """
     try:
         return _totals(text, rank, now)
@@ -103,8 +101,8 @@ def _totals(text: bytes, rank: int | None, now: float) -> EngineTotals | None:
 def _values(
     text: bytes, name: bytes, rank: int | None, *, label: bytes = b"", most: float = _MOST
 ) -> list[float]:
-    """Read the values of a metric; ``label``: of those lines that have it. Raises _AbsurdNumber."""
-    found = list[float]()
+    """Return the values of a metric, of lines with ``label`` if given. Raises _AbsurdNumber."""
+    values = list[float]()
     at = text.find(name)
     while at >= 0:
         end = text.find(b"\n", at + 1)
@@ -114,9 +112,9 @@ def _values(
             labels = line["labels"] or b""
             engine = _ENGINE.search(labels)
             if label in labels and (rank is None or engine is None or int(engine[1]) == rank):
-                found.append(_sound(line["value"], most))
+                values.append(_sound(line["value"], most))
         at = text.find(name, at + 1)
-    return found
+    return values
 
 
 def _sound(value: bytes, most: float) -> float:
@@ -124,6 +122,6 @@ def _sound(value: bytes, most: float) -> float:
         number = float(value)
     except ValueError as exc:
         raise _AbsurdNumber from exc
-    if not 0.0 <= number <= most:  # as NaN is neither
+    if not 0.0 <= number <= most:  # also true of NaN
         raise _AbsurdNumber
     return number if number >= _LEAST else 0.0

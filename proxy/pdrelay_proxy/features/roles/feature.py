@@ -13,7 +13,7 @@ from pdrelay_proxy.core.ports import SharedText
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features import has_other_routers
 from pdrelay_proxy.features.feature import Core, Feature, FeatureParts
-from pdrelay_proxy.features.roles.leased_turns import LeasedTurns
+from pdrelay_proxy.features.roles.leased_role_changes import LeasedRoleChanges
 from pdrelay_proxy.features.roles.role_board import RoleBoard
 from pdrelay_proxy.features.roles.role_controller import RoleController, RoleLimits
 from pdrelay_proxy.features.roles.role_lease import LASTS_S
@@ -25,13 +25,11 @@ from pdrelay_proxy.settings import Settings
 
 
 class RolesFeature(Feature):
-    """The controller of roles."""
+    """Decides which engines are prefill and which are decode engines."""
 
     @staticmethod
     def check(settings: Settings, /) -> None:
-        """Raise ConfigError if it does not know what is wanted, or routers cannot tell which of
-        them decides.
-        """
+        """Raise ConfigError if targets are missing, or several routers cannot agree who decides."""
         chosen = settings.of(RoleSettings)
         if chosen.roles is not RolesMode.OFF and (
             chosen.target_ttft_s is None or chosen.target_itl_s is None
@@ -50,7 +48,7 @@ class RolesFeature(Feature):
             )
 
     def parts(self, core: Core) -> FeatureParts:
-        """Return what looks at the engines and decides, and where its decisions are shown."""
+        """Return the watch's task, and the board's status and metrics."""
         settings = self.ground.settings
         engines = self.ground.engines
         clock = self.ground.clock
@@ -80,18 +78,18 @@ class RolesFeature(Feature):
             queued=lambda: admission.waiting,
             every_s=chosen.roles_interval_s,
             clock=clock,
-            turns=None if text is None else _turns(core, text, clock),
+            role_changes=None if text is None else _role_changes(core, text, clock),
         )
         closing: tuple[Running, ...] = () if text is None else (partial(aclosing, text),)
         return FeatureParts((*closing, watch.running), status=board.status, families=board.families)
 
 
-def _turns(core: Core, text: SharedText, clock: Callable[[], float]) -> LeasedTurns:
-    async def turn(name: InstanceId, role: Role) -> None:
+def _role_changes(core: Core, text: SharedText, clock: Callable[[], float]) -> LeasedRoleChanges:
+    async def change_role(name: InstanceId, role: Role) -> None:
         await core.discovery.turn(name, EngineRole(role.value))
 
     me = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-    return LeasedTurns(me, text, turn, clock=clock, wall=core.wall)
+    return LeasedRoleChanges(me, text, change_role, clock=clock, wall=core.wall)
 
 
 FEATURE: Final = RolesFeature

@@ -1,4 +1,4 @@
-"""Where decisions on roles are shown: a line of the log, metrics, and the status page."""
+"""Shows decisions on roles: in the log, in metrics, and on the status page."""
 
 import logging
 from collections import Counter
@@ -19,29 +19,29 @@ _MINUTE_S: Final = 60
 
 
 class RoleBoard:
-    """Takes in what was decided."""
+    """Records decisions, and shows them."""
 
-    def __init__(self, mode: RolesMode, turns_most: int, clock: Callable[[], float]) -> None:
+    def __init__(self, mode: RolesMode, most_changes: int, clock: Callable[[], float]) -> None:
         # by verdict, and by the role that lacks an engine, or none
         self.decisions = Counter[tuple[str, str]]()
         self._mode = mode
-        self._turns_most = turns_most
+        self._most_changes = most_changes
         self._clock = clock  # seconds; only differences count
         self._latest: tuple[float, RoleDecision] | None = None
         self._noted: tuple[object, ...] = ()
-        self._last_turn: tuple[float, str] | None = None
+        self._last_change: tuple[float, str] | None = None
 
     def decided(self, decision: RoleDecision) -> None:
-        """Show a decision.
-
-        One that is as the one before, in other numbers, has no line of its own.
-        """
+        """Record a decision; log it unless only its numbers differ from the one before."""
         now = self._clock()
         self._latest = now, decision
-        if decision.turn is not None:
+        if decision.role_change is not None:
             would = "" if self._mode is not RolesMode.DRY_RUN else ", in a dry run"
-            self._last_turn = now, f"{decision.turn.instance} to {decision.turn.role}{would}"
-        kind = decision.verdict, decision.lacks, decision.turn
+            self._last_change = (
+                now,
+                f"{decision.role_change.instance} to {decision.role_change.role}{would}",
+            )
+        kind = decision.verdict, decision.lacks, decision.role_change
         if decision.verdict is not Verdict.TURN and kind == self._noted:
             return
         self._noted = kind
@@ -50,40 +50,42 @@ class RoleBoard:
 
     @property
     def latest(self) -> RoleDecision | None:
-        """The latest decision."""
+        """The latest decision, if there is one."""
         return None if self._latest is None else self._latest[1]
 
     def status(self) -> FeatureStatus | None:
-        """Return what the status page shows; None: nothing was decided yet."""
+        """Return the section of the status page; None: no decision yet."""
         if self._latest is None:
             return None
-        at, found = self._latest
+        at, decision = self._latest
         now = self._clock()
-        wanted = found.wanted
+        needed = decision.wanted
         last = ""
-        if self._last_turn is not None:
-            turned_at, words = self._last_turn
-            last = f"; the last one: {words}, {_span(now - turned_at)} ago"
+        if self._last_change is not None:
+            changed_at, words = self._last_change
+            last = f"; the last one: {words}, {_span(now - changed_at)} ago"
         return FeatureStatus(
             title="Roles",
-            state=f"{self._mode}, {found.verdict}, {_span(now - at)} ago",
+            state=f"{self._mode}, {decision.verdict}, {_span(now - at)} ago",
             columns=("Role", "Engines", "Busy", "Wanted"),
             rows=(
-                _row(Role.PREFILL, found.engines.prefill, found.prefill, wanted),
-                _row(Role.DECODE, found.engines.decode, found.decode, wanted),
+                _row(Role.PREFILL, decision.engines.prefill, decision.prefill, needed),
+                _row(Role.DECODE, decision.engines.decode, decision.decode, needed),
             ),
             sentences=(
-                found.why,
-                f"{found.turns} of {self._turns_most} turns in the last hour{last}",
+                decision.why,
+                f"{decision.changes_in_hour} of {self._most_changes} turns in the last hour{last}",
             ),
         )
 
     def families(self) -> Iterator[Family]:
         """Yield the metrics."""
-        wanted = None if self.latest is None else self.latest.wanted
+        needed = None if self.latest is None else self.latest.wanted
         text = "Engines that a role needs for its traffic (roles); nothing while that is not known."
         values = (
-            [] if wanted is None else [((role.value,), float(wanted.of(role))) for role in Role]
+            []
+            if needed is None
+            else [((role.value,), float(needed.for_role(role))) for role in Role]
         )
         yield gauge_family("pdrelay_wanted_engines", text, ("role",), values)
         text = (
@@ -96,10 +98,10 @@ class RoleBoard:
 
 
 def _row(
-    role: Role, engines: int, work: PrefillWork | DecodeWork | None, wanted: Split | None
+    role: Role, engines: int, work: PrefillWork | DecodeWork | None, needed: Split | None
 ) -> tuple[str, str, str, str]:
     busy = "–" if work is None else f"{work.busy:.1f}"
-    return role.value, str(engines), busy, "–" if wanted is None else str(wanted.of(role))
+    return role.value, str(engines), busy, "–" if needed is None else str(needed.for_role(role))
 
 
 def _span(seconds: float) -> str:
@@ -107,25 +109,25 @@ def _span(seconds: float) -> str:
 
 
 def facts(decision: RoleDecision, mode: RolesMode) -> Mapping[str, object]:
-    """Return the fields of the line of a decision."""
-    found: dict[str, object] = {"mode": mode.value, "verdict": decision.verdict.value}
-    if decision.turn is not None:
-        found |= {"instance": decision.turn.instance, "to": decision.turn.role.value}
+    """Return the fields of a decision's log line."""
+    fields: dict[str, object] = {"mode": mode.value, "verdict": decision.verdict.value}
+    if decision.role_change is not None:
+        fields |= {"instance": decision.role_change.instance, "to": decision.role_change.role.value}
     if decision.lacks is not None:
-        found["lacks"] = decision.lacks.value
-    found |= {
+        fields["lacks"] = decision.lacks.value
+    fields |= {
         "prefill": decision.engines.prefill,
         "decode": decision.engines.decode,
-        "turns": decision.turns,
+        "turns": decision.changes_in_hour,
     }
     if decision.wanted is not None:
-        found |= {
+        fields |= {
             "wanted_prefill": decision.wanted.prefill,
             "wanted_decode": decision.wanted.decode,
         }
-    found |= {} if decision.prefill is None else _prefill_facts(decision.prefill)
-    found |= {} if decision.decode is None else _decode_facts(decision.decode)
-    return found | {"why": decision.why}
+    fields |= {} if decision.prefill is None else _prefill_facts(decision.prefill)
+    fields |= {} if decision.decode is None else _decode_facts(decision.decode)
+    return fields | {"why": decision.why}
 
 
 def _prefill_facts(work: PrefillWork) -> Mapping[str, object]:
@@ -150,7 +152,8 @@ def _decode_facts(work: DecodeWork) -> Mapping[str, object]:
     }
 
 
-def _text(found: Mapping[str, object]) -> str:
+def _text(fields: Mapping[str, object]) -> str:
     return " ".join(
-        f"{name}={value!r}" if name == "why" else f"{name}={value}" for name, value in found.items()
+        f"{name}={value!r}" if name == "why" else f"{name}={value}"
+        for name, value in fields.items()
     )

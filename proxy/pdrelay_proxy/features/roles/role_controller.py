@@ -1,8 +1,8 @@
-"""Decides, every few seconds, whether an engine should turn to the other role. Boring on purpose.
+"""Decides every few seconds whether an engine should change its role. Boring on purpose.
 
-One engine at a time, and the next one only when the fleet has settled: after a cool-down, and when
-the numbers of all engines are new. All that it must know of earlier turns comes with each snapshot,
-so another controller goes on where this one ended, and two of them choose the same engine.
+One engine changes at a time, and the next one only when the fleet has settled: after a cool-down,
+and when the numbers of all engines are new. Earlier role changes come with each snapshot, so
+another controller can go on where this one ended, and two of them choose the same engine.
 """
 
 from collections import deque
@@ -13,7 +13,14 @@ from typing import Final
 
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.features.roles.engine_totals import EngineReading
-from pdrelay_proxy.features.roles.role_split import OTHER, Busy, Split, is_short, lacking, wanted
+from pdrelay_proxy.features.roles.role_split import (
+    OTHER,
+    Busy,
+    Split,
+    is_short,
+    lacking,
+    needed_split,
+)
 from pdrelay_proxy.features.roles.work_meter import DecodeWork, PrefillWork, RoleTargets, WorkMeter
 
 HOUR_S: Final = 3600.0
@@ -21,58 +28,58 @@ _NAMED: Final = 3  # engines that a sentence names
 
 
 class Verdict(StrEnum):
-    """What becomes of one look."""
+    """The result of one decision."""
 
-    TURN = auto()  # an engine turns, or would in a dry run
-    ASSIGN = auto()  # an engine that serves both roles turns to one of them, or would
+    TURN = auto()  # an engine changes its role, or would in a dry run
+    ASSIGN = auto()  # an engine that serves both roles takes one of them, or would
     BALANCED = auto()  # neither role lacks an engine
-    # a role lacks an engine, and the other one cannot spare one: the fleet is too small
+    # a role lacks an engine, and the other role cannot spare one: the fleet is too small
     SHORT = auto()
-    UNKNOWN = auto()  # something was not measured yet
+    UNKNOWN = auto()  # a number was not measured yet
     WAITING = auto()  # a role lacks an engine, but not for long enough
-    COOLING = auto()  # the last turn is not long ago
-    TURNING = auto()  # an engine turns now
-    SPENT = auto()  # there were as many turns in the last hour as there may be
+    COOLING = auto()  # the last role change is too recent
+    TURNING = auto()  # an engine changes its role now
+    SPENT = auto()  # the limit of role changes in an hour is reached
     BOUND = auto()  # the other role has no more engines than it must keep
-    STUCK = auto()  # no engine of the other role can turn
+    STUCK = auto()  # no engine of the other role can change
     ELSEWHERE = auto()  # another router decides
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLimits:
-    """What the controller must keep to."""
+    """The limits of the controller."""
 
     min_prefill: int = 1
     min_decode: int = 1
-    cooldown_s: float = 60.0  # between two turns
+    cooldown_s: float = 60.0  # between two role changes
     turns_per_hour: int = 6
-    hold_s: float = 20.0  # for which a role must lack an engine
-    release_s: float = 300.0  # for which a role must need fewer engines, before fewer are wanted
+    hold_s: float = 20.0  # a role must lack an engine for so long
+    release_s: float = 300.0  # a role must need fewer engines for so long before fewer are wanted
 
     @property
     def least(self) -> Split:
-        """Return the engines that each role keeps."""
+        """Return the fewest engines of each role."""
         return Split(self.min_prefill, self.min_decode)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """The engines that serve, and what is known of earlier turns."""
+    """The serving engines, and earlier role changes."""
 
-    readings: Sequence[EngineReading]  # without those that turn, and those that serve both roles
+    readings: Sequence[EngineReading]  # of engines with one role that do not change it now
     turning: Sequence[InstanceId] = ()
-    # when engines began to turn, by any controller; None: by this one alone
-    turned_at: Sequence[float] | None = None
+    # when role changes began, by any controller; None: only this one decides
+    changed_at: Sequence[float] | None = None
     queued_requests: int = 0  # in this router
-    trouble: str = ""  # why there can be no decision
-    leads: bool = True  # this router decides; others measure, to go on at once
-    leader: str = ""  # who does, if it is another one
-    both: Sequence[EngineReading] = ()  # those that serve both, whatever role they show
+    trouble: str = ""  # why no decision is possible
+    leads: bool = True  # this router decides; others measure, so that they can take over at once
+    leader: str = ""  # the router that decides, if it is another one
+    serving_both: Sequence[EngineReading] = ()  # of engines of both roles, whatever role they show
 
 
 @dataclass(frozen=True, slots=True)
-class WantedTurn:
-    """One engine, and the role it turns to."""
+class RoleChange:
+    """One engine, and its new role."""
 
     instance: InstanceId
     role: Role
@@ -80,7 +87,7 @@ class WantedTurn:
 
 @dataclass(frozen=True, slots=True)
 class RoleDecision:
-    """What was decided, and by which numbers."""
+    """A decision, and the numbers behind it."""
 
     verdict: Verdict
     why: str  # one sentence
@@ -88,56 +95,70 @@ class RoleDecision:
     prefill: PrefillWork | None  # None: not known
     decode: DecodeWork | None
     wanted: Split | None  # None: not known
-    turns: int  # in the last hour, this one included
+    changes_in_hour: int  # in the last hour, this one included
     lacks: Role | None = None  # the role that should get an engine
-    turn: WantedTurn | None = None
+    role_change: RoleChange | None = None
 
 
 class RoleController:
-    """Looks at snapshots one after the other. Times are seconds of a clock that only rises."""
+    """Decides by consecutive snapshots. Times are seconds of a monotonic clock."""
 
     def __init__(self, targets: RoleTargets, limits: RoleLimits) -> None:
         self._targets = targets
         self._limits = limits
         self._meter = WorkMeter(targets)
         self._lacks: tuple[Role, float] | None = None  # which role lacks an engine, and since when
-        self._needs = deque[tuple[float, Split]]()  # what was needed lately, the oldest first
-        self._own: tuple[float, ...] = ()  # turns that this one has decided
+        self._needs = deque[tuple[float, Split]]()  # the recent needs, the oldest first
+        self._own: tuple[float, ...] = ()  # the times of this controller's own decisions
 
     def decide(self, fleet: FleetSnapshot, *, now: float) -> RoleDecision:
-        """Take in a snapshot and decide."""
-        self._meter.look(fleet.readings)
+        """Decide by the next snapshot."""
+        self._meter.add_readings(fleet.readings)
         engines = _engines(fleet)
         prefill = self._meter.prefill(fleet.queued_requests)
         decode = self._meter.decode(prefill)
-        turned_at = self._turns(fleet.turned_at, now)
-        if fleet.both and not fleet.trouble:
-            verdict, why, turn = self._assignment(fleet, engines, prefill, decode)
+        changed_at = self._changes_of_hour(fleet.changed_at, now)
+        if fleet.serving_both and not fleet.trouble:
+            verdict, why, change = self._assignment(fleet, engines, prefill, decode)
             self._lacks = None
-            kept = self._kept(now)
-            lacks = None if turn is None else turn.role
+            needed = self._lasting_need(now)
+            lacks = None if change is None else change.role
             return RoleDecision(
-                verdict, why, engines, prefill, decode, kept, len(turned_at), lacks, turn
+                verdict, why, engines, prefill, decode, needed, len(changed_at), lacks, change
             )
         trouble = fleet.trouble or self._trouble(fleet, engines, prefill, decode, now)
         if trouble or prefill is None or decode is None:
             self._lacks = None
             return RoleDecision(
-                Verdict.UNKNOWN, trouble, engines, prefill, decode, self._kept(now), len(turned_at)
+                Verdict.UNKNOWN,
+                trouble,
+                engines,
+                prefill,
+                decode,
+                self._lasting_need(now),
+                len(changed_at),
             )
         busy = Busy(prefill.busy, decode.busy, self._targets.utilisation)
-        self._needs.append((now, wanted(busy, self._limits.least)))
+        self._needs.append((now, needed_split(busy, self._limits.least)))
         lacks = lacking(busy, engines)
-        verdict, why = self._verdict(fleet, busy, lacks, turned_at, now=now)
-        turn = None
+        verdict, why = self._verdict(fleet, busy, lacks, changed_at, now=now)
+        change = None
         if verdict is Verdict.TURN and lacks is not None:
-            turn = WantedTurn(_first(fleet.readings, OTHER[lacks]).name, lacks)
-            why = f"{turn.instance} to {lacks}: {why}"
-            turned_at = (*turned_at, now)
+            change = RoleChange(_first(fleet.readings, OTHER[lacks]).name, lacks)
+            why = f"{change.instance} to {lacks}: {why}"
+            changed_at = (*changed_at, now)
             self._lacks = None
-            self._own = turned_at
+            self._own = changed_at
         return RoleDecision(
-            verdict, why, engines, prefill, decode, self._kept(now), len(turned_at), lacks, turn
+            verdict,
+            why,
+            engines,
+            prefill,
+            decode,
+            self._lasting_need(now),
+            len(changed_at),
+            lacks,
+            change,
         )
 
     def _assignment(
@@ -146,24 +167,26 @@ class RoleController:
         engines: Split,
         prefill: PrefillWork | None,
         decode: DecodeWork | None,
-    ) -> tuple[Verdict, str, WantedTurn | None]:
-        """Give an engine that serves both roles the one that needs it more.
+    ) -> tuple[Verdict, str, RoleChange | None]:
+        """Give an engine of both roles the role that needs it more.
 
-        It is no turn of the hour's.
-
-        It already serves that role, so nothing waits for it; what it has of the other one is what a
-        turn costs.
+        That does not count against turns_per_hour: the engine already serves this role, so no
+        request waits for it. It costs what it has cached and streams of the other role.
         """
         if busy := self._idle_verdict(fleet):
             return *busy, None
-        able = [one for one in fleet.both if one.may_turn]
-        count = f"{len(fleet.both)} engines serve both roles"
+        able = [reading for reading in fleet.serving_both if reading.may_turn]
+        count = f"{len(fleet.serving_both)} engines serve both roles"
         if not able:
-            return Verdict.STUCK, f"{count}, and none of them can turn ({fleet.both[0].name})", None
+            return (
+                Verdict.STUCK,
+                f"{count}, and none of them can turn ({fleet.serving_both[0].name})",
+                None,
+            )
         least = self._limits.least
-        others = len(fleet.both) - 1
-        # without it, who serves the other one?
-        roles = [role for role in Role if engines.of(OTHER[role]) + others]
+        others = len(fleet.serving_both) - 1
+        # the other role must keep an engine
+        roles = [role for role in Role if engines.for_role(OTHER[role]) + others]
         if not roles:
             return Verdict.BOUND, f"{able[0].name} serves both roles, and is the only engine", None
         work = (
@@ -173,33 +196,33 @@ class RoleController:
         )
 
         def need(role: Role) -> tuple[float, float, int, bool]:
-            missing = max(0, least.of(role) - engines.of(role))
+            missing = max(0, least.for_role(role) - engines.for_role(role))
             return (
                 missing,
                 work.pressure(role, engines) if work else 0.0,
-                -engines.of(role),
+                -engines.for_role(role),
                 role is Role.DECODE,
             )
 
         role = max(roles, key=need)
-        first = min(able, key=lambda one: one.key)
+        first = min(able, key=lambda reading: reading.key)
         state = f"{engines.prefill} engines are prefill and {engines.decode} are decode"
         return (
             Verdict.ASSIGN,
             f"{first.name} to {role}: {count}, {state}",
-            WantedTurn(first.name, role),
+            RoleChange(first.name, role),
         )
 
     def _idle_verdict(self, fleet: FleetSnapshot) -> tuple[Verdict, str] | None:
-        """Say why this controller has nothing to decide now; None: it may decide."""
+        """Return why this controller must not decide now; None: it may."""
         if not fleet.leads:
             return Verdict.ELSEWHERE, f"{fleet.leader or 'another router'} decides"
         if fleet.turning:
             return Verdict.TURNING, f"{', '.join(fleet.turning[:_NAMED])} turns"
         return None
 
-    def _turns(self, shared: Sequence[float] | None, now: float) -> tuple[float, ...]:
-        """Return the turns of the last hour."""
+    def _changes_of_hour(self, shared: Sequence[float] | None, now: float) -> tuple[float, ...]:
+        """Return the times of the last hour's role changes."""
         return tuple(
             [at for at in (self._own if shared is None else shared) if now - HOUR_S < at <= now]
         )
@@ -212,9 +235,9 @@ class RoleController:
         decode: DecodeWork | None,
         now: float,
     ) -> str:
-        """Say what is not known; empty: nothing that matters."""
+        """Return which numbers are missing; empty: none."""
         for role in Role:
-            if not engines.of(role):
+            if not engines.for_role(role):
                 return f"no {role} engine serves"
         if unknown := self._meter.unknown(fleet.readings, now):
             names = ", ".join(unknown[:_NAMED]) + (", ..." if len(unknown) > _NAMED else "")
@@ -224,22 +247,20 @@ class RoleController:
                 return f"{role} engines have had too little to do to show their rate"
         return ""
 
-    def _kept(self, now: float) -> Split | None:
-        """Return what was needed at most in a while, up to now; None: nothing was known for so
-        long.
-        """
+    def _lasting_need(self, now: float) -> Split | None:
+        """Return the largest need within release_s, by role; None: no need was known."""
         while self._needs and self._needs[0][0] < now - self._limits.release_s:
             self._needs.popleft()
         if not self._needs:
             return None
-        return Split(*(max([need.of(role) for _, need in self._needs]) for role in Role))
+        return Split(*(max([need.for_role(role) for _, need in self._needs]) for role in Role))
 
     def _verdict(
         self,
         fleet: FleetSnapshot,
         busy: Busy,
         lacks: Role | None,
-        turned_at: Sequence[float],
+        changed_at: Sequence[float],
         *,
         now: float,
     ) -> tuple[Verdict, str]:
@@ -261,8 +282,8 @@ class RoleController:
         checks = (
             (
                 Verdict.BOUND,
-                engines.of(giver) <= limits.least.of(giver),
-                f"{giver} keeps {limits.least.of(giver)}",
+                engines.for_role(giver) <= limits.least.for_role(giver),
+                f"{giver} keeps {limits.least.for_role(giver)}",
             ),
             (
                 Verdict.WAITING,
@@ -271,12 +292,12 @@ class RoleController:
             ),
             (
                 Verdict.SPENT,
-                len(turned_at) >= limits.turns_per_hour,
-                f"{len(turned_at)} engines have turned in the last hour",
+                len(changed_at) >= limits.turns_per_hour,
+                f"{len(changed_at)} engines have turned in the last hour",
             ),
             (
                 Verdict.COOLING,
-                bool(turned_at) and now - max(turned_at) < limits.cooldown_s,
+                bool(changed_at) and now - max(changed_at) < limits.cooldown_s,
                 f"the last turn was less than {limits.cooldown_s:g} s ago",
             ),
             (Verdict.STUCK, not _able(fleet.readings, giver), f"no {giver} engine can turn"),
@@ -288,20 +309,21 @@ class RoleController:
 
 
 def _engines(fleet: FleetSnapshot) -> Split:
-    return Split(*(sum([one.role is role for one in fleet.readings]) for role in Role))
+    return Split(*(sum([reading.role is role for reading in fleet.readings]) for role in Role))
 
 
 def _able(readings: Sequence[EngineReading], role: Role) -> list[EngineReading]:
-    return [one for one in readings if one.role is role and one.may_turn]
+    return [reading for reading in readings if reading.role is role and reading.may_turn]
 
 
 def _first(readings: Sequence[EngineReading], role: Role) -> EngineReading:
-    """Return the engine that turns: the same one for all controllers, whatever they see of
-    loads.
-    """
-    return min(_able(readings, role), key=lambda one: one.key)
+    """Return the engine that changes: the same one at all controllers, independent of loads."""
+    return min(_able(readings, role), key=lambda reading: reading.key)
 
 
 def _state(busy: Busy, engines: Split) -> str:
-    parts = [f"{busy.of(role):.1f} of {engines.of(role)} {role} engines busy" for role in Role]
+    parts = [
+        f"{busy.for_role(role):.1f} of {engines.for_role(role)} {role} engines busy"
+        for role in Role
+    ]
     return " and ".join(parts)

@@ -1,11 +1,10 @@
-"""Which router decides on roles, and when engines began to turn: one short text that all routers
-share.
+"""The lease of the router that decides on roles, and the recent role changes: one shared text.
 
-A lease as in Kubernetes' leader election: who holds it writes it anew again and again, and another
-router takes it when it has not changed for as long as it lasts, by that router's own clock, so that
-clocks need not agree. Each write replaces the text that was read, or fails. There is no consensus:
-a holder that hangs may believe for a moment that it still holds the lease, so a turn is written
-down before it is made, and that write fails then.
+It works as Kubernetes' leader election (client-go, tools/leaderelection): the holder renews it
+again and again, and another router takes it if it has not changed for LASTS_S by that router's own
+clock, so that clocks need not agree. Each write replaces the text that was read, or fails. It is no
+consensus: a router that hung may believe for a moment that it still holds the lease. So a role
+change is written down before it begins, and that write fails then.
 """
 
 from collections import Counter
@@ -15,36 +14,36 @@ from typing import Final
 import msgspec
 
 LASTS_S: Final = 20.0
-_RENEWED_S: Final = 5.0  # after which the holder writes it anew
+_RENEWED_S: Final = 5.0  # between two renewals
 _HOUR_S: Final = 3600.0
-_MOST_TURNS: Final = 1000  # that are remembered
+_MOST_TURNS: Final = 1000  # role changes that are remembered
 _MOST_BYTES: Final = 64 * 1024
 
 
 class _LeaseRecord(msgspec.Struct, forbid_unknown_fields=False):
     holder: str
     number: int  # rises with each write
-    turned_at: tuple[float, ...] = ()  # seconds since 1970, by the clock of the holder of then
+    turned_at: tuple[float, ...] = ()  # role changes: seconds since 1970 by their holder's clock
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """What a router makes of the text. Times are seconds since 1970."""
+    """The text as one router reads it. Times are seconds since 1970."""
 
-    holds: bool
-    holder: str  # empty: nobody
-    turned_at: tuple[float, ...]
-    text: str | None  # to be written in place of what was read; None: nothing
+    holds: bool  # this router holds the lease
+    holder: str  # empty: no router
+    changed_at: tuple[float, ...]
+    text: str | None  # the new text to write; None: none
 
 
 @dataclass(frozen=True, slots=True)
 class RoleHold:
-    """What the controller needs of it."""
+    """The lease as the controller needs it."""
 
-    holds: bool
-    holder: str = ""  # empty: nobody
-    turned_at: tuple[float, ...] = ()  # seconds of the router's own clock
-    trouble: str = ""  # why it is not known who holds it
+    holds: bool  # this router holds the lease
+    holder: str = ""  # empty: no router
+    changed_at: tuple[float, ...] = ()  # seconds of the router's own clock
+    trouble: str = ""  # why the holder is not known
 
 
 class RoleLease:
@@ -54,51 +53,51 @@ class RoleLease:
     """
 
     def __init__(self, me: str) -> None:
-        """``me``: no other process has this name, also after a restart."""
+        """``me``: a name that no other process has, also after a restart."""
         self._me = me
-        # the text that another one wrote last, and when it was new
-        self._seen: tuple[str, float] | None = None
+        # the latest text of another router, and when it was first read
+        self._foreign_text: tuple[str, float] | None = None
         self._renewed = float("-inf")
-        # as this one has written them last: a store may lose its memory
-        self._turned_at: tuple[float, ...] = ()
+        # as this router wrote them last: a store may lose them
+        self._changed_at: tuple[float, ...] = ()
 
-    def look(
+    def view_of(
         self, text: str, *, now: float, wall: float, turns: bool = False, counts: bool = True
     ) -> LeaseView:
-        """Take in the text as it is.
+        """Return the view of the present text.
 
-        ``turns``: an engine shall turn, and this one must still hold the lease when it does, so the
-        text is written anew; ``counts``: the turn is one of those that are written down.
+        ``turns``: a role change is to begin, so the text must be written anew, which proves that
+        this router still holds the lease; ``counts``: the change is recorded.
         """
         record = _read(text)
-        # A turn of the future is one of now: its router's clock is ahead. The holder's next renewal
-        # writes that down. Several of those may have the same time from then on, and are several.
-        known = Counter(record.turned_at) | Counter(self._turned_at)
-        turned_at = tuple(
-            sorted([min(at, wall) for at in known.elements() if wall - _HOUR_S < at])
+        # A change in the future counts as one of now: its router's clock is ahead. The holder's
+        # next renewal writes that down. Then several changes may have the same time: all count.
+        changes = Counter(record.turned_at) | Counter(self._changed_at)
+        changed_at = tuple(
+            sorted([min(at, wall) for at in changes.elements() if wall - _HOUR_S < at])
         )[-_MOST_TURNS:]
         if record.holder not in ("", self._me) and not self._is_over(text, now):
-            return LeaseView(holds=False, holder=record.holder, turned_at=turned_at, text=None)
+            return LeaseView(holds=False, holder=record.holder, changed_at=changed_at, text=None)
         if turns:
-            turned_at = (*turned_at, wall) if counts else turned_at
+            changed_at = (*changed_at, wall) if counts else changed_at
         elif record.holder == self._me and now < self._renewed + _RENEWED_S:
-            return LeaseView(holds=True, holder=self._me, turned_at=turned_at, text=None)
-        text = msgspec.json.encode(_LeaseRecord(self._me, record.number + 1, turned_at)).decode()
-        return LeaseView(holds=True, holder=self._me, turned_at=turned_at, text=text)
+            return LeaseView(holds=True, holder=self._me, changed_at=changed_at, text=None)
+        text = msgspec.json.encode(_LeaseRecord(self._me, record.number + 1, changed_at)).decode()
+        return LeaseView(holds=True, holder=self._me, changed_at=changed_at, text=text)
 
     def written(self, view: LeaseView, *, now: float) -> None:
         """Note that the text of a view was written."""
         self._renewed = now
-        self._turned_at = view.turned_at
+        self._changed_at = view.changed_at
 
     def _is_over(self, text: str, now: float) -> bool:
-        if self._seen is None or self._seen[0] != text:
-            self._seen = text, now
-        return now >= self._seen[1] + LASTS_S
+        if self._foreign_text is None or self._foreign_text[0] != text:
+            self._foreign_text = text, now
+        return now >= self._foreign_text[1] + LASTS_S
 
 
 def _read(text: str) -> _LeaseRecord:
-    """Read a text; what is none of ours counts as no lease at all: it is replaced."""
+    """Parse a text; an invalid one counts as no lease, and is replaced."""
     try:
         return msgspec.json.decode(text[:_MOST_BYTES], type=_LeaseRecord)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError):

@@ -1,9 +1,9 @@
-"""How a number of engines is divided between two roles. Pure arithmetic.
+"""How many engines each of two roles should have. Pure arithmetic.
 
-A role lacks an engine where more than the target utilisation of its engines is busy. An engine
-turns to it if the role that gives it would, without it, still be less pressed than the one that
-lacks: by a margin, so noise up to that margin in both numbers cannot turn an engine there and back.
-A fleet that is too small for both roles is left as it is.
+A role lacks an engine if its engines are busier than the target utilisation. An engine of the other
+role changes to it if that role, without the engine, would still have less pressure: by a margin, so
+that noise cannot move an engine there and back. A fleet that is too small for both roles is left as
+it is.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Final
 from pdrelay_proxy.core.model import Role
 
 MARGIN: Final = 1.15
-# pressure of a role from which on it gives no engine, whatever the other one lacks
+# above this pressure a role gives no engine away
 GIVES: Final = 1.2
 MOST_WANTED: Final = 10_000  # engines of a role; as planning/sizing.py
 OTHER: Final = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
@@ -21,58 +21,59 @@ OTHER: Final = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Engines of both roles."""
+    """Numbers of engines by role."""
 
     prefill: int
     decode: int
 
-    def of(self, role: Role) -> int:
-        """Return the engines of a role."""
+    def for_role(self, role: Role) -> int:
+        """Return the number of engines of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
-    def turned(self, to: Role) -> "Split":
-        """Return the engines after one has turned."""
+    def after_change(self, to: Role) -> "Split":
+        """Return the numbers after one engine has changed its role."""
         more = 1 if to is Role.PREFILL else -1
         return Split(self.prefill + more, self.decode - more)
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Engines of each role that the traffic keeps busy all the time, and the share that may be."""
+    """How many engines of each role the traffic keeps busy, and the target utilisation."""
 
     prefill: float
     decode: float
     utilisation: float
 
-    def of(self, role: Role) -> float:
-        """Return those of a role."""
+    def for_role(self, role: Role) -> float:
+        """Return the busy engines of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     def pressure(self, role: Role, split: Split) -> float:
-        """Return how many times as many engines a role needs as it has: above 1 it lacks some."""
-        engines = split.of(role)
-        return self.of(role) / (self.utilisation * engines) if engines else float("inf")
+        """Return the engines that a role needs over those that it has: above 1 it lacks some."""
+        engines = split.for_role(role)
+        return self.for_role(role) / (self.utilisation * engines) if engines else float("inf")
 
 
-def wanted(busy: Busy, least: Split) -> Split:
-    """Return the engines that each role needs, as ``pdrelay plan`` counts them."""
+def needed_split(busy: Busy, least: Split) -> Split:
+    """Return how many engines each role needs, by the formula of ``pdrelay plan``."""
     prefill, decode = (
-        min(MOST_WANTED, max(least.of(role), ceil(busy.of(role) / busy.utilisation - 1e-9)))
+        min(
+            MOST_WANTED,
+            max(least.for_role(role), ceil(busy.for_role(role) / busy.utilisation - 1e-9)),
+        )
         for role in Role
     )
     return Split(prefill, decode)
 
 
 def lacking(busy: Busy, split: Split) -> Role | None:
-    """Return the role to which an engine should turn; None: neither lacks one, or the other cannot
-    spare one.
-    """
+    """Return the role that should get an engine; None: neither lacks one, or none can be spared."""
     for role in Role:
-        other = OTHER[role]
-        if not split.of(other):
+        giver = OTHER[role]
+        if not split.for_role(giver):
             continue
         pressure = busy.pressure(role, split)
-        after = busy.pressure(other, split.turned(role))
+        after = busy.pressure(giver, split.after_change(role))
         if pressure > 1.0 and after <= GIVES and pressure > MARGIN * after:
             return role
     return None

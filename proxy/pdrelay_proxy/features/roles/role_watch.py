@@ -1,4 +1,4 @@
-"""Looks at all engines again and again, and has the controller of roles decide."""
+"""Samples all engines every few seconds, and has the controller of roles decide."""
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -10,9 +10,9 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, Instance, Role
 from pdrelay_proxy.features.roles.engine_totals import EngineReading, EngineTotals, engine_totals
 from pdrelay_proxy.features.roles.role_board import RoleBoard
+from pdrelay_proxy.features.roles.role_changes import RoleChanges
 from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, Verdict
 from pdrelay_proxy.features.roles.role_lease import RoleHold
-from pdrelay_proxy.features.roles.role_turns import RoleTurns
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.probes.metrics_round import look_at_all
@@ -33,9 +33,9 @@ class RoleWatch:
         queued: Callable[[], int],
         every_s: float,
         clock: Callable[[], float],
-        turns: RoleTurns | None = None,
+        role_changes: RoleChanges | None = None,
     ) -> None:
-        """``turns``: has engines turn, if this router is the one that decides; None: a dry run."""
+        """``role_changes``: begins role changes if this router decides; None: a dry run."""
         self._registry = registry
         self._metrics = metrics  # raises ProbeFailed
         self._controller = controller
@@ -43,38 +43,46 @@ class RoleWatch:
         self._queued = queued  # requests that wait in this router
         self._every_s = every_s
         self._clock = clock  # seconds; only differences count
-        self._turns = turns
+        self._role_changes = role_changes
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Look and decide while the block lasts."""
+        """Decide again and again while the block lasts."""
         async with meanwhile(
-            repeatedly(self._every_s, self.look, logger, "the roles could not be decided")
+            repeatedly(self._every_s, self.decide, logger, "the roles could not be decided")
         ):
             yield
 
-    async def look(self) -> None:
-        """Look at every engine that serves, and decide."""
-        known = self._registry.members()
+    async def decide(self) -> None:
+        """Sample every serving engine, decide, and begin the role change that was decided."""
+        all_members = self._registry.members()
         members = [
-            one
-            for one in known
-            if one.life.state in WELL and not one.life.is_away and one.turn is None
+            member
+            for member in all_members
+            if member.life.state in WELL and not member.life.is_away and member.turn is None
         ]
-        found = await look_at_all(
+        all_totals = await look_at_all(
             [member.instance for member in members], self._read, self._every_s
         )
         readings = list[EngineReading]()
-        both = list[EngineReading]()
-        for one, totals in zip(members, found, strict=True):
-            (both if one.role is EngineRole.BOTH else readings).append(self._reading(one, totals))
+        serving_both = list[EngineReading]()
+        for member, totals in zip(members, all_totals, strict=True):
+            (serving_both if member.role is EngineRole.BOTH else readings).append(
+                self._reading(member, totals)
+            )
         queued = self._queued()
-        hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
+        hold = (
+            RoleHold(holds=True) if self._role_changes is None else await self._role_changes.hold()
+        )
         snapshot = FleetSnapshot(
             readings,
-            both=both,
-            turning=[one.instance.id for one in known if one.turn is not None and not one.retires],
-            turned_at=None if self._turns is None else hold.turned_at,
+            serving_both=serving_both,
+            turning=[
+                member.instance.id
+                for member in all_members
+                if member.turn is not None and not member.retires
+            ],
+            changed_at=None if self._role_changes is None else hold.changed_at,
             queued_requests=queued,
             trouble=hold.trouble or self._trouble(members),
             leads=hold.holds,
@@ -82,24 +90,24 @@ class RoleWatch:
         )
         decision = self._controller.decide(snapshot, now=self._clock())
         self._board.decided(decision)
-        if decision.turn is not None and self._turns is not None:
-            instance = decision.turn.instance
-            role = decision.turn.role
-            if why := await self._turns.begin(
+        if decision.role_change is not None and self._role_changes is not None:
+            instance = decision.role_change.instance
+            role = decision.role_change.role
+            if refusal := await self._role_changes.begin(
                 instance, role, counts=decision.verdict is Verdict.TURN
             ):
-                logger.warning("%s does not turn to %s: %s", instance, role, why)
+                logger.warning("%s does not turn to %s: %s", instance, role, refusal)
 
     def _reading(self, member: Member, totals: EngineTotals | None) -> EngineReading:
-        one = member.instance
-        other = EngineRole.DECODE if one.role is Role.PREFILL else EngineRole.PREFILL
-        may_turn = self._registry.get(one.id) is member and self._registry.departures.can_turn(
-            one.id, other
+        instance = member.instance
+        other_role = EngineRole.DECODE if instance.role is Role.PREFILL else EngineRole.PREFILL
+        may_turn = self._registry.get(instance.id) is member and self._registry.departures.can_turn(
+            instance.id, other_role
         )
-        return EngineReading(one.id, one.role, _key(one), totals, may_turn)
+        return EngineReading(instance.id, instance.role, _key(instance), totals, may_turn)
 
     async def _read(self, instance: Instance) -> EngineTotals | None:
-        """Return what an engine shows; None: it does not answer, and the prober says so."""
+        """Return an engine's totals; None: it does not answer, which the prober logs."""
         try:
             text = await self._metrics(instance)
         except ProbeFailed:
@@ -107,28 +115,28 @@ class RoleWatch:
         return engine_totals(text, instance.rank, now=self._clock())
 
     def _trouble(self, members: Sequence[Member]) -> str:
-        """Say why the engines cannot be divided; empty: they can."""
+        """Return why no decision is possible for these engines; empty: it is."""
         if any(member.facts.pairs_within is not None for member in members):
             return "slice_pairing is require, and roles are decided for one pool of engines"
         return _mixed(members)
 
 
 def _key(instance: Instance) -> str:
-    """Name an engine as every router does: ids are each router's own."""
+    """Return the name of an engine at every router: ids differ between routers."""
     return f"{instance.address.authority} {instance.rank}"
 
 
 def _mixed(members: Sequence[Member]) -> str:
     models = {
-        frozenset(one.facts.models) - (one.facts.adapters or frozenset())
-        for one in members
-        if one.facts.models is not None
+        frozenset(member.facts.models) - (member.facts.adapters or frozenset())
+        for member in members
+        if member.facts.models is not None
     }
     if len(models) > 1:
         return (
             f"engines serve {len(models)} different sets of models, and roles are decided for one"
         )
-    keys = [_key(one.instance) for one in members]
+    keys = [_key(member.instance) for member in members]
     if len(set(keys)) < len(keys):
         return "an engine has both roles at the same time"
     return ""

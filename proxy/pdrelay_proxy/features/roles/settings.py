@@ -13,8 +13,8 @@ class RolesMode(StrEnum):
     """Whether the router decides which engines are prefill and which are decode engines."""
 
     OFF = "off"
-    DRY_RUN = "dry-run"  # it says what it would do
-    AUTO = "auto"  # engines turn
+    DRY_RUN = "dry-run"  # it only logs and shows its decisions
+    AUTO = "auto"  # engines change their roles
 
 
 @dataclass(frozen=True, slots=True)

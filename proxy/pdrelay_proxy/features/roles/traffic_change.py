@@ -1,8 +1,7 @@
-"""When the traffic of a role became another one: a mean over both is of neither.
+"""Detects when the traffic of a role has changed: means must not span the change.
 
-Requests that come by chance (a Poisson process) are sometimes twice as many for a while. So there
-must be enough of them to tell: 24 where 12 were expected, or the other way round, is chance once in
-some hundred looks.
+Random arrivals (a Poisson process) double for a while now and then. So a change needs enough
+requests: 24 in place of 12, or the reverse, happens by chance once in some hundred samples.
 """
 
 from collections import deque
@@ -10,14 +9,12 @@ from typing import Final
 
 _LATELY_S: Final = 10.0  # at least, since the change
 _BEFORE_S: Final = 20.0  # at least, before it
-_CHANGED: Final = 2.0  # times as many tokens, or as few
-_ENOUGH: Final = 24.0  # requests since the change, or that would have come without it
+_CHANGED: Final = 2.0  # factor between the rates of tokens
+_ENOUGH: Final = 24.0  # requests since the change, or expected without it
 
 
 class TrafficSteps:
-    """What the engines of a role did from one look to the next, for as long as their numbers are
-    means of.
-    """
+    """The work of a role between consecutive samples, over the window of its means."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -25,8 +22,7 @@ class TrafficSteps:
         self._steps = deque[tuple[float, float, float]]()
 
     def add(self, elapsed_s: float, tokens: float, requests: float) -> int | None:
-        """Take in a step; return how many steps there are since the traffic changed; None: it did
-        not.
+        """Add a step; return the number of steps since the traffic changed (None: no change).
 
         Steps before the change are forgotten.
         """
@@ -34,10 +30,10 @@ class TrafficSteps:
         steps.append((elapsed_s, tokens, requests))
         all_s, all_tokens, all_requests = (sum(part) for part in zip(*steps, strict=True))
         while all_s - steps[0][0] >= self._window_s:
-            gone = steps.popleft()
-            all_s = all_s - gone[0]
-            all_tokens = all_tokens - gone[1]
-            all_requests = all_requests - gone[2]
+            oldest = steps.popleft()
+            all_s = all_s - oldest[0]
+            all_tokens = all_tokens - oldest[1]
+            all_requests = all_requests - oldest[2]
         lately_s = lately_tokens = lately_requests = 0.0
         most = _CHANGED
         since = None
@@ -61,7 +57,7 @@ class TrafficSteps:
         return since
 
 
-def _times(one: float, two: float) -> float:
-    """Return how many times as much the larger one is."""
-    least, most = sorted((max(0.0, one), max(0.0, two)))
+def _times(rate: float, other_rate: float) -> float:
+    """Return the ratio of the larger rate to the smaller one."""
+    least, most = sorted((max(0.0, rate), max(0.0, other_rate)))
     return most / least if least else (float("inf") if most else 1.0)

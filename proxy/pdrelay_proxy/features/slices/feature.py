@@ -1,4 +1,4 @@
-"""Has engines of one slice share requests."""
+"""Puts the pairing of engines by slice into a router."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -14,7 +14,7 @@ from pdrelay_proxy.settings import Settings
 
 
 class SlicesFeature(Feature):
-    """Slices are preferred, required, or play no part."""
+    """Prefers or requires one slice for both engines of a request."""
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
@@ -24,9 +24,7 @@ class SlicesFeature(Feature):
 
     @staticmethod
     def pairs_within(settings: Settings, /) -> PairsWithin | None:
-        """Have engines of two slices not fit, where one is required; those without a slice are
-        one.
-        """
+        """Return the rule of ``require``; engines without a slice count as a slice."""
         requires = settings.of(SliceSettings).slice_pairing is SlicePairing.REQUIRE
         return (lambda name: name or NO_SLICE) if requires else None
 
@@ -49,7 +47,7 @@ class SlicesFeature(Feature):
 def slice_families(
     registry: Registry | None, preference: SlicePreference | None
 ) -> Iterator[Family]:
-    """Return the metrics; None: there is nothing to show."""
+    """Return the metrics; None: slices are off, or not preferred."""
     sizes = {} if registry is None else slice_sizes(registry)
     text = "Engines that may serve, by pdrelay/slice; 0: the slice has some, and none of them may."
     yield gauge_family("pdrelay_slice_instances", text, ("slice", "role"), list(sizes.items()))

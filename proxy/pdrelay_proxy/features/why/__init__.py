@@ -1,5 +1,3 @@
-"""Where the time of a request went: ``pdrelay why``, ``GET /requests/NAME``, and spans for a
-collector.
-"""
+"""Shows where the time of a request went: ``pdrelay why``, ``GET /requests/NAME``, and spans."""
 
 COMMAND = "show where the time of one request went"

@@ -1,5 +1,6 @@
-"""``pdrelay why NAME``: where the time of a request went, over the router and both engines
-(docs/why.md).
+"""``pdrelay why NAME``: where the time of a request went, in the router and both engines.
+
+docs/why.md explains the rows.
 """
 
 import argparse
@@ -35,27 +36,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    """Print the timeline; return the exit code: 0 done, 1 failed, 2 wrong flags."""
     return run_command("why", args, lambda router: _answer(router, args))
 
 
 def _answer(router: RouterClient, args: argparse.Namespace) -> str:
-    which = "?engines=false" if args.router_only else ""
-    found = router.ask(f"/requests/{quote(args.name, safe='')}{which}")
-    return json.dumps(found) + "\n" if args.json else text(found)
+    query = "?engines=false" if args.router_only else ""
+    answer = router.ask(f"/requests/{quote(args.name, safe='')}{query}")
+    return json.dumps(answer) + "\n" if args.json else text(answer)
 
 
-def text(found: Json) -> str:
+def text(answer: Json) -> str:
     """Write the requests for people."""
-    found = in_lines(found)
-    shown = "\n".join(_request(request) for request in found["requests"])
-    return shown + (f"\n{found['omitted']} more have this name.\n" if found["omitted"] else "")
+    answer = in_lines(answer)
+    shown = "\n".join(_request(request) for request in answer["requests"])
+    return shown + (f"\n{answer['omitted']} more have this name.\n" if answer["omitted"] else "")
 
 
 def _request(request: Json) -> str:
     began = datetime.fromtimestamp(request["began_at"], UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     client = f" (client: {request['client_id']})" if request["client_id"] else ""
-    how = (
+    status = (
         f"{request['status']} {request['outcome']}"
         if request["status"]
         else f"under way: {request['state']}"
@@ -63,7 +64,7 @@ def _request(request: Json) -> str:
     reason = f", {request['single_reason']}" if request["single_reason"] else ""
     lines = [
         f"{request['request_id']}{client}",
-        f"{request['path']}  {how}  {request['mode']}{reason}  {began}Z  "
+        f"{request['path']}  {status}  {request['mode']}{reason}  {began}Z  "
         f"{request['duration_ms']:.1f} ms",
     ]
     lines += [f"error: {request['error']}"] if request["error"] else []
@@ -76,7 +77,7 @@ def _request(request: Json) -> str:
         if row["leg"]:
             continue
         table.append(_cells(row, request["duration_ms"], row["what"]))
-        # what its engine noted lies inside it, and may go on behind it
+        # an engine's rows belong to its leg; they may end after it
         if row["what"].endswith(" leg"):
             parts = [part for part in inner if part["leg"] == row["where"]]
             inner = [part for part in inner if part["leg"] != row["where"]]

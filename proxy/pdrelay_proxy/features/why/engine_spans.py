@@ -1,8 +1,7 @@
-"""Adds what engines noted of a request to its trace, after its end: the engines' rows of ``pdrelay
-why``.
+"""Adds the engines' rows of ``pdrelay why`` to the traces of finished requests.
 
-Whoever traces every request of a busy router must not have it ask engines twice for each: some
-requests a second get their rows, and the others are counted.
+If a busy router traces every request, it must not query two engines for each: only some requests a
+second get rows, and the others are counted.
 """
 
 import asyncio
@@ -23,41 +22,39 @@ logger = logging.getLogger(__name__)
 # when the request began, in seconds since the epoch; rows
 AddRows: TypeAlias = Callable[[float, Sequence[Row]], None]
 HearEnd: TypeAlias = Callable[[RequestRecord, AddRows], None]
-# after the end of a request: engines tell what they noted with their next steps
+# after the end of a request: engines publish their events with the next steps
 LATER_S: Final = 1.0
-_LEAST_S: Final = 0.1  # between two requests that engines are asked of
+_LEAST_S: Final = 0.1  # between the queries of two requests
 _MOST_WAITING: Final = 64
-_QUIET_S: Final = 60.0  # for which engines that told nothing are not asked
+_QUIET_S: Final = 60.0  # without queries for an engine that returned no rows
 
 
 class EngineSpans:
-    """Takes in requests that are over; asks their engines in one task.
+    """Queries the engines of finished requests, in one task. Times are seconds of one clock.
 
-    Times are seconds of one clock.
-
-    ``ask`` gets a request and the engines that are to be left out.
+    ``read_timeline`` gets a request, and the engines to leave out.
     """
 
     def __init__(
         self,
-        ask: Callable[[RequestRecord, Set[InstanceId]], Awaitable[tuple[float, Timeline]]],
+        read_timeline: Callable[
+            [RequestRecord, Set[InstanceId]], Awaitable[tuple[float, Timeline]]
+        ],
         clock: Callable[[], float],
         *,
         later_s: float = LATER_S,
     ) -> None:
-        self._ask = ask
+        self._read_timeline = read_timeline
         self._clock = clock
         self._later_s = later_s
         self._over = asyncio.Queue[tuple[float, RequestRecord, AddRows]](_MOST_WAITING)
-        # engines that told nothing, and until when they are not asked
+        # engines that returned no rows, and until when they are left out
         self._quiet = dict[InstanceId, float]()
-        # traces, by what became of them
+        # traces by their outcome
         self.outcomes = Counter[Key]({("added",): 0, ("untold",): 0, ("skipped",): 0})
 
     def offer(self, record: RequestRecord, add: AddRows) -> None:
-        """Have the rows of a request that is over added, unless its engines tell nothing or too
-        many wait.
-        """
+        """Queue a finished request, unless its engines are quiet or the queue is full."""
         now = self._clock()
         if not any(self._quiet.get(leg.record.instance, now) <= now for leg in legs_of(record)):
             return
@@ -73,7 +70,7 @@ class EngineSpans:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Ask while the block lasts."""
+        """Query while the block lasts."""
         async with meanwhile(self._work()):
             yield
 
@@ -83,7 +80,7 @@ class EngineSpans:
             await asyncio.sleep(max(_LEAST_S, due - self._clock()))
             try:
                 quiet = {name for name, until in self._quiet.items() if until > self._clock()}
-                began_at, timeline = await self._ask(record, quiet)
+                began_at, timeline = await self._read_timeline(record, quiet)
                 rows = [row for row in timeline.rows if row.leg]
                 self._note(
                     [leg.record.instance for leg in legs_of(record)],
@@ -96,18 +93,20 @@ class EngineSpans:
                     "the rows of engines could not be added to the trace of %s", record.request_id
                 )
 
-    def _note(self, engines: Sequence[InstanceId], quiet: Set[InstanceId], told: Set[str]) -> None:
-        """Note which engines told something."""
-        self.outcomes["added" if told else "untold",] += 1
+    def _note(
+        self, engines: Sequence[InstanceId], quiet: Set[InstanceId], with_rows: Set[str]
+    ) -> None:
+        """Count the outcome, and note the engines that returned no rows."""
+        self.outcomes["added" if with_rows else "untold",] += 1
         now = self._clock()
         for engine in set(engines) - quiet:
             self._quiet.pop(engine, None)
-            if engine not in told:
+            if engine not in with_rows:
                 self._quiet[engine] = now + _QUIET_S
         self._forget(now)
 
     def _forget(self, now: float) -> None:
-        """Drop what is over, the oldest first; engines may come and go."""
+        """Drop expired entries, the oldest first: engines may be removed."""
         for instance, until in list(self._quiet.items()):
             if until > now:
                 break

@@ -1,6 +1,4 @@
-"""Asks the engines of a request what they noted of it, and puts it together with what the router
-knows.
-"""
+"""Reads the engines' events of a request, and merges them with the router's record."""
 
 import asyncio
 import time
@@ -48,14 +46,14 @@ class _NotedTimelines(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Timelines:
-    """Built once, in app.py."""
+    """Builds timelines of requests."""
 
     registry: Registry
     checks: HttpChecks
     clock: Callable[[], float]  # seconds, of the records
     wall_clock: Callable[[], float] = _WALL_CLOCK  # seconds since the epoch
 
-    async def of(
+    async def for_request(
         self,
         record: RequestRecord,
         *,
@@ -63,9 +61,9 @@ class Timelines:
         asks_engines: bool,
         without: Set[InstanceId] = frozenset(),
     ) -> tuple[float, Timeline]:
-        """Return when a request began, in seconds since the epoch, and what happened since.
+        """Return when a request began, in seconds since the epoch, and its timeline.
 
-        ``without``: engines that are not asked.
+        ``without``: engines that are not queried.
         """
         elapsed_s = record.duration_s if is_over else self.clock() - record.began_at
         began_at = self.wall_clock() - (self.clock() - record.began_at)
@@ -78,15 +76,15 @@ class Timelines:
                     f"{pair[1]} loads no KV of {pair[0]} ({trouble.reason}): {trouble.why}"
                 )
         legs = [leg for leg in legs if leg.record.instance not in without]
-        answers = await asyncio.gather(*[self._ask(leg) for leg in legs])
-        for leg, (events, said) in zip(legs, answers, strict=True):
-            if said:
-                timeline.notes.append(f"{leg.record.instance}: {said}")
+        answers = await asyncio.gather(*[self._read_engine(leg) for leg in legs])
+        for leg, (events, trouble_text) in zip(legs, answers, strict=True):
+            if trouble_text:
+                timeline.notes.append(f"{leg.record.instance}: {trouble_text}")
             engine_rows(leg, events, timeline, began_at)
         return began_at, timeline
 
-    async def _ask(self, leg: Leg) -> tuple[Sequence[EngineEvent], str]:
-        """Return the events of a leg; none, and why."""
+    async def _read_engine(self, leg: Leg) -> tuple[Sequence[EngineEvent], str]:
+        """Return the events of a leg at its engine; if there are none, why."""
         try:
             instance = self.registry.member(leg.record.instance).instance
         except UnknownInstance:
@@ -98,12 +96,12 @@ class Timelines:
                 if body is None:
                     return (), _NONE
                 requests = decode(body, _NotedTimelines).requests
-                found = [
-                    EngineEvent(one.step, one.at, one.count, each.id, one.note)
-                    for each in requests
-                    for one in each.events
+                leg_events = [
+                    EngineEvent(event.step, event.at, event.count, request.id, event.note)
+                    for request in requests
+                    for event in request.events
                 ]
-                events += found[:MOST_EVENTS]
+                events += leg_events[:MOST_EVENTS]
         except ProbeFailed as exc:
             return (), f"it {exc}"
         except NotJson:

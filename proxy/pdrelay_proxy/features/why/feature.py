@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
 
 class WhyFeature(Feature):
-    """Keeps the latest requests that are over, asks engines what they noted of one, and sends spans
-    to a collector.
-    """
+    """Keeps the latest finished requests, builds their timelines, and exports spans."""
 
     def __init__(
         self, ground: Ground, make_traces: "Callable[[HearEnd], Traces] | None" = None
     ) -> None:
-        """``make_traces``: those of a test; None: as the settings ask for. Raises ConfigError."""
+        """``make_traces``: for a test; None: by the settings. Raises ConfigError."""
         super().__init__(ground)
         chosen = ground.settings.of(WhySettings)
         self._timelines = Timelines(ground.engines.registry, ground.engines.checks, ground.clock)
@@ -42,15 +40,15 @@ class WhyFeature(Feature):
         self._traces = None if make_traces is None else make_traces(self._engine_spans.offer)
 
     def hears_ended(self) -> HearEnded:
-        """Have the history hear of them."""
+        """Return the history's callback."""
         return self._history.add
 
     def spans(self) -> Spans | None:
-        """Return the traces; None: nobody asks for any."""
+        """Return the traces; None: no collector is set."""
         return self._traces
 
     def parts(self, core: Core) -> FeatureParts:
-        """Return the route, and what adds rows of engines to traces."""
+        """Return the route, and the tasks of traces."""
         telemetry = core.serving.telemetry
         requests = core.serving.requests
 
@@ -61,7 +59,7 @@ class WhyFeature(Feature):
         routes = partial(
             request_routes,
             history,
-            lambda: [(each.record, each.state) for each in requests],
+            lambda: [(request.record, request.state) for request in requests],
             self._timelines,
         )
         if self._traces is None:
@@ -72,13 +70,13 @@ class WhyFeature(Feature):
     def _rows(
         self, record: RequestRecord, without: Set[InstanceId]
     ) -> Awaitable[tuple[float, Timeline]]:
-        """Ask the engines of a request that is over for their rows, but for some of them."""
-        return self._timelines.of(record, is_over=True, asks_engines=True, without=without)
+        """Return the timeline of a finished request, without some engines."""
+        return self._timelines.for_request(record, is_over=True, asks_engines=True, without=without)
 
 
 @asynccontextmanager
 async def _closing(traces: "Traces") -> AsyncGenerator[None]:
-    """Send what is left at the end."""
+    """Export the remaining spans at the end of the block."""
     try:
         yield
     finally:
@@ -86,9 +84,7 @@ async def _closing(traces: "Traces") -> AsyncGenerator[None]:
 
 
 def _trace_maker(endpoint: str | None) -> "Callable[[HearEnd], Traces] | None":
-    """Return what makes the traces, for what hears of requests that are over; None: nobody asks for
-    spans.
-    """
+    """Return a factory of traces; None: no collector is set."""
     if endpoint is None:
         return None
     try:

@@ -1,6 +1,4 @@
-"""The records of the latest requests that are over, for operators who ask what happened to one
-(docs/why.md).
-"""
+"""The records of the latest finished requests, for operators (docs/why.md)."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,34 +20,31 @@ class RequestHistory:
         return len(self._over)
 
     def add(self, records: Sequence[RequestRecord]) -> None:
-        """Keep records, without what they hold of answers, and forget the oldest.
+        """Keep records, without the ends of their answers, and forget the oldest.
 
-        Requests that were not admitted are not kept: strangers could send so many that no other is
-        left. Nor are the prompts of a request that has thousands: its own record has the notable
-        ones.
+        Refused requests are not kept: unknown clients could push all others out. Nor are the
+        records of single prompts: a request may have thousands, and keeps the notable ones itself.
         """
         for record in records:
             record.end = NO_END
-            # the latter of a session
+            # a realtime session has no queue, but a decode engine
             was_admitted = record.queue_s is not None or record.decode is not None
             if was_admitted and not isinstance(record, PromptRecord):
                 self._over.append(record)
 
     def find(self, name: str) -> Sequence[RequestRecord]:
         """Return the records with this name, the latest first."""
-        return [found for record in reversed(self._over) for found in records_named(record, name)][
+        return [named for record in reversed(self._over) for named in records_named(record, name)][
             :MOST_FOUND
         ]
 
     def find_beginning(self, beginning: str) -> Sequence[RequestRecord]:
-        """Return the records with a name that begins so, the latest first."""
+        """Return the records with a name that begins like this, the latest first."""
         return [record for record in reversed(self._over) if name_begins(record, beginning)]
 
 
 def records_named(record: RequestRecord, name: str) -> Sequence[RequestRecord]:
-    """Return a request if it has this name, the router's or its client's, or the one of its prompts
-    that has it.
-    """
+    """Return the request if it has this name (of router or client), or its prompts that have it."""
     own = record.request_id
     if name in (own, record.client_id):
         return (record,)
@@ -59,5 +54,5 @@ def records_named(record: RequestRecord, name: str) -> Sequence[RequestRecord]:
 
 
 def name_begins(record: RequestRecord, beginning: str) -> bool:
-    """Tell whether a request has a name that begins so."""
+    """Tell whether a name of the request begins like this."""
     return record.request_id.startswith(beginning) or (record.client_id or "").startswith(beginning)

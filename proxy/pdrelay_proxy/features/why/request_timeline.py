@@ -1,5 +1,4 @@
-"""What happened to one request, as rows: those of the router follow each other, those of an engine
-lie inside a leg.
+"""The timeline of one request: consecutive rows of the router, and engines' rows within legs.
 
 All times are milliseconds since the request's head came to the router.
 """
@@ -14,26 +13,24 @@ from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
 
 ROUTER: Final = "router"
 _LEAST_MS: Final = 0.001  # of a row
-_TOLERANCE_MS: Final = 1.0  # an engine's clock that differs less is taken to be right
+_TOLERANCE_MS: Final = 1.0  # a smaller difference of an engine's clock is ignored
 
 
 class EngineEvent(NamedTuple):
-    """Something that an engine noted of the request
-    (connector/pdrelay_connector/core/timeline.py).
-    """
+    """One event that an engine recorded (connector/pdrelay_connector/core/timeline.py)."""
 
     step: str
     at: float  # s since the epoch, by the engine's clock
     number: int = 0  # of tokens, or blocks
-    request: str = ""  # as the engine calls it
-    note: str = ""  # of a load that failed: how
+    request: str = ""  # its id at the engine
+    note: str = ""  # of a failed load: the cause
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stretch of time.
+    """A period of time.
 
-    ``leg``: the leg that it is a part of, by the engine's id; empty: a row of the router.
+    ``leg``: the leg that it belongs to, by the engine's id; empty: a row of the router.
     """
 
     what: str
@@ -46,9 +43,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One leg: ``answered_ms``: when its answer had begun, or it had failed; None: that has not
-    happened.
-    """
+    """One leg. ``answered_ms``: when its answer began, or it failed; None: not yet."""
 
     record: LegRecord
     role: Role
@@ -56,8 +51,8 @@ class Leg:
     sent_ms: float
     answered_ms: float | None
     failure: str = ""
-    transfer: str = ""  # what its engine calls the KV transfer, in push
-    streams: bool = False  # its answer begins with a first event
+    transfer: str = ""  # the id of its KV transfer, in push
+    streams: bool = False  # its answer is a stream
 
 
 @dataclass(slots=True)
@@ -70,7 +65,7 @@ class Timeline:
 
 
 def legs_of(record: RequestRecord) -> list[Leg]:
-    """List the legs in the order in which they were sent."""
+    """Return the legs in the order of sending."""
     legs = [
         _leg(record, retry.leg, retry.role, failure=str(retry.reason)) for retry in record.retries
     ]
@@ -84,16 +79,18 @@ def legs_of(record: RequestRecord) -> list[Leg]:
 def _leg(
     record: RequestRecord, leg: LegRecord, role: Role, *, failure: str = "", transfer: str = ""
 ) -> Leg:
-    sent = (leg.sent_at - record.began_at) * 1e3
-    answered = None if leg.ms is None else sent + leg.ms
+    sent_ms = (leg.sent_at - record.began_at) * 1e3
+    answered_ms = None if leg.ms is None else sent_ms + leg.ms
     streams = role is Role.DECODE and record.ttft_s is not None
-    return Leg(leg, role, leg.name or record.request_id, sent, answered, failure, transfer, streams)
+    return Leg(
+        leg, role, leg.name or record.request_id, sent_ms, answered_ms, failure, transfer, streams
+    )
 
 
 def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
-    """Return the router's rows, which have no gaps: they add up to the whole time.
+    """Return the router's rows, which have no gaps and add up to the whole time.
 
-    ``elapsed_s``: since the head came, of a request that is still under way; else its duration.
+    ``elapsed_s``: the time so far of a current request, or the duration of a finished one.
     """
     timeline = Timeline(elapsed_s * 1e3)
     total = elapsed_s * 1e3
@@ -111,7 +108,7 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
     legs = legs_of(record)
     waited = 0.0 if record.queue_s is None else record.queue_s * 1e3
     if record.admitted_s is not None or waited:
-        # or it waited in vain
+        # without an admission it waited in vain
         ready = total if record.admitted_s is None else record.admitted_s * 1e3
         until(ready - waited, "read the request")
         until(ready, "queue")
@@ -138,7 +135,7 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
         until(record.ttft_s * 1e3, "write the first event")
         until(total, "stream", legs[-1].record.instance if legs else ROUTER)
     if record.parts is not None:
-        last = "prompts"  # each has legs, and a record, of its own
+        last = "prompts"  # each has its own record and legs
     elif legs:
         last = "answer"
     else:
@@ -148,7 +145,7 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
 
 
 _HOST_MEMORY: Final = "wait for host memory"
-# What an engine was busy with, by the event that ended it.
+# The activity of an engine before each event.
 _ENDED: Final = {
     "queued": "API server",
     "considered": "wait in the queue",
@@ -188,15 +185,15 @@ def engine_rows(
         )
         placed = [event._replace(at=event.at - error) for event in placed]
         own = [event._replace(at=event.at - error) for event in own]
-    for how in dict.fromkeys(
+    for failure in dict.fromkeys(
         event.note for event in placed if event.step == "load_failed" and event.note
     ):
-        timeline.notes.append(f"{where} did not get the KV ({how}) and computed the prompt")
+        timeline.notes.append(f"{where} did not get the KV ({failure}) and computed the prompt")
     rows: list[Row] = []
     if own and own[0].at > leg.sent_ms:
         rows.append(Row("reach the engine", where, leg.sent_ms, own[0].at - leg.sent_ms, where))
-    # An engine may know several by this name: other answers or inputs, and what has told it to free
-    # the blocks.
+    # An engine may have several requests of this name: more answers or inputs, and the request that
+    # released the blocks.
     for request in dict.fromkeys(event.request for event in own):
         _add_rows(rows, where, [event for event in own if event.request == request])
     rows += _on_its_way(leg, own, where)
@@ -213,9 +210,7 @@ def engine_rows(
 
 
 def _on_its_way(leg: Leg, own: Sequence[EngineEvent], where: str) -> Sequence[Row]:
-    """Return the row of what the engine had computed, and the router did not have yet; none, if the
-    leg failed.
-    """
+    """Return the row from an engine's result to its arrival here; none for a failed leg."""
     end = leg.answered_ms
     if end is None or leg.failure:
         return ()
@@ -232,16 +227,14 @@ def _on_its_way(leg: Leg, own: Sequence[EngineEvent], where: str) -> Sequence[Ro
 
 
 def _add_rows(rows: list[Row], where: str, events: Sequence[EngineEvent]) -> None:
-    """Add the rows of one request of an engine; steps of one kind that follow each other are
-    one.
-    """
+    """Add the rows of one request of an engine; consecutive rows of one kind are merged."""
     begins = True
     for before, after in pairwise(events):
         what, note = _label(before, after)
         begin = before.at
         duration = after.at - before.at
         if what == _HOST_MEMORY and duration < _LEAST_MS:
-            continue  # the read needs none
+            continue  # the read needs no host memory
         if rows and rows[-1].what == what and not begins:
             last = rows.pop()
             begin = last.begin_ms
@@ -257,9 +250,7 @@ _LEASE_ENDS: Final = frozenset(
 
 
 def _clock_error(leg: Leg, own: Sequence[EngineEvent], end: float) -> float:
-    """Return by how many ms the engine's clock must be wrong at least: it can only have seen the
-    request in its leg.
-    """
+    """Return the least error of the engine's clock in ms: its first event must lie in the leg."""
     arrived = own[0].at
     if arrived < leg.sent_ms - _TOLERANCE_MS or arrived > end + _TOLERANCE_MS:
         return arrived - leg.sent_ms
@@ -297,7 +288,7 @@ def _joined(first: str, second: str) -> str:
 def _span(
     what: str, where: str, events: Sequence[EngineEvent], first: str, lasts: Sequence[str]
 ) -> Sequence[Row]:
-    """Return one row from the first event of a kind to the last of others, if there are both."""
+    """Return a row from the first event of one kind to the last of others; none without a first."""
     begins = [e for e in events if e.step == first]
     ends = [e for e in events if e.step in lasts]
     if not begins:
@@ -306,7 +297,7 @@ def _span(
     note = _counted(renewals, "renewal") if what == "lease" else _counted(len(begins), "part")
     if not ends:
         return (Row(f"{what}, not over", where, begins[0].at, 0.0, where, note),)
-    how = ends[-1].step.removeprefix("lease_") if what == "lease" else ""
+    ending = ends[-1].step.removeprefix("lease_") if what == "lease" else ""
     return (
         Row(
             what,
@@ -314,6 +305,6 @@ def _span(
             begins[0].at,
             ends[-1].at - begins[0].at,
             where,
-            f"{how}, {note}" if how else note,
+            f"{ending}, {note}" if ending else note,
         ),
     )

@@ -23,8 +23,8 @@ from pdrelay_proxy.features.why.request_history import RequestHistory, name_begi
 from pdrelay_proxy.features.why.schemas import RequestTimeline, RequestTimelines, TimelineRow
 from pdrelay_proxy.requests.lifecycle import RequestState
 
-_CUT: Final = "..."  # behind the half of an id on the status page
-_MOST: Final = 8  # requests of one name that are shown; each asks up to four engines
+_CUT: Final = "..."  # the status page shows half of an id with this suffix
+_MOST: Final = 8  # requests of one name that are shown; each queries up to four engines
 UnderWay = Callable[[], Iterable[tuple[RequestRecord, RequestState]]]
 
 
@@ -34,7 +34,7 @@ def request_routes(
     timelines: Timelines,
     access: OperatorAccess,
 ) -> APIRouter:
-    """Build the route; it wants the operator's key."""
+    """Return the route, which requires an operator's key."""
     router = APIRouter(
         prefix="/requests",
         tags=[OPERATORS],
@@ -55,74 +55,74 @@ def request_routes(
 
         The beginning of a name is enough where no other request has one that begins so.
         """
-        found = [
-            (one, _state(one, state))
+        matches = [
+            (named, _state(named, state))
             for record, state in under_way()
-            for one in records_named(record, name)
+            for named in records_named(record, name)
         ]
-        found += [(record, RequestState.OVER) for record in history().find(name)]
-        if not found:
+        matches += [(record, RequestState.OVER) for record in history().find(name)]
+        if not matches:
             beginning = name.removesuffix(_CUT)
-            found = [
+            matches = [
                 (record, state) for record, state in under_way() if name_begins(record, beginning)
             ]
-            found += [(record, RequestState.OVER) for record in history().find_beginning(beginning)]
-            _check_unique(beginning, [record for record, _ in found])
-        if not found:
-            kept = len(history())
+            matches += [
+                (record, RequestState.OVER) for record in history().find_beginning(beginning)
+            ]
+            _check_unique(beginning, [record for record, _ in matches])
+        if not matches:
+            kept_count = len(history())
             raise HTTPException(
                 404,
-                f"There is no request {name!r} among those under way and the last {kept} that are "
+                f"There is no request {name!r} among those under way and the last {kept_count} that are "
                 f"over",
             )
         shown = [
             await _shown(record, state, timelines, asks_engines=engines)
-            for record, state in found[:_MOST]
+            for record, state in matches[:_MOST]
         ]
-        return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
+        return RequestTimelines(requests=shown, omitted=len(matches) - len(shown))
 
     return router
 
 
-def _check_unique(beginning: str, found: Sequence[RequestRecord]) -> None:
-    """Raise HTTPException if more than one request has a name that begins so."""
-    if len(found) > 1:
+def _check_unique(beginning: str, records: Sequence[RequestRecord]) -> None:
+    """Raise HTTPException if several requests have a name with this beginning."""
+    if len(records) > 1:
         raise HTTPException(
             400,
-            f"{len(found)} requests have an id that begins with {beginning!r}: write more of it",
+            f"{len(records)} requests have an id that begins with {beginning!r}: write more of it",
         )
 
 
 def _state(record: RequestRecord, state: RequestState) -> RequestState:
-    """Return the state of a record: prompts are kept once they are over, and their request may be
-    under way.
-    """
+    """Return the state of a record; ``state``: of its request, which may outlast a prompt's."""
     return RequestState.OVER if isinstance(record, PromptRecord) else state
 
 
 def _notes_of_parts(parts: PromptParts) -> Iterable[str]:
-    """Say what became of the prompts of a request, and under which names some of them can be asked
-    for.
-    """
+    """Yield notes about the prompts of a request, with the names of the notable ones."""
     failed = f", {parts.failed} of them failed" if parts.failed else ""
     yield f"{parts.count} prompts are over{failed}; each has its own legs, and these are kept:"
     for part in parts.notable:
         engines = [leg.instance for leg in (part.prefill, part.decode) if leg is not None]
-        how = (
+        status = (
             ""
             if part.status < 400
             else " left"
             if part.status == CLIENT_CLOSED_REQUEST
             else f" {part.status}"
         )
-        yield f"{part.request_id}{how} {written_ms(part.duration_s * 1000)} ms {' '.join(engines)}".rstrip()
+        yield f"{part.request_id}{status} {written_ms(part.duration_s * 1000)} ms {' '.join(engines)}".rstrip()
 
 
 async def _shown(
     record: RequestRecord, state: RequestState, timelines: Timelines, *, asks_engines: bool
 ) -> RequestTimeline:
     is_over = state is RequestState.OVER
-    began_at, timeline = await timelines.of(record, is_over=is_over, asks_engines=asks_engines)
+    began_at, timeline = await timelines.for_request(
+        record, is_over=is_over, asks_engines=asks_engines
+    )
     return RequestTimeline(
         request_id=record.request_id,
         client_id=record.client_id,

@@ -17,7 +17,7 @@ class WhySettings:
         variable="OTEL_EXPORTER_OTLP_ENDPOINT")
     # fmt: on
 
-    # What nobody had a reason to choose. Tests change it; it is no option.
+    # No option: only tests change it.
     request_history: int = 1000  # finished requests whose timeline can still be shown
 
 

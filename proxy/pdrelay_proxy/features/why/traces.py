@@ -1,6 +1,6 @@
-"""Spans: a request, its legs, the handoff between them, and what engines noted.
+"""Spans of a request, its legs, the handoff between them, and engines' rows.
 
-OpenTelemetry stops at this file, and loads with it.
+Only this file imports OpenTelemetry, and it is loaded only if spans are on.
 """
 
 import os
@@ -22,9 +22,9 @@ from pdrelay_proxy.features.why.engine_spans import HearEnd
 from pdrelay_proxy.features.why.request_timeline import Row, router_timeline
 from pdrelay_proxy.io.request_path.access_log import fields
 
-_CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
+_CONTEXT: Final = TraceContextTextMapPropagator()  # W3C Trace Context: traceparent, tracestate
 _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
-# fields of the log that spans name otherwise
+# fields of the log that spans have under other names
 _ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})
 _BAD: Final = 400  # statuses from here on are errors
 _MOST_EVENTS: Final = 64  # of one span, the first ones; OpenTelemetry keeps the last 128
@@ -33,16 +33,12 @@ _MOST_ROWS: Final = 256  # of the engines of one request, the first ones
 
 
 class Traces:
-    """The spans of one router; the environment's OTEL_* variables apply as in every OpenTelemetry
-    program.
-    """
+    """The spans of one router; the environment's OTEL_* variables apply."""
 
     def __init__(
         self, paths: frozenset[str], processor: SpanProcessor, ended: HearEnd | None = None
     ) -> None:
-        """``ended``: hears of each request that is over and has a trace; None: nothing is added to
-        it.
-        """
+        """``ended``: gets each finished request that has a trace, to add engines' rows."""
         name = Resource({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "pdrelay")})
         self._provider = TracerProvider(
             resource=Resource.create().merge(name), shutdown_on_exit=False
@@ -54,18 +50,16 @@ class Traces:
 
     @classmethod
     def to(cls, endpoint: str, paths: frozenset[str], ended: HearEnd) -> "Traces":
-        """Send the spans by OTLP over HTTP to a collector at this base URL, in batches and from a
-        thread.
-        """
+        """Return traces that a thread exports in batches to a collector (OTLP over HTTP)."""
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         return cls(paths, BatchSpanProcessor(exporter), ended)
 
     def close(self) -> None:
-        """Send what is left; may take seconds."""
+        """Export the remaining spans; may take seconds."""
         self._provider.shutdown()
 
     def request(self, record: RequestRecord, headers: Headers) -> "TracedRequest":
-        """Open the span of a request, under the client's own if it has one."""
+        """Open the span of a request, as a child of the client's if it has one."""
         parent = _CONTEXT.extract(
             {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
         )
@@ -77,7 +71,7 @@ class Traces:
 
 
 class TracedRequest:
-    """The span of one request; those of its legs hang under it."""
+    """The span of one request, the parent of its legs' spans."""
 
     def __init__(
         self,
@@ -88,16 +82,14 @@ class TracedRequest:
     ) -> None:
         self._tracer = tracer
         self._ended = ended
-        self._legs = dict[str, Context]()  # the last one of each engine
+        self._legs = dict[str, Context]()  # the last leg of each engine
         self._span = span
         self._context = set_span_in_context(span)
         self._record = record
         self._handed_ns: int | None = None  # when the prefill engine had answered, since the epoch
 
     def leg(self, instance: Instance, headers: Headers) -> tuple["TracedLeg", Headers]:
-        """Open the span of a leg; return it, and the headers that name it to the engine in place of
-        the client's.
-        """
+        """Open the span of a leg; return it, and headers that carry it to the engine."""
         if instance.role is Role.DECODE and self._handed_ns is not None:
             self._tracer.start_span("handoff", self._context, start_time=self._handed_ns).end()
         attributes = {"pdrelay.instance": instance.id, "pdrelay.role": instance.role}
@@ -107,18 +99,18 @@ class TracedRequest:
         carrier: dict[str, str] = {}
         self._legs[instance.id] = context = set_span_in_context(span)
         _CONTEXT.inject(carrier, context)
-        others = tuple(header for header in headers if header[0] not in _NAMES)
+        own_headers = tuple(header for header in headers if header[0] not in _NAMES)
         return TracedLeg(span), (
-            *others,
+            *own_headers,
             *((name.encode(), value.encode()) for name, value in carrier.items()),
         )
 
     def handed_over(self) -> None:
-        """The prefill engine has answered: the time until the decode leg is sent is the handoff."""
+        """Begin the handoff, at the prefill engine's answer; the decode leg ends it."""
         self._handed_ns = time.time_ns()
 
     def end(self) -> None:
-        """The request is over: its record says how."""
+        """End the span, with the fields of the request's record."""
         span = self._span
         record = self._record
         outcome = record.outcome
@@ -140,9 +132,7 @@ class TracedRequest:
         span.end()
 
     def _add_timeline(self, now_ns: int) -> None:
-        """Add the router's rows of ``pdrelay why`` as events, each at its begin, in nanoseconds
-        since the epoch.
-        """
+        """Add the router's rows of ``pdrelay why`` as events, each at its beginning."""
         record = self._record
         began_ns = now_ns - int(record.duration_s * 1e9)
         for row in router_timeline(record, record.duration_s).rows[:_MOST_EVENTS]:
@@ -155,8 +145,9 @@ class TracedRequest:
             self._span.add_event(row.what, attributes, began_ns + int(row.begin_ms * 1e6))
 
     def _add_engine_rows(self, began_at: float, rows: Sequence[Row]) -> None:
-        """Add the engines' rows as spans of their legs; ``began_at``: of the request, in seconds
-        since the epoch.
+        """Add the engines' rows as spans of their legs.
+
+        ``began_at``: of the request, in seconds since the epoch.
         """
         began_ns = int(began_at * 1e9)
         for row in rows[:_MOST_ROWS]:
@@ -165,7 +156,7 @@ class TracedRequest:
             )
             begin_ns = began_ns + int(row.begin_ms * 1e6)
             end_ns = begin_ns + int(row.duration_ms * 1e6)
-            # an engine's clock; the exporter would drop all it has with it
+            # by an engine's clock; the exporter would drop its whole batch
             if not 0 <= begin_ns <= end_ns < _MOST_NS:
                 continue
             under = self._legs.get(row.leg, self._context)
@@ -182,14 +173,14 @@ class TracedLeg:
         self._span = span
 
     def answered(self, status: int) -> None:
-        """The head of the response is here."""
+        """Note the head of the response."""
         self._span.add_event("answered")
         self._span.set_attribute("http.response.status_code", status)
         if status >= _BAD:
             self._span.set_status(StatusCode.ERROR)
 
     def end(self, error: Exception | None) -> None:
-        """The leg is over; ``error``: why it has failed."""
+        """End the span; ``error``: why the leg failed."""
         if error is not None:
             self._span.set_status(StatusCode.ERROR, str(error))
         self._span.end()

@@ -33,7 +33,7 @@ def test_a_worker_meets_the_others_on_loopback(place):
     """At ports and with a secret that the supervisor has drawn."""
     found = meeting(place.settings(SEVERAL), place)
 
-    assert [other.authority for other in found.others] == ["127.0.0.1:701", "127.0.0.1:703"]
+    assert [other.authority for other in found.routers] == ["127.0.0.1:701", "127.0.0.1:703"]
     assert (found.secret, found.listen) == (b"s" * 32, place.peer_socket)
 
 
@@ -41,7 +41,7 @@ def test_a_router_meets_those_of_its_settings():
     """It listens at its own host."""
     found = meeting(Settings(host="::").having(PEERS))
 
-    assert [other.authority for other in found.others] == ["router-2:8001", "10.0.0.3:9001"]
+    assert [other.authority for other in found.routers] == ["router-2:8001", "10.0.0.3:9001"]
     assert (found.secret, found.listen) == (b"s" * 32, ("::", 8002))
 
 

@@ -73,7 +73,7 @@ class Fleet:
         return feature
 
     def heard(self, number):
-        return self.counts[number].heard
+        return self.counts[number].heard_routers
 
 
 @asynccontextmanager

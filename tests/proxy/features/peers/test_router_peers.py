@@ -74,7 +74,7 @@ class OneRouter:
 
     @property
     def known(self):
-        return self.counts.known
+        return self.counts.expected_routers
 
 
 async def test_a_name_that_leads_nowhere_is_a_router_that_is_not_heard(dns, caplog):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.features.roles.engine_totals import EngineReading
-from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict, WantedTurn
+from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleChange, RoleController, RoleLimits, Verdict
 from support.fluid_fleet import FluidFleet
 from support.searching import examples
 
@@ -85,7 +85,7 @@ def test_whatever_the_load_does_bounds_and_pauses_hold(steps, prefill, decode, l
         for _ in range(looks):
             before = counts(fleet)
             fleet.step(prefill_busy, decode_busy)
-            turn = fleet.look().turn
+            turn = fleet.look().role_change
             if turn is not None:
                 giver = 1 if turn.role is P else 0
                 assert before[giver] > least[giver]
@@ -111,7 +111,7 @@ def test_without_traffic_of_a_role_there_is_no_decision():
     """What engines of that role can do was never seen: a guess would take engines from somebody."""
     found = FluidFleet(4, 4).run(3.9, 0.0, 600)
 
-    assert (found.verdict, found.turn, found.wanted) == (Verdict.UNKNOWN, None, None)
+    assert (found.verdict, found.role_change, found.wanted) == (Verdict.UNKNOWN, None, None)
     assert "decode engines have had too little to do" in found.why
 
 
@@ -178,7 +178,7 @@ def test_two_controllers_at_the_same_time_choose_the_same_engine():
             one.decide(FleetSnapshot(some), now=fleet.now)
             for one, some in ((fleet.controller, readings), (other, readings[::-1]))
         )
-        snapshots.append((first.turn, second.turn))
+        snapshots.append((first.role_change, second.role_change))
 
     assert any(first is not None for first, _ in snapshots)
     assert all(first == second for first, second in snapshots)
@@ -192,10 +192,10 @@ def assigned(both, *, prefill=0, decode=0, limits):
     for _ in range(both + 3):
         fleet.now += 5.0
         readings = [*fleet.readings(), *given]
-        found = fleet.controller.decide(FleetSnapshot(readings, both=list(free.values())), now=fleet.now)
+        found = fleet.controller.decide(FleetSnapshot(readings, serving_both=list(free.values())), now=fleet.now)
         if found.verdict is not Verdict.ASSIGN:
             return [one.role for one in given], found
-        given.append(replace(free.pop(found.turn.instance), role=found.turn.role))
+        given.append(replace(free.pop(found.role_change.instance), role=found.role_change.role))
     raise AssertionError(found)
 
 
@@ -215,7 +215,7 @@ def test_engines_that_serve_both_roles_get_one_by_one_the_role_that_has_fewer(bo
     roles, last = assigned(both, **there, limits=limits)
 
     assert roles == given
-    assert last.turns == 0
+    assert last.changes_in_hour == 0
 
 
 def test_an_engine_that_comes_to_a_fleet_at_work_gets_the_role_that_is_more_pressed():
@@ -223,9 +223,9 @@ def test_an_engine_that_comes_to_a_fleet_at_work_gets_the_role_that_is_more_pres
     fleet = FluidFleet(6, 2)
     fleet.run(4.4, 0.9, 300)
     new = EngineReading("decode-9", P, "x", None)
-    found = fleet.controller.decide(FleetSnapshot(fleet.readings(), both=[new]), now=fleet.now)
+    found = fleet.controller.decide(FleetSnapshot(fleet.readings(), serving_both=[new]), now=fleet.now)
 
-    assert (found.verdict, found.turn) == (Verdict.ASSIGN, WantedTurn("decode-9", P))
+    assert (found.verdict, found.role_change) == (Verdict.ASSIGN, RoleChange("decode-9", P))
     assert found.why == "decode-9 to prefill: 1 engines serve both roles, 6 engines are prefill and 2 are decode"
 
 
@@ -240,9 +240,9 @@ def test_engines_that_must_serve_both_roles_go_on_with_it(count, change, verdict
     """The only one, and those whose connector cannot."""
     fleet = FluidFleet(count, 0)
     both = [replace(one, **change) for one in fleet.readings()]
-    found = fleet.controller.decide(FleetSnapshot([], both=both), now=fleet.now)
+    found = fleet.controller.decide(FleetSnapshot([], serving_both=both), now=fleet.now)
 
-    assert (found.verdict, found.why, found.turn) == (verdict, why, None)
+    assert (found.verdict, found.why, found.role_change) == (verdict, why, None)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +256,9 @@ def test_engines_that_must_serve_both_roles_go_on_with_it(count, change, verdict
 def test_engines_that_serve_both_roles_wait_like_those_that_turn(more, verdict):
     """For the router that decides, for the one that turns now, and for what must be known."""
     fleet = FluidFleet(2, 2)
-    found = fleet.controller.decide(FleetSnapshot([], both=fleet.readings(), **more), now=fleet.now)
+    found = fleet.controller.decide(FleetSnapshot([], serving_both=fleet.readings(), **more), now=fleet.now)
 
-    assert (found.verdict, found.turn) == (verdict, None)
+    assert (found.verdict, found.role_change) == (verdict, None)
 
 
 def test_an_engine_that_turns_keeps_the_others_in_their_roles():
@@ -269,7 +269,7 @@ def test_an_engine_that_turns_keeps_the_others_in_their_roles():
     readings = [one for one in fleet.readings() if one.name != "e09"]
     found = fleet.controller.decide(FleetSnapshot(readings, ["e09"]), now=fleet.now)
 
-    assert (found.verdict, found.why, found.turn) == (Verdict.TURNING, "e09 turns", None)
+    assert (found.verdict, found.why, found.role_change) == (Verdict.TURNING, "e09 turns", None)
     assert found.wanted is not None
 
 
@@ -280,7 +280,7 @@ def test_a_router_that_does_not_lead_measures_and_waits():
         fleet.step(9.0, 2.0)
         found = fleet.controller.decide(FleetSnapshot(fleet.readings(), leads=False, leader="pod-2"), now=fleet.now)
 
-    assert (found.verdict, found.why, found.turn) == (Verdict.ELSEWHERE, "pod-2 decides", None)
+    assert (found.verdict, found.why, found.role_change) == (Verdict.ELSEWHERE, "pod-2 decides", None)
     assert found.wanted.prefill >= 12
 
 

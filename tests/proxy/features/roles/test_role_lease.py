@@ -24,7 +24,7 @@ class Text:
 def look(lease, shared, now, wall=None, *, turns=False):
     """Read, decide, write; return what the router may believe."""
     before = shared.text
-    view = lease.look(before, now=now, wall=now if wall is None else wall, turns=turns)
+    view = lease.view_of(before, now=now, wall=now if wall is None else wall, turns=turns)
     if view.holds and view.text is not None:
         if not shared.swap(before, view.text):
             return False
@@ -57,23 +57,23 @@ def test_a_turn_that_does_not_count_is_written_and_not_remembered():
     """The holder must still have the lease when an engine turns; what is no turn of the hour's takes none from it."""
     shared, one, two = Text(), RoleLease("one"), RoleLease("two")
     look(one, shared, 0.0)
-    view = one.look(shared.text, now=1.0, wall=5000.0, turns=True, counts=False)
+    view = one.view_of(shared.text, now=1.0, wall=5000.0, turns=True, counts=False)
 
     assert view.holds
     assert view.text != shared.text
-    assert view.turned_at == ()
-    assert two.look(shared.text, now=1.0, wall=5000.0, turns=True, counts=False).text is None
+    assert view.changed_at == ()
+    assert two.view_of(shared.text, now=1.0, wall=5000.0, turns=True, counts=False).text is None
 
 
 def test_turns_outlive_their_router():
     """The cool-down and the turns of an hour are the fleet's."""
     shared, one, two = Text(), RoleLease("one"), RoleLease("two")
     look(one, shared, 0.0, wall=5000.0, turns=True)
-    two.look(shared.text, now=0.0, wall=5000.0)
-    view = two.look(shared.text, now=LASTS_S, wall=5000.0 + LASTS_S)
+    two.view_of(shared.text, now=0.0, wall=5000.0)
+    view = two.view_of(shared.text, now=LASTS_S, wall=5000.0 + LASTS_S)
 
-    assert (view.holds, view.turned_at) == (True, (5000.0,))
-    assert two.look(shared.text, now=LASTS_S, wall=8601.0).turned_at == ()
+    assert (view.holds, view.changed_at) == (True, (5000.0,))
+    assert two.view_of(shared.text, now=LASTS_S, wall=8601.0).changed_at == ()
 
 
 def test_a_turn_of_the_future_becomes_older_like_all_others():
@@ -82,10 +82,10 @@ def test_a_turn_of_the_future_becomes_older_like_all_others():
     look(one, shared, 0.0, wall=90_000.0, turns=True)
     look(two, shared, 0.0, wall=3_600.0)
     look(two, shared, LASTS_S, wall=3_600.0 + LASTS_S)
-    view = two.look(shared.text, now=LASTS_S + 600.0, wall=4_200.0 + LASTS_S)
+    view = two.view_of(shared.text, now=LASTS_S + 600.0, wall=4_200.0 + LASTS_S)
 
-    assert (view.holds, view.turned_at) == (True, (3_600.0 + LASTS_S,))
-    assert two.look(shared.text, now=LASTS_S + 3_600.0, wall=7_200.0 + LASTS_S).turned_at == ()
+    assert (view.holds, view.changed_at) == (True, (3_600.0 + LASTS_S,))
+    assert two.view_of(shared.text, now=LASTS_S + 3_600.0, wall=7_200.0 + LASTS_S).changed_at == ()
 
 
 def test_turns_of_the_future_stay_as_many_as_they_were():
@@ -93,11 +93,11 @@ def test_turns_of_the_future_stay_as_many_as_they_were():
     shared, one, two = Text(), RoleLease("one"), RoleLease("two")
     for minute in range(6):
         look(one, shared, 60.0 * minute, wall=10_000.0 + 60.0 * minute, turns=True)
-    two.look(shared.text, now=0.0, wall=3_600.0)
+    two.view_of(shared.text, now=0.0, wall=3_600.0)
 
     for lease, now in ((one, 400.0), (two, LASTS_S), (two, LASTS_S + 10.0)):
-        view = lease.look(shared.text, now=now, wall=3_600.0)
-        assert len(view.turned_at) == 6
+        view = lease.view_of(shared.text, now=now, wall=3_600.0)
+        assert len(view.changed_at) == 6
         if view.text is not None:
             shared.text = view.text
             lease.written(view, now=now)
@@ -112,21 +112,21 @@ def test_a_store_that_loses_its_memory_does_not_give_the_turns_of_an_hour_anew(l
     for now in (1.0, 100.0):
         look(one, shared, now, wall=5_000.0 + now, turns=True)
     shared.text = later and before
-    view = one.look(shared.text, now=200.0, wall=5_200.0)
+    view = one.view_of(shared.text, now=200.0, wall=5_200.0)
 
-    assert (view.holds, view.turned_at) == (True, (5_001.0, 5_100.0))
+    assert (view.holds, view.changed_at) == (True, (5_001.0, 5_100.0))
     assert look(one, shared, 200.0, wall=5_200.0)
-    assert two.look(shared.text, now=200.0, wall=5_200.0).turned_at == (5_001.0, 5_100.0)
-    assert one.look("", now=3_700.0, wall=8_700.0).turned_at == ()
+    assert two.view_of(shared.text, now=200.0, wall=5_200.0).changed_at == (5_001.0, 5_100.0)
+    assert one.view_of("", now=3_700.0, wall=8_700.0).changed_at == ()
 
 
 def test_a_turn_that_was_not_written_is_none():
     """The write has failed, so nothing has turned: to remember it would spend a turn."""
     shared, one = Text(), RoleLease("one")
     look(one, shared, 0.0)
-    one.look(shared.text, now=1.0, wall=1.0, turns=True)
+    one.view_of(shared.text, now=1.0, wall=1.0, turns=True)
 
-    assert one.look("", now=10.0, wall=10.0).turned_at == ()
+    assert one.view_of("", now=10.0, wall=10.0).changed_at == ()
 
 
 def test_a_turn_is_written_even_if_the_lease_is_fresh():
@@ -134,7 +134,7 @@ def test_a_turn_is_written_even_if_the_lease_is_fresh():
     shared, one, two = Text(), RoleLease("one"), RoleLease("two")
     look(one, shared, 0.0)
     before = shared.text
-    view = one.look(before, now=1.0, wall=1.0, turns=True)
+    view = one.view_of(before, now=1.0, wall=1.0, turns=True)
     look(two, shared, 1.0)
     assert look(two, shared, 1.0 + LASTS_S)
 
@@ -158,14 +158,14 @@ def test_at_most_one_router_writes_a_turn_on_what_it_has_read(steps):
         now += later
         before, view = hung.pop(name, None) or (
             shared.text,
-            leases[name].look(shared.text, now=now, wall=now, turns=turns),
+            leases[name].view_of(shared.text, now=now, wall=now, turns=turns),
         )
         if hangs:
             hung[name] = before, view
         elif view.holds and view.text is not None and shared.swap(before, view.text):
             leases[name].written(view, now=now)
-            begun += [at for at in view.turned_at if at not in begun]
-    last = RoleLease("last").look(shared.text, now=now, wall=now).turned_at
+            begun += [at for at in view.changed_at if at not in begun]
+    last = RoleLease("last").view_of(shared.text, now=now, wall=now).changed_at
 
     assert list(last) == [at for at in begun if now - 3600 < at]
 
@@ -173,4 +173,4 @@ def test_at_most_one_router_writes_a_turn_on_what_it_has_read(steps):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"holder":3}', '{"holder":"x"}', "\x00" * 100])
 def test_what_is_no_lease_is_replaced(text):
     """Somebody has edited it, or another version has written it."""
-    assert RoleLease("one").look(text, now=0.0, wall=0.0).holds
+    assert RoleLease("one").view_of(text, now=0.0, wall=0.0).holds

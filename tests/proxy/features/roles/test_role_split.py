@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.features.roles.role_split import MARGIN, OTHER, Busy, Split, is_short, lacking, wanted
+from pdrelay_proxy.features.roles.role_split import MARGIN, OTHER, Busy, Split, is_short, lacking, needed_split
 
 P, D = Role.PREFILL, Role.DECODE
 counts = st.integers(1, 40)
@@ -38,8 +38,8 @@ def test_noise_within_the_margin_never_turns_an_engine_there_and_back(prefill, d
     """Whatever was measured before and after: the numbers of a role may be too small by the margin."""
     split = Split(prefill, decode)
     first = lacking(busy(p * noise[0], d * noise[1]), split)
-    if first is not None and split.of(OTHER[first]) > 1:
-        again = lacking(busy(p * noise[2], d * noise[3]), split.turned(first))
+    if first is not None and split.for_role(OTHER[first]) > 1:
+        again = lacking(busy(p * noise[2], d * noise[3]), split.after_change(first))
 
         assert again is not OTHER[first]
 
@@ -50,7 +50,7 @@ def test_a_turn_makes_the_worse_role_better(prefill, decode, p, d):
     split, traffic = Split(prefill, decode), busy(p, d)
     role = lacking(traffic, split)
     if role is not None:
-        after = split.turned(role)
+        after = split.after_change(role)
 
         assert is_short(traffic, split)
         assert max(traffic.pressure(each, after) for each in Role) < max(traffic.pressure(each, split) for each in Role)
@@ -59,10 +59,10 @@ def test_a_turn_makes_the_worse_role_better(prefill, decode, p, d):
 @given(p=work, d=work, least=st.tuples(counts, counts))
 def test_what_is_wanted_is_enough_and_no_more(p, d, least):
     """One engine less would be busier than the target, or fewer than the least."""
-    found = wanted(busy(p, d), Split(*least))
+    found = needed_split(busy(p, d), Split(*least))
 
     for role in Role:
-        amount, bound = busy(p, d).of(role), Split(*least).of(role)
-        assert found.of(role) >= bound
-        assert amount <= 0.7 * found.of(role) + 1e-6
-        assert found.of(role) == bound or amount > 0.7 * (found.of(role) - 1) - 1e-6
+        amount, bound = busy(p, d).for_role(role), Split(*least).for_role(role)
+        assert found.for_role(role) >= bound
+        assert amount <= 0.7 * found.for_role(role) + 1e-6
+        assert found.for_role(role) == bound or amount > 0.7 * (found.for_role(role) - 1) - 1e-6

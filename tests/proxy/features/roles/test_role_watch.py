@@ -42,7 +42,7 @@ class World:
     async def run(self, prefill_busy, decode_busy, seconds):
         for _ in range(int(seconds / 10)):
             self.fleet.step(prefill_busy, decode_busy)
-            await self.watch.look()
+            await self.watch.decide()
         return self.board.latest
 
     def wanted(self):
@@ -62,7 +62,7 @@ async def test_a_dry_run_says_what_it_would_do_and_does_nothing(caplog):
 
     assert len(world.registry.known(Role.PREFILL)) == 8
     assert world.board.decisions["turn", "prefill"] == len(turns) == 6
-    assert (decision.verdict, decision.turns) == ("spent", 6)
+    assert (decision.verdict, decision.changes_in_hour) == ("spent", 6)
     assert page.state.startswith("dry-run, spent, ")
     assert page.sentences[0] == decision.why
     assert page.sentences[1].startswith("6 of 6 turns in the last hour; the last one: decode-0 to prefill")

@@ -43,7 +43,7 @@ def test_what_waits_before_prefill_engines_is_expected_at_decode_engines():
     for _ in range(12):
         fleet.step(8.0, 1.0)
         readings = fleet.readings()
-        meter.look(readings)
+        meter.add_readings(readings)
     prefill = meter.prefill(0)
 
     assert prefill.is_late
@@ -56,7 +56,7 @@ def test_requests_that_wait_in_the_router_are_part_of_the_queue():
     meter = WorkMeter(TARGETS)
     for _ in range(12):
         fleet.step(3.0, 1.0)
-        meter.look(fleet.readings())
+        meter.add_readings(fleet.readings())
 
     assert meter.prefill(10).queued_tokens == pytest.approx(10 * PROMPT, rel=0.01)
 
@@ -101,7 +101,7 @@ def shown_by_vllm(looks, *, per_s, prompt, prefill_s, together=1, running=0.0):
         totals = EngineTotals(
             5.0 * look, running, 0.0, 0.1, prompts * prompt, prompts, 0.0, 0.0, prompts * prefill_s, steps
         )
-        meter.look([EngineReading(InstanceId("p0"), Role.PREFILL, "p0", totals)])
+        meter.add_readings([EngineReading(InstanceId("p0"), Role.PREFILL, "p0", totals)])
     return meter.prefill(0)
 
 
@@ -153,7 +153,7 @@ def test_chance_is_no_change_of_traffic():
     for look in range(48):
         prompts += (1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)[look % 8]
         totals = EngineTotals(5.0 * look, 0.0, 0.0, 0.1, prompts * 1_000, prompts, 0.0, 0.0, prompts * 2.0, prompts)
-        meter.look([EngineReading(InstanceId("p0"), Role.PREFILL, "p0", totals)])
+        meter.add_readings([EngineReading(InstanceId("p0"), Role.PREFILL, "p0", totals)])
         if look >= 16 and (found := meter.prefill(0)) is not None:
             shown.append(found.tokens_per_s)
 

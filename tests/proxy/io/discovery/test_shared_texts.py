@@ -6,7 +6,7 @@ import pytest
 
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.errors import UnknownInstance
-from pdrelay_proxy.features.roles.leased_turns import LeasedTurns
+from pdrelay_proxy.features.roles.leased_role_changes import LeasedRoleChanges
 from pdrelay_proxy.features.roles.role_lease import LASTS_S
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
@@ -153,9 +153,10 @@ class Router:
 
     def __init__(self, name, text, times, fails=None):
         self.begun, self._fails = [], fails
-        self.turns = LeasedTurns(name, text, self._turn, clock=lambda: times[0] + 7.0, wall=lambda: times[0] + 1e9)
+        clock, wall = lambda: times[0] + 7.0, lambda: times[0] + 1e9
+        self.changes = LeasedRoleChanges(name, text, self._change, clock=clock, wall=wall)
 
-    async def _turn(self, name, role):
+    async def _change(self, name, role):
         if self._fails is not None:
             raise self._fails
         self.begun.append((name, role))
@@ -166,18 +167,18 @@ async def test_of_two_routers_one_turns_engines_and_the_other_knows_of_it(shared
     another, _ = shared
     times = [100.0]
     one, two = Router("one", another(), times), Router("two", another(), times)
-    first, second = await one.turns.hold(), await two.turns.hold()
+    first, second = await one.changes.hold(), await two.changes.hold()
     engine = InstanceId("decode-0")
 
     assert (first.holds, second.holds, second.holder) == (True, False, "one")
-    assert await one.turns.begin(engine, Role.PREFILL) == ""
-    assert await two.turns.begin(engine, Role.PREFILL) == "another router decides on roles"
+    assert await one.changes.begin(engine, Role.PREFILL) == ""
+    assert await two.changes.begin(engine, Role.PREFILL) == "another router decides on roles"
     assert (one.begun, two.begun) == ([(engine, Role.PREFILL)], [])
-    assert (await two.turns.hold()).turned_at == (107.0,)
+    assert (await two.changes.hold()).changed_at == (107.0,)
     times[0] += LASTS_S
-    assert (await two.turns.hold()).holds
-    assert await one.turns.begin(engine, Role.DECODE) == "another router decides on roles"
-    assert (await two.turns.hold()).turned_at == (107.0,)
+    assert (await two.changes.hold()).holds
+    assert await one.changes.begin(engine, Role.DECODE) == "another router decides on roles"
+    assert (await two.changes.hold()).changed_at == (107.0,)
 
 
 async def test_a_turn_that_is_refused_counts_as_one():
@@ -185,16 +186,16 @@ async def test_a_turn_that_is_refused_counts_as_one():
     times = [100.0]
     one = Router("one", MemoryText(), times, UnknownInstance("there is no instance 'decode-0'"))
 
-    assert await one.turns.begin(InstanceId("decode-0"), Role.PREFILL) == "there is no instance 'decode-0'"
-    assert (await one.turns.hold()).turned_at == (107.0,)
+    assert await one.changes.begin(InstanceId("decode-0"), Role.PREFILL) == "there is no instance 'decode-0'"
+    assert (await one.changes.hold()).changed_at == (107.0,)
 
 
 async def test_a_clock_that_is_ahead_does_not_hide_a_turn():
     """Hosts' clocks differ: a turn of the future is one of now."""
     text, ahead, times = MemoryText(), [130.0], [100.0]
-    await Router("one", text, ahead).turns.begin(InstanceId("decode-0"), Role.PREFILL)
+    await Router("one", text, ahead).changes.begin(InstanceId("decode-0"), Role.PREFILL)
 
-    assert (await Router("two", text, times).turns.hold()).turned_at == (107.0,)
+    assert (await Router("two", text, times).changes.hold()).changed_at == (107.0,)
 
 
 async def test_while_the_store_is_away_the_reason_is_known():
@@ -204,6 +205,6 @@ async def test_while_the_store_is_away_the_reason_is_known():
         async def read(self):
             raise StoreDown("Redis did not answer: connection refused")
 
-    found = await Router("one", Away(), [0.0]).turns.hold()
+    found = await Router("one", Away(), [0.0]).changes.hold()
 
     assert (found.holds, found.trouble) == (False, "Redis did not answer: connection refused")

@@ -111,8 +111,8 @@ class SimulatedRoles:
             FleetSnapshot(readings, turning, self._changed_at), now=now
         )
         self.decisions.append((now, decision))
-        if decision.turn is not None:
-            self._begin_role_change(decision.turn.instance, decision.turn.role)
+        if decision.role_change is not None:
+            self._begin_role_change(decision.role_change.instance, decision.role_change.role)
         self._loop.after(_DECIDE_EVERY_S, partial(self._decide, number))
 
     def _begin_role_change(self, name: InstanceId, role: Role) -> None:

@@ -1,3 +1,1 @@
-"""What was measured of engines, what a request would take there, and the choice by that: no clock,
-no socket.
-"""
+"""The measured speeds of engines, the expected costs of a request, and the choice: pure."""

@@ -1,6 +1,4 @@
-"""What it takes an engine to serve a request, for policies; and what its legs took, from those that
-send them.
-"""
+"""Estimates what a request costs at an engine, and learns from the legs that are sent."""
 
 from collections.abc import Callable
 from statistics import median
@@ -22,8 +20,8 @@ from pdrelay_proxy.features.expected_ttft.core.engine_speed import (
 )
 from pdrelay_proxy.features.expected_ttft.core.token_counts import TokenCounts
 
-_PRIORS_S: Final = 1.0  # seconds for which what is likely of an engine is not computed again
-_SURE: Final = 1.0  # measurements from which on an engine tells something about the others
+_PRIORS_S: Final = 1.0  # seconds between two computations of the priors
+_SURE: Final = 1.0  # measurements of an engine from which on it counts in the priors
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 
 
@@ -40,11 +38,10 @@ class EngineCosts(LegListener):
         weight: float,
         itl_most_s: float | None,
     ) -> None:
-        """``weight``: for how many tokens a request's time between tokens counts beside its time to
-        first token.
+        """``weight``: the ITL of so many tokens counts beside the TTFT.
 
-        ``itl_most_s``: the longest pause that a prompt may cause in streams of a decode engine that
-        computes it alone; None: prompts are always split.
+        ``itl_most_s``: the longest pause that a prompt may cause in the streams of a decode engine
+        that computes it alone; None: prompts are always split.
         """
         self._registry = registry
         self._speeds = speeds
@@ -56,59 +53,55 @@ class EngineCosts(LegListener):
         self._priors: dict[Role, Priors] = {}
         self._priors_at = -_PRIORS_S
 
-    # ---- what a choice would cost
+    # ---- estimates
 
     def prefill(self, instance: Instance, hints: RoutingHints) -> ExpectedTime:
-        """Return what a prefill engine's part of a request takes."""
+        """Return the expected time of a prefill engine's part of a request."""
         return self._computing(self._registry.get(instance.id), instance, hints, is_there=False)
 
     def decode(self, instance: Instance, hints: RoutingHints) -> ExpectedTime:
-        """Return what a decode engine's part takes that gets what it lacks from a prefill
-        engine.
-        """
+        """Return the expected time of a decode engine's part, with the load of KV."""
         member = self._registry.get(instance.id)
         tokens, hit = self._counts(instance, hints, is_there=False)
         if member is None:
             return ExpectedTime(tokens=tokens, decode_hit=hit)
-        speed = self._speeds.of(member)
+        speed = self._speeds.for_member(member)
         priors = self._likely(_DECODE)
         now = self._clock()
         line = speed.transfer.among(priors.transfer, now)
         step_s = self._step_s(speed, priors, now)
         return ExpectedTime(
             tokens=tokens,
-            transfer_s=line.at(speed.loading.left(line.slope_s, now) + tokens - hit),
+            transfer_s=line.at(speed.loading.remaining(line.slope_s, now) + tokens - hit),
             decode_s=step_s,
             burden_s=step_s * self._weight,
             decode_hit=hit,
         )
 
     def alone(self, instance: Instance, hints: RoutingHints) -> ExpectedTime:
-        """Return what a request takes that a decode engine serves alone."""
+        """Return the expected time of a request that a decode engine serves alone."""
         member = self._registry.get(instance.id)
-        found = self._computing(member, instance, hints, is_there=True)
+        computing = self._computing(member, instance, hints, is_there=True)
         if member is None:
-            return found
-        step_s = self._step_s(self._speeds.of(member), self._likely(_DECODE), self._clock())
+            return computing
+        step_s = self._step_s(self._speeds.for_member(member), self._likely(_DECODE), self._clock())
         # its first token comes out of the step that computes the end of the prompt
         return ExpectedTime(
-            tokens=found.tokens,
-            queue_s=found.queue_s,
-            prefill_s=found.prefill_s,
-            pause_s=step_s + found.pause_s,
-            burden_s=found.burden_s + step_s * self._weight,
-            decode_hit=found.prefill_hit,
+            tokens=computing.tokens,
+            queue_s=computing.queue_s,
+            prefill_s=computing.prefill_s,
+            pause_s=step_s + computing.pause_s,
+            burden_s=computing.burden_s + step_s * self._weight,
+            decode_hit=computing.prefill_hit,
         )
 
     def spares(self, alone: ExpectedTime) -> bool:
-        """Tell whether a decode engine can compute a prompt without a pause in its streams that is
-        too long.
-        """
+        """Tell whether the pause in a decode engine's streams is short enough."""
         most = self._itl_most_s
         return most is not None and alone.pause_s <= most
 
     def spares_alone(self, instance: Instance, hints: RoutingHints) -> bool:
-        """Tell the same of an engine and a prompt."""
+        """Tell whether a decode engine may compute this prompt alone, by `spares`."""
         return self.spares(self.alone(instance, hints))
 
     @property
@@ -127,7 +120,7 @@ class EngineCosts(LegListener):
     def recent(self, instance: Instance) -> float:
         """Return the tokens of the legs that an engine was sent lately."""
         member = self._registry.get(instance.id)
-        return 0.0 if member is None else self._speeds.of(member).recent(self._clock())
+        return 0.0 if member is None else self._speeds.for_member(member).recent(self._clock())
 
     def _computing(
         self, member: Member | None, instance: Instance, hints: RoutingHints, *, is_there: bool
@@ -135,15 +128,16 @@ class EngineCosts(LegListener):
         tokens, hit = self._counts(instance, hints, is_there=is_there)
         if member is None:
             return ExpectedTime(tokens=tokens, prefill_hit=hit)
-        speed = self._speeds.of(member)
+        speed = self._speeds.for_member(member)
         now = self._clock()
         line = speed.prefill.among(self._likely(instance.role).prefill, now)
         ahead = (
-            speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean
+            speed.computing.remaining(line.slope_s, now)
+            + _elsewhere(member, now) * speed.tokens_mean
         )
-        # Requests behind this one wait for what it has computed, the busier the engine. Without
-        # that, conversations leave the engine that has them for the first shorter queue, and at
-        # high load all compute more than is new.
+        # Computing a prompt delays the requests behind it, the more the busier the engine is.
+        # Without this burden conversations would leave their engine for any shorter queue, and at
+        # high load engines would recompute what others have cached.
         new = max(1, tokens - hit)
         busy = speed.busy(line.slope_s, now)
         return ExpectedTime(
@@ -170,32 +164,34 @@ class EngineCosts(LegListener):
         return tokens, min(int(matched * per_byte), tokens)
 
     def _likely(self, role: Role) -> Priors:
-        """Return what the engines of a role are like, as their median."""
+        """Return the priors of a role: the medians over its engines."""
         now = self._clock()
         if now >= self._priors_at + _PRIORS_S or not self._priors:
             self._priors_at = now
             self._speeds.keep(self._registry.members())
-            for each in (Role.PREFILL, _DECODE):
+            for serving_role in (Role.PREFILL, _DECODE):
                 members = [
                     member
                     for member in self._registry.members()
-                    if member.as_role(each) is not None
+                    if member.as_role(serving_role) is not None
                 ]
-                speeds = [self._speeds.of(member) for member in members]
-                before = self._priors.get(Role.PREFILL, UNKNOWN) if each is _DECODE else UNKNOWN
-                self._priors[each] = Priors(
+                speeds = [self._speeds.for_member(member) for member in members]
+                before = (
+                    self._priors.get(Role.PREFILL, UNKNOWN) if serving_role is _DECODE else UNKNOWN
+                )
+                self._priors[serving_role] = Priors(
                     _median([speed.prefill for speed in speeds], before.prefill),
                     _median([speed.transfer for speed in speeds], before.transfer),
                     _median([speed.step for speed in speeds], before.step),
                 )
         return self._priors[role]
 
-    # ---- what legs take
+    # ---- measurements
 
     def slot_held(self, decode: Instance, request: RequestId, /) -> None:
-        """Count what the engine will have to do."""
+        """Count a request that the engine will get."""
         if (member := self._registry.get(decode.id)) is not None:
-            self._speeds.of(member).reserve(request)
+            self._speeds.for_member(member).reserve(request)
 
     def leg_sent(
         self,
@@ -207,17 +203,17 @@ class EngineCosts(LegListener):
         computes: bool,
         is_timed: bool,
     ) -> None:
-        """Begin to measure how long the engine takes for what it lacks of the prompt."""
+        """Begin to measure how long the engine takes for the uncached part of the prompt."""
         member = self._registry.get(engine.id)
         if member is None:
             return
         tokens, hit = self._counts(engine, hints, is_there=computes and engine.role is _DECODE)
         if tokens and not is_timed:
-            self._speeds.of(member).reserve(request)
+            self._speeds.for_member(member).reserve(request)
             self._caches.sent(engine, hints)
         elif tokens:  # else it has none that are known
             priors = self._likely(engine.role)
-            self._speeds.of(member).send(
+            self._speeds.for_member(member).send(
                 request, max(1, tokens - hit), priors, self._clock(), computes=computes
             )
             self._caches.sent(engine, hints)
@@ -231,17 +227,19 @@ class EngineCosts(LegListener):
             self._tokens.counted(hints, counted)
 
     def stream_begun(self, decode: Instance, request: RequestId, _hints: RoutingHints, /) -> None:
-        """Learn how fast the engine computes, or gets what another one has computed."""
+        """Learn how fast the engine computes, or loads KV of another one."""
         self._done(decode, request)
 
     def left(self, engine: Instance, request: RequestId, /) -> None:
-        """Stop to count what the engine has to do for it."""
+        """Stop to count the request at this engine."""
         if (member := self._registry.get(engine.id)) is not None:
-            self._speeds.of(member).leave(request, self._clock())
+            self._speeds.for_member(member).leave(request, self._clock())
 
     def _done(self, engine: Instance, request: RequestId) -> None:
         if (member := self._registry.get(engine.id)) is not None:
-            self._speeds.of(member).answered(request, self._likely(engine.role), self._clock())
+            self._speeds.for_member(member).answered(
+                request, self._likely(engine.role), self._clock()
+            )
 
     @property
     def times_streams(self) -> bool:
@@ -249,17 +247,15 @@ class EngineCosts(LegListener):
         return True
 
     def stepped(self, instance: InstanceId, gaps: list[float], /) -> None:
-        """The streams of a decode engine got their tokens so many seconds apart, in the last
-        moment.
-        """
+        """Learn the ITL of a decode engine from the gaps of its streams in the last moment."""
         if gaps and (member := self._registry.get(instance)) is not None:
-            self._speeds.of(member).stepped(
+            self._speeds.for_member(member).stepped(
                 sum(gaps) / len(gaps), self._likely(_DECODE), self._clock()
             )
 
 
 def _elsewhere(member: Member, now: float) -> int:
-    """Return how many requests an engine has of other routers, as far as is known."""
+    """Return how many requests of other routers an engine has, as far as known."""
     load = member.load
     return max(load.at_other_routers, load.waiting(now=now) - load.in_flight)
 

@@ -1,7 +1,6 @@
-"""How fast one engine is, learned from its own legs, and what it still has to do for this router.
+"""The speed of one engine, learned from its legs, and its work for this router that is not done.
 
-Tokens are estimates: those of a prompt that an engine has not cached. Times are seconds of a clock
-that only rises.
+Tokens are estimates of a prompt's uncached tokens. Times are seconds of a monotonic clock.
 """
 
 from collections.abc import Sequence
@@ -11,20 +10,20 @@ from typing import Final
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.model import InstanceId, RequestId
 
-_KEPT: Final = 0.97  # of the weight of what was measured before, with each measurement
-_HALF_LIFE_S: Final = 60.0  # an engine that gets nothing is believed to be like the others again
-_RECENT_S: Final = 30.0  # half-life of what was sent lately
-_PER_S: Final = 0.6931 / _RECENT_S  # of that, what was sent in a second
-# engines of a role are taken to differ by about this part: what is noisier does not tell them apart
+_KEPT: Final = 0.97  # of the weight of earlier measurements, with each new one
+_HALF_LIFE_S: Final = 60.0  # after which an idle engine is believed to be like the others again
+_RECENT_S: Final = 30.0  # half-life of the tokens sent lately
+_PER_S: Final = 0.6931 / _RECENT_S  # of these tokens, the share sent in a second
+# the relative difference between engines of a role that is expected: smaller ones are noise
 _ALIKE: Final = 0.4
-_USUAL: Final = 0.02  # mean square of relative errors, before there are enough of them
-# a measurement counts as at most so many times what was expected, and at least that part of it
+_USUAL: Final = 0.02  # mean square of relative errors, before enough of them are measured
+# a measurement is cut to this factor of the expected time, above and below
 _FAR: Final = 4.0
-_SURE: Final = 3.0  # measurements from which on one is called far off
-_SMALL: Final = 200.0  # tokens, or streams, that take about as long as a step without any
-_PRIOR: Final = 0.2  # measurements that the prior stands for, at either end
-_LEAST_S: Final = 1e-4  # shortest time that is told from none
-_DONE_MOST: Final = 0.9  # of a queue that can have been worked off without an answer
+_SURE: Final = 3.0  # measurements before which none is cut
+_SMALL: Final = 200.0  # tokens, or streams, that take about as long as an empty step
+_PRIOR: Final = 0.2  # weight of the prior at either end, in measurements
+_LEAST_S: Final = 1e-4  # the shortest time that counts as more than zero
+_DONE_MOST: Final = 0.9  # share of a queue that may be done without an answer
 _FLAT: Final = 1e-9  # seconds for a token, at least
 
 
@@ -43,11 +42,11 @@ class Line:
 
 
 class LineFit:
-    """The line through what was measured: least squares of errors for a token, so no long prompt
+    """The line through the measurements: least squares of relative errors, so that no long prompt
     outweighs the rest.
 
-    Earlier measurements fade. One that is far off counts as less far, so that one outlier cannot
-    turn the line, and a lasting change does within a few.
+    Earlier measurements fade. Outliers are cut, so that a single one does not turn the line, but a
+    few of a lasting change do.
     """
 
     __slots__ = (
@@ -67,12 +66,12 @@ class LineFit:
         self.line: Line | None = None  # None: nothing was measured
         self.count = 0.0  # measurements, faded
         self._at = 0.0
-        self._error = 0.0  # mean of the logarithm of what was measured over what was expected
+        self._error = 0.0  # mean of log(measured / expected)
         self._errors = _USUAL  # mean square of that
         self._sum = self._sum_x = self._sum_y = self._squares = self._sum_xy = 0.0
 
     def add(self, number: float, seconds: float, prior: Line, now: float) -> None:
-        """Take in a measurement; ``prior``: what is likely of such an engine."""
+        """Add a measurement; ``prior``: the line of a usual engine."""
         before = self.among(prior, now)
         expected = max(before.at(number), _LEAST_S)
         if self.count >= _SURE:
@@ -80,30 +79,29 @@ class LineFit:
             error = log(max(seconds, _LEAST_S) / expected)
             self._error += (1.0 - _KEPT) * (error - self._error)
             self._errors += (1.0 - _KEPT) * (error * error - self._errors)
-        kept = _KEPT * self._fading(now)
+        fading = _KEPT * self._fading(now)
         weight = 1.0 / ((_SMALL + number) * (_SMALL + number))
-        self.count = self.count * kept + 1.0
+        self.count = self.count * fading + 1.0
         self._at = now
-        self._sum = self._sum * kept + weight
-        self._sum_x = self._sum_x * kept + weight * number
-        self._sum_y = self._sum_y * kept + weight * seconds
-        self._squares = self._squares * kept + weight * number * number
-        self._sum_xy = self._sum_xy * kept + weight * number * seconds
+        self._sum = self._sum * fading + weight
+        self._sum_x = self._sum_x * fading + weight * number
+        self._sum_y = self._sum_y * fading + weight * seconds
+        self._squares = self._squares * fading + weight * number * number
+        self._sum_xy = self._sum_xy * fading + weight * number * seconds
         self.line = self._solved(prior)
 
     def among(self, prior: Line, now: float) -> Line:
-        """Return the line as it is believed now: like the prior, if measurements are old, few or
-        noisy.
+        """Return the line mixed with the prior: the more, the older, fewer or noisier its
+        measurements are.
 
-        Else a conversation would follow chance from engine to engine: the mean of n measurements
-        whose errors are of size r is off by r / sqrt(n), which says little if equal engines differ
-        less than that.
+        Otherwise noise would move conversations from engine to engine: the mean of n measurements
+        with errors of size r is off by r / sqrt(n), which may be more than equal engines differ by.
         """
         own = self.line
         if own is None:
             return prior
         share = self.count * self._fading(now)
-        # errors of one sign tell of a lasting change
+        # errors of one sign are a lasting change, not noise
         noise = max(0.0, self._errors - self._error * self._error)
         share = share / (share + noise / (_ALIKE * _ALIKE))
         return Line(
@@ -118,9 +116,9 @@ class LineFit:
     def _solved(self, prior: Line) -> Line:
         """Solve for the line.
 
-        The prior, drawn out so far that it meets what was measured, counts as a part of a
-        measurement at zero, and of one at twice the mean: what was measured tells how fast an
-        engine is before it tells base and slope apart.
+        The prior is scaled to meet the mean of the measurements, and counts as _PRIOR measurements
+        at zero and at twice the mean. A few measurements show how fast an engine is long before
+        they separate base and slope.
         """
         stretched = self._sum_y / max(
             prior.base_s * self._sum + prior.slope_s * self._sum_x, _FLAT * self._sum
@@ -144,20 +142,20 @@ class LineFit:
 
 
 class TokenQueue:
-    """Tokens that an engine works off one after the other."""
+    """Tokens that an engine processes in order."""
 
     __slots__ = ("_by_request", "_since", "tokens")
 
     def __init__(self) -> None:
-        self.tokens = 0  # of all requests, as they came
+        self.tokens = 0  # of all requests, without what is done of them
         self._by_request: dict[RequestId, int] = {}
-        self._since = 0.0  # from when on nothing has left
+        self._since = 0.0  # when a request left last, or the first one came
 
     def __len__(self) -> int:
         return len(self._by_request)
 
     def enter(self, request: RequestId, tokens: int, now: float) -> None:
-        """Add a request; one that is there is replaced."""
+        """Add a request, or replace its tokens."""
         self.leave(request, now)
         if not self._by_request:
             self._since = now
@@ -165,14 +163,14 @@ class TokenQueue:
         self.tokens += tokens
 
     def leave(self, request: RequestId, now: float) -> None:
-        """Take a request out, if it is there."""
+        """Remove a request, if it is there."""
         tokens = self._by_request.pop(request, None)
         if tokens is not None:
             self.tokens -= tokens
             self._since = now
 
-    def left(self, token_s: float, now: float) -> float:
-        """Return how many tokens are left at this pace: what is under way is partly done."""
+    def remaining(self, token_s: float, now: float) -> float:
+        """Return how many tokens remain at this pace: the present request is partly done."""
         if not self.tokens:
             return 0.0
         done = min((now - self._since) / max(token_s, _FLAT), self.tokens * _DONE_MOST)
@@ -180,7 +178,7 @@ class TokenQueue:
 
 
 class _Leg:
-    """What one leg was expected to cost its engine."""
+    """One leg that was sent, with the tokens before it."""
 
     __slots__ = ("ahead", "computes", "sent_at", "tokens")
 
@@ -192,9 +190,7 @@ class _Leg:
 
 
 class Priors:
-    """What is likely of an engine of which nothing is known: most often what the others are
-    like.
-    """
+    """The lines of a usual engine: the medians of its role, or UNKNOWN."""
 
     __slots__ = ("prefill", "step", "transfer")
 
@@ -204,13 +200,13 @@ class Priors:
         self.step = step  # by running streams
 
 
-# Before anything is measured all engines are equal, so only tokens and streams decide. The numbers
-# are those of a model of 8e9 parameters on one GPU, and do not matter then.
+# Before the first measurement all engines are equal, so only tokens and streams decide, and these
+# numbers do not matter. They are those of a model of 8e9 parameters on one GPU.
 UNKNOWN: Final = Priors(Line(0.01, 5e-5), Line(0.005, 1e-5), Line(0.01, 5e-5))
 
 
 class EngineSpeed:
-    """What was measured of one engine, and its legs under way."""
+    """The measured speed of one engine, and its legs under way."""
 
     __slots__ = (
         *(
@@ -241,37 +237,35 @@ class EngineSpeed:
         self._recent = self._recent_at = 0.0
 
     def recent(self, now: float) -> float:
-        """Return the tokens of the legs that it was sent lately, which fade: of equals, the one
-        with fewer is next.
-        """
+        """Return the tokens of the legs sent lately, which fade: among equal engines fewer win."""
         faded: float = self._recent * 0.5 ** (max(0.0, now - self._recent_at) / _RECENT_S)
         return faded
 
     def busy(self, token_s: float, now: float) -> float:
-        """Return the share of its time in which it has computed prompts lately, at this pace; 1 at
-        most.
-        """
+        """Return the share of the recent time that it computed prompts, at this pace; at most 1."""
         return min(1.0, self.recent(now) * token_s * _PER_S)
 
     def reserve(self, request: RequestId) -> None:
-        """Count a request that it will get once its prompt is computed elsewhere."""
+        """Count a request whose prompt another engine computes first."""
         self.entered.add(request)
 
     def send(
         self, request: RequestId, tokens: int, priors: Priors, now: float, *, computes: bool
     ) -> None:
-        """A leg is sent, for which it computes so many tokens, or gets them from another engine."""
+        """Note a leg that is sent, for which it computes, or loads, so many tokens."""
         self.entered.add(request)
-        queue, other = (
+        queue, other_queue = (
             (self.computing, self.loading) if computes else (self.loading, self.computing)
         )
-        other.leave(request, now)
+        other_queue.leave(request, now)
         line = (
             self.prefill.among(priors.prefill, now)
             if computes
             else self.transfer.among(priors.transfer, now)
         )
-        self._legs[request] = _Leg(tokens, now, queue.left(line.slope_s, now), computes=computes)
+        self._legs[request] = _Leg(
+            tokens, now, queue.remaining(line.slope_s, now), computes=computes
+        )
         queue.enter(request, tokens, now)
         self._recent = self.recent(now) + tokens
         self._recent_at = now
@@ -279,7 +273,7 @@ class EngineSpeed:
             self.tokens_mean += 0.1 * (tokens - self.tokens_mean)
 
     def answered(self, request: RequestId, priors: Priors, now: float) -> None:
-        """A leg has its answer, or the first token of one: learn from the time that took."""
+        """Learn from the time of a leg, at its answer or its first token."""
         if request in self.entered:
             self.running.add(request)
         leg = self._legs.pop(request, None)
@@ -296,7 +290,7 @@ class EngineSpeed:
             self.transfer.add(tokens, max(seconds - step, _LEAST_S), priors.transfer, now)
 
     def leave(self, request: RequestId, now: float) -> None:
-        """A request is over here, however."""
+        """Remove a request that is over here, in whatever way."""
         self.entered.discard(request)
         self.running.discard(request)
         self._legs.pop(request, None)
@@ -304,12 +298,12 @@ class EngineSpeed:
         self.loading.leave(request, now)
 
     def stepped(self, gap_s: float, priors: Priors, now: float) -> None:
-        """Its streams got their tokens so many seconds apart, on the mean of the last moment."""
+        """Learn from the mean gap between tokens of its streams."""
         self.step.add(len(self.running), gap_s, priors.step, now)
 
 
 class _Stint:
-    """What was measured of one engine since it serves what it serves now."""
+    """The measurements of one engine in its present role (``Member.stint``)."""
 
     __slots__ = ("member", "number", "speed")
 
@@ -320,32 +314,27 @@ class _Stint:
 
 
 class EngineSpeeds:
-    """What was measured of all engines.
-
-    One that is removed, or turns to another role, begins anew.
-    """
+    """The measurements of all engines; a new role, or a new engine of the name, begins anew."""
 
     def __init__(self) -> None:
         self._stints: dict[InstanceId, _Stint] = {}
 
-    def of(self, member: Member) -> EngineSpeed:
-        """Return what was measured of an engine; of a new one it is nothing."""
+    def for_member(self, member: Member) -> EngineSpeed:
+        """Return the speed of an engine; of a new one, without measurements."""
         name = member.instance.id
         stint = self._stints.get(name)
         if stint is None or stint.member is not member or stint.number != member.stint:
             stint = self._stints[name] = _Stint(member)
         return stint.speed
 
-    def known(self, member: Member) -> EngineSpeed | None:
-        """Return the same without a trace; None: nothing was measured."""
+    def find(self, member: Member) -> EngineSpeed | None:
+        """Return the speed of an engine, without adding one; None: no measurements."""
         stint = self._stints.get(member.instance.id)
         is_current = stint is not None and stint.member is member and stint.number == member.stint
         return stint.speed if stint is not None and is_current else None
 
     def keep(self, members: Sequence[Member]) -> None:
-        """Forget engines that are not among these: a fleet that changes must not grow what is
-        remembered.
-        """
+        """Forget all other engines, so that a changing fleet does not grow the memory."""
         names = {member.instance.id for member in members}
         for name in [name for name in self._stints if name not in names]:
             del self._stints[name]

@@ -1,4 +1,4 @@
-"""The engines whose first token is expected first."""
+"""The policy expected_ttft: the pair of engines with the earliest expected first token."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeVar
@@ -9,16 +9,16 @@ from pdrelay_proxy.core.routing.alone_bound import AloneBound, Holding
 from pdrelay_proxy.core.routing.candidates import Among, Fits
 from pdrelay_proxy.core.routing.pairing import Pair
 
-# times as long as the fastest one an engine may take for a prompt that it has nearly all of
+# an engine with nearly all of a prompt may take so many times as long as the fastest one
 LOYALTY: Final = 2.0
-# choices that cost at most this part more than the best one are as good: chance picks one
+# choices that cost at most this share more than the best one are equal: one is drawn
 NEAR: Final = 0.05
-MOST: Final = 8  # of a role that are paired with each other
-LOOKED_AT: Final = 64  # of a role whose cost is computed
+MOST: Final = 8  # engines of a role that are paired with each other
+LOOKED_AT: Final = 64  # engines of a role whose cost is computed
 
 
 class Costs(Protocol):
-    """What it takes engines to serve a request, now (engine_costs.py)."""
+    """The expected costs of a request at each engine (engine_costs.py)."""
 
     @property
     def may_be_alone(self) -> bool:
@@ -26,23 +26,19 @@ class Costs(Protocol):
         ...
 
     def prefill(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
-        """Return what a prefill engine's part of a request takes."""
+        """Return the expected time of a prefill engine's part of a request."""
         ...
 
     def decode(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
-        """Return what a decode engine's part takes that gets what it lacks from a prefill
-        engine.
-        """
+        """Return the expected time of a decode engine's part, with the load of KV."""
         ...
 
     def alone(self, instance: Instance, hints: RoutingHints, /) -> ExpectedTime:
-        """Return what a request takes that a decode engine serves alone."""
+        """Return the expected time of a request that a decode engine serves alone."""
         ...
 
     def spares(self, alone: ExpectedTime, /) -> bool:
-        """Tell whether a decode engine can compute a prompt without a pause in its streams that is
-        too long.
-        """
+        """Tell whether the pause in a decode engine's streams is short enough."""
         ...
 
     def cached(self, instance: Instance, hints: RoutingHints, /) -> int:
@@ -59,7 +55,7 @@ class Costs(Protocol):
 
 
 class _Priced:
-    """An engine, and what its part of the request takes."""
+    """An engine, and the expected time of its part."""
 
     __slots__ = ("cost_s", "expected", "instance")
 
@@ -73,31 +69,45 @@ _T = TypeVar("_T", bound=Sequence[_Priced])
 
 
 class ExpectedTtft:
-    """Chooses both engines by the sum of what their parts take: a pair costs what its two engines
-    cost.
-    """
+    """Chooses both engines: the cost of a pair is the sum of its two engines' costs."""
 
     def __init__(self, costs: Costs, dice: Callable[[int], int]) -> None:
         self._costs = costs
         self._dice = dice  # dice(n): 0 to n-1
         # what is expected of the latest choice
         self._latest: tuple[RoutingHints, ExpectedTime] | None = None
-        # the engine that serves a prompt alone, found just now
+        # the engine that `alone` has just found; `choose` uses it once
         self._alone: tuple[RoutingHints, _Priced] | None = None
 
     def pair(self, prefill: Among, decode: Among, hints: RoutingHints, fits: Fits, /) -> Pair:
-        """Return the two engines that cost least, or nearly so."""
+        """Return the pair with the least cost, or nearly so."""
         self._alone = None
-        left = _sorted(
-            [_Priced(each, self._costs.prefill(each, hints)) for each in self._few(prefill, hints)]
+        priced_prefill = _sorted(
+            [
+                _Priced(engine, self._costs.prefill(engine, hints))
+                for engine in self._few(prefill, hints)
+            ]
         )
-        right = _sorted(
-            [_Priced(each, self._costs.decode(each, hints)) for each in self._few(decode, hints)]
+        priced_decode = _sorted(
+            [
+                _Priced(engine, self._costs.decode(engine, hints))
+                for engine in self._few(decode, hints)
+            ]
         )
-        pairs = [(p, d) for p in left[:MOST] for d in right[:MOST] if fits(p.instance, d.instance)]
+        pairs = [
+            (p, d)
+            for p in priced_prefill[:MOST]
+            for d in priced_decode[:MOST]
+            if fits(p.instance, d.instance)
+        ]
         if not pairs:  # every prefill engine fits some decode engine
-            fitting = [each for each in decode if fits(left[0].instance, each)][:LOOKED_AT]
-            pairs = [(left[0], _Priced(each, self._costs.decode(each, hints))) for each in fitting]
+            fitting = [engine for engine in decode if fits(priced_prefill[0].instance, engine)][
+                :LOOKED_AT
+            ]
+            pairs = [
+                (priced_prefill[0], _Priced(engine, self._costs.decode(engine, hints)))
+                for engine in fitting
+            ]
         least = min([p.cost_s + d.cost_s for p, d in pairs])
         near = [(p, d) for p, d in pairs if p.cost_s + d.cost_s <= least * (1.0 + NEAR)]
         best_p, best_d = near[0] if len(near) == 1 else self._less_used(near)
@@ -106,26 +116,28 @@ class ExpectedTtft:
 
     def choose(self, among: Among, hints: RoutingHints = ANY, /) -> Instance:
         """Return the decode engine that serves a request alone in the least time, or nearly so."""
-        known = self._alone
+        cached_choice = self._alone
         self._alone = None
         best = (
-            self._best_alone(among, hints) if known is None or known[0] is not hints else known[1]
+            self._best_alone(among, hints)
+            if cached_choice is None or cached_choice[0] is not hints
+            else cached_choice[1]
         )
         self._latest = hints, best.expected
         return best.instance
 
     def alone(self, prefill: Among, decode: Among, hints: RoutingHints, /) -> bool:
-        """Tell whether a decode engine alone is expected to be faster than any pair, and spares its
-        streams.
-        """
+        """Tell whether one decode engine is expected to beat every pair, and spares its streams."""
         if not (self._costs.may_be_alone and hints.prompt):
             return False
         best = self._best_alone(decode, hints)
         if not self._costs.spares(best.expected):
             return False
-        parts = min([self._costs.prefill(each, hints).cost_s for each in self._few(prefill, hints)])
+        parts = min(
+            [self._costs.prefill(engine, hints).cost_s for engine in self._few(prefill, hints)]
+        )
         if best.cost_s > parts + min(
-            [self._costs.decode(each, hints).cost_s for each in self._few(decode, hints)]
+            [self._costs.decode(engine, hints).cost_s for engine in self._few(decode, hints)]
         ):
             return False
         self._alone = hints, best
@@ -135,82 +147,95 @@ class ExpectedTtft:
     def holding(
         self, among: Among, hints: RoutingHints, least: int, bound: AloneBound, /
     ) -> Holding:
-        """Return the engines with the most of a prompt, of those that lack fewer bytes and may
-        compute these.
+        """Return the engines with the most of a prompt cached, of those that lack fewer than
+        ``least`` bytes and have room to compute these.
 
-        One is left only where another engine would serve it alone in less than half of the time.
+        Engines that would take more than LOYALTY times as long as the fastest one are left out.
         """
-        looked = self._few(among, hints)
+        engines = self._few(among, hints)
         size = hints.blocks.size
-        sizes = [self._costs.cached(each, hints) for each in looked]
-        few = [(each, one) for each, one in zip(sizes, looked, strict=True) if size - each < least]
-        if not few:
+        sizes = [self._costs.cached(engine, hints) for engine in engines]
+        lacking_few = [
+            (cached, engine)
+            for cached, engine in zip(sizes, engines, strict=True)
+            if size - cached < least
+        ]
+        if not lacking_few:
             return Holding((), max(sizes), is_bound=False)
-        loyal = LOYALTY * min([self._costs.alone(each, hints).cost_s for each in looked])
-        near = [(each, one) for each, one in few if self._costs.alone(one, hints).cost_s <= loyal]
-        free = [(each, one) for each, one in near if bound.has_room(one, hints, size - each, least)]
+        most_s = LOYALTY * min([self._costs.alone(engine, hints).cost_s for engine in engines])
+        near = [
+            (cached, engine)
+            for cached, engine in lacking_few
+            if self._costs.alone(engine, hints).cost_s <= most_s
+        ]
+        free = [
+            (cached, engine)
+            for cached, engine in near
+            if bound.has_room(engine, hints, size - cached, least)
+        ]
         if not free:
             return Holding((), max(sizes), is_bound=bool(near))
-        most = max([each for each, _ in free])
-        is_bound = most < max([each for each, _ in near])
-        return Holding([one for each, one in free if each == most], most, is_bound=is_bound)
+        most = max([cached for cached, _ in free])
+        is_bound = most < max([cached for cached, _ in near])
+        return Holding(
+            [engine for cached, engine in free if cached == most], most, is_bound=is_bound
+        )
 
     def holders(self, among: Among, hints: RoutingHints, /) -> Among:
-        """List the decode engines that have the most of a prompt, if that is most of it; none, if
-        all have as much.
+        """Return the decode engines with the most of a prompt cached, if that is more than half.
+
+        If all engines have as much, none is returned.
         """
-        sizes = [self._costs.matched(each, hints) for each in among]
+        sizes = [self._costs.matched(engine, hints) for engine in among]
         most = max(sizes)
-        best = [one for one, each in zip(among, sizes, strict=True) if each == most]
+        best = [engine for engine, size in zip(among, sizes, strict=True) if size == most]
         decides = most * 2 > len(hints.prompt) and (len(best) < len(among) or len(among) == 1)
         return best if decides else ()
 
     def copy(self) -> "ExpectedTtft":
-        """Return one that chooses alike, and whose choices leave no trace here."""
+        """Return a copy whose choices do not change this one."""
         return ExpectedTtft(self._costs, self._dice)
 
     def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
-        """Return what was expected of the latest choice, once, if it was this request's."""
+        """Return the expected time of the latest choice, once, if it was this request's."""
         latest = self._latest
         self._latest = None
         # also of one sent again
         return None if latest is None or latest[0].prompt is not hints.prompt else latest[1]
 
     def _few(self, among: Among, hints: RoutingHints) -> Among:
-        """Return those that have most of the prompt, and others that chance picks: all, unless they
-        are too many.
-        """
+        """Return the engines to price: all, or of too many the best cached and random others."""
         if len(among) <= LOOKED_AT:
             return among
         matches = sorted(
-            [(-self._costs.matched(each, hints), place) for place, each in enumerate(among)]
+            [(-self._costs.matched(engine, hints), place) for place, engine in enumerate(among)]
         )
         places = {place for _, place in matches[:MOST]}
         places.update([self._dice(len(among)) for _ in range(LOOKED_AT - MOST)])
         return [among[place] for place in sorted(places)]
 
     def _best_alone(self, among: Among, hints: RoutingHints) -> _Priced:
-        priced = [_Priced(each, self._costs.alone(each, hints)) for each in self._few(among, hints)]
-        least = min([each.cost_s for each in priced])
-        near = [each for each in priced if each.cost_s <= least * (1.0 + NEAR)]
-        most = max([each.expected.decode_hit for each in near])
-        # it has the conversation, which is what being alone is for
+        options = [
+            _Priced(engine, self._costs.alone(engine, hints)) for engine in self._few(among, hints)
+        ]
+        least = min([option.cost_s for option in options])
+        near = [option for option in options if option.cost_s <= least * (1.0 + NEAR)]
+        most = max([option.expected.decode_hit for option in near])
+        # the engine that has the conversation is why a request is served alone
         if most * 2 > near[0].expected.tokens:
-            near = [each for each in near if each.expected.decode_hit == most]
-        return near[0] if len(near) == 1 else self._less_used([(each,) for each in near])[0]
+            near = [option for option in near if option.expected.decode_hit == most]
+        return near[0] if len(near) == 1 else self._less_used([(option,) for option in near])[0]
 
     def _less_used(self, near: Sequence[_T]) -> _T:
-        """Return one of two that chance picks, so that several routers do not all choose the
-        same.
-        """
-        first = self._dice(len(near))
-        second = (first + 1 + self._dice(len(near) - 1)) % len(near)
-        one = near[first]
-        other = near[second]
-        return one if self._used(one) <= self._used(other) else other
+        """Return the less used of two random choices: several routers must choose differently."""
+        place = self._dice(len(near))
+        second_place = (place + 1 + self._dice(len(near) - 1)) % len(near)
+        first = near[place]
+        second = near[second_place]
+        return first if self._used(first) <= self._used(second) else second
 
     def _used(self, engines: Sequence[_Priced]) -> float:
-        return sum([self._costs.recent(each.instance) for each in engines])
+        return sum([self._costs.recent(priced.instance) for priced in engines])
 
 
 def _cost(priced: _Priced) -> float:

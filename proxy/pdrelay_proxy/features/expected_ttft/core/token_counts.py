@@ -1,14 +1,12 @@
-"""How many tokens a prompt has, estimated from its bytes: the router has no tokenizer, and engines
-count.
-"""
+"""Estimates a prompt's tokens from its bytes: the router has no tokenizer, but engines count."""
 
 from typing import Final
 
 from pdrelay_proxy.core.model import RoutingHints
 
-_UNKNOWN: Final = 0.25  # tokens for a byte, before an engine has counted any: about that of English
-_KEPT: Final = 0.98  # of the weight of what was counted before, with each count
-_MODELS_MOST: Final = 64  # clients can think of models without end
+_UNKNOWN: Final = 0.25  # tokens of a byte before the first count: about as in English
+_KEPT: Final = 0.98  # of the weight of earlier counts, with each new one
+_MODELS_MOST: Final = 64  # a bound: clients may name any model
 _BRACKET: Final = 91
 _ZERO = 48
 _NINE = 57
@@ -23,33 +21,31 @@ class _Counted:
 
 
 class TokenCounts:
-    """Tokens and bytes of the prompts of each model; prompts of token ids by themselves: they are
-    longer.
-    """
+    """Tokens and bytes of the prompts of each model, separately for prompts of token ids."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str | None, bool], _Counted] = {}
 
     def per_byte(self, hints: RoutingHints) -> float:
         """Return tokens for each byte of such a prompt's JSON."""
-        found = self._counted.get((hints.model, _is_ids(hints.prompt)))
-        return _UNKNOWN if found is None else found.tokens / found.size
+        count = self._counted.get((hints.model, _is_ids(hints.prompt)))
+        return _UNKNOWN if count is None else count.tokens / count.size
 
     def counted(self, hints: RoutingHints, tokens: int) -> None:
-        """An engine has counted the tokens of a prompt."""
+        """Learn from an engine's count of a prompt's tokens."""
         size = len(hints.prompt)
         if size == 0 or tokens <= 0:
             return
         key = hints.model, _is_ids(hints.prompt)
-        found = self._counted.get(key)
-        if found is None:
+        count = self._counted.get(key)
+        if count is None:
             if len(self._counted) >= _MODELS_MOST:
                 del self._counted[next(iter(self._counted))]
-            found = self._counted[key] = _Counted()
-        found.size = found.size * _KEPT + size
-        found.tokens = found.tokens * _KEPT + tokens
+            count = self._counted[key] = _Counted()
+        count.size = count.size * _KEPT + size
+        count.tokens = count.tokens * _KEPT + tokens
 
 
 def _is_ids(prompt: bytes | memoryview) -> bool:
-    """Tell whether it begins like an array of numbers."""
+    """Tell whether a prompt begins like an array of numbers."""
     return len(prompt) > 1 and prompt[0] == _BRACKET and _ZERO <= prompt[1] <= _NINE

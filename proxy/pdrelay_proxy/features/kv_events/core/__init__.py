@@ -1,3 +1,1 @@
-"""What is remembered of engines' caches, and how a prompt is looked up there: no clock, no
-socket.
-"""
+"""The index of engines' caches, and the look-up of prompts in it: no clock, no socket."""

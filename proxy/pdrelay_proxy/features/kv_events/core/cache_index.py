@@ -1,12 +1,11 @@
-"""What engines have in their prefix caches, by engine and data-parallel rank, as their own KV
-events say.
+"""The blocks in engines' prefix caches, by engine and data-parallel rank, from their KV events.
 
 A block counts as often as it was stored, and is gone when it was removed as often: vLLM keeps equal
-blocks of two requests apart, and tells of each. What is not certain counts as absent: a block whose
-parent is not known, groups of an unknown kind, and a rank whose state has not come whole.
+blocks of two requests apart, and publishes both. In doubt a block counts as absent: without a known
+parent, in a group of an unknown kind, or of a rank whose initial state is incomplete.
 
 An event without blocks announces its group: an engine's plugin begins a rank's state with one for
-each.
+each group.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,8 @@ from typing import Final, TypeAlias
 from pdrelay_proxy.core.fleet.health import ChangeCount
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.features.kv_events.core.event_stream import read_event
-from pdrelay_proxy.features.kv_events.core.known_prompts import HeldBeginning
-from pdrelay_proxy.features.kv_events.core.rank_cache import GroupBlocks, RankCache, less_of
+from pdrelay_proxy.features.kv_events.core.known_prompts import CachedBeginning
+from pdrelay_proxy.features.kv_events.core.rank_cache import GroupBlocks, RankCache, common_part
 from pdrelay_proxy.features.kv_events.core.token_blocks import (
     ITEM,
     ROOT,
@@ -40,15 +39,15 @@ _STEP: Final = 256  # blocks that are applied between two yields: 0.4 ms of CPU
 _FULL: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 _WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"})
 _STATE: Final = "mamba"
-_NO_PREFIX: Final = frozenset({"cross_attention", "encoder_only_attention"})  # they decide no hit
-# a BlockPool says so on every platform; other media are other tiers
+_NO_PREFIX: Final = frozenset({"cross_attention", "encoder_only_attention"})  # no part of a hit
+# vLLM's BlockPool writes GPU on every platform; other media are other tiers
 _HERE: Final = frozenset({None, "GPU"})
 
 CachedTokens: TypeAlias = Mapping[tuple[InstanceId, int], int]  # tokens by engine and rank
 
 
 class IndexCounts:
-    """What was counted of one engine since it was asked last."""
+    """The events of one engine since the counts were taken last."""
 
     __slots__ = ("cleared", "ignored", "removed", "stored", "unknown_parents")
 
@@ -70,13 +69,13 @@ class _EngineCaches:
         self.ranks: dict[int, RankCache] = {}
         self.blocks = 0  # of all ranks and groups
         self.counts = IndexCounts()
-        self.is_dropped = False  # it has more blocks than are remembered
+        self.is_dropped = False  # it has more blocks than the index keeps
 
 
 class CacheIndex:
     """The caches of all engines whose events are followed.
 
-    An engine is named by one of the instances it is.
+    An engine is named by one of its instances: each data-parallel rank may be one.
     """
 
     def __init__(self, *, most: int = BLOCKS_MOST, engine_most: int = ENGINE_BLOCKS_MOST) -> None:
@@ -84,94 +83,89 @@ class CacheIndex:
         self._engine_most = engine_most
         self._engines: dict[InstanceId, _EngineCaches] = {}
         # by instance: its engine and rank
-        self._of: dict[InstanceId, tuple[_EngineCaches, int | None]] = {}
+        self._locations: dict[InstanceId, tuple[_EngineCaches, int | None]] = {}
         self._blocks = 0
-        self.changes = ChangeCount()  # what was found stays true while its count is the same
+        self.changes = ChangeCount()  # results stay valid while its count is the same
 
     def __len__(self) -> int:
         return self._blocks
 
     def open(self, engine: InstanceId, members: Mapping[InstanceId, int | None]) -> None:
-        """Begin with an engine of which nothing is known; ``members``: the ranks of the instances
-        it is.
-        """
+        """Begin with an empty engine; ``members``: its instances, each with its rank."""
         self.forget(engine)
         self.changes.count += 1
-        found = self._engines[engine] = _EngineCaches(members)
+        caches = self._engines[engine] = _EngineCaches(members)
         for name, rank in members.items():
-            self._of[name] = (found, rank)
+            self._locations[name] = (caches, rank)
 
     def forget(self, engine: InstanceId) -> None:
-        """Forget an engine: nobody follows it any more."""
-        found = self._engines.pop(engine, None)
-        if found is None:
+        """Forget an engine that is not followed any more."""
+        caches = self._engines.pop(engine, None)
+        if caches is None:
             return
         self.changes.count += 1
-        self._blocks -= found.blocks
-        for name in found.members:
-            self._of.pop(name, None)
+        self._blocks -= caches.blocks
+        for name in caches.members:
+            self._locations.pop(name, None)
 
     def blocks(self, engine: InstanceId) -> int:
-        """Return how many blocks are remembered of an engine."""
-        found = self._engines.get(engine)
-        return 0 if found is None else found.blocks
+        """Return how many blocks of an engine the index has."""
+        caches = self._engines.get(engine)
+        return 0 if caches is None else caches.blocks
 
     def is_dropped(self, engine: InstanceId) -> bool:
-        """Tell whether an engine has more blocks than are remembered: nothing is known of it until
-        it is opened.
-        """
-        found = self._engines.get(engine)
-        return found is not None and found.is_dropped
+        """Tell whether an engine was dropped for too many blocks, until it is opened again."""
+        caches = self._engines.get(engine)
+        return caches is not None and caches.is_dropped
 
     def take_counts(self, engine: InstanceId) -> IndexCounts:
-        """Return what was counted of an engine since it was asked last."""
-        found = self._engines.get(engine)
-        if found is None:
+        """Return the counts of an engine since the last call."""
+        caches = self._engines.get(engine)
+        if caches is None:
             return IndexCounts()
-        counts = found.counts
-        found.counts = IndexCounts()
+        counts = caches.counts
+        caches.counts = IndexCounts()
         return counts
 
     # ---- events
 
     def apply(self, engine: InstanceId, batch: KvEventBatch) -> Iterator[int]:
-        """Take in what an engine has published; each step is short, and yields the blocks that are
-        remembered now.
+        """Apply a batch in short steps, each of which yields the engine's number of blocks.
 
         Raises:
-            BadKvEvents: an event cannot be read that may tell of blocks that are gone.
+            BadKvEvents: an unreadable event, which may have removed blocks.
         """
-        found = self._engines.get(engine)
-        if found is None or found.is_dropped:
+        caches = self._engines.get(engine)
+        if caches is None or caches.is_dropped:
             return
         self.changes.count += 1
-        rank = self._rank(found, batch.data_parallel_rank or 0)
+        rank = self._rank(caches, batch.data_parallel_rank or 0)
         if rank is None:
             return
-        if not batch.events:  # the end of the state, or nothing
+        if not batch.events:  # the end of the initial state, or an idle batch
             rank.is_whole = True
         done = 0
         for raw in batch.events:
-            # before each of them: what is asked between two steps may be remembered
+            # before each event: a look-up between two steps may be cached by its caller
             self.changes.count += 1
             event = read_event(raw)
             if isinstance(event, BlockStored):
                 for place in range(_STEP, len(event.block_hashes), _STEP):
-                    self._stored(found, rank, event, place - _STEP)
-                    yield found.blocks
-                left = max(0, len(event.block_hashes) - 1) // _STEP * _STEP
-                self._stored(found, rank, event, left)
-                done += 1 + len(event.block_hashes) - left
+                    self._stored(caches, rank, event, place - _STEP)
+                    yield caches.blocks
+                last_start = max(0, len(event.block_hashes) - 1) // _STEP * _STEP
+                self._stored(caches, rank, event, last_start)
+                done += 1 + len(event.block_hashes) - last_start
             else:
-                done += 1 + self._changed(found, rank, event)
-            if self._is_full(found):
+                done += 1 + self._changed(caches, rank, event)
+            if self._is_full(caches):
                 return
             if done >= _STEP:
                 done = 0
-                yield found.blocks
+                yield caches.blocks
 
     def _rank(self, engine: _EngineCaches, number: int) -> RankCache | None:
-        """Return what is known of a rank; None: the engine has too many."""
+        """Return the cache of a rank; None: the engine has too many ranks."""
         rank = engine.ranks.get(number)
         if rank is None:
             if len(engine.ranks) >= RANKS_MOST:
@@ -183,7 +177,7 @@ class CacheIndex:
     def _changed(
         self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved | AllBlocksCleared | None
     ) -> int:
-        """Take in an event that stores nothing; return how many blocks it names."""
+        """Apply an event that stores no block; return how many blocks it names."""
         if isinstance(event, BlockRemoved) and _is_here(event.medium, event.locality):
             self._remove(engine, rank, event)
             return len(event.block_hashes)
@@ -196,7 +190,7 @@ class CacheIndex:
     def _stored(
         self, engine: _EngineCaches, rank: RankCache, event: BlockStored, start: int
     ) -> None:
-        """Take in a part of an event: the blocks from ``start`` on."""
+        """Apply a part of an event: up to _STEP blocks from ``start`` on."""
         self.changes.count += 1
         if not _is_here(event.medium, event.locality):
             engine.counts.ignored += not start
@@ -207,14 +201,14 @@ class CacheIndex:
         self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int
     ) -> None:
         hashes = event.block_hashes[start : start + _STEP]
-        added = -len(group.held)
+        added = -len(group.copies)
         if not group.is_full:
             for block in hashes:
-                group.held[block] = group.held.get(block, 0) + 1
+                group.copies[block] = group.copies.get(block, 0) + 1
             engine.counts.stored += len(hashes)
         else:
             self._store_full(engine, group, event, start, hashes)
-        added += len(group.held)
+        added += len(group.copies)
         engine.blocks += added
         self._blocks += added
 
@@ -235,7 +229,7 @@ class CacheIndex:
             engine.counts.unknown_parents += len(hashes)
             return
         tokens = packed(event.token_ids[start * size : (start + len(hashes)) * size])
-        held = group.held
+        copies = group.copies
         step = size * ITEM
         child_of = group.child_of
         for place, block in enumerate(hashes):
@@ -246,9 +240,9 @@ class CacheIndex:
                 key = group.key_of[block] = key_of(
                     parent, tokens[place * step : (place + 1) * step], text
                 )
-            # of two with equal contents (an adapter was replaced) the newer one is hit
+            # of two blocks with equal contents (an adapter was replaced) the newer one is hit
             group.hash_of[key] = block
-            held[block] = held.get(block, 0) + 1
+            copies[block] = copies.get(block, 0) + 1
             if parent != ROOT:
                 child_of[parent] = key
             parent = key
@@ -257,9 +251,7 @@ class CacheIndex:
     def _group(
         self, engine: _EngineCaches, rank: RankCache, event: BlockStored
     ) -> GroupBlocks | None:
-        """Return the group of an event; None: what is stored there says nothing, or cannot be
-        understood.
-        """
+        """Return the group of an event; None: it does not matter, or is not understood."""
         kind = event.kv_cache_spec_kind
         number = event.group_idx or 0
         size = event.block_size
@@ -272,7 +264,7 @@ class CacheIndex:
             return None
         group = rank.groups.get(number)
         if group is None or group.is_full is not is_full or group.size < size:
-            # Smaller ones are parts of blocks (``cache_partial_block`` in
+            # Smaller sizes are parts of blocks (``cache_partial_block`` in
             # vllm/v1/core/block_pool.py).
             needed = 1 if kind == _STATE else max(1, -(-(window - 1) // size))
             if group is not None:
@@ -289,27 +281,27 @@ class CacheIndex:
 
     def _remove(self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved) -> None:
         group = rank.groups.get(event.group_idx or 0)
-        gone = 0
+        removed = 0
         if group is not None:
             for block in event.block_hashes:
-                gone += group.remove(block)
+                removed += group.remove(block)
         engine.counts.removed += len(event.block_hashes)
-        engine.blocks -= gone
-        self._blocks -= gone
+        engine.blocks -= removed
+        self._blocks -= removed
 
     def _clear(self, engine: _EngineCaches, rank: RankCache) -> None:
-        # what groups there are stays known: an engine's are always the same
+        # the groups stay: an engine's are always the same
         for group in rank.groups.values():
             self._lose(engine, group)
             group.clear()
         engine.counts.cleared += 1
 
     def _lose(self, engine: _EngineCaches, group: GroupBlocks) -> None:
-        engine.blocks -= len(group.held)
-        self._blocks -= len(group.held)
+        engine.blocks -= len(group.copies)
+        self._blocks -= len(group.copies)
 
     def _is_full(self, engine: _EngineCaches) -> bool:
-        """Drop an engine that has too many blocks, and tell whether it had."""
+        """Drop an engine with too many blocks; return whether it is dropped."""
         if engine.blocks > self._engine_most or self._blocks > self._most:
             self._drop(engine)
         return engine.is_dropped
@@ -323,16 +315,15 @@ class CacheIndex:
     # ---- questions
 
     def cached(self, instance: InstanceId, prompt: TokenPrompt, lora: str | None) -> int | None:
-        """Return how many tokens of a prompt an instance has; None: its events are not followed
-        (yet).
+        """Return how many tokens of a prompt an instance has cached; None: not known.
 
-        ``lora``: the adapter that it is for. Of an instance that chooses among its ranks itself the
-            least counts.
+        ``lora``: the adapter of the request. An instance that chooses among its ranks itself counts
+        as its worst rank.
         """
-        of = self._of.get(instance)
-        if of is None:
+        location = self._locations.get(instance)
+        if location is None:
             return None
-        engine, number = of
+        engine, number = location
         if number is not None:
             rank = engine.ranks.get(number)
             return (
@@ -344,40 +335,36 @@ class CacheIndex:
         for rank in engine.ranks.values():
             if not rank.is_whole or rank.is_unclear:
                 return None
-            found = rank.cached(prompt, lora)
-            least = found if least is None else min(least, found)
+            tokens = rank.cached(prompt, lora)
+            least = tokens if least is None else min(least, tokens)
         return least
 
     def beginning(
         self, instance: InstanceId, prompt: TokenPrompt, count: int, lora: str | None
-    ) -> HeldBeginning | None:
-        """Return what an instance has of the first ``count`` ids of a prompt; None: it is not
-        known.
+    ) -> CachedBeginning | None:
+        """Return how much of the first ``count`` ids an instance has cached; None: not known.
 
-        They may be the beginning of a longer prompt. ``lora`` and several ranks are as in
-        ``cached``.
+        They may be the beginning of a longer prompt. ``lora`` and several ranks as in ``cached``.
         """
-        of = self._of.get(instance)
-        if of is None:
+        location = self._locations.get(instance)
+        if location is None:
             return None
-        engine, number = of
+        engine, number = location
         ranks = engine.ranks
-        found: HeldBeginning | None = None
+        common: CachedBeginning | None = None
         for rank in (
             ranks.values() if number is None else [ranks[number]] if number in ranks else []
         ):
             if not rank.is_whole or rank.is_unclear:
                 return None
-            held = rank.beginning(prompt, count, lora)
-            if held is None:
+            cached = rank.beginning(prompt, count, lora)
+            if cached is None:
                 return None
-            found = held if found is None else less_of(found, held)
-        return found
+            common = cached if common is None else common_part(common, cached)
+        return common
 
     def cached_tokens(self, prompt: TokenPrompt, lora: str | None = None) -> CachedTokens:
-        """Return how many tokens of a prompt each rank of each engine has, of those that are
-        known.
-        """
+        """Return how many tokens of a prompt each known rank of each engine has cached."""
         return {
             (name, number): rank.cached(prompt, lora)
             for name, engine in self._engines.items()

@@ -1,8 +1,7 @@
-"""What engines have in their prefix caches, by their own events.
+"""Reports how much of a prompt engines have cached, by their KV events.
 
-A prompt of token ids is looked up in the index. Of a text or a chat the token ids of an earlier
-prompt may be known, with which it begins: events then say whether that much is there, and what was
-sent says the rest.
+A prompt of token ids is looked up in the index. A text or a chat may begin with an earlier prompt
+whose token ids are known: events then report that beginning, and what was sent reports the rest.
 """
 
 from typing import Final
@@ -13,23 +12,23 @@ from pdrelay_proxy.core.model import InstanceId, RoutingHints
 from pdrelay_proxy.core.routing.cache_reports import CacheReport, CacheReports, PromptReports
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
 from pdrelay_proxy.features.kv_events.core.known_prompts import (
-    HeldBeginning,
+    CachedBeginning,
     KnownPrefix,
     KnownPrompts,
 )
 from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
 from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 
-_TOKEN_BYTES: Final = 4.0  # bytes of a prompt's JSON that a token is taken to have, at least
-_SLACK: Final = 1.25  # what follows a prompt may have so many times its bytes for each token
+_TOKEN_BYTES: Final = 4.0  # bytes of JSON for a token, at least
+_SLACK: Final = 1.25  # text behind a prompt may have so many times its bytes for a token
 _ENDLESS: Final = 1 << 62
 
 
 class CacheSource(FastStrEnum):
-    """How it is known what an engine has of a prompt."""
+    """How the cached part of a prompt is known."""
 
-    EVENTS = "events"  # of all of it
-    EVENTS_AND_SENT = "events_and_sent"  # of its beginning; the rest by what was sent
+    EVENTS = "events"
+    EVENTS_AND_SENT = "events_and_sent"  # its beginning by events, the rest by earlier requests
 
 
 _EVENTS: Final = CacheSource.EVENTS.value
@@ -37,7 +36,7 @@ _BOTH: Final = CacheSource.EVENTS_AND_SENT.value
 
 
 class EventReports(CacheReports):
-    """Looks prompts up in the index of what engines have told."""
+    """Looks prompts up in the index of KV events."""
 
     def __init__(self, index: CacheIndex, lookup: PromptLookup) -> None:
         """``lookup``: of the token ids of prompts."""
@@ -46,18 +45,18 @@ class EventReports(CacheReports):
         self._lookup = lookup
 
     def of(self, hints: RoutingHints, /) -> PromptReports | None:
-        """Return what engines have of a prompt; None: its token ids are not known."""
+        """Return reports for a prompt; None: its token ids are not known."""
         prompt = self._lookup.find(hints)
-        known = prompt.known
+        prefix = prompt.prefix
         if prompt.ids is not None:
             return _IdsReports(self._index, prompt.ids, prompt.size, hints.model)
-        if known is None or self._lookup.known is None:
+        if prefix is None or self._lookup.known_prompts is None:
             return None
-        return _TextReports(self._index, known, hints.model, self._lookup.known)
+        return _TextReports(self._index, prefix, hints.model, self._lookup.known_prompts)
 
 
 class _IdsReports(PromptReports):
-    """Of a prompt of token ids."""
+    """Reports for a prompt of token ids."""
 
     __slots__ = ("_cached", "_ids", "_index", "_model", "_size")
 
@@ -66,7 +65,7 @@ class _IdsReports(PromptReports):
         self._ids = ids
         self._size = size  # bytes of the prompt
         self._model = model
-        # tokens by engine: for what is there, and what is coming
+        # cached tokens by engine
         self._cached: dict[str, int | None] = {}
 
     def report(self, engine: Member, /) -> CacheReport | None:
@@ -95,15 +94,15 @@ class _IdsReports(PromptReports):
 
 
 class _TextReports(PromptReports):
-    """Of a text or a chat that begins as an earlier one did, or equals it."""
+    """Reports for a text or a chat that begins like an earlier one, or equals it."""
 
-    __slots__ = ("_cached", "_index", "_known", "_memory", "_model")
+    __slots__ = ("_cached", "_index", "_memory", "_model", "_prefix")
 
     def __init__(
-        self, index: CacheIndex, known: KnownPrefix, model: str | None, memory: KnownPrompts
+        self, index: CacheIndex, prefix: KnownPrefix, model: str | None, memory: KnownPrompts
     ) -> None:
         self._index = index
-        self._known = known
+        self._prefix = prefix
         self._model = model
         self._memory = memory
         self._cached: dict[str, int | None] = {}  # tokens by engine, as above
@@ -111,54 +110,53 @@ class _TextReports(PromptReports):
     def report(self, engine: Member, /) -> CacheReport | None:
         """Return what an engine has.
 
-        Of a longer text than is known, the events decide about its beginning. If all of that is
-        there, what was sent says how far it goes on, but no further than there are blocks behind
-        it.
+        Events decide about the known beginning. If an engine has all of it, earlier requests decide
+        how far its cache goes on, but no further than its blocks behind the beginning.
         """
-        known = self._known
+        prefix = self._prefix
         tokens = self.tokens(engine)
         if tokens is None:
             return None
-        if known.is_all:
-            size = known.size * tokens // known.tokens.count
+        if prefix.is_all:
+            size = prefix.size * tokens // prefix.tokens.count
             return size, size, _EVENTS
-        held = self._known.held.get(engine.instance.id)
-        if held is None:
+        cached = self._prefix.cached.get(engine.instance.id)
+        if cached is None:
             return None
-        if not held.is_whole:
-            size = known.size * tokens // known.count
+        if not cached.is_whole:
+            size = prefix.size * tokens // prefix.count
             return size, size, _EVENTS
         most = _ENDLESS
-        if not known.has_media:
-            behind = held.beyond + known.count - held.tokens
-            most = known.size + int(behind * max(_TOKEN_BYTES, _SLACK * known.byte_share))
-        return known.size, most, _BOTH
+        if not prefix.has_media:
+            behind = cached.beyond + prefix.count - cached.tokens
+            most = prefix.size + int(behind * max(_TOKEN_BYTES, _SLACK * prefix.byte_share))
+        return prefix.size, most, _BOTH
 
     def tokens(self, engine: Member, /) -> int | None:
-        """Return how many tokens an engine has of what is known; it may have more behind them."""
+        """Return how many tokens of the known beginning an engine has; it may have more behind."""
         name = engine.instance.id
         adapters = engine.facts.adapters
         if name in self._cached or adapters is None:  # until its first probe
             return self._cached.get(name)
-        known = self._known
+        prefix = self._prefix
         adapter = self._model if self._model in adapters else None
-        if known.is_all:
-            tokens = self._index.cached(name, known.tokens, adapter)
+        if prefix.is_all:
+            tokens = self._index.cached(name, prefix.tokens, adapter)
         else:
-            held = self._held(name, adapter)
-            tokens = None if held is None else held.tokens
+            cached = self._beginning(name, adapter)
+            tokens = None if cached is None else cached.tokens
         self._cached[name] = tokens
         return tokens
 
     def sent(self, now: float, /) -> None:
-        """Keep what is known of it."""
-        self._memory.used(self._known, now=now)
+        """Mark the known beginning as used, so that it is not forgotten."""
+        self._memory.used(self._prefix, now=now)
 
-    def _held(self, name: InstanceId, adapter: str | None) -> HeldBeginning | None:
-        """Return what an engine has of a text's known beginning, looked up once for each
-        request.
-        """
-        held = self._known.held
-        if name not in held:
-            held[name] = self._index.beginning(name, self._known.tokens, self._known.count, adapter)
-        return held[name]
+    def _beginning(self, name: InstanceId, adapter: str | None) -> CachedBeginning | None:
+        """Return how much of the known beginning an engine has, looked up once a request."""
+        cached = self._prefix.cached
+        if name not in cached:
+            cached[name] = self._index.beginning(
+                name, self._prefix.tokens, self._prefix.count, adapter
+            )
+        return cached[name]

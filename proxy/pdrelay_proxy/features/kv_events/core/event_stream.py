@@ -1,8 +1,8 @@
-"""An engine's answer to ``GET /v1/pdrelay/kv_events``: bytes, frames in them, batches in those,
-events in those.
+"""Parses an engine's answer to ``GET /v1/pdrelay/kv_events``: frames, batches, events.
 
 A frame is its length (4 bytes, big endian), the number of its batch on this connection (8 bytes,
-from 0, without gaps) and one msgpack value. The length counts what follows it; 0 is a sign of life.
+from 0, without gaps) and one msgpack value. The length counts the bytes after it; 0 is a sign of
+life.
 """
 
 from typing import Final
@@ -13,7 +13,7 @@ from pdrelay_proxy.features.kv_events.errors import BadKvEvents
 from pdrelay_proxy.features.kv_events.event_schemas import KvEvent, KvEventBatch, KvEventKind
 
 PATH: Final = "/v1/pdrelay/kv_events"
-FRAME_MOST: Final = 16 * 1024 * 1024  # bytes of what follows the length
+FRAME_MOST: Final = 16 * 1024 * 1024  # bytes after the length
 _LENGTH: Final = 4
 _NUMBER: Final = 8
 _BATCH: Final = msgspec.msgpack.Decoder(KvEventBatch)
@@ -24,21 +24,20 @@ _KNOWN: Final = (_STORED, "BlockRemoved", "AllBlocksCleared")
 
 
 class KvEventStream:
-    """Takes a body in pieces of any size; what it holds is at most a frame and a piece."""
+    """Reads frames from pieces of any size; it holds at most a frame and a piece."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._next = 0  # number of the batch that comes next
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the payloads of the frames that are complete with this piece.
+        """Return the payloads of the frames that this piece completes.
 
         Raises:
-            BadKvEvents: a frame is too long or too short, or a batch is missing; nothing more can
-                be read.
+            BadKvEvents: a frame has a wrong length, or a batch is missing; the stream is unusable.
         """
         rest = self._rest
-        found = list[bytes]()
+        payloads = list[bytes]()
         at = 0
         rest += data
         while len(rest) - at >= _LENGTH:
@@ -55,14 +54,14 @@ class KvEventStream:
                 if number != self._next:
                     raise BadKvEvents(f"batch {number} came where {self._next} should be")
                 self._next += 1
-                found.append(bytes(rest[begin + _NUMBER : begin + length]))
+                payloads.append(bytes(rest[begin + _NUMBER : begin + length]))
             at = begin + length
         del rest[:at]
-        return found
+        return payloads
 
 
 def read_batch(payload: bytes) -> KvEventBatch:
-    """Read a batch, and not yet its events; raises BadKvEvents: it is none."""
+    """Decode a batch without its events; raises BadKvEvents."""
     try:
         return _BATCH.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -70,10 +69,10 @@ def read_batch(payload: bytes) -> KvEventBatch:
 
 
 def read_event(raw: msgspec.Raw) -> KvEvent | None:
-    """Read an event; None: it is of an unknown type, or tells of stored blocks in an unknown way.
+    """Decode an event; None: an unknown type, or stored blocks in an unknown form.
 
     Raises:
-        BadKvEvents: it may tell of blocks that are gone, and cannot be read.
+        BadKvEvents: unreadable, and it may have removed blocks.
     """
     try:
         return _EVENT.decode(raw)
@@ -83,5 +82,5 @@ def read_event(raw: msgspec.Raw) -> KvEvent | None:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as odd:
             raise BadKvEvents(f"an event is none: {odd}") from odd
         if kind == _STORED or kind not in _KNOWN:
-            return None  # less is known of the cache than could be
+            return None  # the index then misses some blocks, which is safe
         raise BadKvEvents(f"a {kind} is not what vLLM publishes: {exc}") from exc

@@ -1,14 +1,13 @@
-"""The token ids of texts and chats, as prefill engines have told them: to look later prompts up in
-engines' caches.
+"""The token ids of earlier texts and chats, by which later prompts are looked up in caches.
 
-The router never tokenises. A prefill engine's answer has the token ids of its prompt, and a later
+The router has no tokenizer. A prefill engine's answer has the token ids of its prompt, and a later
 prompt that begins with the same blocks of text (core/prompt_blocks.py) begins with the same tokens,
 up to a seam: a chat template ends a prompt with the beginning of the assistant's message, and some
-templates write it otherwise once the message is there.
+templates write that differently once the message is there.
 
-How many tokens come before the end of a block is known where an earlier prompt ended with it. Of
-other blocks a lower bound is known: no tokenizer makes more tokens than bytes, so what follows the
-block has at most its bytes in tokens.
+The number of tokens up to the end of a block is known exactly if an earlier prompt ended there. For
+other blocks there is a lower bound: no tokenizer makes more tokens than bytes, so the text behind
+the block has at most as many tokens as bytes.
 """
 
 from collections import Counter, OrderedDict
@@ -18,31 +17,30 @@ from pdrelay_proxy.core.prompt_blocks import PromptBlocks
 from pdrelay_proxy.features.kv_events.core.token_blocks import TokenPrompt
 
 BYTES_MOST: Final = 64 * 1024 * 1024  # of all prompts: seven million tokens
-SEAM: Final = 16  # tokens at the end of a prompt that a longer one may have otherwise
+SEAM: Final = 16  # tokens at the end of a prompt that may differ in a longer one
 _PLACES_MOST: Final = 32  # blocks of a prompt for which a lower bound is kept
-# What a prompt takes, measured: the names of cache blocks of 16 tokens are made with the first
-# lookup.
+# The memory of a prompt, measured; it includes the keys of cache blocks of 16 tokens.
 _TOKEN_BYTES: Final = 9
 _PLACE_BYTES: Final = 200
 _PROMPT_BYTES: Final = 1000
 
 
-class HeldBeginning:
-    """What one engine has of a prompt's known beginning. It does not change."""
+class CachedBeginning:
+    """How much of a prompt's known beginning one engine has cached. It does not change."""
 
     __slots__ = ("beyond", "is_whole", "tokens")
 
     def __init__(self, tokens: int, beyond: int, *, is_whole: bool) -> None:
         self.tokens = tokens  # of whole cache blocks, from the beginning on
-        # tokens of the blocks that the engine has behind it, of this prompt or of another
+        # tokens of the engine's blocks behind it, of this prompt or another
         self.beyond = beyond
         self.is_whole = is_whole  # it has every block of the known beginning
 
 
 class KnownPrefix:
-    """What is known of one prompt's tokens."""
+    """The known beginning of a prompt: token ids of an earlier one."""
 
-    __slots__ = ("byte_share", "count", "has_media", "held", "is_all", "owner", "size", "tokens")
+    __slots__ = ("byte_share", "cached", "count", "has_media", "is_all", "owner", "size", "tokens")
 
     def __init__(
         self,
@@ -57,75 +55,73 @@ class KnownPrefix:
     ) -> None:
         self.owner = owner  # the name of the earlier prompt
         self.tokens = tokens  # its ids
-        self.count = count  # so many of them are the beginning of this prompt
-        self.size = size  # bytes of this prompt that they stand for
+        self.count = count  # so many ids are the beginning of this prompt
+        self.size = size  # bytes of this beginning
         self.byte_share = byte_share  # bytes for each token of the earlier prompt
         self.is_all = is_all  # the prompts are equal
-        self.has_media = has_media  # tokens of images and the like have nothing to do with bytes
+        self.has_media = has_media  # the tokens of images do not follow from bytes
         # by instance, for as long as one request is routed
-        self.held: dict[str, HeldBeginning | None] = {}
+        self.cached: dict[str, CachedBeginning | None] = {}
 
 
 class _Prompt:
-    """One prompt that is remembered."""
+    """One remembered prompt."""
 
     __slots__ = ("at", "cost", "places", "size", "tokens")
 
     def __init__(self, tokens: TokenPrompt, size: int, places: dict[int, int], at: float) -> None:
         self.tokens = tokens
         self.size = size  # bytes
-        self.places = places  # by the name of a block of text: so many tokens come before its end
+        self.places = places  # by the name of a block of text: the tokens up to its end
         self.at = at  # when it was used last
         self.cost = tokens.count * _TOKEN_BYTES + len(places) * _PLACE_BYTES + _PROMPT_BYTES
 
 
 class KnownPrompts:
-    """The prompts by the names of their blocks; those that were not used for longest are forgotten
-    first.
+    """Remembered prompts, by the names of their blocks; the least recently used go first.
 
-    A prompt takes the place of the one that it continues. Times are seconds of a clock that only
-    rises.
+    A prompt replaces the one that it continues. Times are seconds of a monotonic clock.
     """
 
     def __init__(self, lifetime_s: float, *, most: int = BYTES_MOST) -> None:
         self._lifetime_s = lifetime_s  # without use
         self._most = most
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()  # by the name of the last block
-        # by the name of a block: the prompt in which its tokens are known
+        # the prompt in which a block's tokens are known, by the name of the block
         self._owners: dict[int, int] = {}
         self.bytes = 0  # of all of them, about
-        # what became of prompts: learned, continued, evicted, expired, ...
+        # by event: learned, continued, evicted, expired and others
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def find(self, blocks: PromptBlocks, *, now: float) -> KnownPrefix | None:
-        """Return what is known of a prompt's tokens; None: nothing."""
+        """Return the known beginning of a prompt; None: nothing is known."""
         place, owner = self._longest(blocks, now)
         if place < 0:
             return None
-        known = self._prompts[owner]
+        prompt = self._prompts[owner]
         is_all = (
             place + 1 == len(blocks.names) and blocks.is_compared and owner == blocks.names[place]
         )
-        is_all = is_all and known.size == blocks.size
-        count = known.places[blocks.names[place]] - (0 if is_all else SEAM)
+        is_all = is_all and prompt.size == blocks.size
+        count = prompt.places[blocks.names[place]] - (0 if is_all else SEAM)
         if count <= 0:
             return None
-        share = known.size / known.tokens.count
+        share = prompt.size / prompt.tokens.count
         size = blocks.size if is_all else min(blocks.ends[place], int(count * share))
         return KnownPrefix(
-            owner, known.tokens, count, size, share, is_all=is_all, has_media=blocks.has_media
+            owner, prompt.tokens, count, size, share, is_all=is_all, has_media=blocks.has_media
         )
 
     def learn(
         self, blocks: PromptBlocks, tokens: TokenPrompt, *, is_even: bool, now: float
     ) -> None:
-        """A prefill engine has told the tokens of a prompt.
+        """Remember the tokens of a prompt, from a prefill engine's answer.
 
         ``is_even``: its tokens come in the order of its text, so blocks near its end have a lower
-            bound.
+        bound.
         """
         names = blocks.names
         if not names or not blocks.is_compared or not tokens.count:
@@ -145,17 +141,15 @@ class KnownPrompts:
         self.counts["learned"] += 1
         self._shrink(now)
 
-    def used(self, known: KnownPrefix, *, now: float) -> None:
-        """A request with this beginning was sent."""
-        prompt = self._prompts.get(known.owner)
+    def used(self, prefix: KnownPrefix, *, now: float) -> None:
+        """Mark a beginning as used: a request with it was sent."""
+        prompt = self._prompts.get(prefix.owner)
         if prompt is not None:
             prompt.at = now
-            self._prompts.move_to_end(known.owner)
+            self._prompts.move_to_end(prefix.owner)
 
     def _longest(self, blocks: PromptBlocks, now: float) -> tuple[int, int]:
-        """Return the place of the last block whose tokens are known, and of which prompt; -1: there
-        is none.
-        """
+        """Return the place of the last block with known tokens, and its prompt; place -1: none."""
         owners = self._owners
         names = blocks.names
         oldest = now - self._lifetime_s
@@ -168,17 +162,16 @@ class KnownPrompts:
     def _continue(
         self, owner: int, places: dict[int, int], blocks: PromptBlocks, tokens: TokenPrompt
     ) -> None:
-        """Take over what is known of an earlier prompt's blocks, and forget it if it has nothing of
-        its own.
+        """Take over an earlier prompt's blocks, and forget it if no other block is left.
 
-        Where equal texts have other tokens, the template rewrites what came earlier: what both have
-        in common counts.
+        If equal texts have different tokens, the template rewrites earlier messages: then only the
+        common tokens count.
         """
         earlier = self._prompts[owner]
         names = frozenset(blocks.names)
         common = tokens.common(earlier.tokens)
         own = 0
-        tokens.take_keys(earlier.tokens, common)
+        tokens.adopt_keys(earlier.tokens, common)
         for name, count in earlier.places.items():
             if name in names:
                 places[name] = max(places.get(name, 0), count) if count <= common else common
@@ -210,7 +203,7 @@ class KnownPrompts:
 
 
 def _add_bounds(places: dict[int, int], blocks: PromptBlocks, count: int) -> None:
-    """Add the last blocks before the end: what follows one has at most as many tokens as bytes."""
+    """Add lower bounds for the last blocks: the text behind has at most as many tokens as bytes."""
     for place in range(len(blocks.names) - 2, max(-1, len(blocks.names) - 2 - _PLACES_MOST), -1):
         tokens = count - (blocks.size - blocks.ends[place])
         if tokens <= count // 2 or tokens <= SEAM:

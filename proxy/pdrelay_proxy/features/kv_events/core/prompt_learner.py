@@ -1,6 +1,6 @@
-"""Has prefill engines tell the token ids of texts and chats, and takes them out of their answers.
+"""Requests the token ids of texts and chats from prefill engines, and reads their answers.
 
-Long ones are read in pieces, between other work.
+Long lists are read in pieces, between other work.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from pdrelay_proxy.features.kv_events.core.told_ids import (
     packed_ids,
 )
 
-# long answers that are read at a time: 2 ms in one iteration of the event loop
+# long lists that are read concurrently: 2 ms of an iteration of the event loop
 READINGS_MOST: Final = 8
 
 
@@ -31,28 +31,26 @@ class PromptLearner(PromptIdReader):
 
     def __init__(
         self,
-        known: KnownPrompts,
+        known_prompts: KnownPrompts,
         clock: Callable[[], float],
         call_soon: Callable[[Callable[[], None]], object],
         lookup: PromptLookup,
     ) -> None:
-        """``call_soon``: calls in the next iteration of the event loop; ``lookup``: of what is
-        known of prompts.
-        """
-        self._known = known
+        """``call_soon``: calls in the next iteration of the event loop."""
+        self._known_prompts = known_prompts
         self._clock = clock  # seconds; the one of the fleet
         self._call_soon = call_soon
         self._lookup = lookup
         self._readings = 0
 
     def wants_ids(self, call: GenerationRequest, hints: RoutingHints, /) -> bool:
-        """Tell whether the ids of a prompt are unknown, and an engine can tell them."""
+        """Tell whether the ids of a prompt are unknown, and an engine can report them."""
         return self._lookup.find(hints).ids is None and may_tell_ids(call, hints)
 
     def ids_told(self, hints: RoutingHints, answer: TokensAnswer | None, /) -> None:
-        """Take them in."""
+        """Learn the ids in an answer."""
         ids = ids_in(answer)
-        counts = self._known.counts
+        counts = self._known_prompts.counts
         if not ids:
             counts["missing"] += 1
         elif len(ids) <= PIECE:
@@ -74,7 +72,7 @@ class PromptLearner(PromptIdReader):
         self._learn(hints, b"" if piece is None else b"".join(read))
 
     def _next(self, pieces: Iterator[bytes]) -> bytes | None:
-        """Return the next ids, packed; empty: there is none; None: they cannot be read."""
+        """Return the next ids, packed; empty: the end; None: unreadable."""
         try:
             return next(pieces, b"")
         except EngineError:
@@ -83,6 +81,8 @@ class PromptLearner(PromptIdReader):
     def _learn(self, hints: RoutingHints, ids: bytes | None) -> None:
         prompt = prompt_of(ids, hints.context) if ids else None
         if prompt is None:
-            self._known.counts["missing"] += 1
+            self._known_prompts.counts["missing"] += 1
         else:
-            self._known.learn(hints.blocks, prompt, is_even=is_even(hints), now=self._clock())
+            self._known_prompts.learn(
+                hints.blocks, prompt, is_even=is_even(hints), now=self._clock()
+            )

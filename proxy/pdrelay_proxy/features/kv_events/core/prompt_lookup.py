@@ -1,4 +1,4 @@
-"""What is known of the token ids of the prompts whose requests are under way."""
+"""Finds the known token ids of the prompts of current requests."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,39 +14,35 @@ PROMPTS_MOST: Final = 256
 
 
 class PromptTokens:
-    """One prompt. What was found of it stays as it was when it was looked up first."""
+    """The token ids of one prompt, as they were known at the first look-up."""
 
-    __slots__ = ("blocks", "ids", "known", "size")
+    __slots__ = ("blocks", "ids", "prefix", "size")
 
     def __init__(
-        self, blocks: PromptBlocks, size: int, ids: TokenPrompt | None, known: KnownPrefix | None
+        self, blocks: PromptBlocks, size: int, ids: TokenPrompt | None, prefix: KnownPrefix | None
     ) -> None:
-        self.blocks = blocks  # names the prompt: no other has the same object
+        self.blocks = blocks  # identifies the prompt: no other one has this object
         self.size = size  # bytes
-        self.ids = ids  # if it is one of token ids
-        self.known = known  # else: the ids of an earlier prompt, with which it begins
+        self.ids = ids  # of a prompt of token ids
+        self.prefix = prefix  # of a text or chat: the ids of an earlier prompt that it begins with
 
 
 class PromptLookup:
-    """Reads the prompts of requests once: their engines are chosen, and what these have is asked
-    again later.
-    """
+    """Looks each prompt up once: the choice of engines asks, and later listeners ask again."""
 
-    __slots__ = ("_bytes", "_clock", "_latest", "_prompts", "known")
+    __slots__ = ("_bytes", "_clock", "_latest", "_prompts", "known_prompts")
 
-    def __init__(self, known: KnownPrompts | None, clock: Callable[[], float]) -> None:
-        """``known``: the token ids of texts and chats; None: only prompts of token ids are looked
-        up.
-        """
-        self.known = known
+    def __init__(self, known_prompts: KnownPrompts | None, clock: Callable[[], float]) -> None:
+        """``known_prompts``: of texts and chats; None: only prompts of token ids are looked up."""
+        self.known_prompts = known_prompts
         self._clock = clock  # seconds; the one of the fleet
-        # those that were looked up last, by their blocks
+        # the latest look-ups, by the id of their blocks
         self._prompts: OrderedDict[int, PromptTokens] = OrderedDict()
         self._latest: PromptTokens | None = None
         self._bytes = 0
 
     def find(self, hints: RoutingHints) -> PromptTokens:
-        """Return what is known of a prompt."""
+        """Return the known token ids of a prompt."""
         blocks = hints.blocks
         prompt = self._latest
         if prompt is not None and prompt.blocks is blocks:
@@ -55,10 +51,10 @@ class PromptLookup:
         prompt = prompts.get(id(blocks))
         if prompt is None:
             ids = token_prompt(hints.prompt, hints.context)
-            known: KnownPrefix | None = None
-            if ids is None and self.known is not None and hints.prompt:
-                known = self.known.find(blocks, now=self._clock())
-            prompt = prompts[id(blocks)] = PromptTokens(blocks, len(hints.prompt), ids, known)
+            prefix: KnownPrefix | None = None
+            if ids is None and self.known_prompts is not None and hints.prompt:
+                prefix = self.known_prompts.find(blocks, now=self._clock())
+            prompt = prompts[id(blocks)] = PromptTokens(blocks, len(hints.prompt), ids, prefix)
             self._bytes += prompt.size
             while len(prompts) > PROMPTS_MOST or (self._bytes > BYTES_MOST and len(prompts) > 1):
                 _, oldest = prompts.popitem(last=False)

@@ -1,16 +1,16 @@
-"""One data-parallel rank's cache: the blocks of each KV cache group, and how much of a prompt they
-are.
+"""The cache of one data-parallel rank: the blocks of each KV cache group, and hits of prompts.
 
-A model has one group or several. A hit must be whole in every group with full attention. A group
-with a sliding window, or with states, has a block for few of the places, and needs the last ones
-before the hit: vLLM hashes the same beginning of a prompt alike in all groups, so a block of theirs
-is found by the hash of the full group's block that ends there.
+A model has one or more groups. A hit must be complete in every group with full attention. A group
+with a sliding window, or with states, caches blocks at some places only, and needs the last ones
+before the end of a hit. vLLM gives equal prefixes equal hashes in all groups, so their blocks are
+found by the hash of the full group's block that ends at the same place
+(``find_longest_cache_hit`` in vllm/v1/core/kv_cache_coordinator.py).
 """
 
 from math import lcm
 from typing import Final
 
-from pdrelay_proxy.features.kv_events.core.known_prompts import HeldBeginning
+from pdrelay_proxy.features.kv_events.core.known_prompts import CachedBeginning
 from pdrelay_proxy.features.kv_events.core.token_blocks import BlockKey, TokenPrompt
 from pdrelay_proxy.features.kv_events.event_schemas import BlockHash
 
@@ -20,27 +20,27 @@ BEHIND_MOST: Final = 16_384  # blocks, 2 ms
 class GroupBlocks:
     """One KV cache group of a rank."""
 
-    __slots__ = ("child_of", "hash_of", "held", "is_full", "key_of", "needed", "size")
+    __slots__ = ("child_of", "copies", "hash_of", "is_full", "key_of", "needed", "size")
 
     def __init__(self, size: int, *, is_full: bool, needed: int) -> None:
         self.size = size  # tokens of a block
         self.is_full = is_full
         self.needed = needed  # blocks before the end of a hit, if it is not full
-        self.held: dict[BlockHash, int] = {}  # how often
+        self.copies: dict[BlockHash, int] = {}  # how often each block is stored
         self.key_of: dict[BlockHash, BlockKey] = {}  # of a full group
         self.hash_of: dict[BlockKey, BlockHash] = {}
-        # the block behind one that was stored last; it may be gone
+        # the latest block behind each; it may be gone
         self.child_of: dict[BlockKey, BlockKey] = {}
 
     def clear(self) -> None:
-        """Forget all blocks."""
-        self.held = {}
+        """Remove all blocks."""
+        self.copies = {}
         self.key_of = {}
         self.hash_of = {}
         self.child_of = {}
 
     def behind(self, key: BlockKey) -> int:
-        """Return how many blocks follow one, each the latest behind the one before it."""
+        """Return how many cached blocks follow one, along the latest child of each."""
         child_of = self.child_of
         hash_of = self.hash_of
         count = 0
@@ -51,14 +51,14 @@ class GroupBlocks:
         return count
 
     def remove(self, block: BlockHash) -> int:
-        """Take a block away once; return how many fewer there are to hold."""
-        count = self.held.get(block, 0)
+        """Remove one copy of a block; return 1 if it was the last one, else 0."""
+        count = self.copies.get(block, 0)
         if count > 1:
-            self.held[block] = count - 1
+            self.copies[block] = count - 1
             return 0
         if not count:
             return 0
-        del self.held[block]
+        del self.copies[block]
         key = self.key_of.pop(block, None)
         if key is not None:
             if self.hash_of.get(key) == block:
@@ -74,18 +74,18 @@ class RankCache:
     __slots__ = ("groups", "is_unclear", "is_whole")
 
     def __init__(self) -> None:
-        self.is_whole = False  # the state has come to its end
-        self.is_unclear = False  # there is a group of which nothing is known
+        self.is_whole = False  # its initial state is complete
+        self.is_unclear = False  # it has a group of an unknown kind
         self.groups: dict[int, GroupBlocks] = {}
 
     def cached(self, prompt: TokenPrompt, lora: str | None) -> int:
-        """Return how many tokens of a prompt need not be computed: vLLM computes at least the last
-        one.
+        """Return how many tokens of a prompt are cached; vLLM always computes the last one
+        (``get_computed_blocks`` in vllm/v1/core/kv_cache_manager.py).
         """
         if len(self.groups) == 1:
             (group,) = self.groups.values()
             return (
-                _held(group, prompt, (prompt.count - 1) // group.size, lora) * group.size
+                _cached_blocks(group, prompt, (prompt.count - 1) // group.size, lora) * group.size
                 if group.is_full
                 else 0
             )
@@ -103,33 +103,34 @@ class RankCache:
             end -= step
         return end
 
-    def beginning(self, prompt: TokenPrompt, count: int, lora: str | None) -> HeldBeginning | None:
-        """Return what there is of the first ``count`` ids of a prompt, in groups with full
-        attention.
+    def beginning(
+        self, prompt: TokenPrompt, count: int, lora: str | None
+    ) -> CachedBeginning | None:
+        """Return how much of the first ``count`` ids is cached, in groups with full attention.
 
-        What those with a window or a state need is at the end of a hit, which may lie behind them.
-        None: so few ids fill no block, or there is no such group.
+        Groups with a window or a state need blocks at the end of the hit, which may lie behind.
+        None: the ids fill no block, or there is no group with full attention.
         """
         fulls = [group for group in self.groups.values() if group.is_full]
         if not fulls:
-            # nothing was ever stored
-            return None if self.groups else HeldBeginning(0, 0, is_whole=False)
-        least: HeldBeginning | None = None
+            # no groups: no block was ever stored
+            return None if self.groups else CachedBeginning(0, 0, is_whole=False)
+        least: CachedBeginning | None = None
         for group in fulls:
             size = group.size
-            wanted = count // group.size
-            if not wanted:
+            blocks = count // group.size
+            if not blocks:
                 return None
-            found = _held(group, prompt, wanted, lora)
-            is_whole = found == wanted
-            behind = group.behind(prompt.keys(size, lora)[wanted - 1]) if is_whole else 0
-            held = HeldBeginning(found * size, behind * size, is_whole=is_whole)
-            least = held if least is None else less_of(least, held)
+            cached_blocks = _cached_blocks(group, prompt, blocks, lora)
+            is_whole = cached_blocks == blocks
+            behind = group.behind(prompt.keys(size, lora)[blocks - 1]) if is_whole else 0
+            cached = CachedBeginning(cached_blocks * size, behind * size, is_whole=is_whole)
+            least = cached if least is None else common_part(least, cached)
         return least
 
 
-def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) -> int:
-    """Return how many blocks a full group has from the beginning on, of ``most``."""
+def _cached_blocks(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) -> int:
+    """Return how many of the first ``most`` blocks a full group has, up to the first miss."""
     size = group.size
     hash_of = group.hash_of
     keys = prompt.keys(size, lora)
@@ -146,8 +147,9 @@ def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) 
 def _walk(
     group: GroupBlocks, prompt: TokenPrompt, lora: str | None, hashes: dict[int, BlockHash]
 ) -> int:
-    """Return the tokens of the blocks that a full group has from the beginning on; note their
-    hashes by their ends.
+    """Return the cached tokens of a full group up to the first miss.
+
+    ``hashes`` gets the hash of each of these blocks, by the place of its end.
     """
     size = group.size
     hash_of = group.hash_of
@@ -155,31 +157,34 @@ def _walk(
     keys = prompt.keys(size, lora)
     most = (prompt.count - 1) // size
     while place < most:
-        found = hash_of.get(keys[place] if place < len(keys) else prompt.more(keys, size, lora))
-        if found is None:
+        block_hash = hash_of.get(
+            keys[place] if place < len(keys) else prompt.more(keys, size, lora)
+        )
+        if block_hash is None:
             break
         place += 1
-        hashes[place * size] = found
+        hashes[place * size] = block_hash
     return place * size
 
 
 def _has_tail(group: GroupBlocks, end: int, hashes: dict[int, BlockHash]) -> bool:
-    """Tell whether a group has what it needs before the end of a hit; a place that cannot be named
-    counts as absent.
+    """Tell whether a group has the blocks that it needs before the end of a hit.
+
+    A place without a known hash counts as a miss.
     """
     for _ in range(group.needed):
         if end <= 0:
             break
         block = hashes.get(end)
-        if block is None or block not in group.held:
+        if block is None or block not in group.copies:
             return False
         end -= group.size
     return True
 
 
-def less_of(one: HeldBeginning, other: HeldBeginning) -> HeldBeginning:
-    """Return what both have."""
-    is_whole = one.is_whole and other.is_whole
-    return HeldBeginning(
-        min(one.tokens, other.tokens), min(one.beyond, other.beyond), is_whole=is_whole
+def common_part(first: CachedBeginning, second: CachedBeginning) -> CachedBeginning:
+    """Return the smaller of two cached beginnings, part by part."""
+    is_whole = first.is_whole and second.is_whole
+    return CachedBeginning(
+        min(first.tokens, second.tokens), min(first.beyond, second.beyond), is_whole=is_whole
     )

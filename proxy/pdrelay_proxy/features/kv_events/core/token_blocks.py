@@ -1,5 +1,4 @@
-"""The blocks of a prompt of token ids, each named by all that comes before its end, as engines'
-caches compare them.
+"""Keys for the blocks of a prompt of token ids; equal keys mean equal tokens up to their end.
 
 vLLM hashes a block with its parent's hash, its token ids and its extra keys (``hash_block_tokens``
 in vllm/v1/core/kv_cache_utils.py). Its first hash is random or configured, and the function is
@@ -19,15 +18,15 @@ from pdrelay_proxy.core.raw_json import NULL, NotJson, decode, maybe
 BlockKey: TypeAlias = int
 ROOT: Final[BlockKey] = 0  # the parent of a first block
 ITEM: Final = 4  # bytes of a token id
-PROMPT_MOST: Final = 1 << 23  # bytes of JSON; a longer prompt is not looked at
-_PIECE: Final = 512  # bytes of the JSON of token ids that are read together
-_PIECES_MOST: Final = 4096  # that are remembered: 7 MB, and 13 at most
+PROMPT_MOST: Final = 1 << 23  # bytes of JSON; a longer prompt is not looked up
+_PIECE: Final = 512  # bytes of JSON of token ids that are parsed at once
+_PIECES_MOST: Final = 4096  # cached pieces: 7 MB, and 13 at most
 _PIECES: Final[dict[bytes, bytes]] = {}  # the ids by their JSON
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _BRACKET: Final = 91
 _DIGITS: Final = frozenset(b"0123456789")
 _SPACES: Final = b" \t\r\n"
-# With one of these the engine's tokens are others, or more than tokens decides what is in a block.
+# With one of these fields an engine's tokens differ, or its blocks depend on more than tokens.
 _OTHER_CONTENT: Final = ("truncate_prompt_tokens", "prompt_embeds", "features", "suffix")
 
 
@@ -39,7 +38,7 @@ def packed(ids: Sequence[int]) -> bytes:
 def packed_json(ids: bytes) -> bytes | None:
     """Return the token ids of a JSON list as bytes; None: it is no list of token ids.
 
-    Prompts begin alike, so it is read in pieces, and those that came before are remembered.
+    Prompts share beginnings, so it is parsed in pieces, which are cached.
     """
     pieces: list[bytes] = []
     at = 1
@@ -60,9 +59,9 @@ def packed_json(ids: bytes) -> bytes | None:
 
 
 def _packed_piece(ids: bytes) -> bytes | None:
-    """Read some of the ids of a list, and remember them; None: one is no token id.
+    """Parse a piece of a list, and cache it; None: one is no token id.
 
-    With white space between them they may have any length, and are not remembered.
+    With white space a piece may have any length; a long one is not cached.
     """
     try:
         piece = packed(decode(b"[%b]" % ids, list[int]))
@@ -79,15 +78,15 @@ def _packed_piece(ids: bytes) -> bytes | None:
 def extras_of(lora: str | None, keys: Sequence[msgspec.Raw]) -> bytes:
     """Return the extra keys of a block as bytes: empty, if it has none.
 
-    ``keys``: in msgpack, as vLLM's events have them: those of an adapter begin with its name, which
-    an event has twice.
+    ``keys``: in msgpack, as in vLLM's events. With an adapter they begin with its name, which an
+    event has in ``lora_name``, too.
     """
-    found = b"".join([bytes(key) for key in keys])
+    content = b"".join([bytes(key) for key in keys])
     if lora is None:
-        return found
+        return content
     name = _ENCODER.encode(lora)
     # the nil tells a name from a salt
-    return b"\xc0" + (found if found.startswith(name) else name + found)
+    return b"\xc0" + (content if content.startswith(name) else name + content)
 
 
 def key_of(parent: BlockKey, tokens: bytes, extras: bytes) -> BlockKey:
@@ -98,10 +97,10 @@ def key_of(parent: BlockKey, tokens: bytes, extras: bytes) -> BlockKey:
 class TokenPrompt:
     """A prompt of token ids.
 
-    Keys are made as they are asked for: a prompt that no engine knows costs one.
+    Keys are computed on demand: a prompt that no engine has cached costs one.
     """
 
-    __slots__ = ("count", "made", "salts", "tokens")
+    __slots__ = ("count", "keys_by_size", "salts", "tokens")
 
     def __init__(self, ids: Sequence[int], salt: str | None = None) -> None:
         """``ids``: may be packed; ``salt``: its ``cache_salt``.
@@ -111,17 +110,19 @@ class TokenPrompt:
         self.tokens = ids if isinstance(ids, bytes) else packed(ids)
         self.count = len(self.tokens) // ITEM
         self.salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
-        self.made: dict[tuple[int, str | None], list[BlockKey]] = {}  # by block size and adapter
+        self.keys_by_size: dict[
+            tuple[int, str | None], list[BlockKey]
+        ] = {}  # by block size and adapter
 
     def common(self, other: "TokenPrompt") -> int:
-        """Return how many token ids both begin with."""
+        """Return the length of the common prefix of both prompts, in token ids."""
         mine = self.tokens
         theirs = other.tokens
         low = 0
         high = min(self.count, other.count)
         if mine[: high * ITEM] == theirs[: high * ITEM]:
             return high
-        while low + 1 < high:  # they have the first ``low`` in common, and not the first ``high``
+        while low + 1 < high:  # the first ``low`` are equal, and the first ``high`` are not
             middle = (low + high) // 2
             if mine[low * ITEM : middle * ITEM] == theirs[low * ITEM : middle * ITEM]:
                 low = middle
@@ -129,26 +130,22 @@ class TokenPrompt:
                 high = middle
         return low
 
-    def take_keys(self, other: "TokenPrompt", count: int) -> None:
-        """Take over the keys of another prompt's blocks, as far as both begin with the same
-        ``count`` ids.
-        """
+    def adopt_keys(self, other: "TokenPrompt", count: int) -> None:
+        """Take over another prompt's keys for the common prefix of ``count`` ids."""
         if self.salts != other.salts:
             return
-        for (size, lora), keys in other.made.items():
-            self.made[size, lora] = keys[: count // size]
+        for (size, lora), keys in other.keys_by_size.items():
+            self.keys_by_size[size, lora] = keys[: count // size]
 
     def keys(self, size: int, lora: str | None) -> list[BlockKey]:
-        """Return the keys that are made, of the first blocks of this size; ``more`` makes the
-        next.
-        """
-        found = self.made.get((size, lora))
-        if found is None:
-            found = self.made[size, lora] = []
-        return found
+        """Return the keys so far for blocks of this size; ``more`` adds the next one."""
+        keys = self.keys_by_size.get((size, lora))
+        if keys is None:
+            keys = self.keys_by_size[size, lora] = []
+        return keys
 
     def more(self, keys: list[BlockKey], size: int, lora: str | None) -> BlockKey:
-        """Make and return the next key; ``keys``: what ``keys`` has returned.
+        """Add the next key to ``keys`` (the list that `keys` returned), and return it.
 
         The block must be full.
         """
@@ -169,9 +166,7 @@ class TokenPrompt:
 def token_prompt(
     prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw]
 ) -> TokenPrompt | None:
-    """Read a prompt's JSON; None: it is not one list of token ids, or its blocks depend on more
-    than these.
-    """
+    """Parse a prompt's JSON; None: no list of token ids, or its blocks depend on other fields."""
     if len(prompt) > PROMPT_MOST or not prompt or not is_plain(context):
         return None
     if (prompt[0] != _BRACKET or prompt[1] not in _DIGITS) and not _begins_with_digit(
@@ -183,9 +178,7 @@ def token_prompt(
 
 
 def is_plain(context: Mapping[str, msgspec.Raw]) -> bool:
-    """Tell whether the blocks of a request's prompt depend on no more than its token ids, salt and
-    adapter.
-    """
+    """Tell whether a prompt's blocks depend only on its token ids, its salt and its adapter."""
     for name in _OTHER_CONTENT:  # noqa: SIM110 (a generator takes twice as long)
         if name in context and context[name] != NULL:
             return False
@@ -193,14 +186,13 @@ def is_plain(context: Mapping[str, msgspec.Raw]) -> bool:
 
 
 def prompt_of(ids: Sequence[int], context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:
-    """Return the prompt of a request that has these fields; None: an id is no token id, or the salt
-    no text.
+    """Return the prompt of a request with these fields; None: an invalid id or salt.
 
     ``ids``: may be packed.
     """
-    said = context.get("cache_salt", NULL)
-    salt = None if said == NULL else maybe(said, str)
-    if salt is None and said != NULL:
+    raw_salt = context.get("cache_salt", NULL)
+    salt = None if raw_salt == NULL else maybe(raw_salt, str)
+    if salt is None and raw_salt != NULL:
         return None
     try:
         return TokenPrompt(ids, salt)
@@ -209,7 +201,7 @@ def prompt_of(ids: Sequence[int], context: Mapping[str, msgspec.Raw]) -> TokenPr
 
 
 def _begins_with_digit(start: bytes) -> bool:
-    """Tell a list of numbers from lists of other things, and from texts."""
+    """Tell whether JSON begins like a list of numbers."""
     start = start.lstrip(_SPACES)
     if not start or start[0] != _BRACKET:
         return False

@@ -1,6 +1,4 @@
-"""The token ids of a prompt, as a prefill engine tells them in its answer, and when they are worth
-asking for.
-"""
+"""The token ids of a prompt in a prefill engine's answer, and when to request them."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -18,9 +16,7 @@ _UNEVEN: Final = ("tools", "documents")  # some templates write them before the 
 
 
 def may_tell_ids(call: GenerationRequest, hints: RoutingHints) -> bool:
-    """Tell whether a prefill engine can tell all that decides which cache blocks a text or a chat
-    has.
-    """
+    """Tell whether a prompt's cache blocks follow from the token ids that an engine returns."""
     if call.api not in _FOR or not is_plain(call.fields):
         return False
     blocks = hints.blocks
@@ -28,9 +24,7 @@ def may_tell_ids(call: GenerationRequest, hints: RoutingHints) -> bool:
 
 
 def is_even(hints: RoutingHints) -> bool:
-    """Tell whether the tokens of a prompt come in the order of its text, as far as its fields
-    show.
-    """
+    """Tell whether the tokens of a prompt come in the order of its text, by its fields."""
     if hints.prompt[:1] != b"[":
         return True
     for name in _UNEVEN:  # noqa: SIM110 (a generator takes twice as long)
@@ -40,7 +34,7 @@ def is_even(hints: RoutingHints) -> bool:
 
 
 def ids_in(answer: TokensAnswer | None) -> bytes:
-    """Return the JSON of the ids in an answer; empty: it has none."""
+    """Return the JSON of the prompt's ids in an answer; empty: none."""
     if answer is None:
         return b""
     ids = answer.prompt_token_ids
@@ -50,10 +44,10 @@ def ids_in(answer: TokensAnswer | None) -> bytes:
 
 
 def packed_ids(ids: bytes) -> Iterator[bytes]:
-    """Read the JSON of a list of ids, piece by piece.
+    """Yield the ids of a JSON list, packed, piece by piece.
 
     Raises:
-        EngineError: it is something else.
+        EngineError: no list of token ids.
     """
     at = 1
     end = len(ids) - 1

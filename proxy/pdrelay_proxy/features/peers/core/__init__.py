@@ -1,1 +1,1 @@
-"""What the routers of a fleet tell each other in datagrams: one exchange, and three payloads."""
+"""The datagrams between the routers of a fleet: one exchange, and three payloads."""

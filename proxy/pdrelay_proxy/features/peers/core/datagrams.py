@@ -1,9 +1,9 @@
-"""The envelope of what the routers of a fleet tell each other in datagrams.
+"""The envelope of the datagrams between the routers of a fleet.
 
     kind 4 | router 8 | sequence 8 | seconds since 1970, 8 | body | tag 16
 
-The tag is a keyed hash (BLAKE2b) of the rest, with the fleet's secret. A router has another name
-with each start, and numbers its datagrams of each kind. A body is entries of one size.
+The tag is a keyed hash of the rest (BLAKE2b, RFC 7693) with the fleet's secret. A router draws a
+new name at each start, and numbers its datagrams of each kind. A body has entries of one size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from typing import Final
 
 MOST_BYTES: Final = 1200  # of a datagram: less than any MTU
 MOST_PEERS: Final = 128
-NAME_BYTES: Final = 8  # of a router, and of what it tells of
+NAME_BYTES: Final = 8  # of routers, engines and keys
 _HEAD: Final = Struct(">4s8sQd")
 _TAG: Final = 16  # bytes
 MOST_BODY: Final = MOST_BYTES - _HEAD.size - _TAG
@@ -27,11 +27,11 @@ class DatagramFault(StrEnum):
     """Why a datagram was dropped."""
 
     MALFORMED = "malformed"
-    TAG = "tag"  # it was made with another secret
+    TAG = "tag"  # it has another secret
     CLOCK = "clock"  # it is old, or the clocks of the hosts differ
-    LATE = "late"  # newer ones came before it
+    LATE = "late"  # a newer one came before it
     UNKNOWN = "unknown"  # its router has not named this one yet (peer_table.py)
-    TOO_MANY = "too_many"  # routers, or entries of one of them
+    TOO_MANY = "too_many"  # routers, or entries of one router
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class DatagramKind:
     entry_bytes: int
 
 
-class Opened:
-    """A datagram that was made with the secret."""
+class Datagram:
+    """The content of a datagram with a valid tag."""
 
     __slots__ = ("body", "kind", "router", "sequence")
 
@@ -65,12 +65,12 @@ class Envelope:
         self._sequences = {kind.code: 0 for kind in kinds}
 
     def seal(self, kind: DatagramKind, body: bytes, wall: float) -> bytes:
-        """Return a datagram."""
+        """Return a datagram with the next sequence number, and its tag."""
         self._sequences[kind.code] += 1
         text = _HEAD.pack(kind.code, self.me, self._sequences[kind.code], wall) + body
         return text + self._tag(text)
 
-    def open(self, data: bytes, wall: float) -> Opened | DatagramFault:
+    def open(self, data: bytes, wall: float) -> Datagram | DatagramFault:
         """Return the content of a datagram, or why it is dropped."""
         kind = self._kinds.get(data[:4])
         size = len(data) - _HEAD.size - _TAG
@@ -78,19 +78,17 @@ class Envelope:
             return DatagramFault.MALFORMED
         if not compare_digest(self._tag(data[:-_TAG]), data[-_TAG:]):
             return DatagramFault.TAG
-        _, router, sequence, sent = _HEAD.unpack_from(data)
-        if not abs(wall - sent) <= SKEW_S:
+        _, router, sequence, sent_at = _HEAD.unpack_from(data)
+        if not abs(wall - sent_at) <= SKEW_S:
             return DatagramFault.CLOCK
-        return Opened(kind, router, sequence, data[_HEAD.size : -_TAG])
+        return Datagram(kind, router, sequence, data[_HEAD.size : -_TAG])
 
     def _tag(self, text: bytes) -> bytes:
         return blake2b(text, key=self._key, digest_size=_TAG).digest()
 
 
 def bodies_of(entries: Sequence[bytes]) -> list[bytes]:
-    """Return the bodies of as few datagrams as have room for these entries, which are all of one
-    size.
-    """
+    """Pack entries of one size into the bodies of as few datagrams as possible."""
     if not entries:
         return []
     at_once = MOST_BODY // len(entries[0])

@@ -1,8 +1,6 @@
-"""One router's side of what the routers of a fleet tell each other: who is there, and three
-payloads.
+"""One router's side of the exchange between the routers of a fleet: introductions and payloads.
 
-A datagram of this module's own kind names the routers that its sender hears: its body is (router 8)
-* n.
+An introduction names the routers that its sender hears: its body is (router 8) * n.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +8,10 @@ from typing import Final, Protocol
 
 from pdrelay_proxy.features.peers.core.datagrams import (
     NAME_BYTES,
+    Datagram,
     DatagramFault,
     DatagramKind,
     Envelope,
-    Opened,
 )
 from pdrelay_proxy.features.peers.core.peer_table import PeerTable
 
@@ -21,19 +19,19 @@ INTRODUCTIONS: Final = DatagramKind(b"xpI1", NAME_BYTES)
 
 
 class Payload(Protocol):
-    """What follows from one kind of datagrams. Routers are named by 8 bytes."""
+    """Handles one kind of datagrams. Routers are named by 8 bytes."""
 
-    def receive(self, heard: Opened, /, *, now: float) -> DatagramFault | None:
-        """Take in what an introduced router says; return why some of it was dropped, or None."""
+    def receive(self, datagram: Datagram, /, *, now: float) -> DatagramFault | None:
+        """Handle a datagram of an introduced router; return why a part was dropped, or None."""
         ...
 
     def expire(
         self, departed: Sequence[bytes], forgotten: Sequence[bytes], /, *, now: float
     ) -> None:
-        """Drop what was not repeated.
+        """Drop entries that were not repeated.
 
-        ``departed``: routers that are silent now, for they are cut off or have ended;
-        ``forgotten``: those that have been so for so long that they begin anew if they come back.
+        ``departed``: routers that became silent, because they are cut off or have ended;
+        ``forgotten``: routers that were silent for so long that they begin anew if they return.
         """
         ...
 
@@ -49,16 +47,16 @@ class PeerExchange:
         self._envelope = Envelope(me, secret, (INTRODUCTIONS, *payloads))
         self._payloads = payloads
         self._peers = PeerTable()
-        self.hears_itself = False  # it is among those that it sends to
+        self.hears_itself = False  # its own address is among those that it sends to
 
     @property
     def peers(self) -> int:
-        """How many other routers count."""
+        """How many other routers are introduced."""
         return self._peers.introduced
 
     @property
     def has_news(self) -> bool:
-        """Tell whether a router is heard that no introduction of this one has named yet."""
+        """Whether a router is heard that no introduction has named yet."""
         return self._peers.has_news
 
     def introduction(self, *, wall: float) -> bytes:
@@ -72,23 +70,23 @@ class PeerExchange:
         return [self._envelope.seal(kind, body, wall) for body in bodies]
 
     def receive(self, data: bytes, *, now: float, wall: float) -> DatagramFault | None:
-        """Take in a datagram; return why it was dropped, or None.
+        """Handle a datagram; return why it was dropped, or None.
 
-        One's own datagrams say nothing.
+        Datagrams of this router itself are ignored.
         """
-        opened = self._envelope.open(data, wall)
-        if isinstance(opened, DatagramFault):
-            return opened
-        router = opened.router
+        datagram = self._envelope.open(data, wall)
+        if isinstance(datagram, DatagramFault):
+            return datagram
+        router = datagram.router
         if router == self._envelope.me:
             self.hears_itself = True
             return None
-        fault = self._peers.hear(router, opened.kind, opened.sequence, now=now)
+        fault = self._peers.hear(router, datagram.kind, datagram.sequence, now=now)
         if fault is not None:
             return fault
-        payload = self._payloads.get(opened.kind)
+        payload = self._payloads.get(datagram.kind)
         if payload is None:
-            names = opened.body
+            names = datagram.body
             if self._envelope.me in [
                 names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)
             ]:
@@ -96,12 +94,10 @@ class PeerExchange:
             return None
         if not self._peers.is_introduced(router):
             return DatagramFault.UNKNOWN
-        return payload.receive(opened, now=now)
+        return payload.receive(datagram, now=now)
 
     def expire(self, *, now: float) -> int:
-        """Drop what was not repeated, and return how many routers are silent since the last
-        time.
-        """
+        """Drop what was not repeated; return how many routers became silent since the last call."""
         before = self.peers
         departed, forgotten = self._peers.expire(now=now)
         for payload in self._payloads.values():

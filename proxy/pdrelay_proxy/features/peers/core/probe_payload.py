@@ -1,18 +1,18 @@
 """Which routers of a fleet probe which engines, and which engines have failed a probe.
 
 Each engine has ``WATCHERS`` routers that probe it in each interval; the others do so once a minute,
-and at once when a watcher reports a failed probe, or that the engine answers again. So an engine
-gets few probes, however many routers there are, and each router still judges by its own probes.
+and at once when a watcher reports a failed probe, or a first success after one. So an engine gets
+few probes, however many routers there are, and each router still decides by its own probes.
 
 Every second each router names the engines that it watches, and which of these are missing. It
-watches an engine while fewer than ``WATCHERS`` others that name it are nearer to it, on a ring of
-all names (consistent hashing: few watchers change when a router comes or goes). The nearest routers
-that know an engine never see so many, so they always watch it: routers that do not know it, for
-they have another discovery or have just started, take no place from them. The others wait a while
-before they believe that watchers are missing, because all would step in at once.
+watches an engine unless ``WATCHERS`` others that name it are nearer to it on a ring of all names
+(consistent hashing: few watchers change when a router comes or goes). So the nearest routers that
+know an engine always watch it; a router that does not know it, because it has another discovery or
+has just started, takes no place from them. The others wait a while before they step in for missing
+watchers, because all would do so at once.
 
-What is not repeated for three seconds counts no more. The body of a datagram is (engine 8, what of
-it 1) * n.
+An entry that is not repeated for three seconds expires. The body of a datagram is (engine 8,
+state 1) * n.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,48 +24,48 @@ from pdrelay_proxy.core.fleet.probe_schedule import keeps_blocks
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.features.peers.core.datagrams import (
+    Datagram,
     DatagramFault,
     DatagramKind,
-    Opened,
     bodies_of,
 )
 from pdrelay_proxy.features.peers.core.load_payload import engine_name
 from pdrelay_proxy.features.peers.core.peer_table import PATIENCE_S
 
-WATCHERS: Final = 3  # of an engine: one may end, and one may be cut off from it
+WATCHERS: Final = 3  # of an engine: one may end, and another be cut off
 _ENTRY: Final = Struct(">8sB")
 # in xpP1 each entry but 0 was a miss, and the others were not named
 PROBES: Final = DatagramKind(b"xpP2", _ENTRY.size)
 _ANSWERS_AGAIN: Final = 0  # said once
 _MISSING: Final = 1
-_WATCHED: Final = 2  # it answers, as far as this router has probed it
+_WATCHED: Final = 2  # it answers this router's probes
 _MOST_ENGINES: Final = 16_384  # that one peer may name as missing
-# for so long an engine has too few watchers before another router watches it: two repeats
+# seconds of too few watchers after which another router steps in: two repeats
 _SHORT_S: Final = 2.0
 
 
 @dataclass(slots=True)
 class _Watched:
-    """An engine of this router."""
+    """An engine, and the other routers that watch it."""
 
     name: bytes
-    # that watch it: when they said so last
-    others: dict[bytes, float] = field(default_factory=dict[bytes, float])
-    short_since: float | None = None  # fewer than ``WATCHERS`` of them are nearer to it
+    # by router: when it named the engine last
+    watchers: dict[bytes, float] = field(default_factory=dict[bytes, float])
+    short_since: float | None = None  # since when fewer than ``WATCHERS`` of them are nearer to it
     is_ours: bool = False
 
     def choose(self, me: bytes, *, now: float) -> None:
-        """Decide whether this router watches it."""
+        """Decide whether this router watches the engine."""
         mine = me < self.name, me  # the ring begins at the engine
         nearer = 0
         late = list[bytes]()
-        for router, at in self.others.items():
+        for router, at in self.watchers.items():
             if now > at + PATIENCE_S:
                 late.append(router)
             elif (router < self.name, router) < mine:
                 nearer += 1
         for router in late:
-            del self.others[router]
+            del self.watchers[router]
         if nearer >= WATCHERS:
             self.short_since = None
         elif self.short_since is None:
@@ -83,7 +83,7 @@ class ProbePayload:
         self._probes = probes
         self._on_news: Callable[[], None] | None = None  # None: nothing is sent
         self._news: dict[InstanceId, bool] = {}  # by engine: it is missing now
-        # by router: its missing engines, and when it said so last
+        # by router: its missing engines, and when it named them last
         self._missing: dict[bytes, dict[bytes, float]] = {}
         self._engines: dict[InstanceId, _Watched] = {}
         self._by_name: dict[bytes, _Watched] = {}  # the same
@@ -91,9 +91,7 @@ class ProbePayload:
         self._missed_at: dict[bytes, float] = {}
 
     def call_on_news(self, call: Callable[[], None]) -> None:
-        """Have this called when there is news for the others, by the sender of ``news``: it is
-        built with this.
-        """
+        """Set the callback for news; its owner, which sends ``news``, is built after this."""
         self._on_news = call
 
     def watches(self, name: InstanceId) -> bool:
@@ -104,9 +102,7 @@ class ProbePayload:
         return engine is not None and engine.is_ours
 
     def missed_at(self, name: InstanceId) -> float | None:
-        """Return since when another router has said that an engine does not answer it; None: none
-        says so.
-        """
+        """Return since when another router names an engine as missing; None: no router does."""
         return self._missed_at.get(self._engine(name).name) if self._missed_at else None
 
     def is_second_miss(self, name: InstanceId, *, begun: float) -> bool:
@@ -120,14 +116,14 @@ class ProbePayload:
         return missed_at is not None and (missed_at <= begun or not self.watches(name))
 
     def note(self, name: InstanceId, *, is_missing: bool) -> None:
-        """An engine has failed a probe that answered before, or answers again."""
+        """Note that an engine failed a probe after a success, or the reverse."""
         if self._missing and self.watches(name):
             self._news[name] = is_missing
             if self._on_news is not None:
                 self._on_news()
 
     def news(self) -> Sequence[bytes]:
-        """Return what has changed since the others were told."""
+        """Return the bodies of all changes since the last call."""
         news = self._news
         self._news = {}
         return bodies_of(
@@ -138,10 +134,9 @@ class ProbePayload:
         )
 
     def bodies(self) -> Sequence[bytes]:
-        """Return what the others are told every second, after ``expire``: the engines that this
-        router watches.
+        """Return the bodies to send every second, after ``expire``: the engines it watches.
 
-        While it hears so few that all probe all, they need to know of those that are missing only.
+        With so few routers that all probe all engines, only the missing ones are named.
         """
         names_all = self._probes and len(self._missing) >= WATCHERS
         entries = [
@@ -154,15 +149,13 @@ class ProbePayload:
         ]
         return bodies_of(entries) or [b""]
 
-    def receive(self, heard: Opened, /, *, now: float) -> DatagramFault | None:
-        """Take in what another router says of engines; return why some of it was dropped, or
-        None.
-        """
-        router = heard.router
+    def receive(self, datagram: Datagram, /, *, now: float) -> DatagramFault | None:
+        """Apply another router's entries; return why some were dropped, or None."""
+        router = datagram.router
         missing = self._missing.setdefault(router, {})
-        for engine, state in _ENTRY.iter_unpack(heard.body):
-            if (known := self._by_name.get(engine)) is not None:
-                known.others[router] = now
+        for engine, state in _ENTRY.iter_unpack(datagram.body):
+            if (watched := self._by_name.get(engine)) is not None:
+                watched.watchers[router] = now
             if state == _WATCHED:
                 continue
             if state == _MISSING:
@@ -170,7 +163,7 @@ class ProbePayload:
                     return DatagramFault.TOO_MANY
                 missing[engine] = now
                 self._missed_at.setdefault(engine, now)
-            elif state == _ANSWERS_AGAIN:  # routers that still miss it say so again
+            elif state == _ANSWERS_AGAIN:  # routers that still miss it will repeat that
                 self._missed_at.pop(engine, None)
                 for engines in self._missing.values():
                     engines.pop(engine, None)
@@ -186,7 +179,7 @@ class ProbePayload:
         *,
         now: float,
     ) -> None:
-        """Drop what was not repeated; decide which engines this router watches."""
+        """Drop entries that were not repeated; decide which engines this router watches."""
         for router in departed:
             for engine in self._missing.pop(router, {}):
                 self._drop_missing(engine)
@@ -203,7 +196,7 @@ class ProbePayload:
             watched.choose(self._me, now=now)
 
     def _drop_missing(self, engine: bytes) -> None:
-        """One router names an engine as missing no more."""
+        """Clear the time of an engine that no router names as missing any more."""
         if not any(engine in missing for missing in self._missing.values()):
             self._missed_at.pop(engine, None)
 

@@ -1,14 +1,13 @@
-"""What each router of a fleet has let in, for limits that are the fleet's: counts that only add up.
+"""What each router of a fleet has admitted, for limits of the whole fleet: cumulative counts.
 
-Once a second each router tells what each key was served by it since it started: requests, and
-tokens of prompts and answers. The others charge the difference to what they heard before. So a lost
-datagram is made up for by the next one, and whatever the routers let in too much within that second
-is paid back: in the long run the fleet keeps its limits.
+Once a second each router reports what it served to each key since it started: requests, and tokens
+of prompts and answers. The others charge the difference from the report before. So the next
+datagram makes up for a lost one, and requests that all routers together admitted beyond a limit
+within that second are charged later: in the long run the fleet keeps its limits.
 
 The body of a datagram is (key 8, requests 8, tokens 8, new requests 4, new tokens 4) * n. The new
-ones are what came since the key was told of before: all that a router charges that hears of the key
-for the first time. A key is named by a hash of its name, and the empty name stands for all clients
-together.
+counts are those since the report before: a router that hears of the key for the first time charges
+only these. A key is named by a hash of its name; the empty name stands for all clients together.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,23 +20,23 @@ from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.admission.key_usage import KeyUsage
 from pdrelay_proxy.features.peers.core.datagrams import (
     NAME_BYTES,
+    Datagram,
     DatagramFault,
     DatagramKind,
-    Opened,
     bodies_of,
 )
 
 _ENTRY: Final = Struct(">8sqqii")
 QUOTAS: Final = DatagramKind(b"xpQ1", _ENTRY.size)
 _MOST_NEW: Final = 2**31 - 1
-_MOST_KEYS: Final = 16_384  # that one peer may name
-_REPEATS: Final = 5  # times that a count is told after it has changed
-_REREAD_S: Final = 1.0  # between two readings of the names of keys, for one that is not known
+_MOST_KEYS: Final = 16_384  # of one peer
+_REPEATS: Final = 5  # times that a changed count is sent
+_REREAD_S: Final = 1.0  # at least, between two readings of the keys for an unknown one
 
 
 @dataclass(slots=True)
-class _ToldUsage:
-    """The latest that the others were told of a key."""
+class _ReportedUsage:
+    """The latest report of a key."""
 
     requests: int = 0
     tokens: int = 0
@@ -47,12 +46,12 @@ class _ToldUsage:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """Return what an entry says."""
+        """Return the fields of an entry."""
         new = min(self.new_requests, _MOST_NEW), max(-_MOST_NEW, min(self.new_tokens, _MOST_NEW))
         return self.requests, self.tokens, *new
 
     def follow(self, usage: KeyUsage) -> None:
-        """There is something new to tell."""
+        """Take over new counts; they are sent from the first repeat on."""
         self.new_requests = usage.requests - self.requests
         self.new_tokens = usage.tokens - self.tokens
         self.requests = usage.requests
@@ -67,29 +66,29 @@ class QuotaPayload:
         """``key_names``: of the keys that clients may have."""
         self._admission = admission
         self._key_names = key_names
-        self._known: dict[bytes, str] = {}
+        self._names_by_digest: dict[bytes, str] = {}
         self._read_at = -_REREAD_S
-        self._told: dict[str, _ToldUsage] = {}
+        self._reported: dict[str, _ReportedUsage] = {}
         self._counts: dict[bytes, dict[bytes, tuple[int, int]]] = {}  # by router and key
 
     def bodies(self) -> Sequence[bytes]:
-        """Return what the others have to be told; call it once a second."""
+        """Return the bodies to send; call it once a second."""
         entries = list[bytes]()
         for key, usage in self._admission.usage.items():
-            told = self._told.get(key)
-            if told is None:
-                told = self._told[key] = _ToldUsage()
-            if (told.requests, told.tokens) != (usage.requests, usage.tokens):
-                told.follow(usage)
-            if told.times < _REPEATS:
-                told.times += 1
-                entries.append(_ENTRY.pack(_digest(key), *told.numbers))
+            reported = self._reported.get(key)
+            if reported is None:
+                reported = self._reported[key] = _ReportedUsage()
+            if (reported.requests, reported.tokens) != (usage.requests, usage.tokens):
+                reported.follow(usage)
+            if reported.times < _REPEATS:
+                reported.times += 1
+                entries.append(_ENTRY.pack(_digest(key), *reported.numbers))
         return bodies_of(entries)
 
-    def receive(self, heard: Opened, /, *, now: float) -> DatagramFault | None:
-        """Charge what another router has let in; return why some of it was dropped, or None."""
-        counts = self._counts.setdefault(heard.router, {})
-        for key, requests, tokens, new_requests, new_tokens in _ENTRY.iter_unpack(heard.body):
+    def receive(self, datagram: Datagram, /, *, now: float) -> DatagramFault | None:
+        """Charge what another router has admitted; return why a part was dropped, or None."""
+        counts = self._counts.setdefault(datagram.router, {})
+        for key, requests, tokens, new_requests, new_tokens in _ENTRY.iter_unpack(datagram.body):
             before = counts.get(key, (requests - new_requests, tokens - new_tokens))
             if key not in counts and len(counts) >= _MOST_KEYS:
                 return DatagramFault.TOO_MANY
@@ -108,18 +107,16 @@ class QuotaPayload:
         *,
         now: float,  # noqa: ARG002
     ) -> None:
-        """Drop the counts of routers that begin anew; one that is cut off may let in more
-        meanwhile.
-        """
+        """Drop the counts of forgotten routers; a router that is cut off keeps its counts."""
         for router in forgotten:
             self._counts.pop(router, None)
 
     def _name(self, key: bytes, now: float) -> str | None:
-        """Return the name of a key; None: there is no such key here."""
-        if key not in self._known and now >= self._read_at + _REREAD_S:
+        """Return the name of a key; None: unknown here."""
+        if key not in self._names_by_digest and now >= self._read_at + _REREAD_S:
             self._read_at = now
-            self._known = {_digest(name): name for name in ("", *self._key_names())}
-        return self._known.get(key)
+            self._names_by_digest = {_digest(name): name for name in ("", *self._key_names())}
+        return self._names_by_digest.get(key)
 
 
 def _digest(name: str) -> bytes:

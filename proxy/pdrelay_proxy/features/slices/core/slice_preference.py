@@ -1,13 +1,13 @@
 """Slices of a fleet: zones, racks or NVLink domains, within which KV moves fast
 (``slice_pairing``).
 
-``require`` is a fact like the revision: two engines of two slices do not fit
-(core/fleet/compatibility.py). ``prefer`` is here: the traffic of engines that fit is divided once
-more. With p and d engines of the roles, a slice with p_s and d_s of them gets min(p_s / p, d_s / d)
-of the requests for pairs of its own, and up to ``BOUND`` times that while there is more. Only what
-is left then crosses: from prefill engines of slices that lack decode engines to decode engines of
-slices that lack prefill engines. So no engine gets more than ``BOUND`` times the mean, however
-uneven the slices are.
+``require`` is a rule of compatibility, like the revision: engines of two slices do not fit
+(core/fleet/compatibility.py). ``prefer`` is implemented here: it divides the traffic of fitting
+engines by slice. With p and d engines of the two roles, a slice with p_s and d_s of them gets
+min(p_s / p, d_s / d) of the requests for its own pairs, and up to ``BOUND`` times that if there is
+more. Only the rest crosses: from prefill engines of slices that lack decode engines to decode
+engines of slices that lack prefill engines. So no engine gets more than ``BOUND`` times the mean,
+however uneven the slices are.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from pdrelay_proxy.core.routing.pair_preference import PairPreference
 
 SliceOf: TypeAlias = Callable[[Instance], str | None]
 _LEAST: Final = 1e-9
-_WITHOUT: Final = "-"  # the name of those without a slice: no label is like that
+_WITHOUT: Final = "-"  # the name for engines without a slice: no label can have it
 _MOST_REASONS: Final = 4096
 
 
@@ -35,10 +35,10 @@ class CrossingReason(StrEnum):
     """Why the two engines of a request are of two slices."""
 
     NO_ENGINE = "no_engine"  # the slice of one of them has no engine of the other role
-    DRAINING = "draining"  # all of those are drained
-    UNAVAILABLE = "unavailable"  # those that are not drained are ejected, or have not come up
+    DRAINING = "draining"  # all engines of the other role there are drained
+    UNAVAILABLE = "unavailable"  # those that are not drained are ejected, or not up yet
     FAILED = "failed"  # they have failed this request before
-    FULL = "full"  # they have all that they can take: BOUND times the mean
+    FULL = "full"  # they have their most traffic: BOUND times the mean
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Room:
-    """Engines of one role, and the part of the traffic that they can take from other slices."""
+    """Engines of one role, and the share of the traffic that they can take from other slices."""
 
     name: str
     engines: Sequence[Instance]
@@ -60,38 +60,35 @@ class _Room:
 
 
 def divide_by_slice(shares: Shares, slice_of: SliceOf) -> Shares:
-    """Divide the shares of pairs once more, so that both engines are of one slice as far as that is
-    fair.
+    """Divide the shares of pairs by slice, as far as that is fair.
 
-    A group in which not all engines fit stays whole: in it each pair is looked at.
+    A group in which not all engines fit stays undivided: there each pair is checked on its own.
     """
-    found = list[GroupShare]()
+    divided = list[GroupShare]()
     for share in shares.all:
-        found.extend(
+        divided.extend(
             [share] if share.alone or not share.group.all_fit else _divided(share, slice_of)
         )
-    return Shares(found, shares.prefills, shares.decodes)
+    return Shares(divided, shares.prefills, shares.decodes)
 
 
 def left_out(
     group: CompatibleGroup, served: Set[InstanceId], slice_of: SliceOf
 ) -> Sequence[CompatibleGroup]:
-    """List the engines of a group that get no traffic, by slice: they have no partner there, and no
-    pair crosses.
-    """
-    found = list[CompatibleGroup]()
-    for each in _slices(group, slice_of):
-        prefill = [instance for instance in each.prefill if instance.id not in served]
-        decode = [instance for instance in each.decode if instance.id not in served]
+    """Return the engines of a group that get no traffic, by slice: without a partner there."""
+    groups = list[CompatibleGroup]()
+    for part in _slices(group, slice_of):
+        prefill = [instance for instance in part.prefill if instance.id not in served]
+        decode = [instance for instance in part.decode if instance.id not in served]
         if prefill or decode:
-            found.append(CompatibleGroup(_name(group, each), prefill, decode, 0.0))
-    return found
+            groups.append(CompatibleGroup(_name(group, part), prefill, decode, 0.0))
+    return groups
 
 
 def nearest(engine: Instance, others: Sequence[Instance], slice_of: SliceOf) -> Sequence[Instance]:
-    """List those of some engines that are in the slice of another one; all of them, if none is."""
-    wanted = slice_of(engine)
-    return [other for other in others if slice_of(other) == wanted] or others
+    """Return those of ``others`` that are in the engine's slice; if there are none, all."""
+    slice_name = slice_of(engine)
+    return [candidate for candidate in others if slice_of(candidate) == slice_name] or others
 
 
 def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
@@ -104,7 +101,7 @@ def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
     fair = [min(len(each.prefill) / p, len(each.decode) / d) for each in slices]
     total = fsum(fair)
     stretch = min(1.0 / total, BOUND) if total > 0 else 1.0
-    found = list[GroupShare]()
+    shares = list[GroupShare]()
     givers = list[_Room]()
     takers = list[_Room]()
     for each, least in zip(slices, fair, strict=True):
@@ -117,15 +114,15 @@ def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
                 group.prefill_count * len(each.prefill) / p,
             )
             weight = share.weight * used
-            found.append(
+            shares.append(
                 GroupShare(part, alone=False, weight=weight, limit=share.weight * least * BOUND)
             )
         givers.append(_Room(each.name, each.prefill, max(0.0, len(each.prefill) / p - used)))
         takers.append(_Room(each.name, each.decode, max(0.0, len(each.decode) / d - used)))
-    left = 1.0 - total * stretch
-    if left > _LEAST:
-        found.extend(_crossing(share, _scaled(givers, left), _scaled(takers, left)))
-    return found
+    rest = 1.0 - total * stretch
+    if rest > _LEAST:
+        shares.extend(_crossing(share, _scaled(givers, rest), _scaled(takers, rest)))
+    return shares
 
 
 def _name(group: CompatibleGroup, part: _Slice) -> str:
@@ -133,35 +130,32 @@ def _name(group: CompatibleGroup, part: _Slice) -> str:
 
 
 def _slices(group: CompatibleGroup, slice_of: SliceOf) -> Sequence[_Slice]:
-    """Sort the engines of a group by slice; those without one are a slice of their own."""
-    found = dict[str | None, _Slice]()
+    """Group engines by slice; those without a slice are one of their own."""
+    slices = dict[str | None, _Slice]()
     for engines, is_prefill in ((group.prefill, True), (group.decode, False)):
         for instance in engines:
             name = slice_of(instance)
-            part = found.get(name)
+            part = slices.get(name)
             if part is None:
-                part = found[name] = _Slice(name or _WITHOUT)
+                part = slices[name] = _Slice(name or _WITHOUT)
             (part.prefill if is_prefill else part.decode).append(instance)
-    return list(found.values())
+    return list(slices.values())
 
 
 def _scaled(rooms: Sequence[_Room], total: float) -> list[_Room]:
-    """Leave out the slices without room, and let the others take ``total`` in proportion to
-    theirs.
-    """
+    """Scale the rooms so that they take ``total`` together; slices without room are left out."""
     some = [room for room in rooms if room.weight > _LEAST]
     factor = total / fsum([room.weight for room in some]) if some else 0.0
     return [_Room(room.name, room.engines, room.weight * factor) for room in some]
 
 
 def _crossing(share: GroupShare, givers: list[_Room], takers: list[_Room]) -> Sequence[GroupShare]:
-    """Join prefill engines of some slices with decode engines of others, so that each gets what it
-    has room for.
+    """Join prefill engines of some slices with decode engines of others, up to their room.
 
-    The first giver fills the first taker, and so on (the northwest corner rule of transport
-    problems): there are fewer pairs of slices than slices.
+    The first giver fills the first taker, and so on (the northwest corner rule for transportation
+    problems), so there are fewer pairs of slices than slices.
     """
-    found = list[GroupShare]()
+    shares = list[GroupShare]()
     i = 0
     j = 0
     while i < len(givers) and j < len(takers):
@@ -171,46 +165,44 @@ def _crossing(share: GroupShare, givers: list[_Room], takers: list[_Room]) -> Se
         if weight > _LEAST:
             name = f"{share.group.name}, slice {giver.name} to {taker.name}"
             part = CompatibleGroup(name, giver.engines, taker.engines, 0.0)
-            whole = share.weight * weight
-            found.append(GroupShare(part, alone=False, weight=whole, limit=whole * BOUND))
+            total = share.weight * weight
+            shares.append(GroupShare(part, alone=False, weight=total, limit=total * BOUND))
         giver.weight -= weight
         taker.weight -= weight
         if giver.weight <= _LEAST:
             i += 1
         if taker.weight <= _LEAST:
             j += 1
-    return found
+    return shares
 
 
 class SlicePreference(PairPreference):
     """Divides traffic by slice, and counts the pairs of two slices by reason."""
 
-    __slots__ = ("_found", "_registry", "_version", "counted")
+    __slots__ = ("_reasons", "_registry", "_version", "counted")
 
     def __init__(self, registry: Registry) -> None:
         self.counted = Counter[Key]()  # by CrossingReason
         self._registry = registry
-        self._found = dict[tuple[Role, str | None, str | None], CrossingReason | None]()
-        self._version = -1  # changes of the registry for which that holds
+        self._reasons = dict[tuple[Role, str | None, str | None], CrossingReason | None]()
+        self._version = -1  # the count of registry changes for which the reasons hold
 
     def divide(self, shares: Shares, /) -> Shares:
-        """Divide them so that both engines of a request are of one slice as far as that is fair."""
+        """Divide the shares of pairs by slice, as far as that is fair."""
         return divide_by_slice(shares, self._slice_of)
 
     def left_out(
         self, group: CompatibleGroup, served: Set[InstanceId], /
     ) -> Sequence[CompatibleGroup]:
-        """List the engines of a group that get no traffic, by slice."""
+        """Return the engines of a group that get no traffic, by slice."""
         return left_out(group, served, self._slice_of)
 
     def nearest(self, engine: Instance, others: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those of some engines that are in the slice of another one; all of them, if none
-        is.
-        """
+        """Return those of ``others`` that are in the engine's slice; if there are none, all."""
         return nearest(engine, others, self._slice_of)
 
     def note(self, prefill: Instance | None, decode: Instance, hints: RoutingHints, /) -> None:
-        """Count a pair, if it crosses; None: the decode engine is alone."""
+        """Count a pair that crosses slices; ``prefill`` is None if the decode engine is alone."""
         if prefill is not None:
             reason = self.reason(prefill, decode, hints)
             if reason is not None:
@@ -219,58 +211,58 @@ class SlicePreference(PairPreference):
     def reason(
         self, prefill: Instance, decode: Instance, hints: RoutingHints, /
     ) -> CrossingReason | None:
-        """Say why a pair crosses; None: it does not."""
-        here = self._slice_of(prefill)
-        there = self._slice_of(decode)
-        if here == there:
+        """Return why a pair crosses slices; None: it does not."""
+        prefill_slice = self._slice_of(prefill)
+        decode_slice = self._slice_of(decode)
+        if prefill_slice == decode_slice:
             return None
-        lacks = self._lack(Role.DECODE, here, hints.model)
+        lacks = self._lack(Role.DECODE, prefill_slice, hints.model)
         if lacks is None:
             lacks = (
                 CrossingReason.FAILED
                 if hints.again
-                else self._lack(Role.PREFILL, there, hints.model)
+                else self._lack(Role.PREFILL, decode_slice, hints.model)
             )
         return lacks or CrossingReason.FULL
 
     def _lack(self, role: Role, name: str | None, model: str | None) -> CrossingReason | None:
-        """Say why a slice has no engine of a role that can take a request; None: it has one."""
+        """Return why a slice has no engine of a role for a request; None: it has one."""
         changes = self._registry.changes.count
-        if changes != self._version or len(self._found) > _MOST_REASONS:
+        if changes != self._version or len(self._reasons) > _MOST_REASONS:
             self._version = changes
-            self._found.clear()
+            self._reasons.clear()
         key = role, name, model
-        if key not in self._found:
-            self._found[key] = self._why_none(role, name, model)
-        return self._found[key]
+        if key not in self._reasons:
+            self._reasons[key] = self._why_none(role, name, model)
+        return self._reasons[key]
 
     def _why_none(self, role: Role, name: str | None, model: str | None) -> CrossingReason | None:
-        there = [
+        lives = [
             member.life
             for member in self._registry.members()
             if member.as_role(role) is not None
             and member.facts.slice == name
             and member.facts.serves(model)
         ]
-        if not there:
+        if not lives:
             return CrossingReason.NO_ENGINE
-        if any(life.state in WELL and not life.is_away for life in there):
+        if any(life.state in WELL and not life.is_away for life in lives):
             return None
-        left = [life for life in there if life.state not in LEAVING]
-        return CrossingReason.UNAVAILABLE if left else CrossingReason.DRAINING
+        staying = [life for life in lives if life.state not in LEAVING]
+        return CrossingReason.UNAVAILABLE if staying else CrossingReason.DRAINING
 
     def _slice_of(self, instance: Instance) -> str | None:
         return self._registry.facts(instance).slice
 
 
 def slice_sizes(registry: Registry) -> dict[tuple[str, Role], int]:
-    """Count the engines that may serve by slice and role, also 0; empty: no engine has a slice."""
+    """Count the serving engines by slice and role, also 0; empty: no engine has a slice."""
     members = registry.members()
     names = {member.facts.slice for member in members if member.facts.slice is not None}
-    found = Counter[tuple[str, Role]]({(name, role): 0 for name in sorted(names) for role in Role})
+    sizes = Counter[tuple[str, Role]]({(name, role): 0 for name in sorted(names) for role in Role})
     for member in members:
         name = member.facts.slice
         if name is not None and member.life.state in SERVING:
             for role in Role:
-                found[name, role] += member.as_role(role) is not None
-    return found
+                sizes[name, role] += member.as_role(role) is not None
+    return sizes

@@ -43,7 +43,7 @@ class Bench:
         self.speed(engine.id).leave(request, self.now)
 
     def speed(self, name):
-        return self.speeds.of(self.registry.member(name))
+        return self.speeds.for_member(self.registry.member(name))
 
     def play(self, kind, instance, request, size, passed):
         """Have something happen to a request at an engine."""
@@ -54,7 +54,7 @@ class Bench:
                 self.costs.prompt_computed(instance, request, ask(size), size or None)
             case "left":
                 if (member := self.registry.get(instance.id)) is not None:
-                    self.speeds.of(member).leave(request, self.now)
+                    self.speeds.for_member(member).leave(request, self.now)
             case "removed":
                 if self.registry.get(instance.id) is not None:
                     self.registry.remove(instance.id, now=self.now)
@@ -176,10 +176,11 @@ def test_after_any_sequence_nothing_is_queued_and_every_cost_is_a_number(events)
             assert 0 <= cost(instance, ask(size)).cost_s < 1e9
     for member in bench.registry.members():
         for request in range(4):
-            bench.speeds.of(member).leave(RequestId(f"r{request}"), bench.now)
+            bench.speeds.for_member(member).leave(RequestId(f"r{request}"), bench.now)
 
-        assert (bench.speeds.of(member).computing.tokens, bench.speeds.of(member).loading.tokens) == (0, 0)
-        assert not bench.speeds.of(member).entered
+        speed = bench.speeds.for_member(member)
+        assert (speed.computing.tokens, speed.loading.tokens) == (0, 0)
+        assert not speed.entered
 
 
 def test_rates_of_an_engine_that_turns_are_learned_anew():
@@ -200,11 +201,11 @@ def test_what_was_measured_of_an_engine_goes_with_it():
     bench = Bench()
     bench.serve(bench.p, ask(400), 0.1)
     member = bench.registry.member(bench.p.id)
-    assert bench.speeds.known(member).prefill.line is not None
+    assert bench.speeds.find(member).prefill.line is not None
     bench.registry.remove(bench.p.id, now=bench.now)
     again = bench.registry.add(Role.PREFILL, Address("http", str(Role.PREFILL), 1))
 
-    assert bench.speeds.known(bench.registry.member(again.id)) is None
+    assert bench.speeds.find(bench.registry.member(again.id)) is None
     bench.now += 10
     bench.serve(bench.q, ask(400), 0.1)
     assert set(bench.speeds._stints) <= {member.instance.id for member in bench.registry.members()}

@@ -111,7 +111,7 @@ def test_a_queue_is_worked_off_while_nothing_is_heard():
     queue = TokenQueue()
     queue.enter(REQUESTS[0], 1000, 0.0)
 
-    assert [queue.left(0.001, now) for now in (0.0, 0.5, 5.0)] == [1000, 500, pytest.approx(100)]
+    assert [queue.remaining(0.001, now) for now in (0.0, 0.5, 5.0)] == [1000, 500, pytest.approx(100)]
 
 
 def test_tokens_count_and_not_requests():

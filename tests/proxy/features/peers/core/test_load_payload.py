@@ -333,7 +333,7 @@ def test_the_pace_is_at_once_for_a_while_and_bounded_in_the_long_run(targets, pe
     assert pace.due(now=5.0) == 5.0
     while now < 10.0:
         now = max(now + 1e-5, pace.due(now=now))
-        pace.sent(targets, now=now)
+        pace.note_sent(targets, now=now)
         sends += 1
 
     assert sends == pytest.approx(10 * per_s, rel=0.05)

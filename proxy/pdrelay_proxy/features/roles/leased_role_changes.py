@@ -1,4 +1,4 @@
-"""Has engines turn: by one router at a time, which writes each turn down before it begins."""
+"""Role changes by one router at a time, which records each before it begins."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -12,30 +12,35 @@ from pdrelay_proxy.io.discovery.stores import StoreDown
 logger = logging.getLogger(__name__)
 
 
-class LeasedTurns:
-    """RoleTurns over a text that all routers share."""
+class LeasedRoleChanges:
+    """RoleChanges by a lease in a text that all routers share."""
 
     def __init__(
         self,
         me: str,
         text: SharedText,
-        turn: Callable[[InstanceId, Role], Awaitable[None]],
+        change_role: Callable[[InstanceId, Role], Awaitable[None]],
         *,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        """``turn``: begins a turn; raises ProxyError or StoreDown. ``wall``: seconds since 1970."""
+        """``change_role``: begins a role change; raises ProxyError or StoreDown.
+
+        ``wall``: seconds since 1970.
+        """
         self._lease = RoleLease(me)
         self._text = text
-        self._turn = turn
+        self._change_role = change_role
         self._clock = clock
         self._wall = wall
-        self._holder: str | None = None  # that was logged last
+        self._holder: str | None = None  # logged last
 
     async def hold(self) -> RoleHold:
-        """Take the lease, or go on holding it."""
+        """Take or renew the lease."""
         try:
-            view = self._lease.look(await self._text.read(), now=self._clock(), wall=self._wall())
+            view = self._lease.view_of(
+                await self._text.read(), now=self._clock(), wall=self._wall()
+            )
             holds = view.holds and (view.text is None or await self._written(view))
         except StoreDown as exc:
             return RoleHold(holds=False, trouble=str(exc))
@@ -47,20 +52,19 @@ class LeasedTurns:
             self._holder = holder
         now = self._clock()
         wall = self._wall()
-        # The wall clock may have been set back since the look: what was written down is over all
-        # the same.
-        return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.turned_at))
+        # The wall clock may have been set back meanwhile: recorded changes are still in the past.
+        return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.changed_at))
 
     async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:
-        """Write a turn down, and begin it."""
+        """Record a role change, and begin it."""
         try:
             text = await self._text.read()
             now = self._clock()
             wall = self._wall()
-            view = self._lease.look(text, now=now, wall=wall, turns=True, counts=counts)
+            view = self._lease.view_of(text, now=now, wall=wall, turns=True, counts=counts)
             if not view.holds or not await self._written(view):
                 return "another router decides on roles"
-            await self._turn(name, role)
+            await self._change_role(name, role)
         except (StoreDown, ProxyError) as exc:
             return str(exc)
         return ""

@@ -34,7 +34,9 @@ from pdrelay_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
-from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
@@ -167,7 +169,7 @@ def choice_of(registry, policy):
 def fleet_of(registry, choice, preference=None):
     return LiveFleet(
         registry,
-        PairSelector(registry, choice, preference=preference),
+        PairSelector(registry, GroupChoice(choice), preference=preference),
         PushCoordinates(at_once=TRANSFER_POLICIES[KvTransferMode.AUTO].at_once),
         time.monotonic,
     )

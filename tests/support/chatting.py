@@ -13,7 +13,9 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Api, GenerationRequest, Role
 from pdrelay_proxy.core.raw_json import Fields, decode, maybe
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
-from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
@@ -109,7 +111,7 @@ class World:
             load = Loads(registry, self._time).of
             prefill, decode = (Prefix(load, LeastLoaded(load), Omniscient(self)) for _ in Role)
             choice = PolicyPerLeg(prefill, decode, decode_first=True)
-            pairs = PairSelector(registry, choice, decode, AloneBound(registry, self._time))
+            pairs = PairSelector(registry, GroupChoice(choice, decode), AloneBound(registry, self._time))
             self.fleet = LiveFleet(registry, pairs, learned, self._time)
         self.told()
 

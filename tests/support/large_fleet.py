@@ -28,7 +28,8 @@ from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
-from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
 from pdrelay_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
@@ -83,7 +84,7 @@ class Fleet:
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS, EngineSource.STORE], clock)
         self.pods, entries = Pods(self.reconciler), Entries(self.reconciler)
         store = MemoryStore(entries, most=10)
-        pairs = PairSelector(self.registry, RoundRobin(), bounds=ShareBounds(self.registry))
+        pairs = PairSelector(self.registry, GroupChoice(RoundRobin(), bounds=ShareBounds(self.registry)))
         self.fleet = LiveFleet(self.registry, pairs, PushCoordinates(at_once=True), clock)
         self.discovery = Discovery(self.registry, self.reconciler, entries, store)
         self.prober = Prober(self.registry, Checks(), settings, clock, random.random)

@@ -11,7 +11,8 @@ from pdrelay_proxy.core.fleet.missing_paths import MissingPaths
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
 from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
-from pdrelay_proxy.core.routing.pairing import Chosen, PairSelector
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import Chosen
 from pdrelay_proxy.errors import NoInstance
 
 _OURS: Final = "pdrelay"  # an engine's metrics show which connector it has
@@ -135,7 +136,7 @@ class FleetChoice:
         )
 
     def is_faster_alone(self, decode: Sequence[Instance], hints: RoutingHints, /) -> bool:
-        """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster
+        """Tell whether the engine that ``choose`` returns next is expected to serve a prompt faster
         than two engines.
         """
         try:

@@ -27,7 +27,7 @@ from pdrelay_proxy.core.protocol.prompt_ids import may_pass_ids, takes_chat_ids
 from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.leg_listener import LegListener
-from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
 from pdrelay_proxy.core.routing.retries import BrokenAnswer
 from pdrelay_proxy.core.schemas import TokensAnswer

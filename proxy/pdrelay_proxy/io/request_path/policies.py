@@ -8,7 +8,9 @@ from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
-from pdrelay_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PairPolicy, Policy, PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
@@ -90,7 +92,7 @@ def fleet_of(
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-        return build(registry, select(choice), learned, clock, added=listeners)
+        return build(registry, select(GroupChoice(choice)), learned, clock, added=listeners)
     reports = next((each.reports for each in added if each.reports is not None), None)
     caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, reports)
     loads = Loads(registry, clock)
@@ -103,7 +105,7 @@ def fleet_of(
         policy = weighing.policy
         bound = AloneBound(registry, clock, spares)
         shares = ShareBounds(registry)
-        pairs = select(policy, policy, bound, weighing=policy, bounds=shares)
+        pairs = select(GroupChoice(policy, policy, bounds=shares), bound, weighing=policy)
         return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)
     prefill, decode = (policy_of(name, parts, by_features) for name in names)
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=weighing is None)
@@ -114,9 +116,9 @@ def fleet_of(
         holders = prefill.holders if isinstance(prefill, Prefix) else None
         choice = PolicyPerLeg(prefill, decode)
         bounds = ShareBounds(registry) if set(names) & _LOYAL else None
-        pairs = select(choice, prefill_holders=holders, bounds=bounds)
+        pairs = select(GroupChoice(choice, prefill_holders=holders, bounds=bounds))
         return build(registry, pairs, learned, clock, caches, added=listeners)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
     bound = AloneBound(registry, clock, spares)
-    pairs = select(choice, prefix, bound, bounds=ShareBounds(registry))
+    pairs = select(GroupChoice(choice, prefix, bounds=ShareBounds(registry)), bound)
     return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)

@@ -16,7 +16,8 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.fleet.turns import TRANSITIONS, TURN_TIMEOUT_S, RoleTurn, TurnEvent, TurnState
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from pdrelay_proxy.core.routing.compatible_groups import group_engines
-from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, NoMatchingInstance, UnknownInstance
 from pdrelay_proxy.settings import Settings
@@ -336,7 +337,7 @@ def test_what_was_true_of_the_old_role_is_dropped_and_the_cache_is_not():
 
 
 def pairs_of(registry, count=64):
-    selector = PairSelector(registry, RoundRobin())
+    selector = PairSelector(registry, GroupChoice(RoundRobin()))
     found = [selector.pair(registry.usable(Role.PREFILL), registry.usable(Role.DECODE)) for _ in range(count)]
     return {(prefill.id, decode.id) for prefill, decode in found}
 
@@ -425,7 +426,7 @@ class Turning(RuleBasedStateMachine):
     @rule()
     def request(self):
         try:
-            pair = PairSelector(self.registry, RoundRobin()).pair(
+            pair = PairSelector(self.registry, GroupChoice(RoundRobin())).pair(
                 self.registry.usable(Role.PREFILL, now=self.now), self.registry.usable(Role.DECODE, now=self.now)
             )
         except NoInstance:

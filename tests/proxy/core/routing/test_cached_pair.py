@@ -19,7 +19,9 @@ from pdrelay_proxy.core.model import InstanceId, RequestId, Role, RoutingHints, 
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
-from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
@@ -88,7 +90,7 @@ class Side:
         self.caches = Caches(PromptMemory(60.0, most=30), self.registry, self.clock)
         choice = policy(load, self.caches)
         holder = choice.decode if policy is _prefix else None
-        self.pairs = PairSelector(self.registry, choice, holder, AloneBound(self.registry, self.clock))
+        self.pairs = PairSelector(self.registry, GroupChoice(choice, holder), AloneBound(self.registry, self.clock))
         self.fleet = LiveFleet(self.registry, self.pairs, self.learned, self.clock)
 
     def clock(self):

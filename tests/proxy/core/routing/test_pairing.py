@@ -12,8 +12,10 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
 from pdrelay_proxy.core.routing.group_weights import GroupTurns
-from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.errors import BadRequest, NoInstance, UnknownModel
@@ -30,7 +32,7 @@ def fleet(prefill, decode, *, limits=None):
     for role, all_facts in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for facts in all_facts:
             registry.add(role, Address("http", "h", next(ports) % 60000 + 1), facts=facts)
-    return registry, PairSelector(registry, RoundRobin())
+    return registry, PairSelector(registry, GroupChoice(RoundRobin()))
 
 
 def names(pair):
@@ -142,7 +144,7 @@ def test_engines_that_do_not_fit_never_meet_and_all_others_do(prefill, decode, e
     """During an upgrade both versions serve, each among themselves."""
     registry, pairs = fleet(prefill, decode)
     if each_leg:
-        pairs = PairSelector(registry, PolicyPerLeg(LeastLoaded(lambda _: 0.0), RoundRobin()))
+        pairs = PairSelector(registry, GroupChoice(PolicyPerLeg(LeastLoaded(lambda _: 0.0), RoundRobin())))
     fitting = {
         (f"prefill-{i}", f"decode-{j}")
         for (i, p), (j, d) in itertools.product(enumerate(prefill), enumerate(decode))
@@ -164,7 +166,7 @@ def test_a_rank_that_a_client_names_is_that_of_the_engine_that_answers():
     registry = Registry()
     for role, rank in itertools.product(Role, range(2)):
         registry.add(role, Address("http", role, 80), rank=rank)
-    pairs = PairSelector(registry, RoundRobin())
+    pairs = PairSelector(registry, GroupChoice(RoundRobin()))
     chosen = choose(registry, pairs, RoutingHints(rank=1), 4)
 
     assert set(chosen) == {("prefill-0", "decode-1"), ("prefill-1", "decode-1")}
@@ -230,7 +232,7 @@ def attempt(choice, usable, ask):
 def test_what_is_remembered_changes_no_choice(steps):
     """Whatever is learned, drained or brought back between two requests, as if everything were looked at anew."""
     registry, pairs = fleet([serving("a"), serving("a", "b")], [serving("a"), serving("a", "b"), EngineCapabilities()])
-    everyone, anew = [member.instance.id for member in registry.members()], pairs.choice.copy()
+    everyone, anew = [member.instance.id for member in registry.members()], pairs.groups.choice.copy()
     turns = GroupTurns()
     for (what, which, facts), model in steps:
         if what == "learn":
@@ -242,7 +244,8 @@ def test_what_is_remembered_changes_no_choice(steps):
         except NoInstance:
             continue
         for _ in range(2):
-            expected = attempt(PairSelector(registry, anew, turns=turns), usable, RoutingHints(model=model))
+            fresh = PairSelector(registry, GroupChoice(anew, turns=turns))
+            expected = attempt(fresh, usable, RoutingHints(model=model))
             assert attempt(pairs, usable, RoutingHints(model=model)) == expected
 
 
@@ -273,7 +276,7 @@ def test_the_engine_that_is_on_trial_is_the_one_whose_time_alone_counts():
             return among[0]
 
     choice = Weighing()
-    pairs = PairSelector(registry, choice, weighing=choice)
+    pairs = PairSelector(registry, GroupChoice(choice), weighing=choice)
     usable = [registry.usable(role, now=6.0) for role in Role]
     assert registry.member(tried.id).life.state is HealthState.HALF_OPEN
     assert pairs.is_faster_alone(*usable, RoutingHints())

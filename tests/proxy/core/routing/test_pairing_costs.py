@@ -9,7 +9,8 @@ from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.settings import Settings
@@ -38,7 +39,7 @@ class World:
     def __init__(self):
         self.now = 0.0
         self.registry = CountingRegistry(SETTINGS)
-        self.pairs = PairSelector(self.registry, RoundRobin())
+        self.pairs = PairSelector(self.registry, GroupChoice(RoundRobin()))
         self.fleet = LiveFleet(self.registry, self.pairs, PushCoordinates(at_once=True), lambda: self.now)
 
     def add(self, role, *models, **facts):

@@ -12,7 +12,9 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.errors import NoMatchingInstance
@@ -31,7 +33,7 @@ def fleet(x, y, *resting, choice=None):
     for decode in {d for _, d in resting}:
         avoided = frozenset(f"prefill-{p}" for p, d in resting if d == decode)
         registry.learn(f"decode-{decode}", EngineCapabilities(resting=avoided))
-    return registry, PairSelector(registry, choice or RoundRobin())
+    return registry, PairSelector(registry, GroupChoice(choice or RoundRobin()))
 
 
 def chosen(registry, pairs, count=24, *, may_be_alone=False, ask=None):

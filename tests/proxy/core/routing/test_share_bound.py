@@ -12,8 +12,10 @@ from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
 from pdrelay_proxy.core.routing.group_weights import GroupShare, Shares
-from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.session import Session
 from pdrelay_proxy.core.routing.share_bound import BURST, EACH, ShareBound, ShareBounds
@@ -32,7 +34,8 @@ class Fleet:
                 self.registry.add(role, Address("http", "h", port), facts=facts)
         load = Loads(self.registry, lambda: 0.0).of
         choice = PolicyPerLeg(Session(LeastLoaded(load)), Session(LeastLoaded(load)))
-        self.pairs = PairSelector(self.registry, choice, bounds=ShareBounds(self.registry) if is_bound else None)
+        bounds = ShareBounds(self.registry) if is_bound else None
+        self.pairs = PairSelector(self.registry, GroupChoice(choice, bounds=bounds))
         self.in_flight, self.open = in_flight, deque()
 
     def ask(self, session, pairs=None, model="m"):

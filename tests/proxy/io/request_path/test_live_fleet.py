@@ -8,7 +8,8 @@ from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.settings import Settings
@@ -39,7 +40,7 @@ def fleet(clock, learned):
     for role in Role:
         for port in (1, 2):
             registry.add(role, Address("http", "h", port))
-    return LiveFleet(registry, PairSelector(registry, RoundRobin()), learned, clock)
+    return LiveFleet(registry, PairSelector(registry, GroupChoice(RoundRobin())), learned, clock)
 
 
 def decode(fleet, place=0):

@@ -15,7 +15,9 @@ from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
+from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.retries import RetryAttempts
 from pdrelay_proxy.core.routing.route import route
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
@@ -302,5 +304,5 @@ def _fleet(
         raise NoReplay(f"{VLLM_ROUTER} chooses both engines, so it has no partner")
     registry = Registry(Settings())
     load = Loads(registry, clock).of
-    pairs = PairSelector(registry, PolicyPerLeg(VllmRouter(load), VllmRouter(load)))
+    pairs = PairSelector(registry, GroupChoice(PolicyPerLeg(VllmRouter(load), VllmRouter(load))))
     return LiveFleet(registry, pairs, learned, clock)

@@ -13,7 +13,8 @@ from pdrelay_proxy.core.model import ANY, EngineRole, LegOrder, RequestId, Role,
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
-from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.group_choice import GroupChoice
+from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.steps import finish
@@ -42,7 +43,7 @@ class World:
         self.matrix = PairMatrix(16)
         self.notes = registry.pair_history = PairNotes(registry, self.matrix)
         self.fleet = LiveFleet(
-            registry, PairSelector(registry, RoundRobin()), PushCoordinates(at_once=True), lambda: self.now
+            registry, PairSelector(registry, GroupChoice(RoundRobin())), PushCoordinates(at_once=True), lambda: self.now
         )
 
     def decode(self, number=0):

@@ -155,7 +155,9 @@ class InstanceAdmin:
             fingerprint=facts.fingerprint,
             source=member.origin.source,
             generation=member.origin.generation,
-            warning="; ".join(filter(None, [self.warnings.of(instance.id), lone.get(instance.id)]))
+            warning="; ".join(
+                filter(None, [self.warnings.for_engine(instance.id), lone.get(instance.id)])
+            )
             or None,
         )
 

@@ -130,7 +130,9 @@ class _ReadinessCheck:
         has_key = self._engines.outbound.key_of(instance.pool) is not None
         try:
             async with asyncio.timeout(self._seconds_left(_EXAMINE_SHARE)):
-                self._engines.registry.learn(instance.id, await self._engines.checks.look(instance))
+                self._engines.registry.learn(
+                    instance.id, await self._engines.checks.probe(instance)
+                )
                 # it is healthy even if it shows no metrics
                 with suppress(ProbeFailed):
                     numbers = await self._engines.checks.numbers(instance)

@@ -79,26 +79,26 @@ class EngineCapabilities:
             root=_line(self.root),
         )
 
-    def updated(self, found: "EngineCapabilities") -> "EngineCapabilities":
+    def updated(self, newer: "EngineCapabilities") -> "EngineCapabilities":
         """Return these facts, as far as no newer ones were found."""
         return EngineCapabilities(
-            self.models if found.models is None else found.models,
-            found.version or self.version,
-            found.connector or self.connector,
-            found.mode or self.mode,
-            found.revision or self.revision,
-            found.protocol or self.protocol,
-            found.fingerprint or self.fingerprint,
-            found.engine_id or self.engine_id,
-            self.incompatible if found.incompatible is None else found.incompatible,
-            self.adapters if found.adapters is None else found.adapters,
-            found.slice or self.slice,
-            self.pairs_within if found.pairs_within is None else found.pairs_within,
-            found.kv_role or self.kv_role,
-            self.resting if found.resting is None else found.resting,
-            found.root or self.root,
-            found.started or self.started,
-            self.bases if found.bases is None else found.bases,
+            self.models if newer.models is None else newer.models,
+            newer.version or self.version,
+            newer.connector or self.connector,
+            newer.mode or self.mode,
+            newer.revision or self.revision,
+            newer.protocol or self.protocol,
+            newer.fingerprint or self.fingerprint,
+            newer.engine_id or self.engine_id,
+            self.incompatible if newer.incompatible is None else newer.incompatible,
+            self.adapters if newer.adapters is None else newer.adapters,
+            newer.slice or self.slice,
+            self.pairs_within if newer.pairs_within is None else newer.pairs_within,
+            newer.kv_role or self.kv_role,
+            self.resting if newer.resting is None else newer.resting,
+            newer.root or self.root,
+            newer.started or self.started,
+            self.bases if newer.bases is None else newer.bases,
         )
 
 
@@ -163,32 +163,34 @@ def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
     )
 
 
-def agree(one: Compared, other: Compared) -> bool:
+def agree(prefill: Compared, decode: Compared) -> bool:
     """Tell whether facts are equal or unknown, and the base models are one: no KV cache is read
     across two of them.
     """
     # A generator takes three times as long, and kinds are compared with kinds.
-    if one == other:
+    if prefill == decode:
         return True
     if False in [
-        a is None or b is None or a == b for a, b in zip(one[:-1], other[:-1], strict=True)
+        a is None or b is None or a == b for a, b in zip(prefill[:-1], decode[:-1], strict=True)
     ]:
         return False
-    return _have_common_name(one[-1], other[-1])
+    return _have_common_name(prefill[-1], decode[-1])
 
 
-def have_common_model(one: EngineCapabilities, other: EngineCapabilities) -> bool:
+def have_common_model(first: EngineCapabilities, second: EngineCapabilities) -> bool:
     """Tell whether two engines serve one base model, as far as it is known."""
-    return _have_common_name(one.bases, other.bases)
+    return _have_common_name(first.bases, second.bases)
 
 
-def _have_common_name(one: str | frozenset[str] | None, other: str | frozenset[str] | None) -> bool:
+def _have_common_name(
+    first: str | frozenset[str] | None, second: str | frozenset[str] | None
+) -> bool:
     """Tell whether two base models are one: each may have several names (``--served-model-name a
     b``).
     """
-    if not isinstance(one, frozenset) or not isinstance(other, frozenset):
+    if not isinstance(first, frozenset) or not isinstance(second, frozenset):
         return True
-    return not one.isdisjoint(other)
+    return not first.isdisjoint(second)
 
 
 def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
@@ -198,19 +200,19 @@ def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
 
 def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:
     """Say why two engines do not fit."""
-    found = differences(prefill, decode)
-    return found[0] if found else "it has refused that one's KV cache, and its log says why"
+    reasons = differences(prefill, decode)
+    return reasons[0] if reasons else "it has refused that one's KV cache, and its log says why"
 
 
 def differences(there: EngineCapabilities, here: EngineCapabilities) -> Sequence[str]:
     """Say in which facts two engines do not fit; empty: none of those that are known."""
-    found = list[str]()
-    for name, one, other in zip(_COMPARED.values(), compared(there), compared(here), strict=True):
-        if one is None or other is None or one == other:
+    reasons = list[str]()
+    for name, theirs, ours in zip(_COMPARED.values(), compared(there), compared(here), strict=True):
+        if theirs is None or ours is None or theirs == ours:
             continue
-        if isinstance(one, str) or not _have_common_name(one, other):
-            found.append(f"{name} is {_words(one)} there and {_words(other)} here")
-    return found
+        if isinstance(theirs, str) or not _have_common_name(theirs, ours):
+            reasons.append(f"{name} is {_words(theirs)} there and {_words(ours)} here")
+    return reasons
 
 
 def _words(fact: str | frozenset[str] | None) -> str:

@@ -69,15 +69,15 @@ class Numbers:
 
 def read(text: bytes, rank: int | None = None) -> Numbers:
     """Read the Prometheus text of an engine, or of one of its data-parallel ranks."""
-    found: dict[bytes, list[float]] = {b"pdrelay_leases_held": [], b"kv_cache_usage_perc": []}
+    values: dict[bytes, list[float]] = {b"pdrelay_leases_held": [], b"kv_cache_usage_perc": []}
     for line in _LINE.finditer(text):
         if _is_of(line, rank):
             try:
-                found[line["name"]].append(float(line["value"]))
+                values[line["name"]].append(float(line["value"]))
             except ValueError:  # it counts as something that is kept
-                found[line["name"]].append(1.0)
+                values[line["name"]].append(1.0)
     started = _STARTED.search(text)
-    leases, usage = found.values()
+    leases, usage = values.values()
     ours = next(
         (
             line["labels"]
@@ -156,9 +156,9 @@ def labelled_lines(
     """
     follows = b"\n" + name
     at = 0
-    found = text.startswith(name)
+    is_at_line = text.startswith(name)
     for _ in range(most):
-        if not found:
+        if not is_at_line:
             at = text.find(follows, at) + 1
             if at == 0:
                 return
@@ -166,7 +166,7 @@ def labelled_lines(
         matched = line.fullmatch(text[at : end if end >= 0 else len(text)])
         if matched is not None:
             yield matched
-        found = False
+        is_at_line = False
 
 
 def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
@@ -174,16 +174,16 @@ def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
 
     Its lines are searched for as bytes: a text has hundreds of kB, and it has a few.
     """
-    found = list[float]()
+    values = list[float]()
     at = text.find(name)
     while at >= 0:
         end = text.find(b"\n", at + 1)
         is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
         line = _VALUE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
         if is_whole and line is not None and _is_of(line, rank):
-            found.append(float(line["value"]))
+            values.append(float(line["value"]))
         at = text.find(name, at + 1)
-    return found
+    return values
 
 
 def _is_of(line: re.Match[bytes], rank: int | None) -> bool:

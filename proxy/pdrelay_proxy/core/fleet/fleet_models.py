@@ -37,7 +37,7 @@ class FleetModels:
         if version != self._table.changes.count:
             members = self._table.by_id.values()
             names = frozenset[str]().union(
-                *{one.facts.models for one in members if one.facts.models is not None}
+                *{member.facts.models for member in members if member.facts.models is not None}
             )
             self._served = self._table.changes.count, names
         return names
@@ -94,14 +94,14 @@ class FleetModels:
 
     def _same(self, names: frozenset[str]) -> frozenset[str]:
         """Return the set of these names that other engines have."""
-        found = self._sets.get(names)
-        if found is None:
+        shared = self._sets.get(names)
+        if shared is None:
             if len(self._sets) >= _MOST_SHARED:
                 all_facts = [member.facts for member in self._table.by_id.values()]
-                known = [each for facts in all_facts for each in (facts.models, facts.bases)]
-                self._sets = {each: each for each in known if each is not None}
-            found = self._sets.setdefault(names, names)
-        return found
+                known = [models for facts in all_facts for models in (facts.models, facts.bases)]
+                self._sets = {models: models for models in known if models is not None}
+            shared = self._sets.setdefault(names, names)
+        return shared
 
 
 def first_of(models: Set[str], last: Set[str] = frozenset()) -> str:

@@ -37,25 +37,25 @@ class FleetWarnings:
 
     def __init__(self) -> None:
         self.texts: Sequence[str] = ()
-        self._of = dict[InstanceId, str]()
+        self._by_engine = dict[InstanceId, str]()
 
-    def look(self, registry: Registry) -> Sequence[str]:
+    def update(self, registry: Registry) -> Sequence[str]:
         """Look for them; return those that were not there before."""
-        found = fleet_warnings(registry)
+        warnings = fleet_warnings(registry)
         before = self.texts
-        self.texts = [each.text for each in found]
+        self.texts = [warning.text for warning in warnings]
         by_engine: dict[InstanceId, str] = {}
-        for each in found:
-            for name in each.engines:
+        for warning in warnings:
+            for name in warning.engines:
                 by_engine[name] = (
-                    f"{by_engine[name]}; {each.text}" if name in by_engine else each.text
+                    f"{by_engine[name]}; {warning.text}" if name in by_engine else warning.text
                 )
-        self._of = by_engine
+        self._by_engine = by_engine
         return [text for text in self.texts if text not in before]
 
-    def of(self, name: InstanceId) -> str | None:
+    def for_engine(self, name: InstanceId) -> str | None:
         """Return what is wrong with an engine; None: nothing."""
-        return self._of.get(name)
+        return self._by_engine.get(name)
 
 
 def fleet_warnings(registry: Registry) -> Sequence[FleetWarning]:
@@ -70,7 +70,7 @@ def _of_kv_roles(members: Sequence[Member]) -> Sequence[FleetWarning]:
     """
     wrong = {role: _useless_as(role, members) for role in _USELESS_AS}
     swapped = ": prefill and decode engines seem to be swapped" if all(wrong.values()) else ""
-    found = list[FleetWarning]()
+    warnings = list[FleetWarning]()
     for role, engines in wrong.items():
         kv_role, lacks = _USELESS_AS[role]
         for name in engines:
@@ -78,20 +78,22 @@ def _of_kv_roles(members: Sequence[Member]) -> Sequence[FleetWarning]:
                 f"{name} is a {role} engine that was started with kv_role {kv_role}, so "
                 f"{lacks}{swapped}"
             )
-            found.append(FleetWarning((name,), text))
-    return found
+            warnings.append(FleetWarning((name,), text))
+    return warnings
 
 
 def _useless_as(role: EngineRole, members: Sequence[Member]) -> Sequence[InstanceId]:
     kv_role = _USELESS_AS[role][0]
     return [
-        each.instance.id for each in members if each.role is role and each.facts.kv_role == kv_role
+        member.instance.id
+        for member in members
+        if member.role is role and member.facts.kv_role == kv_role
     ]
 
 
 def _of_twins(registry: Registry, members: Sequence[Member]) -> Sequence[FleetWarning]:
     """Say which engines are others under another address."""
-    found = list[FleetWarning]()
+    warnings = list[FleetWarning]()
     for member in members:
         name = member.instance.id
         first = registry.twins.twin_of(name)
@@ -100,8 +102,8 @@ def _of_twins(registry: Registry, members: Sequence[Member]) -> Sequence[FleetWa
                 f"{name} is {first} under another address (one engine_id): {first} alone gets "
                 f"requests"
             )
-            found.append(FleetWarning((name, first), text))
-    return found
+            warnings.append(FleetWarning((name, first), text))
+    return warnings
 
 
 def _of_models(members: Sequence[Member]) -> Sequence[FleetWarning]:
@@ -110,27 +112,27 @@ def _of_models(members: Sequence[Member]) -> Sequence[FleetWarning]:
     A decode engine may be meant to serve one alone, such as an embedder: it is named where a
     prefill engine lacks a partner, too, for then the two may have been meant for each other.
     """
-    sides = {role: [each for each in members if each.role.serves(role)] for role in Role}
+    sides = {role: [member for member in members if member.role.serves(role)] for role in Role}
     if not all(sides.values()):
         return ()
     prefills = _without_partner(sides[Role.PREFILL], sides[Role.DECODE])
     if not prefills:
         return ()
     decodes = _without_partner(sides[Role.DECODE], sides[Role.PREFILL])
-    found = list[FleetWarning]()
+    warnings = list[FleetWarning]()
     for bases, engines in prefills.items():
         text = (
             f"{listed(engines)}: no decode engine serves {first_of(bases)}, so requests for it are "
             f"refused"
         )
-        found.append(FleetWarning(engines, text))
+        warnings.append(FleetWarning(engines, text))
     for bases, engines in decodes.items():
         text = (
             f"{listed(engines)}: no prefill engine serves {first_of(bases)}, so requests for it "
             f"are not split"
         )
-        found.append(FleetWarning(engines, text))
-    return found
+        warnings.append(FleetWarning(engines, text))
+    return warnings
 
 
 def _without_partner(
@@ -141,16 +143,16 @@ def _without_partner(
 
     Kinds of engines are compared: there may be thousands of engines.
     """
-    known = {each.facts.bases for each in others}
-    found = dict[frozenset[str], list[InstanceId]]()
+    known = {other.facts.bases for other in others}
+    by_bases = dict[frozenset[str], list[InstanceId]]()
     if None in known:
-        return found
+        return by_bases
     served = frozenset[str]().union(*[bases for bases in known if bases is not None])
     for member in own:
         bases = member.facts.bases
         if bases and bases.isdisjoint(served):
-            found.setdefault(bases, []).append(member.instance.id)
-    return found
+            by_bases.setdefault(bases, []).append(member.instance.id)
+    return by_bases
 
 
 def pair_differences(members: Sequence[Member]) -> Mapping[tuple[InstanceId, InstanceId], str]:

@@ -148,7 +148,7 @@ class Window:
         before.
         """
         if now - self._begun >= self.seconds / 2:
-            self._turn(now)
+            self._shift(now)
         newer = self._newer
         if is_new:
             newer.legs += legs
@@ -156,7 +156,7 @@ class Window:
 
     def totals(self, *, now: float) -> tuple[int, int]:
         """Return how many legs ended, and how many of them failed."""
-        self._turn(now)
+        self._shift(now)
         return self._older.legs + self._newer.legs, self._older.failed + self._newer.failed
 
     def clear(self) -> None:
@@ -164,7 +164,7 @@ class Window:
         self._older = _Counts()
         self._newer = _Counts()
 
-    def _turn(self, now: float) -> None:
+    def _shift(self, now: float) -> None:
         half = self.seconds / 2
         steps = (now - self._begun) // half
         if steps >= 1:

@@ -12,7 +12,7 @@ from pdrelay_proxy.core.model import InstanceId
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Reading:
     received: float
     promised: int
 
@@ -26,25 +26,25 @@ class KvInflow:
     """
 
     def __init__(self) -> None:
-        self._looks: dict[InstanceId, tuple[_Look, ...]] = {}  # the last three
+        self._readings: dict[InstanceId, tuple[_Reading, ...]] = {}  # the last three
 
-    def look(self, instance: InstanceId, received: float | None, promised: int) -> int:
-        """Return how many legs, beside those that were told before, certainly got nothing.
+    def missing_legs(self, instance: InstanceId, received: float | None, promised: int) -> int:
+        """Return how many legs, beside those that were returned before, certainly got nothing.
 
         ``received``: prompt tokens the engine did not compute, ever; None: it does not say.
         ``promised``: legs with a transfer that it has begun to answer, ever.
         """
-        looks = self._looks.pop(instance, ())
+        readings = self._readings.pop(instance, ())
         if received is None:
             return 0
-        if looks and received < looks[-1].received:  # it was restarted
-            looks = ()
-        self._looks[instance] = (*looks[-2:], _Look(received, promised))
-        if len(looks) < 3 or looks[0].received != received:
+        if readings and received < readings[-1].received:  # it was restarted
+            readings = ()
+        self._readings[instance] = (*readings[-2:], _Reading(received, promised))
+        if len(readings) < 3 or readings[0].received != received:
             return 0
-        return looks[2].promised - looks[1].promised
+        return readings[2].promised - readings[1].promised
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known."""
-        for gone in self._looks.keys() - instances:
-            del self._looks[gone]
+        for gone in self._readings.keys() - instances:
+            del self._readings[gone]

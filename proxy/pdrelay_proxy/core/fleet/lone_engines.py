@@ -49,12 +49,16 @@ def lone_engines_in_steps(registry: Registry) -> Generator[None, None, Sequence[
         return (decode.facts.resting or frozenset()) | unmet.get(decode.instance.id, set())
 
     kinds = yield from lone_kinds_in_steps(registry, avoided)
-    found = list[LoneEngines]()
+    lone_engines = list[LoneEngines]()
     for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
         for kind in kinds.lone[role]:
             names = [member.instance.id for member in kind]
-            partners = [each[0] for each in kinds.all[other]]
-            near = [each for each in partners if have_common_model(each.facts, kind[0].facts)]
+            partners = [partner_kind[0] for partner_kind in kinds.all[other]]
+            near = [
+                partner_kind
+                for partner_kind in partners
+                if have_common_model(partner_kind.facts, kind[0].facts)
+            ]
             reasons = dict.fromkeys(
                 _why_apart(registry, role, kind[0], partner) for partner in near or partners
             )
@@ -63,9 +67,9 @@ def lone_engines_in_steps(registry: Registry) -> Generator[None, None, Sequence[
                 f"{listed(names)}: no {other} engine shares a request with "
                 f"{'it' if len(names) == 1 else 'them'}"
             )
-            found.append(LoneEngines(names, f"{text}: {shown}", have_model=bool(near)))
+            lone_engines.append(LoneEngines(names, f"{text}: {shown}", have_model=bool(near)))
             yield
-    return found
+    return lone_engines
 
 
 def lone_kinds_in_steps(registry: Registry, avoided: AvoidedBy) -> Generator[None, None, LoneKinds]:
@@ -118,8 +122,8 @@ def _why_apart(registry: Registry, role: Role, member: Member, partner: Member) 
     """Say why an engine of a role shares no request with another one, which is there."""
     prefill, decode = (member, partner) if role is Role.PREFILL else (partner, member)
     if not fit(prefill.facts, decode.facts):
-        if found := differences(partner.facts, member.facts):
-            return ", ".join(found)
+        if reasons := differences(partner.facts, member.facts):
+            return ", ".join(reasons)
         return f"{decode.instance.id} has refused the KV cache of {prefill.instance.id}, and its log says why"
     pair = prefill.instance.id, decode.instance.id
     loads_none = f"{decode.instance.id} loads no KV of {prefill.instance.id}"

@@ -26,9 +26,9 @@ class LonePrompts:
 
     def leave(self, request: RequestId) -> None:
         """A leg has its first token, or is over."""
-        found = self._by_request.pop(request, None)
-        if found is not None:
-            self._size -= found[0]
+        prompt = self._by_request.pop(request, None)
+        if prompt is not None:
+            self._size -= prompt[0]
 
     def size(self, now: float) -> int:
         """Return the bytes of all that are computed."""

@@ -59,7 +59,7 @@ class MissingPaths:
         name = member.instance.id
         by_engine = kept.setdefault(path, {})
         if name not in by_engine:
-            for gone in [each for each in by_engine if self._registry.get(each) is None]:
+            for gone in [engine for engine in by_engine if self._registry.get(engine) is None]:
                 del by_engine[gone]
         by_engine[name] = _Evidence(now, member.life.cache_since, member.facts)
 
@@ -68,10 +68,10 @@ class MissingPaths:
         denials = self.denials.get(path)
         if denials is None:
             return among
-        members = [(one, self._registry.get(one.id)) for one in among]
+        members = [(instance, self._registry.get(instance.id)) for instance in among]
         return [
-            one
-            for one, member in members
+            instance
+            for instance, member in members
             if member is None or not self._is_known(denials, member, now)
         ]
 
@@ -100,7 +100,7 @@ class MissingPaths:
         self, kept: dict[InstanceId, _Evidence] | None, member: Member, now: float
     ) -> bool:
         """Tell whether the evidence on an engine still holds."""
-        found = None if kept is None else kept.get(member.instance.id)
-        if found is None or now >= found.at + HOLDS_S:
+        evidence = None if kept is None else kept.get(member.instance.id)
+        if evidence is None or now >= evidence.at + HOLDS_S:
             return False
-        return member.life.cache_since == found.cache_since and member.facts == found.facts
+        return member.life.cache_since == evidence.cache_since and member.facts == evidence.facts

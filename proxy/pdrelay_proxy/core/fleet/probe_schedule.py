@@ -89,7 +89,7 @@ class OtherProbes(Protocol):
 
 
 @dataclass(slots=True)
-class _ProbeTurn:
+class _ProbeState:
     begun: float = -math.inf
     is_waiting: bool = False  # for a place
     whole_at: float = -math.inf  # when the next whole probe is due
@@ -106,7 +106,7 @@ class ProbeSchedule:
         self._interval_s = interval_s  # 0: only engines that are drained are probed
         self._chance = chance  # 0 to 1
         self._others = others  # None: no other routers are known
-        self._turns = dict[InstanceId, _ProbeTurn]()
+        self._probes = dict[InstanceId, _ProbeState]()
         self._waiting = {True: deque[Member](), False: deque[Member]()}  # by whether they are away
         # likewise: those that are probed now, and hold a place
         self._active = dict[InstanceId, bool]()
@@ -117,8 +117,8 @@ class ProbeSchedule:
 
     def know(self, members: Sequence[Member]) -> None:
         """Take these for all engines there are."""
-        self._turns = {
-            member.instance.id: self._turns.get(member.instance.id) or _ProbeTurn()
+        self._probes = {
+            member.instance.id: self._probes.get(member.instance.id) or _ProbeState()
             for member in members
         }
         missing = sum([_is_missing(member) for member in members])
@@ -126,27 +126,27 @@ class ProbeSchedule:
 
     def due(self, members: Sequence[Member], *, now: float) -> Sequence[tuple[float, Member]]:
         """Return those to probe, and since when, of some engines that it knows."""
-        found = list[tuple[float, Member]]()
+        due = list[tuple[float, Member]]()
         for member in members:
             name = member.instance.id
-            turn = self._turns[name]
+            probe = self._probes[name]
             pause = self._pause(member)
             if (
                 pause is not None
-                and now >= turn.begun + pause
-                and not turn.is_waiting
+                and now >= probe.begun + pause
+                and not probe.is_waiting
                 and name not in self._active
             ):
-                found.append((turn.begun + pause, member))
-        return found
+                due.append((probe.begun + pause, member))
+        return due
 
     def begin_due(self, due: Sequence[tuple[float, Member]], *, now: float) -> Sequence[Member]:
         """Return the engines to probe now, and count their probes as begun; ``ended`` ends them.
 
         Those that find no place wait, the most overdue first, for ``begin``.
         """
-        for _, member in sorted(due, key=lambda one: one[0]):
-            self._turns[member.instance.id].is_waiting = True
+        for _, member in sorted(due, key=lambda due_member: due_member[0]):
+            self._probes[member.instance.id].is_waiting = True
             self._waiting[_is_missing(member)].append(member)
         return self.begin(now=now)
 
@@ -154,7 +154,7 @@ class ProbeSchedule:
         """Return as many of those that wait as there are places for, and no more in a short time
         than is needed.
         """
-        count = len(self._turns)
+        count = len(self._probes)
         rate = max(
             _LEAST_RATE, _SPARE_RATE * count / self._interval_s if self._interval_s > 0 else 0.0
         )
@@ -163,106 +163,107 @@ class ProbeSchedule:
         active = sum(self._active.values())
         places = {True: _places(count, _AWAY_SHARE) - active}
         places[False] = _places(count, _LIVING_SHARE) - (len(self._active) - active)
-        found = list[Member]()
+        begun = list[Member]()
         for is_away, waiting in self._waiting.items():
             while waiting and places[is_away] > 0 and self._begun < rate:
                 member = waiting.popleft()
                 name = member.instance.id
-                if name not in self._turns:  # it was forgotten while it waited
+                if name not in self._probes:  # it was forgotten while it waited
                     continue
-                turn = self._turns[name]
-                turn.begun = now
-                turn.is_waiting = False
-                turn.stretch = _SOONEST + _JITTER * self._chance()
+                probe = self._probes[name]
+                probe.begun = now
+                probe.is_waiting = False
+                probe.stretch = _SOONEST + _JITTER * self._chance()
                 self._active[name] = is_away
                 self._begun += 1
                 places[is_away] -= 1
-                found.append(member)
-        return found
+                begun.append(member)
+        return begun
 
     def is_whole(self, member: Member, *, now: float) -> bool:
         """Tell whether a probe that begins asks what the engine is; it is taken to do so.
 
         It does unless the engine has answered all along, for then it is the same process.
         """
-        turn = self._turns[member.instance.id]
+        probe = self._probes[member.instance.id]
         if (
             member.life.state is HealthState.HEALTHY
             and member.life.misses == 0
-            and now < turn.whole_at
+            and now < probe.whole_at
         ):
             return False
-        turn.whole_at = now + len(self._turns) / _WHOLE_RATE * (_WHOLE_SOONEST + self._chance())
+        probe.whole_at = now + len(self._probes) / _WHOLE_RATE * (_WHOLE_SOONEST + self._chance())
         return True
 
     def ended(self, name: InstanceId, *, failed: bool, now: float) -> None:
         """Note that a probe is over: there is a place for another one."""
         self._active.pop(name, None)
-        turn = self._turns.get(name)
-        if turn is not None:
+        probe = self._probes.get(name)
+        if probe is not None:
             if failed:
-                turn.whole_at = -math.inf
-            is_slow = failed and now - turn.begun >= _SLOW_S
-            turn.slow_failures = turn.slow_failures + 1 if is_slow else 0
+                probe.whole_at = -math.inf
+            is_slow = failed and now - probe.begun >= _SLOW_S
+            probe.slow_failures = probe.slow_failures + 1 if is_slow else 0
 
     def _pause(self, member: Member) -> float | None:
         """Return the seconds from the beginning of one probe to the next; None: it is not
         probed.
         """
-        turn = self._turns[member.instance.id]
+        probe = self._probes[member.instance.id]
         back_off = (
-            min(_AWAY_MOST_S, _AWAY_S * 2.0 ** min(turn.slow_failures - 1, 10))
-            if turn.slow_failures
+            min(_AWAY_MOST_S, _AWAY_S * 2.0 ** min(probe.slow_failures - 1, 10))
+            if probe.slow_failures
             else 0.0
         )
         if keeps_blocks(member):
             return max(_DRAIN_S, back_off)
         if self._interval_s <= 0:
             return None
-        told_s = self._told_pause(member, turn)
-        if told_s is not None:
-            return told_s
+        pause_s = self._pause_by_others(member, probe)
+        if pause_s is not None:
+            return pause_s
         if not _is_missing(member):
-            return self._living_pause(member, turn)
+            return self._living_pause(member, probe)
         least = min(self._interval_s, _AWAY_S)
         if not member.life.is_away:  # the second miss decides, so it is asked again soon
-            return 0.0 if turn.slow_failures else least
+            return 0.0 if probe.slow_failures else least
         return max(least if self._away_s <= _AWAY_S else self._away_s, back_off)
 
-    def _living_pause(self, member: Member, turn: _ProbeTurn) -> float:
+    def _living_pause(self, member: Member, probe: _ProbeState) -> float:
         """Return the pause of one that has answered its last probe; a request that it has answered
         is as good.
         """
-        pause = self._interval_s * turn.stretch
+        pause = self._interval_s * probe.stretch
         if not member.life.is_well:
             return pause
         if member.origin.source is EngineSource.PODS and not member.load.in_flight:
             return pause * _READY_PODS
         return min(
-            max(pause, member.life.served_at - turn.begun + pause), self._interval_s * _SERVING_MOST
+            max(pause, member.life.served_at - probe.begun + pause),
+            self._interval_s * _SERVING_MOST,
         )
 
-    def _told_pause(self, member: Member, turn: _ProbeTurn) -> float | None:
+    def _pause_by_others(self, member: Member, probe: _ProbeState) -> float | None:
         """Return the pause that follows from what other routers do and say; None: it is this
         router's to probe.
         """
         if self._others is None:
             return None
         name = member.instance.id
-        told_at = self._others.missed_at(name)
-        if told_at is not None and not _is_missing(member):
-            return 0.0 if turn.begun < told_at else self._interval_s * turn.stretch
+        missed_at = self._others.missed_at(name)
+        if missed_at is not None and not _is_missing(member):
+            return 0.0 if probe.begun < missed_at else self._interval_s * probe.stretch
         # What is away for both, or well for both, is left to those that watch it. One that holds
         # probes until their timeout is still probed as usual: it may hang, and keep requests
         # (HUNG_S of io/probes/prober.py).
         is_left = (
-            not turn.slow_failures and member.life.is_away
-            if told_at is not None
+            not probe.slow_failures and member.life.is_away
+            if missed_at is not None
             else not _is_missing(member)
         )
         if is_left and not self._others.watches(name):
             # 0 to 1: a hundred routers may have started together
-            drawn = (turn.stretch - _SOONEST) / _JITTER
+            drawn = (probe.stretch - _SOONEST) / _JITTER
             return max(self._interval_s, _OTHERS_S) * (1.0 + drawn) / 2.0
         return None
 

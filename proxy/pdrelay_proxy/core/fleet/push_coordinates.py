@@ -89,24 +89,26 @@ class PushCoordinates:
         """Return what is known about a prefill engine."""
         return self._of(prefill).state
 
-    def learn(self, prefill: InstanceId, found: Coordinates | None) -> None:
+    def learn(self, prefill: InstanceId, coordinates: Coordinates | None) -> None:
         """Take in what an answer said; None: the engine does not push."""
         record = self._records.get(prefill) or self._of(prefill)
         before = record.coordinates
-        if found is None and record.state is _PULL:
+        if coordinates is None and record.state is _PULL:
             return  # as before
-        if found is None:
+        if coordinates is None:
             event = CoordinatesEvent.PULLS
-        elif found.remote_engine_id in record.replaced:
+        elif coordinates.remote_engine_id in record.replaced:
             event = CoordinatesEvent.BACK
         else:
             event = (
-                CoordinatesEvent.PUSHES if before in (None, found) else CoordinatesEvent.ELSEWHERE
+                CoordinatesEvent.PUSHES
+                if before in (None, coordinates)
+                else CoordinatesEvent.ELSEWHERE
             )
         record.state = TRANSITIONS[record.state][event]
-        if before is not None and before != found:
+        if before is not None and before != coordinates:
             record.replaced |= {before.remote_engine_id}
-        record.coordinates = found if record.state is _PUSH else None
+        record.coordinates = coordinates if record.state is _PUSH else None
         if record.coordinates is None:
             self._placed.discard(prefill)
         else:

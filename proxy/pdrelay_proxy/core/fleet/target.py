@@ -44,16 +44,16 @@ class Target:
     def parse(cls, text: str) -> Self:
         """Read a target; raises BadPort (a number outside 1..65535), else AddressError."""
         address, mark, options = text.partition("#")
-        found = _OPTIONS.fullmatch(options)
-        if found is None or (mark and not options) or options.endswith("&"):
+        match = _OPTIONS.fullmatch(options)
+        if match is None or (mark and not options) or options.endswith("&"):
             raise AddressError(
                 f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull (or push, auto), "
                 f"#revision=NAME, "
                 "#slice=NAME or several of them in this order, with & between them"
             )
-        ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
-        mode = EngineMode(found["mode"]) if found["mode"] else None
-        return cls(Address.parse(address), ranks, mode, found["revision"], found["slice"])
+        ranks = tuple(range(int(match["dp"]))) if match["dp"] else (None,)
+        mode = EngineMode(match["mode"]) if match["mode"] else None
+        return cls(Address.parse(address), ranks, mode, match["revision"], match["slice"])
 
 
 class EngineSource(StrEnum):

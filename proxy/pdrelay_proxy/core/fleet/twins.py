@@ -20,8 +20,12 @@ def twin_key(member: Member) -> TwinKey | None:
     and are two.
     """
     facts = member.facts
-    one = member.instance
-    return None if facts.engine_id is None else (facts.engine_id, facts.started, one.rank, one.pool)
+    instance = member.instance
+    return (
+        None
+        if facts.engine_id is None
+        else (facts.engine_id, facts.started, instance.rank, instance.pool)
+    )
 
 
 class Twins:
@@ -76,11 +80,11 @@ class Twins:
         if key not in self._several:
             return None
         for role in Role:
-            one = member.as_role(role)
+            instance = member.as_role(role)
             engines = [
                 other for life, other in self._table.serving[role].values() if life.state in SERVING
             ]
-            if one is not None and one in engines:
+            if instance is not None and instance in engines:
                 same = [other for other in engines if twin_key(self._table.by_id[other.id]) == key]
                 if same[0].id != name:
                     return same[0].id

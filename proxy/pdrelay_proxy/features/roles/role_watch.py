@@ -15,7 +15,7 @@ from pdrelay_proxy.features.roles.role_controller import FleetSnapshot, RoleCont
 from pdrelay_proxy.features.roles.role_lease import RoleHold
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.probes.checks import ProbeFailed
-from pdrelay_proxy.io.probes.metrics_round import look_at_all
+from pdrelay_proxy.io.probes.metrics_round import read_all
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RoleWatch:
             for member in all_members
             if member.life.state in WELL and not member.life.is_away and member.turn is None
         ]
-        all_totals = await look_at_all(
+        all_totals = await read_all(
             [member.instance for member in members], self._read, self._every_s
         )
         readings = list[EngineReading]()

@@ -116,7 +116,7 @@ class HttpChecks:
         async with OneConnection(self._tls.context) as transport:
             yield transport if self._guard is None else _GuardedTransport(transport, self._guard)
 
-    async def look(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
+    async def probe(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
         """Ask whether it lives, then, in a whole look, what it is.
 
         Raises ProbeFailed: it does not live.
@@ -134,8 +134,8 @@ class HttpChecks:
 
         Raises ProbeFailed: it does not live, or keeps its metrics to itself.
         """
-        found = await self.look(instance)
-        return found.updated(shown_facts(await self.numbers(instance)))
+        facts = await self.probe(instance)
+        return facts.updated(shown_facts(await self.numbers(instance)))
 
     async def numbers(self, instance: Instance) -> Numbers:
         """Read its metrics; without any, all is unknown. Raises ProbeFailed: it does not answer."""
@@ -242,8 +242,8 @@ class HttpChecks:
             if (why := self._tls.failure(instance, exc, was_open=True)) is not None:
                 raise ProbeInvalid(why) from exc
             hint = ", over TLS: it may want a certificate of the router (engine_cert)"
-            said = hint if instance.address.scheme == "https" else ""
-            raise ProbeFailed(f"breaks off when asked for {path}{said}") from exc
+            reason = hint if instance.address.scheme == "https" else ""
+            raise ProbeFailed(f"breaks off when asked for {path}{reason}") from exc
 
 
 def _lack(error: BaseException | None) -> OSError | None:

@@ -24,7 +24,7 @@ from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.probes.metrics_listener import MetricsListener
-from pdrelay_proxy.io.probes.metrics_round import look_at_all
+from pdrelay_proxy.io.probes.metrics_round import read_all
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -56,20 +56,22 @@ class EngineMetricsWatch:
     async def running(self) -> AsyncGenerator[None]:
         """Look while the block lasts."""
         trouble = "the counters of the decode engines could not be compared"
-        async with meanwhile(repeatedly(self._every_s, self.look, logger, trouble)):
+        async with meanwhile(repeatedly(self._every_s, self.read_engines, logger, trouble)):
             yield
 
-    async def look(self) -> None:
+    async def read_engines(self) -> None:
         """Look at every decode engine once, some of them at the same time."""
         decodes = self._registry.known(Role.DECODE)
         known = (*decodes, *self._registry.known(Role.PREFILL))
         # also if nobody ever looks at the numbers
         self._telemetry.keep(frozenset(instance.id for instance in known))
         self._inflow.keep(frozenset(decode.id for decode in decodes))
-        looks = await look_at_all(decodes, self._look_at, self._every_s)
-        refused = frozenset[str]().union(*[incompatible for incompatible, _ in looks])
+        readings = await read_all(decodes, self._read_decode, self._every_s)
+        refused = frozenset[str]().union(*[incompatible for incompatible, _ in readings])
         loads = {
-            one.id: load for one, (_, load) in zip(decodes, looks, strict=True) if load is not None
+            one.id: load
+            for one, (_, load) in zip(decodes, readings, strict=True)
+            if load is not None
         }
         self._registry.relief.look(loads)
         for name, load in loads.items():
@@ -79,7 +81,7 @@ class EngineMetricsWatch:
         doubtful = list[Instance]()
         for listener in self._listeners:
             prefills = listener.prefills_to_read(self._clock())
-            await look_at_all(prefills, partial(self._show_prefill, listener), self._every_s)
+            await read_all(prefills, partial(self._show_prefill, listener), self._every_s)
             doubtful += listener.round_over()
         # They may have been restarted, under other ids.
         restarted = [
@@ -87,9 +89,9 @@ class EngineMetricsWatch:
             for prefill in self._registry.known(Role.PREFILL)
             if self._registry.facts(prefill).engine_id in refused or prefill in doubtful
         ]
-        await look_at_all(restarted, self._learn_id, self._every_s)
+        await read_all(restarted, self._learn_id, self._every_s)
 
-    async def _look_at(self, decode: Instance) -> tuple[frozenset[str], ShownLoad | None]:
+    async def _read_decode(self, decode: Instance) -> tuple[frozenset[str], ShownLoad | None]:
         """Look at a decode engine.
 
         Returns:
@@ -99,7 +101,7 @@ class EngineMetricsWatch:
         # before the engine counts: see KvInflow
         promised = self._telemetry.transfers_expected[decode.id]
         exposition = await self._read(decode)
-        found = received(exposition, decode.rank)
+        tokens_received = received(exposition, decode.rank)
         refused = frozenset[str]()
         load = None
         if exposition:
@@ -112,11 +114,11 @@ class EngineMetricsWatch:
                 load = shown_load(exposition, now=now)
             for listener in self._listeners:
                 listener.decode_shown(decode, exposition, now)
-        if dry := self._inflow.look(decode.id, found, promised):
-            said = (
+        if dry := self._inflow.missing_legs(decode.id, tokens_received, promised):
+            warning = (
                 "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
             )
-            logger.warning(said, decode.id, dry)
+            logger.warning(warning, decode.id, dry)
             self._telemetry.transfers_missing(decode.id, dry)
         return refused, load
 

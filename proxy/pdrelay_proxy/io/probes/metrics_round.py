@@ -23,8 +23,8 @@ _SLOW: Final = 1 / 15  # of the time between two rounds a look holds its place, 
 _SLOW_MOST_S: Final = 1.0
 
 
-async def look_at_all(
-    engines: Sequence[Seen], look: Callable[[Seen], Awaitable[T]], every_s: float
+async def read_all(
+    engines: Sequence[Seen], read: Callable[[Seen], Awaitable[T]], every_s: float
 ) -> Sequence[T]:
     """Look at each once; return what was found, in their order.
 
@@ -41,7 +41,7 @@ async def look_at_all(
     gap_s = every_s * _SPREAD / max(1, len(engines))
     slow_s = min(_SLOW_MOST_S, every_s * _SLOW)
 
-    found = dict[int, T]()
+    results = dict[int, T]()
     errors = list[Exception]()
 
     async def placed(number: int, engine: Seen) -> None:
@@ -53,7 +53,7 @@ async def look_at_all(
 
         slow = loop.call_later(slow_s, leave)
         try:
-            found[number] = await look(engine)
+            results[number] = await read(engine)
         except Exception as error:  # noqa: BLE001 -- raised below
             errors.append(error)
         finally:
@@ -70,4 +70,4 @@ async def look_at_all(
             group.create_task(placed(number, engine))
     if errors:
         raise ExceptionGroup("some looks failed", errors)
-    return [found[number] for number in range(len(engines))]
+    return [results[number] for number in range(len(engines))]

@@ -27,7 +27,8 @@ class Newcomers:
         Of its data-parallel ranks the first is asked: they differ in nothing that counts here.
         """
         instance = next(
-            (each for each in self._registry.known(role) if each.address == address), None
+            (lone_kind for lone_kind in self._registry.known(role) if lone_kind.address == address),
+            None,
         )
         if instance is None:
             return None
@@ -38,4 +39,6 @@ class Newcomers:
             return None
         self._registry.learn(instance.id, facts)
         lone = finish(lone_engines_in_steps(self._registry))
-        return next((each.text for each in lone if instance.id in each.engines), None)
+        return next(
+            (lone_kind.text for lone_kind in lone if instance.id in lone_kind.engines), None
+        )

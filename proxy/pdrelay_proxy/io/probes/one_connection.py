@@ -34,12 +34,12 @@ class OneConnection(httpx.AsyncBaseTransport):
         place = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
-        asked = httpcore.Request(
+        sent = httpcore.Request(
             request.method, place, headers=request.headers.raw, content=request.stream
         )
         name = str(request.extensions.get("sni_hostname", url.host))
         with _errors_of_httpx():
-            answer = await (await self._connected(place.origin, name)).handle_async_request(asked)
+            answer = await (await self._connected(place.origin, name)).handle_async_request(sent)
         assert isinstance(answer.stream, AsyncIterable)
         return httpx.Response(
             answer.status, headers=answer.headers, stream=_Body(answer.stream, answer.aclose)
@@ -52,14 +52,14 @@ class OneConnection(httpx.AsyncBaseTransport):
             self._connection = None
 
     async def _connected(self, origin: httpcore.Origin, name: str) -> httpcore.AsyncHTTPConnection:
-        found = self._connection
+        connection = self._connection
         if (
-            found is not None
-            and found.can_handle_request(origin)
-            and found.is_available()
-            and not found.has_expired()
+            connection is not None
+            and connection.can_handle_request(origin)
+            and connection.is_available()
+            and not connection.has_expired()
         ):
-            return found
+            return connection
         await self.aclose()
         sockets = _Sockets(self._tls if origin.scheme == b"https" else None, name)
         self._connection = httpcore.AsyncHTTPConnection(

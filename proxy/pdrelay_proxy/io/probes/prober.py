@@ -30,7 +30,7 @@ _BEGUN_AT_ONCE: Final = 4
 # between these: enough for what four take, and a small fleet is known at once
 _APART_MOST_S: Final = 0.01
 _SEEN_AT_ONCE: Final = 250  # engines that are gone over in one step: half a millisecond
-_MOST_SAID: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
+_MOST_LOGGED: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
 # an engine that has not answered by then may never do: a wrong name, port or key
 _START_S: Final = 30.0
 # Without a request, until a draining prefill engine is believed to be empty that does not say so:
@@ -80,7 +80,7 @@ class Prober:
         self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, others)
         self._others = others
         # and whether it should be up by now
-        self._told: dict[InstanceId, tuple[HealthState, str, bool]] = {}
+        self._logged_states: dict[InstanceId, tuple[HealthState, str, bool]] = {}
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: Mapping[tuple[InstanceId, InstanceId], str] = {}
         self._warnings = warnings or FleetWarnings()
@@ -99,7 +99,7 @@ class Prober:
         async with asyncio.TaskGroup() as group:
             while True:
                 until = self._clock() + tick_s
-                await self._tell()
+                await self._log_changes()
                 for instance in self._registry.settle(
                     patience_s=self._drain_idle_s, now=self._clock()
                 ):
@@ -124,33 +124,33 @@ class Prober:
             due += self._schedule.due(members[first : first + _SEEN_AT_ONCE], now=self._clock())
         return self._schedule.begin_due(due, now=self._clock())
 
-    async def _tell(self) -> None:
+    async def _log_changes(self) -> None:
         """Log what has changed since the last glance; each look at thousands of engines is a step
         of its own.
         """
-        self._tell_lives()
+        self._log_states()
         await asyncio.sleep(0)
         if self._compared != self._registry.changes.count:
             self._compared = self._registry.changes.count
-            self._tell_differences()
+            self._log_differences()
             await asyncio.sleep(0)
-            self._tell_warnings()
+            self._log_warnings()
             await asyncio.sleep(0)
 
-    def _tell_lives(self) -> None:
+    def _log_states(self) -> None:
         """Log what has become of engines, whether a probe, a request or an operator did it."""
         members = self._registry.members()
         now = self._clock()
-        told = dict[InstanceId, tuple[HealthState, str, bool]]()
+        states = dict[InstanceId, tuple[HealthState, str, bool]]()
         for member in members:
             life = member.life
             is_late = (
                 life.state is HealthState.STARTING and life.is_away and now >= life.since + _START_S
             )
-            told[member.instance.id] = life.state, life.why, is_late
+            states[member.instance.id] = life.state, life.why, is_late
             if (
-                self._told.get(member.instance.id, (life.state, life.why, False))
-                != told[member.instance.id]
+                self._logged_states.get(member.instance.id, (life.state, life.why, False))
+                != states[member.instance.id]
             ):
                 level = (
                     logging.WARNING
@@ -158,25 +158,27 @@ class Prober:
                     else logging.INFO
                 )
                 logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
-        self._told = told
+        self._logged_states = states
 
-    def _tell_differences(self) -> None:
+    def _log_differences(self) -> None:
         """Log, once, each two engines that cannot share requests; of engines that are alike, the
         first.
         """
-        found = pair_differences(self._registry.members())
-        new = [(pair, why) for pair, why in found.items() if self._differences.get(pair) != why]
-        for (decode_id, prefill_id), why in new[:_MOST_SAID]:
+        differences = pair_differences(self._registry.members())
+        new = [
+            (pair, why) for pair, why in differences.items() if self._differences.get(pair) != why
+        ]
+        for (decode_id, prefill_id), why in new[:_MOST_LOGGED]:
             logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
-        if len(new) > _MOST_SAID:
+        if len(new) > _MOST_LOGGED:
             logger.warning(
-                "so it is with %d more pairs of engines of two kinds", len(new) - _MOST_SAID
+                "so it is with %d more pairs of engines of two kinds", len(new) - _MOST_LOGGED
             )
-        self._differences = found
+        self._differences = differences
 
-    def _tell_warnings(self) -> None:
+    def _log_warnings(self) -> None:
         """Log, once, what is wrong with the fleet as a whole."""
-        for text in self._warnings.look(self._registry)[:_MOST_SAID]:
+        for text in self._warnings.update(self._registry)[:_MOST_LOGGED]:
             logger.warning("%s", text)
 
     async def _visit(self, member: Member, group: asyncio.TaskGroup) -> None:
@@ -184,7 +186,7 @@ class Prober:
         begun = self._clock()
         missed = member.life.misses
         try:
-            await self._look(member)
+            await self._probe(member)
             failed = self._is_lacking = False
         except ProbeNotMade as lack:
             if not self._is_lacking:
@@ -208,8 +210,8 @@ class Prober:
                 and self._give_up
                 and (count := self._give_up(member.instance, silent_s=hung_s))
             ):
-                said = "%s has answered no probe for %g s: %d requests are given up"
-                logger.warning(said, member.instance.id, hung_s, count)
+                warning = "%s has answered no probe for %g s: %d requests are given up"
+                logger.warning(warning, member.instance.id, hung_s, count)
         except Exception:  # a bug must not end the probing of all the others
             logger.exception("the probe of %s failed", member.instance.id)
         if self._others is not None and (missed == 0) != (member.life.misses == 0):
@@ -222,18 +224,18 @@ class Prober:
         """Tell whether a failed probe counts as the second one in a row."""
         return self._others is not None and self._others.is_second_miss(name, begun=begun)
 
-    async def _look(self, member: Member) -> None:
+    async def _probe(self, member: Member) -> None:
         name = member.instance.id
         if keeps_blocks(member) and member.drain is not None:
             member.drain.reading((await self._checks.numbers(member.instance)).kept)
             member.life.heard()
             return
         is_whole = self._schedule.is_whole(member, now=self._clock())
-        look = await self._checks.look(member.instance, is_whole=is_whole)
+        newer_facts = await self._checks.probe(member.instance, is_whole=is_whole)
         facts = member.facts  # of one that was just added, the models alone are known
         was_away = member.life.state is HealthState.EJECTED  # it may be another engine by now
         is_new = facts.models is None or facts.version is None or was_away
-        self._registry.learn(name, look)
+        self._registry.learn(name, newer_facts)
         if is_whole and is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                 self._registry.learn(name, shown_facts(await self._checks.numbers(member.instance)))

@@ -25,7 +25,7 @@ def fields(record: RequestRecord) -> dict[str, object]:
     prefill = record.prefill
     decode = record.decode
     prefill_ms = None if prefill is None else prefill.ms
-    found: dict[str, object] = {
+    line: dict[str, object] = {
         "request_id": record.request_id,
         "path": record.path,
         "prefill": None if prefill is None else prefill.instance,
@@ -37,8 +37,8 @@ def fields(record: RequestRecord) -> dict[str, object]:
         "queue_ms": None if record.queue_s is None else round(record.queue_s * 1000, 1),
     }
     if not record.is_usual():
-        found.update(_unusual(record))
-    return found
+        line.update(_unusual(record))
+    return line
 
 
 def text(record: RequestRecord) -> str:

@@ -143,15 +143,18 @@ class Caches:
         known = [instance for role in Role for instance in self._registry.known(role)]
         matches = self._recent(hints)
         return {
-            one.id: self._size_and_source(one, matches, is_there=one.role is Role.DECODE)[1]
-            for one in known
+            engine.id: self._size_and_source(engine, matches, is_there=engine.role is Role.DECODE)[
+                1
+            ]
+            for engine in known
         }
 
     def by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many bytes of the prompt each engine has, of those that have some."""
         known = [instance for role in Role for instance in self._registry.known(role)]
         cached = {
-            one.id: self.matched(one, hints, is_there=one.role is Role.DECODE) for one in known
+            engine.id: self.matched(engine, hints, is_there=engine.role is Role.DECODE)
+            for engine in known
         }
         return {name: size for name, size in cached.items() if size}
 

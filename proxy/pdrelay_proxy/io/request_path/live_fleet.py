@@ -122,13 +122,13 @@ class LiveFleet(FleetChoice):
         """
         self._load_changed = hear
 
-    def serves(self, role: Role, address: Address, found: EngineCapabilities) -> None:
+    def serves(self, role: Role, address: Address, facts: EngineCapabilities) -> None:
         """Take in what is known of an engine that was added just now: its first probe is still to
         come.
         """
         for instance in self.known(role):
             if instance.address == address:
-                self.registry.learn(instance.id, found)
+                self.registry.learn(instance.id, facts)
 
     def lacks_path(self, path: str, instance: Instance) -> None:
         """An engine has said that it has no such path."""

@@ -311,11 +311,11 @@ class Telemetry:
         ``count_gaps``.
         """
         label = self._counters.label(path)
-        found = self._gaps.get((label, instance))
-        if found is None:
-            found = self._gaps[label, instance] = []
+        gaps = self._gaps.get((label, instance))
+        if gaps is None:
+            gaps = self._gaps[label, instance] = []
             self._counters.inter_token.of((label,))
-        return found
+        return gaps
 
     def count_gaps(self) -> None:
         """Put the times between reads into their histograms: many at once cost a fraction of each
@@ -405,10 +405,10 @@ class Telemetry:
             has_prefill,
             is_part,
         )
-        found = self._kinds.get(key)
-        if found is None:
-            found = self._kinds[key] = _Kind(path, record)
-        return found
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind(path, record)
+        return kind
 
     # ---- other events
 
@@ -442,7 +442,7 @@ class Telemetry:
         """An operator did something, or somebody tried to."""
         self._counters.admin[action, outcome] += 1
 
-    def replaced_host(self, prefill: Instance, said: str) -> None:
+    def replaced_host(self, prefill: Instance, named: str) -> None:
         """A prefill engine's answer named a host that no decode engine can reach."""
         if not self._counters.unreachable_hosts[(prefill.id,)]:
             logger.warning(
@@ -450,7 +450,7 @@ class Telemetry:
                 "is put in its place. "
                 "Set VLLM_NIXL_SIDE_CHANNEL_HOST there",
                 prefill.id,
-                said[:100],
+                named[:100],
                 prefill.address.host,
             )
         self._counters.unreachable_hosts[(prefill.id,)] += 1
@@ -466,10 +466,10 @@ class Telemetry:
     # ---- adding up
 
     def _engine(self, instance: Instance) -> _Engine:
-        found = self._engines.get(instance.id)
-        if found is None:
-            found = self._engines[instance.id] = _Engine(instance)
-        return found
+        engine = self._engines.get(instance.id)
+        if engine is None:
+            engine = self._engines[instance.id] = _Engine(instance)
+        return engine
 
     def _add_up(self) -> None:
         """Put what has happened into the counters and the recent stats: many events at once cost a

@@ -26,7 +26,7 @@ def serving(*models, adapters=(), **facts):
 
 def warned(registry):
     warnings = FleetWarnings()
-    warnings.look(registry)
+    warnings.update(registry)
     return list(warnings.texts)
 
 
@@ -128,9 +128,9 @@ def test_a_warning_is_news_once_and_shown_while_it_is_true():
     """The log says it once; a row says what is wrong with its engine."""
     registry, warnings = fleet([serving("tiny")], [serving("other")]), FleetWarnings()
 
-    assert warnings.look(registry) == warnings.texts
-    assert warnings.look(registry) == []
-    assert warnings.of("decode-0") == warnings.texts[1]
+    assert warnings.update(registry) == warnings.texts
+    assert warnings.update(registry) == []
+    assert warnings.for_engine("decode-0") == warnings.texts[1]
     registry.learn("decode-0", serving("tiny"))
-    assert warnings.look(registry) == []
-    assert (warnings.texts, warnings.of("decode-0")) == ([], None)
+    assert warnings.update(registry) == []
+    assert (warnings.texts, warnings.for_engine("decode-0")) == ([], None)

@@ -35,7 +35,7 @@ def test_an_engine_that_does_not_say_is_unknown(text):
 
 def looks(*pairs):
     inflow = KvInflow()
-    return [inflow.look(D, received, promised) for received, promised in pairs]
+    return [inflow.missing_legs(D, received, promised) for received, promised in pairs]
 
 
 def test_legs_are_dry_if_the_engine_has_counted_nothing_around_them():
@@ -63,10 +63,10 @@ def test_instances_that_are_gone_are_forgotten():
     """One that comes back under the name is another one."""
     inflow = KvInflow()
     for _ in range(3):
-        inflow.look(D, 7, 1)
+        inflow.missing_legs(D, 7, 1)
     inflow.keep(frozenset())
 
-    assert inflow.look(D, 7, 2) == 0
+    assert inflow.missing_legs(D, 7, 2) == 0
 
 
 @given(
@@ -82,6 +82,6 @@ def test_no_engine_that_got_its_cache_is_accused(legs):
     for now in range(110):
         counted = sum(16 for time, off, arrived in legs if arrived and time + off <= now)
         promised = sum(time <= now for time in times)
-        told += inflow.look(D, counted, promised)
+        told += inflow.missing_legs(D, counted, promised)
 
     assert told <= dry

@@ -45,7 +45,7 @@ def checks(answers, **options):
 async def test_an_engine_that_lives_says_what_it_is():
     """Its models with their adapters, where its base model lies, and its version."""
     look = checks(GOOD)
-    assert await look.look(D) == EngineCapabilities(
+    assert await look.probe(D) == EngineCapabilities(
         frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"}), root="/m"
     )
 
@@ -53,13 +53,13 @@ async def test_an_engine_that_lives_says_what_it_is():
 async def test_a_look_that_is_not_whole_asks_one_question():
     """What the engine is stays what it was."""
     look = checks({"/health": (200, ""), "/v1/models": (500, "")})
-    assert await look.look(D, is_whole=False) == EngineCapabilities()
+    assert await look.probe(D, is_whole=False) == EngineCapabilities()
 
 
 async def test_a_simulated_engine_lives():
     """The shapes are vLLM's."""
     look = HttpChecks(timeout_s=20, transport=httpx.ASGITransport(Sim("decode", model="m")))
-    assert await look.look(D) == EngineCapabilities(frozenset({"m"}), "0.32.0", adapters=frozenset())
+    assert await look.probe(D) == EngineCapabilities(frozenset({"m"}), "0.32.0", adapters=frozenset())
     assert await look.numbers(D) == Numbers(kv_usage=0)
 
 
@@ -75,7 +75,7 @@ async def test_a_simulated_engine_lives():
 async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
     """An engine may lack a path."""
     look = checks(GOOD | changes)
-    assert await look.look(D) == facts
+    assert await look.probe(D) == facts
 
 
 UNAUTHORIZED = {"/v1/models": (401, '{"error": "Unauthorized"}')}
@@ -90,7 +90,7 @@ async def test_an_engine_that_wants_another_key_says_so_to_the_operator(role):
         with pytest.raises(
             ProbeFailed, match=rf"^wants another API key \(PDRELAY_{role.upper()}_API_KEY or "
         ) as caught:
-            await checks(GOOD | UNAUTHORIZED, **options).look(engine)
+            await checks(GOOD | UNAUTHORIZED, **options).probe(engine)
         assert not caught.value.silent
 
 
@@ -129,7 +129,7 @@ async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said, 
     """In words without its address, for clients read them; and to answer badly is not to be silent."""
     look = checks(GOOD | changes)
     with pytest.raises(ProbeFailed) as caught:
-        await look.look(D)
+        await look.probe(D)
 
     assert said in str(caught.value)
     assert "secret" not in str(caught.value)
@@ -170,7 +170,7 @@ async def test_a_look_is_one_connection_that_ends_with_it():
         instance = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "127.0.0.1", port))
         look = HttpChecks(timeout_s=5)
         for _ in range(3):
-            assert (await look.look(instance)).version == "0.32.0"
+            assert (await look.probe(instance)).version == "0.32.0"
             await until_async(lambda: not engine.open)
 
     assert (engine.opened, engine.asked) == (3, 9)
@@ -186,7 +186,7 @@ async def test_probes_show_the_key_of_their_pool():
 
     headers = {Role.DECODE: ((b"authorization", b"Bearer k"),)}
     look = HttpChecks(timeout_s=20, headers=headers.__getitem__, transport=httpx.MockTransport(handle))
-    await look.look(D)
+    await look.probe(D)
 
     assert set(seen) == {"Bearer k"}
 
@@ -204,6 +204,6 @@ async def test_a_packed_answer_is_refused_before_it_is_unpacked():
     with pytest.raises(ProbeFailed, match="answers /metrics with a content coding, and none was asked for"):
         await look.metrics(D)
     with pytest.raises(ProbeFailed, match="answers /health with a content coding"):
-        await look.look(D)
+        await look.probe(D)
 
     assert asked == ["identity"] * 2

@@ -53,7 +53,7 @@ async def test_an_engine_that_gets_nothing_is_found_and_the_others_are_not(caplo
     world = World()
     for turn in range(5):
         world.serve(f"r{turn}")
-        await world.watch.look()
+        await world.watch.read_engines()
 
     assert world.telemetry.counters.transfers_missing == {("decode-0",): 2}  # the others are not certain yet
     assert [(one.where, one.reason) for one in world.telemetry.recent.failures] == [
@@ -68,7 +68,7 @@ async def test_engines_that_refuse_each_other_are_kept_apart_until_one_is_anothe
     world.registry.learn(world.p.id, EngineCapabilities(engine_id="p"))
 
     async def fits():
-        await world.watch.look()
+        await world.watch.read_engines()
         return bool(world.registry.fitting(world.p, (world.dry,)))
 
     assert await fits()
@@ -88,7 +88,7 @@ async def test_an_engine_that_cannot_be_asked_is_not_accused():
     world.sick = True
     for turn in range(5):
         world.serve(f"r{turn}")
-        await world.watch.look()
+        await world.watch.read_engines()
 
     assert not world.telemetry.counters.transfers_missing
 
@@ -98,7 +98,7 @@ async def test_what_was_counted_of_engines_that_left_is_forgotten():
     world = World()
     world.serve("r")
     world.registry.remove(world.wet.id, now=0)
-    await world.watch.look()
+    await world.watch.read_engines()
 
     assert {key[0] for key in world.telemetry.counters.legs} == {"prefill-0", "decode-0"}
     assert world.telemetry.recent.legs.keys() == {"prefill-0", "decode-0"}
@@ -147,7 +147,7 @@ def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
 
     watch = EngineMetricsWatch(registry, metrics, Telemetry(Counters(frozenset()), lambda: 1.0), clock=lambda: 7.0)
     registry.relief = looks = SeenLoads(None)
-    took_s, _ = in_simulated_time(watch.look())
+    took_s, _ = in_simulated_time(watch.read_engines())
 
     in_a_second = max(sum(at <= other < at + 1.0 for other in asked.values()) for at in asked.values())
     assert (len(asked), looks.seen) == (500, {one.id for one in engines} - silent)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdrelay_proxy.io.probes.metrics_round import look_at_all
+from pdrelay_proxy.io.probes.metrics_round import read_all
 
 
 async def test_a_look_that_fails_leaves_the_others_theirs():
@@ -19,7 +19,7 @@ async def test_a_look_that_fails_leaves_the_others_theirs():
         seen.append(engine)
 
     with pytest.raises(ExceptionGroup) as raised:
-        await look_at_all(["a", "b", "c"], look, every_s=0.0)
+        await read_all(["a", "b", "c"], look, every_s=0.0)
 
     assert seen == ["a", "c"]
     assert [str(error) for error in raised.value.exceptions] == ["'b'"]
@@ -34,7 +34,7 @@ async def test_a_round_is_cancelled_also_when_a_look_fails_at_that_moment():
         await fails.wait()
         raise KeyError
 
-    task = asyncio.ensure_future(look_at_all(["a"], look, every_s=0.0))
+    task = asyncio.ensure_future(read_all(["a"], look, every_s=0.0))
     await begun.wait()
     fails.set()  # the look has the next turn, and the round the one after it
     task.cancel()

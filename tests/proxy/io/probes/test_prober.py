@@ -33,7 +33,7 @@ class Engines:
         self.sick = None
         self.looks = self.whole_looks = self.readings = self.at_once = self.most_at_once = 0
 
-    async def look(self, instance, *, is_whole):
+    async def probe(self, instance, *, is_whole):
         self.looks += 1
         self.whole_looks += is_whole
         self.at_once += 1
@@ -277,11 +277,11 @@ def test_the_probes_of_a_large_fleet_are_spread_over_time(registry, engines):
     async def probed():
         clock = asyncio.get_running_loop().time
 
-        async def look(instance, *, is_whole):
+        async def probe(instance, *, is_whole):
             begun.append(clock())
             return engines.facts
 
-        engines.look = look
+        engines.probe = probe
         async with Prober(registry, engines, Settings(), clock, random.Random(7).random).running():
             await asyncio.sleep(60)
 
@@ -297,11 +297,11 @@ async def test_an_engine_that_hangs_is_looked_at_once_at_a_time(registry, engine
     never = asyncio.Event()
     engines.most = 0
 
-    async def look(instance, *, is_whole):
+    async def probe(instance, *, is_whole):
         engines.most += 1
         await never.wait()
 
-    engines.look = look
+    engines.probe = probe
     async with prober(registry, engines, health_check_interval_s=0.05).running():
         await asyncio.sleep(0.5)
 

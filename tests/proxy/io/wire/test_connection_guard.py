@@ -77,12 +77,12 @@ async def test_a_name_that_leads_elsewhere_a_moment_later_changes_nothing():
         legs, checks = both(looked)
         async with legs:
             assert (await legs.models(instance, ())).status == 200
-            assert (await checks.look(instance)).models
+            assert (await checks.probe(instance)).models
             other = Instance(InstanceId("decode-1"), Role.DECODE, at("rebound.invalid", port))
             with pytest.raises(EngineError, match="decode-1 is not where engines may be added"):
                 await legs.models(other, ())
             with pytest.raises(ProbeFailed, match=r"is not where engines may be added \(allowed_instances\)"):
-                await checks.look(other)
+                await checks.probe(other)
 
 
 async def test_the_host_that_an_engine_is_told_is_the_name():
@@ -117,4 +117,4 @@ async def test_a_name_that_leads_nowhere_cannot_be_reached():
         with pytest.raises(EngineError, match="decode-0 cannot be reached"):
             await legs.models(instance, ())
         with pytest.raises(ProbeFailed, match="cannot be reached"):
-            await checks.look(instance)
+            await checks.probe(instance)

@@ -5,25 +5,21 @@ vLLM keeps requests that wait with blocks in a queue of their own, which comes f
 failed loses its blocks there and keeps its place. If there are too few blocks for it, vLLM looks at
 no request behind it: not at those whose load has ended, which hold the blocks. If nothing else
 runs, that is for ever. vLLM passes over a request of which it is not known yet how many tokens can
-be loaded, so this is said of it for as long.
+be loaded, so this is said of it each second time. How many blocks it needs is vLLM's to know: that
+it lacks some shows when it gets none.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
-
-from pdrelay_connector.core.layout.cache_groups import CacheGroup
-from pdrelay_connector.shell.block_shortage import blocks_needed
 
 
 class FailedLoads:
     """Everything runs on the engine thread."""
 
-    def __init__(self, groups: Sequence[CacheGroup], pool: Callable[[], BlockPool]) -> None:
-        self._groups = groups
-        self._pool = pool
+    def __init__(self) -> None:
         self._failed: set[str] = set()  # vLLM's ids of requests that have no blocks since
+        self._tried: set[str] = set()  # those of them that vLLM was to give blocks the last time
         self._ended: dict[str, Request] = {}  # loads, until vLLM has taken their requests up
 
     def ended(
@@ -38,18 +34,23 @@ class FailedLoads:
                 if name in failed:
                     self._failed.add(name)
 
-    def gives_way(self, request: Request, computed: int) -> bool:
-        """Tell whether a request lacks blocks that are held by requests behind it whose loads have
-        ended.
+    def gives_way(self, request: Request) -> bool:
+        """Tell whether a request that vLLM considers lets those behind it pass whose loads have
+        ended: it got no blocks the last time, and they hold some.
         """
-        if request.request_id not in self._failed:
+        name = request.request_id
+        if name not in self._failed:
             return False
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._ended = {name: each for name, each in self._ended.items() if each.status == waiting}
-        needed = blocks_needed(self._groups, request, computed)
-        return bool(self._ended) and needed > self._pool().get_num_free_blocks()
+        if name in self._tried and self._ended:
+            self._tried.discard(name)
+            return True
+        self._tried.add(name)
+        return False
 
     def over(self, name: str) -> None:
         """A request has blocks again, or has finished."""
         self._failed.discard(name)
+        self._tried.discard(name)
         self._ended.pop(name, None)

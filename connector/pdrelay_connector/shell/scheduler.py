@@ -112,7 +112,7 @@ class PDRelayConnectorScheduler:
             wall_clock=clock,
             on_skipped=self._notes.load_skipped,
         )
-        self._failed_loads = FailedLoads(engine_config.groups, self._block_pool)
+        self._failed_loads = FailedLoads()
         self._others = OtherConnectors(engine_config.groups, self._block_pool)
         self._returned = ReturnedPrefixes(
             engine_config, self._decodes, self._control.post, self._counters
@@ -233,9 +233,7 @@ class PDRelayConnectorScheduler:
         self._notes.considered(request, computed)
         self._prefills.considered(request, computed)
         self._cached.considered(request, computed)
-        if self._returned.searches(request, computed) or self._failed_loads.gives_way(
-            request, computed
-        ):
+        if self._returned.searches(request, computed) or self._failed_loads.gives_way(request):
             return None, False
         found = self._decodes.matched_tokens(request, computed)
         self._notes.meeting(request, lasts=self._decodes.is_meeting(request))

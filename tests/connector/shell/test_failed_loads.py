@@ -16,8 +16,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.failed_loads import FailedLoads
     from support.cache_kinds import Pair
     from support.kinds_table import KINDS
-
-from pdrelay_connector.core.layout.cache_groups import CacheGroup
+    from support.scheduled_engine import TRANSFER
 
 pytestmark = [
     pytest.mark.usefixtures("no_warnings"),
@@ -44,37 +43,64 @@ def test_loads_that_have_ended_are_taken_up_before_one_that_failed():
     assert pair.is_done
 
 
-def request(name, status, tokens=40):
-    return SimpleNamespace(request_id=name, status=status, num_tokens=tokens)
+def test_blocks_in_the_prefix_cache_are_no_room_for_one_that_failed():
+    """Two loads fail that hit the cache here. What they were read into is in quarantine; the second holds the rest."""
+    shape = KINDS["full attention"].shape
+    pair = Pair(shape(blocks=200), shape(blocks=1 + 2 * (17 + 5) + 2))
+    prompts = [[number, *LONG[:67], *[number] * 20] for number in range(2)]
+    for number, prompt in enumerate(prompts):
+        pair.ask(f"warm{number}", prompt[:68], 1, "d")
+        pair.run(1.0)
+    reader = pair.d.movers[1]
+    reader.stuck = reader.clinging = True
+    for number, prompt in enumerate(prompts):
+        pair.ask(f"r{number}", prompt, 3, "pull")
+        pair.run(1.0)
+    pair.run(TRANSFER + 30.0)
+
+    assert (pair.counts["hits"], len(pair.d.decodes._quarantined)) == (2, 2)
+    assert pair.is_done
+
+
+def request(name, status):
+    return SimpleNamespace(request_id=name, status=status)
+
+
+def failed_and_ended(status=RequestStatus.WAITING_FOR_REMOTE_KVS, failed=("a",)):
+    """Two loads have ended, of "a" and "b"; that of "a" has failed, and vLLM has looked at it."""
+    loads = FailedLoads()
+    first, second = request("a", RequestStatus.WAITING), request("b", status)
+    loads.ended(["a", "b"], failed, {"a": first, "b": second})
+    return loads, first
+
+
+@pytest.mark.parametrize("failed", ["a", "ab"])  # one that failed, too, holds its blocks until vLLM looks at it
+def test_a_failed_load_that_gets_no_blocks_gives_way_each_second_time(failed):
+    """If it always did, it would starve while loads end."""
+    loads, first = failed_and_ended(failed=failed)
+
+    assert [loads.gives_way(first) for _ in range(4)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
-    ("free", "status", "failed", "waits"),
-    [
-        (9, RequestStatus.WAITING_FOR_REMOTE_KVS, {"a"}, True),
-        (9, RequestStatus.WAITING_FOR_REMOTE_KVS, {"a", "b"}, True),  # it holds its blocks until vLLM looks at it
-        (10, RequestStatus.WAITING_FOR_REMOTE_KVS, {"a"}, False),
-        (9, RequestStatus.RUNNING, {"a"}, False),
-        (9, RequestStatus.WAITING_FOR_REMOTE_KVS, set(), False),
-    ],
+    ("status", "failed"),
+    [(RequestStatus.RUNNING, "a"), (RequestStatus.WAITING_FOR_REMOTE_KVS, "")],
+    ids=["nothing behind it has blocks that are of no use", "its load has not failed"],
 )
-def test_only_a_failed_load_without_room_gives_way(free, status, failed, waits):
-    """It would starve: it waits while loads that have ended hold blocks, and there are too few for it."""
-    loads = FailedLoads((CacheGroup(4),), lambda: SimpleNamespace(get_num_free_blocks=lambda: free))
-    first, second = request("a", RequestStatus.WAITING), request("b", status)
-    loads.ended(["a", "b"], failed, {"a": first, "b": second})
+def test_nothing_else_gives_way(status, failed):
+    """Whatever waits keeps its place."""
+    loads, first = failed_and_ended(status, failed)
 
-    assert loads.gives_way(first, 0) is waits
+    assert not any(loads.gives_way(first) for _ in range(4))
 
 
 def test_what_has_its_blocks_gives_way_no_more():
     """Preempted, it is in vLLM's other queue."""
-    loads = FailedLoads((CacheGroup(4),), lambda: SimpleNamespace(get_num_free_blocks=lambda: 0))
-    first, second = request("a", RequestStatus.WAITING), request("b", RequestStatus.WAITING_FOR_REMOTE_KVS)
-    loads.ended(["a", "b"], {"a"}, {"a": first, "b": second})
+    loads, first = failed_and_ended()
+    loads.gives_way(first)
     loads.over("a")
-    assert not loads.gives_way(first, 0)
+    assert not any(loads.gives_way(first) for _ in range(2))
     loads.ended(["a"], {"a"}, {"a": first})
     loads.over("b")
 
-    assert not loads.gives_way(first, 0)
+    assert not any(loads.gives_way(first) for _ in range(2))

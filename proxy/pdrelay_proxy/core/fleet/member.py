@@ -50,12 +50,12 @@ class Drain:
             return "has no request left and keeps nothing for decode engines"
         if now < self.since + patience_s:
             return None
-        said = (
+        reason = (
             "does not say what it keeps"
             if self.kept is None
             else f"still shows {self.kept:g} of what it keeps"
         )
-        return f"has had no request for {patience_s:g} s, but {said}"
+        return f"has had no request for {patience_s:g} s, but {reason}"
 
 
 @dataclass(slots=True)
@@ -139,5 +139,11 @@ class Member:
         self.instance = self._as(Role.DECODE if role is EngineRole.DECODE else Role.PREFILL)
 
     def _as(self, role: Role) -> Instance:
-        one = self.instance
-        return Instance(one.id, role, one.address, one.rank, None if role is one.pool else one.pool)
+        instance = self.instance
+        return Instance(
+            instance.id,
+            role,
+            instance.address,
+            instance.rank,
+            None if role is instance.pool else instance.pool,
+        )

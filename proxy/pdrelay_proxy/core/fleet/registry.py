@@ -176,17 +176,17 @@ class Registry:
         known = self._usable.get(role)
         if known is not None and known.version == self.changes.count and now < known.until:
             return known.engines
-        found = list[Instance]()
+        engines = list[Instance]()
         until = math.inf
         for life, instance in self._table.serving[role].values():
             if life.state is _HEALTHY:  # nearly all are
-                found.append(instance)
+                engines.append(instance)
                 continue
             if life.may_serve(now=now):
-                found.append(instance)
+                engines.append(instance)
             until = min(until, life.steady_until)
-        if found:
-            kept = tuple(self.twins.without(found))
+        if engines:
+            kept = tuple(self.twins.without(engines))
             usable = self._usable[role] = _Usable(self.changes.count, until, kept)
             return usable.engines
         raise self._none_usable(role, now)
@@ -220,7 +220,9 @@ class Registry:
         version, until = self._steady
         if version != self.changes.count:
             known = [
-                each.until for each in self._usable.values() if each.version == self.changes.count
+                usable.until
+                for usable in self._usable.values()
+                if usable.version == self.changes.count
             ]
             if len(known) == len(Role):  # all engines were looked at just now
                 until = min(known)
@@ -285,12 +287,12 @@ class Registry:
         member = self.get(name)
         return EngineCapabilities() if member is None else member.facts
 
-    def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
+    def learn(self, name: InstanceId, facts_found: EngineCapabilities) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes
         nothing.
         """
         if (member := self.get(name)) is not None:
-            facts = self.models.shared(member.facts.updated(found))
+            facts = self.models.shared(member.facts.updated(facts_found))
             if facts != member.facts:
                 self.lineup.count += facts.kv_role != member.facts.kv_role  # it may turn now
                 before = twin_key(member)

@@ -58,10 +58,10 @@ class AloneBound:
             return False
         return self._spares is None or self._spares(instance, hints)
 
-    def count(self, found: Holding) -> None:
+    def count(self, holding: Holding) -> None:
         """Count what became of a prompt."""
-        if found.is_bound:
-            self.counts[(BoundOutcome.MOVED if found.engines else BoundOutcome.SPLIT,)] += 1
+        if holding.is_bound:
+            self.counts[(BoundOutcome.MOVED if holding.engines else BoundOutcome.SPLIT,)] += 1
 
     @property
     def outcome(self) -> str | None:

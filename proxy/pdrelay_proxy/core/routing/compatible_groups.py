@@ -109,7 +109,10 @@ def group_engines(
 ) -> Grouping:
     """Sort engines into groups, in the order of the decode engines."""
     return group_known(
-        prefill, [facts(one) for one in prefill], decode, [facts(one) for one in decode]
+        prefill,
+        [facts(instance) for instance in prefill],
+        decode,
+        [facts(instance) for instance in decode],
     )
 
 
@@ -135,7 +138,7 @@ def group_known(
         for part, count in zip(parts, _counts(parts), strict=True)
     ]
     all_paired = not unpaired and [] not in [part.fitting for part in parts]
-    if not {one.id for one in decode}.isdisjoint([one.id for one in prefill]):
+    if not {instance.id for instance in decode}.isdisjoint([instance.id for instance in prefill]):
         sizes = [(len(group.prefill), len(group.decode)) for group in groups]
         groups = [_without_itself(group) for group in groups]
         all_paired = all_paired and sizes == [
@@ -146,14 +149,14 @@ def group_known(
 
 def _decode_kinds(facts: Sequence[EngineCapabilities]) -> Sequence[_Decodes]:
     """Sort decode engines by kind, in the order of the first of each."""
-    found = dict[tuple[Compared, frozenset[str], frozenset[str]], _Decodes]()
-    for place, each in enumerate(facts):
-        key = compared(each), each.incompatible or _NO_NAMES, each.resting or _NO_NAMES
-        kind = found.get(key)
+    by_key = dict[tuple[Compared, frozenset[str], frozenset[str]], _Decodes]()
+    for place, known in enumerate(facts):
+        key = compared(known), known.incompatible or _NO_NAMES, known.resting or _NO_NAMES
+        kind = by_key.get(key)
         if kind is None:
-            kind = found[key] = _Decodes(*key, [])
+            kind = by_key[key] = _Decodes(*key, [])
         kind.places.append(place)
-    return [*found.values()]
+    return [*by_key.values()]
 
 
 def _prefill_kinds(
@@ -164,15 +167,15 @@ def _prefill_kinds(
     """
     refused = {name for kind in decodes for name in kind.refused}
     resting = {name for kind in decodes for name in kind.resting}
-    found = dict[tuple[Compared, str | None, InstanceId | None], _Prefills]()
-    for place, (one, each) in enumerate(zip(engines, facts, strict=True)):
-        engine_id = each.engine_id if each.engine_id in refused else None
-        key = compared(each), engine_id, one.id if one.id in resting else None
-        kind = found.get(key)
+    by_key = dict[tuple[Compared, str | None, InstanceId | None], _Prefills]()
+    for place, (instance, known) in enumerate(zip(engines, facts, strict=True)):
+        engine_id = known.engine_id if known.engine_id in refused else None
+        key = compared(known), engine_id, instance.id if instance.id in resting else None
+        kind = by_key.get(key)
         if kind is None:
-            kind = found[key] = _Prefills(*key, [])
+            kind = by_key[key] = _Prefills(*key, [])
         kind.places.append(place)
-    return [*found.values()]
+    return [*by_key.values()]
 
 
 def _parts(
@@ -186,7 +189,7 @@ def _parts(
     """
     anywhere, by_slice = _by_slice(prefills)
     agreeing = dict[Compared, Sequence[_Prefills]]()  # by the facts of decode engines
-    found = dict[tuple[int, ...], _Part]()
+    by_places = dict[tuple[int, ...], _Part]()
     comparisons = 0
     for kind in decodes:
         some = agreeing.get(kind.known)
@@ -197,14 +200,14 @@ def _parts(
             agreeing[kind.known] = some
             comparisons += count
         fitting = [
-            each
-            for each in some
-            if each.engine_id not in kind.refused and each.name not in kind.resting
+            prefill_kind
+            for prefill_kind in some
+            if prefill_kind.engine_id not in kind.refused and prefill_kind.name not in kind.resting
         ]
-        found.setdefault(
-            tuple([each.places[0] for each in fitting]), _Part(fitting, [])
+        by_places.setdefault(
+            tuple([prefill_kind.places[0] for prefill_kind in fitting]), _Part(fitting, [])
         ).kinds.append(kind)
-    return [*found.values()], comparisons
+    return [*by_places.values()], comparisons
 
 
 def _agreeing(prefills: Sequence[_Prefills], known: Compared) -> tuple[Sequence[_Prefills], int]:
@@ -305,12 +308,12 @@ def _named_apart(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]
     other.
     """
     seen = Counter[str]()
-    found = list[CompatibleGroup]()
+    named = list[CompatibleGroup]()
     for group in groups:
         seen[group.name] += 1
         number = seen[group.name]
-        found.append(group if number == 1 else replace(group, name=f"{group.name} ({number})"))
-    return found
+        named.append(group if number == 1 else replace(group, name=f"{group.name} ({number})"))
+    return named
 
 
 def _words(known: Compared) -> str:

@@ -122,8 +122,8 @@ class Explainer:
         if reason is not None:
             return self._explain_one(fleet, call, reason)
         first = claimed.first_call()
-        found = self._explain_one(fleet, first, split_reason(fleet, first.api, first.fields))
-        return replace(found, rule=claimed.rule(found.rule))
+        explanation = self._explain_one(fleet, first, split_reason(fleet, first.api, first.fields))
+        return replace(explanation, rule=claimed.rule(explanation.rule))
 
     def _named(self, call: GenerationRequest) -> tuple[GenerationRequest, bool]:
         """Return a request with the model that it means; False: one engine serves it, for it is not
@@ -146,17 +146,17 @@ class Explainer:
         itself says so.
         """
         hints = hints_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
-        found = route(fleet, hints, call.api, RetryAttempts(0), self.settings(), reason=reason)
+        chosen = route(fleet, hints, call.api, RetryAttempts(0), self.settings(), reason=reason)
         bound = None if fleet.pairs.bound is None else fleet.pairs.bound.outcome
-        if found.prefill is not None:
+        if chosen.prefill is not None:
             return replace(
-                self._split(call, found.prefill, found), expected=found.expected, bound=bound
+                self._split(call, chosen.prefill, chosen), expected=chosen.expected, bound=bound
             )
-        rule = f"single: {found.reason}"
-        if found.why_no_match:
-            rule = f"{rule} ({found.why_no_match})"
+        rule = f"single: {chosen.reason}"
+        if chosen.why_no_match:
+            rule = f"{rule} ({chosen.why_no_match})"
         return Explanation(
-            rule, None, found.decode, None, encode(call.fields), found.expected, bound
+            rule, None, chosen.decode, None, encode(call.fields), chosen.expected, bound
         )
 
     def terms(self, call: GenerationRequest) -> Terms:
@@ -179,41 +179,45 @@ class Explainer:
             "lone_prompt_bytes": nothing if bound is None else bound.lone_bytes(),
         }
 
-    def _split(self, call: GenerationRequest, prefill: Instance, found: Route) -> Explanation:
+    def _split(self, call: GenerationRequest, prefill: Instance, chosen: Route) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
-        told = None if found.mode is TransferMode.PULL else self.learned.coordinates(prefill.id)
+        coordinates = (
+            None if chosen.mode is TransferMode.PULL else self.learned.coordinates(prefill.id)
+        )
         model = None
         learns_model = (
             self.model_of_unnamed is not None
             and model_of(call.fields) is None
             and call.api in TELLS_MODEL
         )
-        if learns_model and told is not None:
+        if learns_model and coordinates is not None:
             model = self.models.model_of(prefill.id)
             if model is None:
-                told = None  # its answer tells which model the decode engine must serve
+                coordinates = None  # its answer tells which model the decode engine must serve
             else:
                 fields = with_model(call.api, fields, model)
-        asked = request_bodies.prefill_fields(call.api, fields, _TRANSFER)
-        answered = fields
-        if told is not None:
-            params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
+        prefill_fields = request_bodies.prefill_fields(call.api, fields, _TRANSFER)
+        decode_fields = fields
+        if coordinates is not None:
+            params = push.decode_params(coordinates, call.api, _REQUEST, _TRANSFER)
         else:
             params = text(f"those that {prefill.id} answers with")
-            if self.passes_ids(call, found.decode):
-                asked["return_token_ids"] = TRUE
+            if self.passes_ids(call, chosen.decode):
+                prefill_fields["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
-                    answered = fields | {
+                    decode_fields = fields | {
                         "prompt": text(f"the token ids that {prefill.id} answers with")
                     }
         if learns_model and model is None:
-            answered = answered | {"model": text(f"the one that {prefill.id} answers with")}
+            decode_fields = decode_fields | {
+                "model": text(f"the one that {prefill.id} answers with")
+            }
         return Explanation(
             "prefill first, then decode"
-            if told is None
+            if coordinates is None
             else f"both legs at once ({LegOrder.CONCURRENT})",
             prefill,
-            found.decode,
-            encode(asked),
-            request_bodies.decode_body(answered, msgspec.Raw(params)),
+            chosen.decode,
+            encode(prefill_fields),
+            request_bodies.decode_body(decode_fields, msgspec.Raw(params)),
         )

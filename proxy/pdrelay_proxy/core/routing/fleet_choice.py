@@ -83,17 +83,17 @@ class FleetChoice:
 
     def without_trials(self, among: Sequence[Instance], /) -> Sequence[Instance]:
         """Leave out the engines that wait for their trial; raises NoInstance: all do."""
-        found = [
-            one
-            for one in among
-            if (member := self.registry.get(one.id)) and member.life.state is not _HALF_OPEN
+        others = [
+            instance
+            for instance in among
+            if (member := self.registry.get(instance.id)) and member.life.state is not _HALF_OPEN
         ]
-        if not found:
+        if not others:
             raise NoInstance(
                 "all engines that are left wait for a trial, and get no request that has failed "
                 "elsewhere"
             )
-        return found
+        return others
 
     def check_path(self, path: str, hints: RoutingHints) -> None:
         """Accept a path that an engine may have; raises PathNotServed: each has said that it has no

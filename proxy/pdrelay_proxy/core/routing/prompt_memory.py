@@ -144,10 +144,10 @@ class PromptMemory:
         oldest = now - self._lifetime_s
         if since > oldest:  # noqa: PLR1730 (a call of ``max`` takes as long as a step of the search)
             oldest = since
-        low, found = self._deepest(engine, blocks, oldest, is_there=False)
+        low, entry = self._deepest(engine, blocks, oldest, is_there=False)
         return (
             0
-            if found is None or (not found.is_coming and now > found.at + _EVENTS_S)
+            if entry is None or (not entry.is_coming and now > entry.at + _EVENTS_S)
             else blocks.ends[low - 1]
         )
 
@@ -166,13 +166,13 @@ class PromptMemory:
         oldest = now - self._lifetime_s
         if since > oldest:  # noqa: PLR1730 (as above)
             oldest = since
-        low, found = self._deepest(engine, blocks, oldest, is_there=is_there)
-        if found is None:
+        low, entry = self._deepest(engine, blocks, oldest, is_there=is_there)
+        if entry is None:
             return 0
         end = blocks.ends[low - 1]
-        if not found.answer or found.answered_at < oldest:
+        if not entry.answer or entry.answered_at < oldest:
             return end
-        return end + min(found.answer, blocks.generated(low - 1))
+        return end + min(entry.answer, blocks.generated(low - 1))
 
     def _deepest(
         self, engine: InstanceId, blocks: PromptBlocks, oldest: float, *, is_there: bool
@@ -180,7 +180,7 @@ class PromptMemory:
         """Return how many blocks an engine has, and what is remembered of the last one."""
         entries = self._entries
         names = blocks.names
-        found: _Entry | None = None
+        last: _Entry | None = None
         # it has the first ``low`` blocks, and not that with the index ``high``
         low = 0
         high = len(names)
@@ -191,8 +191,8 @@ class PromptMemory:
                 high = middle
             else:
                 low = middle + 1
-                found = entry
-        return low, found
+                last = entry
+        return low, last
 
     def forget(self, engine: InstanceId, blocks: PromptBlocks, cached: int) -> None:
         """An engine has no more than the first ``cached`` bytes of a prompt."""

@@ -88,19 +88,19 @@ def route(
             fleet.usable(_DECODE)  # raises NoInstance, if that is why
             reason = SingleEngineReason.NO_PREFILL
         else:
-            found = Route(
+            chosen = Route(
                 prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None
             )
-            found.cached = cached
-            found.expected = fleet.take_expected(hints) if fleet.weighs else None
+            chosen.cached = cached
+            chosen.expected = fleet.take_expected(hints) if fleet.weighs else None
             if prefill is not None:
-                found.mode = fleet.mode_of(prefill, decode)
-            return found
-    found = Route(None, choose_decode(fleet, hints, path, tries, fleet.usable(_DECODE)), reason)
-    found.cached = cached
-    found.why_no_match = why_no_match
-    found.expected = fleet.take_expected(hints) or expected
-    return found
+                chosen.mode = fleet.mode_of(prefill, decode)
+            return chosen
+    chosen = Route(None, choose_decode(fleet, hints, path, tries, fleet.usable(_DECODE)), reason)
+    chosen.cached = cached
+    chosen.why_no_match = why_no_match
+    chosen.expected = fleet.take_expected(hints) or expected
+    return chosen
 
 
 def choose_decode(

@@ -68,11 +68,11 @@ def _known_model(raw: bytes) -> str | None:
     return maybe(raw, str) or None
 
 
-def rank_of(said: bytes | None) -> int | None:
+def rank_of(header: bytes | None) -> int | None:
     """Return the rank in a client's X-data-parallel-rank, if it has one; raises BadRequest: it is
     no whole number.
     """
-    number = (said or b"").strip()
+    number = (header or b"").strip()
     if not number:
         return None
     if number.isdigit() and len(number) < 10:

@@ -58,8 +58,8 @@ class SessionIds:
                 return value.decode("latin-1")
         for field, inner in self.fields:
             raw = fields.get(field)
-            if raw is not None and (found := _text(bytes(raw), inner)):
-                return found
+            if raw is not None and (session := _text(bytes(raw), inner)):
+                return session
         return None
 
 
@@ -73,5 +73,5 @@ def _text(raw: bytes, inner: str) -> str | None:
         return None
     if not inner:
         return maybe(raw, str)
-    found = (maybe(raw, dict[str, object]) or {}).get(inner)
-    return found if isinstance(found, str) else None
+    value = (maybe(raw, dict[str, object]) or {}).get(inner)
+    return value if isinstance(value, str) else None

@@ -19,9 +19,9 @@ class PowerOfTwo:
             return among[0]
         first = self._dice(len(among))
         second = (first + 1 + self._dice(len(among) - 1)) % len(among)
-        one = among[first]
+        engine = among[first]
         other = among[second]
-        return one if self._load(one) <= self._load(other) else other
+        return engine if self._load(engine) <= self._load(other) else other
 
     def copy(self) -> Self:
         """Return itself: nothing is remembered."""

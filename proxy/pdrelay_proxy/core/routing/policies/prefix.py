@@ -70,8 +70,8 @@ class Prefix:
         most_few = -1
         holding: list[Instance] = []
         # one loop takes a third of comprehensions over ``zip``
-        for place, found in enumerate(sizes):
-            cached = lowest if _is_short(found, hints) else found
+        for place, matched in enumerate(sizes):
+            cached = lowest if _is_short(matched, hints) else matched
             if cached > largest:  # noqa: PLR1730 (a call of ``max`` takes as long as the rest)
                 largest = cached
             if size - cached >= least:

@@ -6,7 +6,7 @@ groups. Models that the same engines serve share one: hundreds of LoRA adapters 
 than one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
@@ -14,14 +14,14 @@ from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fleet import compatibility
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.fleet_models import clipped
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Registry, listed
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import Grouping, group_engines, group_known
-from pdrelay_proxy.core.routing.group_weights import FairRates, Shares, shares_of
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
-from pdrelay_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
+from pdrelay_proxy.core.routing.serving_engines import has_rank, why_none
+from pdrelay_proxy.core.routing.traffic_division import TrafficDivision, divide_traffic
+from pdrelay_proxy.errors import NoMatchingInstance
 
 Among: TypeAlias = Sequence[Instance]
 # whether a prefill and a decode engine can share a request
@@ -29,7 +29,6 @@ Fits: TypeAlias = Callable[[Instance, Instance], bool]
 # Which of the sets of models that engines serve have a model, and the rank that a request asks for.
 _Key: TypeAlias = tuple[frozenset[frozenset[str] | None], int | None]
 
-_UNBOUND: Final[Mapping[bool, FairRates]] = {}
 _MOST_NAMED: Final = 4  # pairs in one message
 _MOST_LOOKS: Final = 64  # by which engines serve a model: there may be as many of these as models
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
@@ -43,12 +42,8 @@ class Narrowed:
     decode: Among
     alone: Among  # those of which one may serve a request alone
     all_fit: bool  # each prefill engine fits each decode engine
-    shares: Shares | None  # None: there is one group of all of them, and nothing to divide
-    shares_alone: Shares | None  # the same where decode engines may serve alone
     fits: Fits  # for groups in which not all fit
-    # By whether decode engines may serve alone: the part of the requests that each engine may get;
-    # empty: any.
-    rates: Mapping[bool, FairRates]
+    division: TrafficDivision
 
 
 class Candidates:
@@ -155,41 +150,16 @@ class Candidates:
     def _narrowed(self, prefill: Among, decode: Among, grouping: Grouping, fits: Fits) -> Narrowed:
         pairs = grouping.pairs
         paired_prefill, paired_decode = _paired(grouping, prefill, decode)
-        alone = self._shares(grouping, may_be_alone=True)
-        # Where nothing is served alone although it may be, nothing changes if it may not.
-        is_some_alone = True in [share.alone for share in alone.all]
-        shares = self._shares(grouping, may_be_alone=False) if is_some_alone else alone
-        rates = _UNBOUND
-        if self._is_bound and self._is_mixed(grouping):
-            rates_alone = alone.rates()
-            rates = {True: rates_alone, False: shares.rates() if is_some_alone else rates_alone}
-        is_bound = rates is not _UNBOUND
-        return Narrowed(
+        division = divide_traffic(
+            grouping,
             paired_prefill,
             paired_decode,
-            decode,
-            len(pairs) == 1 and pairs[0].all_fit,
-            None if not is_bound and _is_whole(shares, paired_prefill, paired_decode) else shares,
-            None if not is_bound and _is_whole(alone, paired_prefill, paired_decode) else alone,
-            fits,
-            rates,
+            self._registry.facts,
+            self._preference,
+            is_bound=self._is_bound,
         )
-
-    def _is_mixed(self, grouping: Grouping) -> bool:
-        """Tell whether two engines differ in more than their slice, and not only because their pair
-        rests.
-        """
-        prefill = [*grouping.unpaired_prefill, *(group.prefill[0] for group in grouping.pairs)]
-        sides = prefill, [group.decode[0] for group in grouping.groups]
-        kinds = [
-            {compatibility.without_slice(self._registry.facts(one)) for one in side}
-            for side in sides
-        ]
-        return not all(compatibility.agree(one, other) for one, other in product(*kinds))
-
-    def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
-        shares = shares_of(grouping, may_be_alone=may_be_alone)
-        return shares if self._preference is None else self._preference.divide(shares)
+        all_fit = len(pairs) == 1 and pairs[0].all_fit
+        return Narrowed(paired_prefill, paired_decode, decode, all_fit, fits, division)
 
     def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> Grouping:
         """Sort engines into groups by pairs that rest, too: all that fit do, and no engine may
@@ -224,51 +194,6 @@ class Candidates:
         return compatibility.difference(one, other)
 
 
-def serving(registry: Registry, role: Role, among: Among, hints: RoutingHints) -> Among:
-    """List the engines of a role that serve the model of a request; raises as
-    ``Candidates.narrowed``.
-
-    Those that have not said yet what they serve come only where none is known to serve it: they may
-    not know the model.
-    """
-    found = [
-        one for one in among if registry.facts(one).serves(hints.model) and has_rank(one, hints)
-    ]
-    if not found:
-        raise why_none(registry, role, hints)
-    return [one for one in found if registry.facts(one).models is not None] or found
-
-
-def why_none(
-    registry: Registry, role: Role, hints: RoutingHints
-) -> UnknownModel | BadRequest | NoInstance:
-    """Say why no engine of a role would do for a request."""
-    members = [member for member in registry.members() if member.facts.serves(hints.model)]
-    if not members:
-        model = clipped(hints.model or "")
-        return UnknownModel(
-            f"the model {model!r} is not served here; there is {registry.models.listed()}"
-        )
-    members = [member for member in members if member.as_role(role) is not None]
-    if not any(has_rank(member.instance, hints) for member in members):
-        if hints.rank is not None and role is Role.DECODE:
-            return BadRequest(
-                f"X-data-parallel-rank is {hints.rank}, and no decode instance has this rank"
-            )
-        return NoInstance(f"no {role} instance serves the model {clipped(hints.model or '')!r}")
-    states = [f"{member.instance.id} is {member.life.state}" for member in members]
-    return NoInstance(f"no {role} instance that would do can take a request now: {listed(states)}")
-
-
-def has_rank(instance: Instance, hints: RoutingHints) -> bool:
-    """Look for the rank that a client wants: it means the engine that answers, so prefill engines
-    have them all.
-    """
-    return (
-        hints.rank is None or instance.rank in (None, hints.rank) or instance.role is Role.PREFILL
-    )
-
-
 def _are_compatible(registry: Registry, prefill: Instance, decode: Instance) -> bool:
     """Tell whether two engines fit, also as a pair that rests."""
     return compatibility.fit(registry.facts(prefill), registry.facts(decode))
@@ -284,11 +209,3 @@ def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, A
     return [p for p in prefill if p.id in paired_prefill], [
         d for d in decode if d.id in paired_decode
     ]
-
-
-def _is_whole(shares: Shares, prefill: Among, decode: Among) -> bool:
-    """Tell whether there is one share, of all these engines: a preference may leave some out."""
-    if len(shares.all) > 1:
-        return False
-    group = shares.all[0].group
-    return len(group.prefill) == len(prefill) and len(group.decode) == len(decode)

@@ -34,7 +34,8 @@ class GroupChoice:
 
     def pair(self, found: Narrowed, hints: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """Choose a group, if there are several, and then its engines."""
-        shares = found.shares_alone if may_be_alone else found.shares
+        division = found.division
+        shares = division.shares_alone if may_be_alone else division.shares
         if shares is None:
             return self.choice.pair(
                 found.prefill,
@@ -42,7 +43,7 @@ class GroupChoice:
                 hints,
                 compatibility.always if found.all_fit else found.fits,
             )
-        rates = found.rates.get(may_be_alone)
+        rates = division.rates.get(may_be_alone)
         if self.bounds is not None and rates is not None:
             return self._pair_within(shares, rates, self.bounds.of(hints.model), hints, found.fits)
         share = self._share(shares, _NOBODY, hints)

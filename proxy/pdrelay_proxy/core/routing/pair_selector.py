@@ -16,11 +16,12 @@ from pdrelay_proxy.core.model import (
     SingleEngineReason,
 )
 from pdrelay_proxy.core.routing.alone_bound import AloneBound
-from pdrelay_proxy.core.routing.candidates import Among, Candidates, Narrowed, serving
+from pdrelay_proxy.core.routing.candidates import Among, Candidates, Narrowed
 from pdrelay_proxy.core.routing.group_choice import GroupChoice
 from pdrelay_proxy.core.routing.group_weights import FairRates
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.pairing import Chosen, WeighingPolicy
+from pdrelay_proxy.core.routing.serving_engines import serving
 from pdrelay_proxy.core.routing.share_bound import make_room
 from pdrelay_proxy.errors import NoInstance
 
@@ -238,7 +239,7 @@ class PairSelector:
         calm = self._calm.get(hints.model)
         if calm is None or calm.version != self.registry.changes.count:
             return None
-        return calm.narrowed.rates.get(True)
+        return calm.narrowed.division.rates.get(True)
 
     def _pair_on_trial(
         self,

@@ -22,7 +22,7 @@ from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.files import renew_admin_tls, renew_server_tls
 from pdrelay_proxy.io.listening import url_of
-from pdrelay_proxy.io.worker_place import END, HURRY, READY, WorkerPlace, heard
+from pdrelay_proxy.io.worker_place import END, HURRY, READY, WorkerPlace, received
 from pdrelay_proxy.listeners import AdminListener, main_config, main_sockets
 from pdrelay_proxy.options import without_restart
 from pdrelay_proxy.settings import Settings
@@ -200,7 +200,7 @@ class _Process:
 
         A signal may say the same to all processes at once: the two of them are one order.
         """
-        said = heard(line)
+        said = received(line)
         if said is None:
             asyncio.get_running_loop().remove_reader(line)
             logger.warning("the supervisor has gone: this worker ends, too")
@@ -237,7 +237,7 @@ class _Process:
         await self._told.wait()
         settings = self._settings
         lifetime = self._lifetime
-        lifetime.on(Step.TOLD)
+        lifetime.on(Step.SHUTDOWN)
         logger.info(
             "shutting down: /ready answers 503; new requests are served for %g s more",
             settings.drain_grace_s,

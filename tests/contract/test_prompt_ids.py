@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from vllm.renderers.online_renderer import OnlineRenderer
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.prompt_ids import found_ids, may_pass_ids, read_with_ids
+from pdrelay_proxy.core.protocol.prompt_ids import ids_in, may_pass_ids, read_with_ids
 from pdrelay_proxy.core.protocol.request_bodies import decode_pieces_with_ids, parse
 from pdrelay_proxy.core.raw_json import NULL, encode
 from pdrelay_proxy.core.schemas import PromptIdsAnswer
@@ -80,7 +80,7 @@ def asked_with_ids(api, body, ids):
     if api is Api.COMPLETIONS:
         told = json.dumps({"choices": [{"prompt_token_ids": ids}], "kv_transfer_params": PARAMS}, separators=(",", ":"))
     read = read_with_ids(told.encode(), PromptIdsAnswer)
-    return json.loads(b"".join(decode_pieces_with_ids(api, fields, read.kv_transfer_params, found_ids(read))))
+    return json.loads(b"".join(decode_pieces_with_ids(api, fields, read.kv_transfer_params, ids_in(read))))
 
 
 def shown(engine_input):
@@ -169,7 +169,7 @@ def test_answers_are_written_as_they_are_read():
     for answer in (whole, completion.CompletionResponse(**head, choices=texts)):
         written = json.dumps(answer.model_dump(), ensure_ascii=False, separators=(",", ":"))  # as Starlette does
         read = read_with_ids(written.encode(), PromptIdsAnswer)
-        assert bytes(found_ids(read)) == b"[1,2,3]"
+        assert bytes(ids_in(read)) == b"[1,2,3]"
         assert json.loads(bytes(read.kv_transfer_params)) == PARAMS
-    assert found_ids(PromptIdsAnswer()) is NULL
-    assert encode({"a": found_ids(read)}) == b'{"a":[1,2,3]}'
+    assert ids_in(PromptIdsAnswer()) is NULL
+    assert encode({"a": ids_in(read)}) == b'{"a":[1,2,3]}'

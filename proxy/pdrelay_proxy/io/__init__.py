@@ -1,1 +1,1 @@
-"""Everything that touches a socket."""
+"""Everything that touches a socket, a file or the clock."""

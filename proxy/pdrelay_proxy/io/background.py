@@ -1,4 +1,4 @@
-"""Work that goes on beside a block, and is over when the block is."""
+"""Work that runs beside a block, and is over when the block is."""
 
 import asyncio
 import logging
@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeAlias
 
-# anew for each start of the server
+# a context of its own for each start of the server
 Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
 
 
 @asynccontextmanager
 async def meanwhile(work: Awaitable[object]) -> AsyncGenerator[asyncio.Future[object]]:
-    """Do something meanwhile; it is dropped when the block is left."""
+    """Run something while the block lasts; at its end it is cancelled."""
     task = asyncio.ensure_future(work)
     try:
         yield task
@@ -24,8 +24,8 @@ async def meanwhile(work: Awaitable[object]) -> AsyncGenerator[asyncio.Future[ob
 async def repeatedly(
     every_s: float, act: Callable[[], Awaitable[None]], log: logging.Logger, trouble: str
 ) -> None:
-    """Do something again and again, so many seconds apart; a bug in it is logged, and must not end
-    that for good.
+    """Do something every ``every_s`` seconds; a bug in it is logged, and does not end that for
+    good.
     """
     while True:
         await asyncio.sleep(every_s)

@@ -1,6 +1,4 @@
-"""What runs here: the version, the commit it was made from, and whether the request path is
-compiled.
-"""
+"""The version of the router, the commit it was made from, and whether the request path is compiled."""
 
 import importlib.util
 import json
@@ -15,16 +13,16 @@ from typing import Final
 _PACKAGE: Final = Path(__file__).parents[1]
 _COMMIT_FILE: Final = "commit.txt"  # hatch_build.py puts it into a wheel
 _GIT_TIMEOUT_S: Final = 5.0
-# in a compiled wheel this one is compiled with all others
+# a compiled wheel has all compiled modules, and so this one
 _COMPILED_MODULE: Final = "pdrelay_proxy.core.raw_json"
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What runs here."""
+    """The running build."""
 
     version: str
-    commit: str | None  # None: it cannot be known
+    commit: str | None  # None: unknown
     is_compiled: bool  # docs/performance.md
 
     def __str__(self) -> str:
@@ -34,7 +32,7 @@ class Build:
 
 @cache
 def find_build() -> Build:
-    """Find out what runs here; neither the version nor the commit changes while it runs."""
+    """Return the running build; neither the version nor the commit changes while it runs."""
     try:
         version = metadata.version("pdrelay")
     except metadata.PackageNotFoundError:  # the folder is on the path, and nothing was installed
@@ -45,18 +43,18 @@ def find_build() -> Build:
 
 
 def find_commit(package: Path) -> str | None:
-    """Return the commit of a package: of the checkout it lies in, of its wheel, or of the URL that
-    pip had it from.
+    """Return the commit of a package: of its checkout, of its wheel, or of the URL that pip
+    installed it from.
     """
     checkout = package.parents[1]
     if (checkout / ".git").exists():
-        return _checked_out(checkout)
+        return _commit_of_checkout(checkout)
     with suppress(OSError):
         return (package / _COMMIT_FILE).read_text(encoding="ascii").strip()
-    return _fetched()
+    return _commit_from_pip()
 
 
-def _checked_out(checkout: Path) -> str | None:
+def _commit_of_checkout(checkout: Path) -> str | None:
     argv = [
         "git",
         "-C",
@@ -68,19 +66,19 @@ def _checked_out(checkout: Path) -> str | None:
         "--exclude=*",
     ]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             argv, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError):
         # there is no git, or the checkout belongs to another user
         return None
-    return done.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
-def _fetched() -> str | None:
-    """Return the commit that pip noted when it installed from a repository's URL (PEP 610)."""
+def _commit_from_pip() -> str | None:
+    """Return the commit that pip recorded when it installed from a repository's URL (PEP 610)."""
     with suppress(metadata.PackageNotFoundError, ValueError, LookupError, TypeError):
-        noted = metadata.distribution("pdrelay").read_text("direct_url.json")
-        if noted is not None:
-            return str(json.loads(noted)["vcs_info"]["commit_id"])[:12]
+        direct_url = metadata.distribution("pdrelay").read_text("direct_url.json")
+        if direct_url is not None:
+            return str(json.loads(direct_url)["vcs_info"]["commit_id"])[:12]
     return None

@@ -1,4 +1,4 @@
-"""The descriptors of this process, and who may have how many of them."""
+"""The file descriptors of this process, and how many of them connections to engines may take."""
 
 import resource
 from typing import Final
@@ -7,9 +7,7 @@ OWN_DESCRIPTORS: Final = 64  # files, listeners and probes
 
 
 def engine_connections() -> int | None:
-    """Return how many connections to engines there may be beside as many of clients; None: as many
-    as are wanted.
-    """
+    """Return the most connections to engines, beside as many of clients; None: no limit."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         None

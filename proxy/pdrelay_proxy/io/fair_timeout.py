@@ -1,18 +1,18 @@
-"""How long an engine may take, without the time in which the router's own process stood still."""
+"""How long an engine may take, without the time in which the router's process stood still."""
 
 import asyncio
 from types import TracebackType
 from typing import Final
 
-# a timer that runs so late says that the process was stopped, starved or busy
+# a timer that is so late means that the process was stopped, starved or busy
 _LATE_S: Final = 0.25
 
 
 class LateTimer:
-    """Tells of a timer whether it has come late: then what has arrived in time may not be read yet.
+    """Tells whether a timer came late: then bytes that came in time may not be read yet.
 
-    It says so once in a row, so that a router that is always late still gives up what takes too
-    long. Times are seconds of any one clock.
+    It says so once in a row, so a router that is always late still gives up on what takes too long.
+    Times are seconds of any one clock.
     """
 
     __slots__ = ("_due", "_was_late")
@@ -22,21 +22,21 @@ class LateTimer:
         self._was_late = False
 
     def expect(self, due: float) -> None:
-        """Note when the timer is to come."""
+        """Note when the timer is due."""
         self._due = due
 
     def is_late(self, now: float) -> bool:
-        """Tell whether it has come late, and the time before not."""
+        """Return whether the timer is late, and was not the time before."""
         self._was_late = not self._was_late and now - self._due > _LATE_S
         return self._was_late
 
 
 class FairTimeout:
-    """Ends what is inside with TimeoutError after so many seconds, as :func:`asyncio.timeout` does.
+    """Ends the block with TimeoutError after so many seconds, as :func:`asyncio.timeout` does.
 
-    Timers may run before what has arrived is read (libuv runs them first). So where the timer
-    itself is late, nobody knows what the engine has done in time: it gets the whole time again,
-    once (:class:`LateTimer`).
+    Timers may run before received bytes are read (libuv runs them first). So if the timer itself is
+    late, the engine may have answered in time: it gets the whole time again, once
+    (:class:`LateTimer`).
     """
 
     __slots__ = ("_lateness", "_scope", "_seconds", "_timer")
@@ -64,9 +64,9 @@ class FairTimeout:
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         due = loop.time() + self._seconds
         self._lateness.expect(due)
-        self._timer = loop.call_at(due, self._look, loop)
+        self._timer = loop.call_at(due, self._on_timer, loop)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _on_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         if self._lateness.is_late(now):
             self._arm(loop)

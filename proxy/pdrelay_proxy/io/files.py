@@ -1,4 +1,4 @@
-"""Files of the operator: read as a whole, with one sentence when they cannot be."""
+"""The operator's files, read as a whole; an error is one sentence."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ LOCAL_KEY_FILE: Final = Path(".pdrelay/admin-key")
 
 
 def read_text(path: str) -> str:
-    """Read a file; raises ConfigError if it is not there, not ours to read, or not UTF-8."""
+    """Read a file; raises ConfigError if it is missing, not readable, or not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as exc:
@@ -28,7 +28,7 @@ def read_text(path: str) -> str:
 
 
 def client_keys(settings: Settings) -> Keys | None:
-    """Read the keys that clients must show; None: anybody may ask. Raises ConfigError."""
+    """Read the keys that clients must show; None: none are wanted. Raises ConfigError."""
     path = settings.api_keys_file
     if path is None:
         return None
@@ -42,28 +42,24 @@ def client_keys(settings: Settings) -> Keys | None:
 
 
 def engine_keys(settings: Settings) -> dict[Role, str]:
-    """Read the keys that engines want, from their files or else the environment; raises
-    ConfigError.
-    """
+    """Read the keys for engines, from their files or else the environment; raises ConfigError."""
     chosen = {
         Role.PREFILL: (settings.prefill_api_key_file, settings.prefill_api_key),
         Role.DECODE: (settings.decode_api_key_file, settings.decode_api_key),
     }
-    found: dict[Role, str] = {}
+    keys: dict[Role, str] = {}
     for role, (path, key) in chosen.items():
         if path is not None:
-            found[role] = outbound_key(read_text(path), path)
+            keys[role] = outbound_key(read_text(path), path)
         elif key is not None:
-            found[role] = outbound_key(key, f"the key for {role} engines in the environment")
-    return found
+            keys[role] = outbound_key(key, f"the key for {role} engines in the environment")
+    return keys
 
 
 def operator_key(settings: Settings) -> str | None:
     """Read the key of operators, from its file or else the environment; None: there is none.
 
-    Raises ConfigError.
-
-    A file may have two lines, while one key takes the place of another.
+    Raises ConfigError. A file may have two lines, while a new key replaces an old one.
     """
     path = settings.admin_key_file
     return settings.admin_key if path is None else _replaceable_key(path)
@@ -72,7 +68,7 @@ def operator_key(settings: Settings) -> str | None:
 def join_key(settings: Settings) -> str | None:
     """Read the key by which engines join; None: there is none.
 
-    Raises ConfigError: also if it is the admin key, too.
+    Raises ConfigError, also if it is the admin key.
     """
     path = settings.join_key_file
     if path is None:
@@ -94,9 +90,9 @@ def _replaceable_key(path: str) -> str:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Build what the router serves https with; None: http.
+    """Build the TLS context of the router's https port; None: it serves http.
 
-    Raises ConfigError: a file is wrong, or two do not fit.
+    Raises ConfigError: a file is wrong, or two do not belong together.
     """
     cert = settings.tls_cert
     key = settings.tls_key
@@ -114,7 +110,7 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def admin_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Build the same for the admin port, which asks for no certificate of its clients; raises
+    """Build the TLS context of the admin port, which asks clients for no certificate; raises
     ConfigError.
     """
     cert = settings.tls_cert
@@ -134,11 +130,10 @@ def renew_admin_tls(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:
-    """Serve new connections with what now stands in the same files; raises ConfigError and then
-    changes nothing.
+    """Use the present content of the same files for new connections.
 
-    Authorities of clients that are new are trusted; those that were taken out, until the router is
-    started again.
+    Raises ConfigError, and then changes nothing. New authorities of clients are trusted; removed
+    ones stay trusted until the router is restarted.
     """
     if settings.tls_cert is not None and settings.tls_key is not None:
         server_tls(settings)  # a trial, on another context
@@ -148,7 +143,7 @@ def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 def renew_engine_tls(context: ssl.SSLContext, settings: Settings) -> None:
-    """Open new connections to engines with what now stands in the same files; the rest as
+    """Use the present content of the same files for new connections to engines; otherwise as
     ``renew_server_tls``.
     """
     engine_tls(settings)  # a trial, on another context
@@ -159,11 +154,9 @@ def renew_engine_tls(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 def engine_tls(settings: Settings) -> ssl.SSLContext:
-    """Build what the router speaks to https engines with; raises ConfigError as ``server_tls``
-    does.
-    """
+    """Build the TLS context for https engines; raises ConfigError as ``server_tls`` does."""
     if settings.engine_ca is None and settings.engine_cert is None and settings.engine_key is None:
-        return _usual_tls()
+        return _system_tls()
     if settings.engine_ca is None:
         context = ssl.create_default_context()
     else:
@@ -177,15 +170,15 @@ def engine_tls(settings: Settings) -> ssl.SSLContext:
 
 
 @functools.cache
-def _usual_tls() -> ssl.SSLContext:
-    """Return what trusts the system's authorities and shows nothing: nobody changes it, and it
-    takes 50 ms to read.
+def _system_tls() -> ssl.SSLContext:
+    """Return the context that trusts the system's authorities and has no certificate; loading it
+    takes 50 ms, and it is never changed.
     """
     return ssl.create_default_context()
 
 
 def load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
-    """Show this certificate; raises ConfigError."""
+    """Load a certificate and its key; raises ConfigError."""
     read_text(cert)
     read_text(key)
     try:

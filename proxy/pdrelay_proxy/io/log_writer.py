@@ -2,7 +2,7 @@
 a request.
 
 The queue before it is bounded. Lines that find it full, or that the system does not take, are
-dropped and counted; one line says so when those before it are written.
+dropped and counted; one line says so once the lines before it are written.
 """
 
 import logging
@@ -13,25 +13,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-QUEUE_MOST: Final = 4 * 1024 * 1024  # characters that wait: some ten thousand lines
-CLOSE_S: Final = 2.0  # seconds in which the lines that wait at the end may be written
-_WRITE_MOST: Final = 64 * 1024  # bytes of one write: what a pipe holds
-_BUSY_S: Final = 1.0  # seconds between two looks at a descriptor that takes nothing now
+QUEUE_MOST: Final = 4 * 1024 * 1024  # characters in the queue: some ten thousand lines
+CLOSE_S: Final = 2.0  # seconds to write the lines that are left at the end
+_WRITE_MOST: Final = 64 * 1024  # bytes of one write: the capacity of a pipe
+_BUSY_S: Final = 1.0  # seconds to wait for a descriptor that takes nothing now
 logger = logging.getLogger(__name__)
 
-# bytes of a pipe's write that does not wait where ``select`` calls the pipe writable
+# bytes that a pipe takes without waiting if ``select`` calls it writable (POSIX)
 _AT_ONCE: Final = select.PIPE_BUF
 # writes some of the bytes, and returns how many; raises OSError
 Write = Callable[[memoryview], int]
 
 
 class LogWriter:
-    """A text stream that never waits and never raises. Its thread begins with the first line."""
+    """A text stream that never waits and never raises. Its thread starts with the first line."""
 
     def __init__(self, write: Write, *, most: int = QUEUE_MOST, close_s: float = CLOSE_S) -> None:
-        """``write``: may wait for as long as the reader of the log likes; ``most``: characters that
-        may wait for it.
-        """
+        """``write``: may block for any time; ``most``: characters that may wait for it."""
         self._write = write
         self._most = most
         self._close_s = close_s
@@ -39,13 +37,13 @@ class LogWriter:
         self._lines: deque[str] = deque()
         self._size = 0  # characters in the queue, and of what is being written
         self._thread: threading.Thread | None = None
-        self._is_at_line = True  # what was written last is the end of a line
-        self._said = 0  # lines that were dropped when that was said last
+        self._is_at_line = True  # the last write ended with a line
+        self._reported = 0  # dropped lines that the log has reported
         self.dropped = 0  # lines, ever
 
     @classmethod
     def to(cls, descriptor: int) -> "LogWriter":
-        """Write to a descriptor, which may be one that does not block."""
+        """Write to a descriptor, blocking or not."""
 
         def write(data: memoryview) -> int:
             try:
@@ -57,7 +55,7 @@ class LogWriter:
         return cls(write)
 
     def write(self, text: str) -> int:
-        """Have some lines written, or drop them."""
+        """Queue some lines, or drop them."""
         with self._news:
             if self._size + len(text) > self._most:
                 self.dropped += text.count("\n")
@@ -70,7 +68,7 @@ class LogWriter:
         return len(text)
 
     def _begin(self) -> None:
-        """Start the thread; where there may be no more threads now, the next line tries again."""
+        """Start the thread; if the system allows no more threads now, the next line tries again."""
         thread = threading.Thread(target=self._run, name="pdrelay-log", daemon=True)
         try:
             thread.start()
@@ -82,7 +80,7 @@ class LogWriter:
         """Do not wait: ``close`` does."""
 
     def close(self) -> None:
-        """Wait until what was said is written, for as long as that may take."""
+        """Wait until the queued lines are written, at most ``close_s`` seconds."""
         with self._news:
             self._news.wait_for(lambda: not self._size, self._close_s)
 
@@ -98,9 +96,9 @@ class LogWriter:
                 dropped = self.dropped
                 is_idle = not self._lines
                 self._news.notify_all()
-            if is_written and is_idle and dropped > self._said:
-                count = dropped - self._said
-                self._said = dropped
+            if is_written and is_idle and dropped > self._reported:
+                count = dropped - self._reported
+                self._reported = dropped
                 logger.warning(
                     "%d lines of the log were dropped: its reader, or its disk, did not take them",
                     count,
@@ -115,7 +113,7 @@ class LogWriter:
             try:
                 written = self._write(data[:_WRITE_MOST])
             except OSError:
-                # the disk is full, or the other end of the pipe is closed: who would be told?
+                # the disk is full, or the other end of the pipe is closed: there is nowhere to report it
                 with self._news:
                     self.dropped += bytes(data).count(b"\n")
                 return False
@@ -131,12 +129,12 @@ class PromptWriter:
     """
 
     def __init__(self, write: Write) -> None:
-        """``write``: does not wait, and raises BlockingIOError where it would have to."""
+        """``write``: does not wait, and raises BlockingIOError instead."""
         self._write = write
 
     @classmethod
     def to(cls, descriptor: int) -> "PromptWriter":
-        """Write to a descriptor, which may be one that blocks."""
+        """Write to a descriptor, blocking or not."""
 
         def write(data: memoryview) -> int:
             _, is_writable, _ = select.select((), (descriptor,), (), 0)
@@ -153,7 +151,7 @@ class PromptWriter:
             while data:
                 data = data[self._write(data[:_AT_ONCE]) :]
         except OSError:
-            pass  # nobody reads, or the disk is full: who would be told?
+            pass  # no reader, or a full disk: there is nowhere to report it
         return len(text)
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""How the log looks: lines for people, or one JSON object for each event."""
+"""The form of the log: lines for people, or one JSON object for each event."""
 
 import io
 import json
@@ -23,10 +23,10 @@ FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ``time`` (UTC), ``level``, ``logger``, and the facts of the event or its
+    """One object a line: ``time`` (UTC), ``level``, ``logger``, and the event's facts or its
     message.
 
-    A line of one of several workers has its number: ``worker``.
+    With several workers, a line has its worker's number: ``worker``.
     """
 
     def __init__(self, worker: int | None = None) -> None:
@@ -34,7 +34,7 @@ class JsonFormatter(logging.Formatter):
         self._worker: Mapping[str, object] = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write a record; what has facts has no message, for that would say the same again."""
+        """Write a record; one with facts has no message, which would repeat them."""
         facts: object = getattr(record, FACTS, None)
         event = self._begin(record.created, record.levelname.lower(), record.name)
         event |= facts if isinstance(facts, dict) else {"message": record.getMessage()}
@@ -63,9 +63,8 @@ class JsonFormatter(logging.Formatter):
 class TextFormatter(logging.Formatter):
     """Lines for people.
 
-    The time of day is written anew once a millisecond, and most of it once a second.
-
-    A line of one of several workers has its number before the name of the logger.
+    The time of day is formatted once a millisecond, and most of it once a second. With several
+    workers, a line has its worker's number before the logger's name.
     """
 
     def __init__(self, worker: int | None = None) -> None:
@@ -76,20 +75,22 @@ class TextFormatter(logging.Formatter):
         self._date = self._time = ""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write a record as logging does; what comes with a traceback is left to it."""
+        """Write a record as logging does, which itself writes those with a traceback."""
         if record.exc_info or record.exc_text or record.stack_info:
             return super().format(record)
-        said = one_line(record.getMessage())
-        return f"{self.formatTime(record)} {record.levelname} {self._worker}{record.name} {said}"
+        text = one_line(record.getMessage())
+        return f"{self.formatTime(record)} {record.levelname} {self._worker}{record.name} {text}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
-        """Write what stands before a traceback."""
+        """Write the line before a traceback."""
         record.message = one_line(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: ANN401, N802 (logging's)
-        """Write a traceback; the words of an exception may have line breaks, and no line of them
-        begins as a record.
+        """Write a traceback.
+
+        An exception's text may have line breaks: its lines are indented, so none looks like a
+        record.
         """
         return super().formatException(ei).replace("\n", "\n  ")
 
@@ -125,11 +126,11 @@ def note(
     fields: Callable[[T], Mapping[str, object]],
     text: Callable[[T], str],
 ) -> None:
-    """Log an event at level INFO: by its fields in JSON, as text for people; only one of the two is
-    made.
+    """Log an event at level INFO: its fields in JSON, or its text for people; only one of them is
+    built.
 
-    Where the log is as ``configure`` made it, the line is written without a record, which costs
-    more than all the rest.
+    With the handler of ``configure``, the line is written without a LogRecord, which costs more
+    than all the rest.
     """
     note_all(logger, (event,), fields, text)
 
@@ -140,7 +141,7 @@ def note_all(
     fields: Callable[[T], Mapping[str, object]],
     text: Callable[[T], str],
 ) -> None:
-    """Log some events, of the same moment, as ``note`` does."""
+    """Log some events of the same moment, as ``note`` does."""
     handler = _only_handler(logger)
     if handler is not None:
         handler.write(logger.name, events, fields, text)
@@ -162,7 +163,7 @@ def note_all(
 
 @dataclass(frozen=True, slots=True)
 class _Line(Generic[T]):
-    """An event in one line, made when a log wants it: one in JSON never does."""
+    """An event's text, built only if a handler needs it: JSON never does."""
 
     event: T
     text: Callable[[T], str]
@@ -172,8 +173,8 @@ class _Line(Generic[T]):
 
 
 def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
-    """Return the handler of this process's log, if a record could go nowhere else and nobody
-    filters any.
+    """Return the handler of this process's log, if no record can go elsewhere and nothing filters
+    records.
     """
     handlers = logger.root.handlers
     handler = handlers[0] if len(handlers) == 1 else None
@@ -193,7 +194,7 @@ def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
 
 
 class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
-    """Writes a line at once, but those of a batch together: a system call costs as much as ten
+    """Writes a line at once, but the lines of a batch together: a system call costs as much as ten
     lines.
     """
 
@@ -203,12 +204,12 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
         self._own = self.lock or threading.RLock()  # the one under which logging calls ``emit``
 
     def begin(self) -> None:
-        """Keep what comes; what is kept already comes first."""
+        """Begin a batch; one that is open goes on."""
         with self._own:
             self._batch = self._batch or []
 
     def end(self) -> None:
-        """Write it; what the stream raises is told as logging tells it, and stops nobody."""
+        """Write the batch; an error of the stream goes to ``handleError``, and stops nothing."""
         with self._own:
             batch = self._batch
             self._batch = None
@@ -229,7 +230,7 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
         fields: Callable[[T], Mapping[str, object]],
         text: Callable[[T], str],
     ) -> None:
-        """Write events, or keep their lines."""
+        """Write events, or add their lines to the batch."""
         formatter = self.formatter
         assert isinstance(formatter, _OURS)
         now = time.time()  # noqa: TID251 (what a log says is the time of day)
@@ -245,8 +246,8 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
                 self.handleError(logging.makeLogRecord({"msg": lines}))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's)
-        """Tell of a line that could not be made where the lines go: standard error may be what
-        nobody reads.
+        """Report a line that could not be built in the log itself: standard error may have no
+        reader.
         """
         if isinstance(self.stream, LogWriter):
             self.stream.write(
@@ -256,13 +257,13 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
             super().handleError(record)
 
     def close(self) -> None:
-        """Have what was said written, within a bound."""
+        """Wait until the lines are written, within a bound."""
         if isinstance(self.stream, LogWriter):
             self.stream.close()
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or keep it."""
+        """Write a record, or add it to the batch."""
         if self._batch is None:
             super().emit(record)
             return
@@ -274,21 +275,21 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
 
 @contextmanager
 def lines_together() -> Generator[None]:
-    """Write the lines of a block in one go."""
-    found = [
+    """Write the lines of a block as one batch."""
+    handlers = [
         handler for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)
     ]
-    for handler in found:
+    for handler in handlers:
         handler.begin()
     try:
         yield
     finally:
-        for handler in found:
+        for handler in handlers:
             handler.end()
 
 
 def dropped_lines() -> int:
-    """Return how many lines of the log of this process nobody will read."""
+    """Return how many lines of this process's log were dropped."""
     streams = [
         handler.stream
         for handler in logging.getLogger().handlers
@@ -305,7 +306,7 @@ def configure(
     ``has_thread``: a thread writes it; a process that forks has none, and drops what its reader
     does not take at once. ``worker``: the number of this process, if it is one of several workers.
     """
-    # no line says them
+    # no line shows them
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(capture=True)
     handler = BatchingHandler(_standard_error(LogWriter if has_thread else PromptWriter))
@@ -313,18 +314,18 @@ def configure(
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # it logs a line, with an address, for every leg
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # the router itself says where it listens and when it ends
+    # the router logs its address and its end itself
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def _standard_error(writer: type[LogWriter | PromptWriter]) -> TextIO | LogWriter | PromptWriter:
     """Return what the log is written to."""
-    # the process was started without one, and a socket may have its descriptor now
+    # started without standard error: a socket may have descriptor 2 now
     if sys.stderr is None:
         return writer(_refuse)
     try:
         return writer.to(sys.stderr.fileno())
-    except (OSError, io.UnsupportedOperation):  # it is none of the system's, as in a test
+    except (OSError, io.UnsupportedOperation):  # not a descriptor, as in a test
         return sys.stderr
 
 

@@ -1,5 +1,5 @@
-"""Families of metrics out of counters, in parts: the event loop serves requests between two of
-them.
+"""Families of metrics, built from counters in parts: the event loop serves requests between two
+parts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,54 +14,56 @@ T = TypeVar("T")
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 SERIES_AT_ONCE: Final = 100  # of counters
 _HISTOGRAMS_AT_ONCE: Final = 10  # some 25 lines each
-# those whose values are engines
+# labels whose values are engines
 _ENGINE_LABELS: Final = frozenset({"instance", "prefill", "decode"})
 
 
 class CountedFamilies:
-    """Makes families of counters. A part that is None has no text."""
+    """Builds families from counters. None is a pause between two parts."""
 
     def __init__(self, counters: Counters, known: frozenset[str]) -> None:
         self._counters = counters
-        # engines; series of others are left out: they have gone, and their last legs may not have
+        # engines in the fleet; series of engines that are gone are left out, though their last legs may run
         self._known = known
 
     def counter(
         self, name: str, text: str, labels: Sequence[str], field: str
     ) -> Iterator[Family | None]:
-        """Make one of a field of Counters."""
+        """Build one from a field of Counters."""
         values: Mapping[Key, int] = getattr(self._counters, field)
-        for some in self._parts(labels, values, SERIES_AT_ONCE):
-            yield from counter_family(name, text, labels, some)
+        for part in self._parts(labels, values, SERIES_AT_ONCE):
+            yield from counter_family(name, text, labels, part)
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str], field: str
     ) -> Iterator[Family | None]:
-        """Make one of a field of Counters that has histograms by key, or is one."""
+        """Build one from a histogram field of Counters, with or without keys."""
         value: Histogram | Histograms = getattr(self._counters, field)
-        bounds = [*map(str, value.bounds), "+Inf"]  # of each how many values are at or below it
-        found: Mapping[Key, Histogram] = (
+        bounds = [*map(str, value.bounds), "+Inf"]  # each counts the values at or below it
+        histograms: Mapping[Key, Histogram] = (
             {(): value} if isinstance(value, Histogram) else value.by_key
         )
-        for some in self._parts(labels, found, _HISTOGRAMS_AT_ONCE):
+        for part in self._parts(labels, histograms, _HISTOGRAMS_AT_ONCE):
             family = HistogramMetricFamily(name, text, labels=labels)
-            for key, one in some:
+            for key, histogram in part:
                 family.add_metric(
-                    key, list(zip(bounds, accumulate(one.counts), strict=True)), one.total
+                    key,
+                    list(zip(bounds, accumulate(histogram.counts), strict=True)),
+                    histogram.total,
                 )
             yield family
 
     def _parts(
         self, labels: Sequence[str], values: Mapping[Key, T], size: int
     ) -> Iterator[Sequence[tuple[Key, T]]]:
-        """Cut into parts, without the series of engines that are not known."""
+        """Cut into parts, without the series of engines that are gone."""
         known = self._known
         places = [place for place, label in enumerate(labels) if label in _ENGINE_LABELS]
-        for some in parts_of(list(values.items()), size):
+        for part in parts_of(list(values.items()), size):
             yield (
-                [pair for pair in some if all(pair[0][place] in known for place in places)]
+                [pair for pair in part if all(pair[0][place] in known for place in places)]
                 if places
-                else some
+                else part
             )
 
 
@@ -71,13 +73,13 @@ def counter_family(
     labels: Sequence[str],
     counts: Mapping[Key, int] | Sequence[tuple[Key, int]],
 ) -> Iterator[Family]:
-    """Make the parts of a family of counters."""
+    """Build the parts of a family of counters."""
     items = cast(
         "Sequence[tuple[Key, int]]", list(counts.items()) if isinstance(counts, Mapping) else counts
     )
-    for some in parts_of(items, SERIES_AT_ONCE):
+    for part in parts_of(items, SERIES_AT_ONCE):
         family = CounterMetricFamily(name, text, labels=labels)
-        for key, count in some:
+        for key, count in part:
             family.add_metric(key, count)
         yield family
 
@@ -85,7 +87,7 @@ def counter_family(
 def gauge_family(
     name: str, text: str, labels: Sequence[str], values: Sequence[tuple[Key, float]]
 ) -> Family:
-    """Make a family of gauges."""
+    """Build a family of gauges."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for key, value in values:
         family.add_metric(key, value)
@@ -95,12 +97,12 @@ def gauge_family(
 def gauge_families(
     name: str, text: str, labels: Sequence[str], values: Mapping[Key, float]
 ) -> Iterator[Family]:
-    """Make the parts of a family of gauges."""
-    for some in parts_of(list(values.items()), SERIES_AT_ONCE):
-        yield gauge_family(name, text, labels, some)
+    """Build the parts of a family of gauges."""
+    for part in parts_of(list(values.items()), SERIES_AT_ONCE):
+        yield gauge_family(name, text, labels, part)
 
 
 def parts_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Cut into parts; what is empty is one empty part, so that its family has its heading."""
+    """Cut into parts; an empty sequence is one empty part, so that its family still has a heading."""
     for start in range(0, max(1, len(items)), size):
         yield items[start : start + size]

@@ -1,7 +1,7 @@
-"""The counters in Prometheus' words. prometheus_client stops at this file and metric_families.py.
+"""The counters in Prometheus' text format. prometheus_client is imported here and in
+metric_families.py alone.
 
-Requests and legs add to plain numbers (core/counters.py); they become metrics only while somebody
-scrapes.
+Requests and legs add to plain numbers (core/counters.py); they become metrics only at a scrape.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _END: Final = b"# EOF\n"  # of OpenMetrics
 
 
 class Metrics:
-    """What ``GET /metrics`` says. Every router has its own registry; nothing is global."""
+    """The content of ``GET /metrics``. Every router has its own; nothing is global."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Metrics:
         self._sources = sources
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their type, as ``Accept`` asks for."""
+        """Return all metrics and their content type, which ``Accept`` chooses."""
         pieces, content_type = self.pieces(accept)
         return b"".join(pieces), content_type
 
@@ -59,13 +59,15 @@ class Metrics:
         """Return the same in pieces, some of which are empty: each is a step of a few milliseconds
         at most.
 
-        Thousands of engines have megabytes. What is counted between two steps may be in the later
-        pieces.
+        Thousands of engines have megabytes of metrics. A later piece may include what was counted
+        meanwhile.
         """
         encode, content_type = choose_encoder(accept)
-        return _encoded(self._collected(), lambda family: _written(family, encode)), content_type
+        return _joined(
+            self._families(), lambda family: _exposition_of(family, encode)
+        ), content_type
 
-    def _collected(self) -> Iterator[Family | None]:
+    def _families(self) -> Iterator[Family | None]:
         counters = yield from self._telemetry.counters_in_steps()
         yield None
         running = self._telemetry.in_flight
@@ -84,15 +86,15 @@ class _Single:
         self._family = family
 
     def collect(self) -> Iterator[Family]:
-        """Return it."""
+        """Return the family."""
         yield self._family
 
 
-def _written(family: Family, encode: Callable[[_Single], bytes]) -> bytes:
-    """Write a family byte for byte as the library does, which takes five times as long for the
-    lines of samples.
+def _exposition_of(family: Family, encode: Callable[[_Single], bytes]) -> bytes:
+    """Write a family byte for byte as the library does, which takes five times as long for sample
+    lines.
 
-    Ours have neither time stamps nor exemplars, and names that need no escaping.
+    Our samples have neither time stamps nor exemplars, and names that need no escaping.
     """
     samples = family.samples
     family.samples = []
@@ -111,7 +113,7 @@ def _line(sample: Sample) -> str:
     return f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
 
 
-@lru_cache(4096)  # most are counts of a few, and bounds
+@lru_cache(4096)  # most values are small counts or bounds
 def _number(value: float) -> str:
     return str(floatToGoString(value))
 
@@ -122,13 +124,11 @@ def _escaped(value: str) -> str:
     return value
 
 
-def _encoded(
+def _joined(
     families: Iterator[Family | None], encode: Callable[[Family], bytes]
 ) -> Iterator[bytes]:
-    """Write families whose parts follow each other; each has one heading, and OpenMetrics one
-    end.
-    """
-    before = ""
+    """Join the parts of families: each family has one heading, and OpenMetrics one end."""
+    previous_name = ""
     end = b""
     for family in families:
         if family is None:
@@ -138,17 +138,15 @@ def _encoded(
         if text.endswith(_END):
             text = text[: -len(_END)]
             end = _END
-        while family.name == before and text.startswith(b"# "):
+        while family.name == previous_name and text.startswith(b"# "):
             text = text[text.index(b"\n") + 1 :]
-        before = family.name
+        previous_name = family.name
         yield text
     yield end
 
 
 class _Collector:
-    """Makes metrics out of the numbers, in the order in which an operator reads them; None: a step
-    without any.
-    """
+    """Builds metrics from the numbers, in the order in which an operator reads them; None: a pause."""
 
     def __init__(
         self,
@@ -332,19 +330,20 @@ class _Collector:
             "pdrelay_legs_in_flight", "Legs an engine has now.", labels=("instance", "role")
         )
         members = self._engines.members()
-        for some in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
+        for part in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
             state.samples = []
-            for member in some:
+            for member in part:
                 for role in Role:
                     if member.as_role(role) is not None:
-                        for word in HealthState:
+                        for state_name in HealthState:
                             state.add_metric(
-                                (member.instance.id, role, word), word is member.life.state
+                                (member.instance.id, role, state_name),
+                                state_name is member.life.state,
                             )
             yield state
-        for some in parts_of(members, SERIES_AT_ONCE):
+        for part in parts_of(members, SERIES_AT_ONCE):
             legs.samples = []
-            for member in some:
+            for member in part:
                 names = (member.instance.id, member.role)
                 legs.add_metric(names, self._running.get(member.instance.id, 0))
             yield legs
@@ -376,8 +375,8 @@ def _discovery(sources: Sequence[Freshness]) -> Iterator[Family]:
     engines = GaugeMetricFamily(
         "pdrelay_discovery_engines", "Engines that a source names.", labels=("source",)
     )
-    for one in sources:
-        synced.add_metric((one.source,), one.is_synced)
-        age.add_metric((one.source,), one.age_s)
-        engines.add_metric((one.source,), one.engines)
+    for freshness in sources:
+        synced.add_metric((freshness.source,), freshness.is_synced)
+        age.add_metric((freshness.source,), freshness.age_s)
+        engines.add_metric((freshness.source,), freshness.engines)
     yield from (synced, age, engines)

@@ -1,5 +1,5 @@
-"""Certificates and keys in files are read again when the files change, as cert-manager and
-Kubernetes renew them.
+"""Reads certificates and keys again when their files change, as cert-manager and Kubernetes renew
+them.
 """
 
 import asyncio
@@ -28,26 +28,25 @@ from pdrelay_proxy.io.files import (
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-# seconds between two looks at the files; the kubelet renews mounted ones once a minute
+# seconds between two checks of the files; the kubelet renews mounted ones once a minute
 _EVERY_S: Final = 5.0
-_Stamp: TypeAlias = tuple[int, int, int, bool] | None  # None: the file cannot be seen
+_Stamp: TypeAlias = tuple[int, int, int, bool] | None  # None: the file cannot be read
 _SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
 _ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
 _KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
 _OPERATORS: Final = ("admin_key_file", "join_key_file")
-# A key that is written in place is not whole before its line ends, and half of it must never open
-# anything.
+# A key that is written in place is complete when its line ends; half a key must never be accepted.
 _LINES: Final = frozenset({*_KEYS, *_OPERATORS})
 
 
 @dataclass(slots=True)
 class FileReloads:
-    """One task; run it for as long as the router serves.
+    """Checks files in one task, for as long as the router serves.
 
-    What a failed reload would replace stays in use.
+    If a reload fails, the old content stays in use.
     """
 
-    settings: Callable[[], Settings]  # those of now
+    settings: Callable[[], Settings]  # the present ones
     server_tls: ssl.SSLContext | None
     engine_tls: ssl.SSLContext
     keyring: Keyring
@@ -65,14 +64,16 @@ class FileReloads:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Look while the block lasts."""
+        """Check regularly while the block lasts."""
         async with meanwhile(
-            repeatedly(_EVERY_S, self.look, logger, "the files of certificates could not be seen")
+            repeatedly(
+                _EVERY_S, self.check_files, logger, "the files of certificates could not be seen"
+            )
         ):
             yield
 
-    async def look(self) -> None:
-        """Read again what has changed since the last look; a file system that hangs does not stop
+    async def check_files(self) -> None:
+        """Read again what has changed since the last check; a file system that hangs does not stop
         the router.
         """
         settings = self.settings()
@@ -86,11 +87,11 @@ class FileReloads:
         }
         half = {name for name in changed & _LINES if not _ends_with_line(now[name][1])}
         for name in sorted(half):
-            said = (
+            text = (
                 "%s changed, and its last line has no line break, so it may be half written: read "
                 "again in %g s"
             )
-            logger.warning(said, name, _EVERY_S)
+            logger.warning(text, name, _EVERY_S)
         due = changed | self._held
         self._held = frozenset()
         for group, renew in (
@@ -131,11 +132,11 @@ class FileReloads:
         renew_engine_tls(self.engine_tls, settings)
 
     def _renew_keys(self, settings: Settings) -> None:
-        known = client_keys(settings)
-        shown = engine_keys(settings)
+        client = client_keys(settings)
+        engine = engine_keys(settings)
         self._check_unchanged(settings, _KEYS)
-        self.keyring.keys = known
-        self.outbound.change(shown)
+        self.keyring.keys = client
+        self.outbound.change(engine)
 
     def _renew_operator_keys(self, settings: Settings) -> None:
         admin = operator_key(settings)
@@ -145,29 +146,27 @@ class FileReloads:
         self.join_key.change(join)
 
     def _check_unchanged(self, settings: Settings, names: tuple[str, ...]) -> None:
-        """Raise ConfigError if one of the files was written while it was read: the next look finds
-        it changed.
-        """
+        """Raise ConfigError if a file was written while it was read: the next check reads it again."""
         now = stamps_of(settings)
         if any(now.get(name) != self._seen.get(name) for name in names):
             raise ConfigError("it was written meanwhile")
 
 
 def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
-    """Return of each file that settings name what changes when it is replaced, also behind a
+    """Return for each file of the settings a stamp that changes when it is replaced, also behind a
     symbolic link.
     """
     return _stamps(settings, (*_SERVER, *_ENGINES, *_KEYS, *_OPERATORS))
 
 
 def key_stamps(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
-    """Return the same of the files of keys alone."""
+    """Return the stamps of the files of keys alone."""
     return _stamps(settings, (*_KEYS, *_OPERATORS))
 
 
 def half_written(settings: Settings, stamps: Mapping[str, tuple[str, _Stamp]]) -> frozenset[str]:
-    """Return the settings whose files of keys have no last line break, or were written since they
-    had these stamps.
+    """Return the settings whose key files lack the last line break, or have changed since these
+    stamps.
     """
     now = key_stamps(settings)
     return frozenset(
@@ -187,19 +186,19 @@ def _stamps(settings: Settings, names: tuple[str, ...]) -> Mapping[str, tuple[st
 
 
 def _is_replaced(before: tuple[str, _Stamp] | None, path: str, stamp: _Stamp) -> bool:
-    """Tell whether the same file has changed; another file was read when its setting changed
-    (SIGHUP).
+    """Return whether the same file has changed. If its setting changed (SIGHUP), the new file was
+    read then.
     """
     return before is not None and before[0] == path and before[1] != stamp
 
 
 def _stamp(path: str, has_lines: bool) -> _Stamp:  # noqa: FBT001 (of one caller)
     try:
-        found = Path(path).stat()
+        stat = Path(path).stat()
         is_whole = not has_lines or Path(path).read_bytes()[-1:] == b"\n"
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size, is_whole
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size, is_whole
 
 
 def _ends_with_line(stamp: _Stamp) -> bool:

@@ -1,7 +1,7 @@
-"""Policies of other packages: those that are installed under the entry point group
+"""Routing policies of other packages, installed under the entry point group
 ``pdrelay.routing_policies``.
 
-The entry point's name is the policy's, for --prefill-policy and --decode-policy; what it names is
+The entry point's name is the policy's, for --prefill-policy and --decode-policy. Its object is
 called once with the PolicyParts (core/routing/policy_parts.py), and returns a Policy
 (core/routing/pairing.py) for one leg.
 """
@@ -19,37 +19,39 @@ GROUP: Final = "pdrelay.routing_policies"
 
 
 def installed_policies() -> Sequence[str]:
-    """Name the policies that other packages have; the router's own names are its own."""
-    return sorted({found.name for found in entry_points(group=GROUP)} - set(PolicyName))
+    """Name the policies of other packages; the router's own names cannot be replaced."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)} - set(PolicyName))
 
 
 def installed_policy(name: str, parts: PolicyParts, by_features: Sequence[str]) -> Policy:
-    """Load a policy and build it; raises ConfigError: there is none of this name, or it cannot be
-    built.
+    """Load a policy and build it.
 
-    ``by_features``: the names of policies that features have, for the sentence.
+    Raises ConfigError: there is none of this name, or it cannot be built. ``by_features``: names of
+    policies of features, for the error's text.
     """
-    found = next((each for each in entry_points(group=GROUP) if each.name == name), None)
-    if found is None:
+    entry = next(
+        (candidate for candidate in entry_points(group=GROUP) if candidate.name == name), None
+    )
+    if entry is None:
         known = ", ".join([*PolicyName, *by_features, *installed_policies()])
         raise ConfigError(f"there is no policy {name!r}: there are {known}")
-    policy = _built(found, parts)
+    policy = _built(entry, parts)
     missing = [
         method for method in ("choose", "copy") if not callable(getattr(policy, method, None))
     ]
     if missing:
         raise ConfigError(
-            f"the policy {name!r} ({found.value}) has no method {' and no method '.join(missing)}"
+            f"the policy {name!r} ({entry.value}) has no method {' and no method '.join(missing)}"
         )
     return policy
 
 
-def _built(found: EntryPoint, parts: PolicyParts) -> Policy:
+def _built(entry: EntryPoint, parts: PolicyParts) -> Policy:
     try:
-        built: Policy = found.load()(parts)
+        built: Policy = entry.load()(parts)
     except Exception as exc:
-        # whatever another package raises, a test has one that cannot be imported
+        # another package may raise anything; a test has one that cannot be imported
         raise ConfigError(
-            f"the policy {found.name!r} ({found.value}) cannot be loaded: {exc!r}"
+            f"the policy {entry.name!r} ({entry.value}) cannot be loaded: {exc!r}"
         ) from exc
     return built

@@ -1,6 +1,4 @@
-"""The numbers of the status page: what the router knows now, and what the last five minutes were
-like.
-"""
+"""The numbers of the status page: the present state, and the last five minutes."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -57,7 +55,7 @@ class Engine:
     state: str
     why: str
     in_flight: int
-    legs_per_s: float  # of those that ended, last minute
+    legs_per_s: float  # legs that ended, last minute
     failed: int  # legs, last five minutes
     answer_s: float | None  # mean of the last five minutes
 
@@ -73,7 +71,7 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Something that went wrong."""
+    """A failure."""
 
     ago_s: float
     request: str
@@ -83,23 +81,23 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything at once."""
+    """All numbers of the page."""
 
     version: str  # with the commit, and whether the request path is compiled
     uptime_s: float
     last_minute: Minute
     series: Series
     instances: list[Engine]
-    warnings: Sequence[str]  # what is wrong with the fleet as a whole
+    warnings: Sequence[str]  # problems of the fleet as a whole
     groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
     pairs: PairsStatus
-    features: Sequence[FeatureStatus]  # what some have to show
+    features: Sequence[FeatureStatus]  # parts that features add
     queue: QueueStatus
     failures: list[Failed]
 
 
 class Status:
-    """Puts the numbers together when somebody asks for them."""
+    """Collects the numbers on request."""
 
     def __init__(
         self,
@@ -117,18 +115,19 @@ class Status:
         self._engines = engines
         self._preference = preference
         self._admission = admission
-        self._clock = clock  # the one of ``telemetry``
-        self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
+        self._clock = clock  # the clock of ``telemetry``
+        # whether the present settings let decode engines serve alone
+        self._may_be_alone = may_be_alone
         self._features = features
         self._warnings = warnings or FleetWarnings()
         self._start = clock()
 
-    def now(self) -> Snapshot:
-        """Return what is known now."""
+    def snapshot(self) -> Snapshot:
+        """Return the present numbers."""
         return finish(self.in_steps())
 
     def in_steps(self) -> Generator[None, None, Snapshot]:
-        """Put the same together in steps of some engines, of a millisecond or so each."""
+        """Collect them in steps of some engines, of about a millisecond each."""
         now = self._clock()
         recent = self._telemetry.recent
         admission = self._admission
@@ -157,13 +156,15 @@ class Status:
             warnings=self._warnings.texts,
             groups=groups,
             pairs=self._engines.pair_history.status(now=self._clock()),
-            features=[shown for part in self._features if (shown := part()) is not None],
+            features=[
+                feature_status for part in self._features if (feature_status := part()) is not None
+            ],
             queue=QueueStatus(
                 admission.waiting, admission.admitted, sum(admission.refused.values())
             ),
             failures=[
-                Failed(now - one.at, _short(one.request), one.where, one.reason)
-                for one in recent.failures
+                Failed(now - failure.at, _short(failure.request), failure.where, failure.reason)
+                for failure in recent.failures
             ],
         )
 
@@ -174,12 +175,12 @@ def _series(recent: RecentStats, *, now: float) -> Series:
     )
     return Series(
         _STEP_S,
-        [one.count for one in requests],
-        [one.failed for one in requests],
-        [one.mean for one in ttft],
-        [one.worst for one in ttft],
-        [one.mean for one in gaps],
-        [one.worst for one in gaps],
+        [step.count for step in requests],
+        [step.failed for step in requests],
+        [step.mean for step in ttft],
+        [step.worst for step in ttft],
+        [step.mean for step in gaps],
+        [step.worst for step in gaps],
     )
 
 
@@ -200,7 +201,5 @@ def _engine(member: Member, recent: RecentStats, in_flight: int, *, now: float) 
 
 
 def _short(request: str) -> str:
-    """Return the beginning of an id: enough to find it in the log, and not the name of a
-    request.
-    """
+    """Return the beginning of an id: enough to find it in the log, and not the id itself."""
     return request if len(request) <= _ID_SHOWN else request[:_ID_SHOWN] + "..."

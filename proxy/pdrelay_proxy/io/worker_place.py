@@ -1,7 +1,7 @@
-"""One worker of several: which it is, its line to the supervisor, and its settings.
+"""One of several workers: its number, its line to the supervisor, and its settings.
 
 Workers are routers of one machine. They listen on one port, are peers of each other on loopback,
-and follow one store. Each has an admin port of its own, as each has its own numbers.
+and follow one store. Each has its own numbers, and so its own admin port.
 """
 
 import socket
@@ -11,10 +11,10 @@ from typing import Final
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.settings import Settings
 
-# What is said on the line.
-READY: Final = b"R"  # by a worker: it serves
-END: Final = b"E"  # by the supervisor: take no more, and finish what there is
-HURRY: Final = b"H"  # by the supervisor: end at once
+# Messages on the line.
+READY: Final = b"R"  # from a worker: it serves
+END: Final = b"E"  # from the supervisor: accept nothing more, and finish the requests under way
+HURRY: Final = b"H"  # from the supervisor: end at once
 
 LOOPBACK: Final = "127.0.0.1"
 _LAST_PORT: Final = 65_535
@@ -33,16 +33,16 @@ class WorkerPlace:
     """One worker among the others."""
 
     number: int  # from 0
-    port: int  # the one on which all workers listen
-    store: str  # where all workers find engines that are added at run time
-    peer_socket: socket.socket  # UDP, bound where the others reach this worker
+    port: int  # on which all workers listen
+    store: str  # of engines that are added at run time, for all workers
+    peer_socket: socket.socket  # UDP, bound to the port at which the others reach this worker
     peer_ports: tuple[int, ...]  # of the others, on loopback
-    secret: str  # of their datagrams
-    supervised: Settings  # as the supervisor has read them
-    line: socket.socket  # to the supervisor; when it ends, so has the supervisor
+    secret: str  # signs their datagrams
+    supervised: Settings  # the settings that the supervisor read
+    line: socket.socket  # to the supervisor; its end means that the supervisor has ended
 
     def settings(self, settings: Settings) -> Settings:
-        """Return the settings of the router that this worker is.
+        """Return the settings of this worker's router.
 
         Limits that routers share hold for all workers together; the others hold for each worker.
         """
@@ -55,8 +55,8 @@ class WorkerPlace:
         )
 
 
-def heard(line: socket.socket) -> bytes | None:
-    """Return what the supervisor has said since; None: it has ended."""
+def received(line: socket.socket) -> bytes | None:
+    """Return the bytes from the supervisor since the last call; None: it has ended."""
     try:
         return line.recv(64) or None
     except BlockingIOError:
@@ -66,22 +66,20 @@ def heard(line: socket.socket) -> bytes | None:
 
 
 def admin_port_of(settings: Settings, number: int) -> int | None:
-    """Return the admin port of a worker: they follow each other, unless the system chooses them
-    (0).
-    """
+    """Return the admin port of a worker: one after the other, unless the system chooses them (0)."""
     return settings.admin_port + number if settings.admin_port else settings.admin_port
 
 
 def limits_of_each(settings: Settings) -> str:
-    """Name the limits that hold for each worker, so that all of them together may reach a
-    multiple.
+    """Name the limits that hold for each worker, so all workers together may reach a multiple of
+    them.
     """
     limits = {name: getattr(settings, name) for name in _LIMITS_OF_EACH}
     return ", ".join([f"{name} {limit}" for name, limit in limits.items() if limit is not None])
 
 
 def check_workers(settings: Settings) -> None:
-    """Raise ConfigError if settings contradict several workers."""
+    """Raise ConfigError if settings rule out several workers."""
     count = settings.workers
     admin_port = settings.admin_port
     if count == 1:

@@ -251,7 +251,7 @@ async def test_an_answer_that_has_ended_is_not_cut_off():
     scope = {"type": "http", "method": "GET", "path": PATH, "headers": []}
     serving = asyncio.create_task(door(scope, None, send))
     await ended.wait()
-    for step in (Step.TOLD, Step.GRACE_OVER):
+    for step in (Step.SHUTDOWN, Step.GRACE_OVER):
         lifetime.on(step)
     serving.cancel()
     await asyncio.wait((serving,))

@@ -68,7 +68,7 @@ async def test_a_request_that_is_cut_off_at_the_end_of_the_router_is_told():
     engines = Scripted(pulled_prefill, never)
     connection = Connection(engines)
     await until(lambda: len(engines.legs) == 2)
-    connection.router.lifetime.on(Step.TOLD)
+    connection.router.lifetime.on(Step.SHUTDOWN)
     connection.router.lifetime.on(Step.GRACE_OVER)
     connection.task.cancel()
     await connection.end()

@@ -616,7 +616,7 @@ def test_a_router_that_leaves_says_so_on_both_ways():
     with routers(sims()) as found:
         answers = []
         for served in found:
-            for step in (Step.TOLD, Step.GRACE_OVER):
+            for step in (Step.SHUTDOWN, Step.GRACE_OVER):
                 served.router.lifetime.on(step)
                 with served.open() as client:
                     answers.append(client.send(post(STREAM)).answer())

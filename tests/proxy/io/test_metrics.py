@@ -21,7 +21,7 @@ from pdrelay_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role,
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival
 from pdrelay_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
-from pdrelay_proxy.io.metrics import Metrics, _Single, _written
+from pdrelay_proxy.io.metrics import Metrics, _Single, _exposition_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.settings import Settings
 from support.helm_metrics import router_exposition
@@ -258,4 +258,4 @@ def test_samples_are_written_as_the_library_writes_them(accept):
     made[3].add_metric(("decode-0",), [("0.1", 1), ("+Inf", 1234567)], 17.25)
     wanted = [encode(_Single(family)) for family in made]
 
-    assert [_written(family, encode) for family in made] == wanted
+    assert [_exposition_of(family, encode) for family in made] == wanted

@@ -83,12 +83,12 @@ async def test_a_mounted_secret_that_is_swapped_is_served(tmp_path, authority, c
     mounted(folder, "..v1", authority.sign("first"))
     router = Router(Settings(tls_cert=str(folder / "tls.crt"), tls_key=str(folder / "tls.key")))
     before = shown_by(router.server, authority)
-    await router.reloads.look()
+    await router.reloads.check_files()
     assert shown_by(router.server, authority) == before
 
     mounted(folder, "..v2", authority.sign("second"))
-    await router.reloads.look()
-    await router.reloads.look()
+    await router.reloads.check_files()
+    await router.reloads.check_files()
 
     assert shown_by(router.server, authority) != before
     assert router.counters.file_reloads == {("ok",): 1, ("failed",): 0}
@@ -104,13 +104,13 @@ async def test_a_certificate_that_does_not_fit_its_key_changes_nothing(tmp_path,
     router = Router(Settings(tls_cert=str(cert), tls_key=str(key)))
     before = shown_by(router.server, authority)
     shutil.copy(second.cert, cert)
-    await router.reloads.look()
-    await router.reloads.look()
+    await router.reloads.check_files()
+    await router.reloads.check_files()
     assert shown_by(router.server, authority) == before
     assert [record.message.partition(",")[0] for record in caplog.records] == ["tls_cert changed and cannot be used"]
 
     shutil.copy(second.key, key)
-    await router.reloads.look()
+    await router.reloads.check_files()
     assert shown_by(router.server, authority) != before
     assert router.counters.file_reloads == {("ok",): 1, ("failed",): 1}
 
@@ -123,14 +123,14 @@ async def test_keys_are_good_and_shown_as_they_stand_in_their_files(tmp_path):
     router = Router(Settings(api_keys_file=str(keys), decode_api_key_file=str(engine)))
     keys.write_text("a:sk-a-of-16-chars\n")
     engine.write_text("newer\n")
-    await router.reloads.look()
+    await router.reloads.check_files()
 
     assert router.keyring.caller(((b"authorization", b"Bearer sk-a-of-16-chars"),)) == "a"
     with pytest.raises(Unauthorized):
         router.keyring.caller(((b"authorization", b"Bearer sk-b-of-16-chars"),))
     assert router.outbound.headers(Role.DECODE, ()) == ((b"authorization", b"Bearer newer"),)
     keys.unlink()
-    await router.reloads.look()
+    await router.reloads.check_files()
     assert router.keyring.caller(((b"authorization", b"Bearer sk-a-of-16-chars"),)) == "a"
     assert router.counters.file_reloads["failed",] == 1
 
@@ -155,10 +155,10 @@ async def test_a_key_that_is_half_written_opens_nothing(tmp_path, caplog):
     router = Router(Settings(api_keys_file=str(path)))
     for text in ("", "alice:second-of-alice-01234", "alice:second-of-alice-0123456789\nbob:second-of-bob-0123"):
         in_place(path, text)
-        await router.reloads.look()
+        await router.reloads.check_files()
         assert router.keyring.caller(((b"x-api-key", b"first-of-alice-0123456789"),)) == "alice"
     in_place(path, FULL.replace("first", "second"))
-    await router.reloads.look()
+    await router.reloads.check_files()
 
     assert router.keyring.caller(((b"x-api-key", b"second-of-alice-0123456789"),)) == "alice"
     for half in (b"first-of-alice-0123456789", b"second-of-alice-01234", b"second-of-bob-0123"):
@@ -181,10 +181,10 @@ async def test_a_file_without_a_last_line_break_counts_once_it_rests(tmp_path):
 
     for name, text in names.items():
         in_place(tmp_path / name, text.replace("first", "second"))
-    await router.reloads.look()
+    await router.reloads.check_files()
     assert good() == (None, False, "first-d")
 
-    await router.reloads.look()
+    await router.reloads.check_files()
     assert good() == ("a", True, "second-d")
     assert router.counters.file_reloads["failed",] == 0
 
@@ -206,11 +206,11 @@ async def test_the_key_of_operators_is_what_stands_in_its_file(tmp_path, caplog)
     path.write_text("sesame-1")
     router = Router(Settings(admin_key_file=str(path)))
     path.write_text("sesame-2, longer\n")
-    await router.reloads.look()
+    await router.reloads.check_files()
     assert [router.admin_key.matches(key) for key in (b"sesame-1", b"sesame-2, longer")] == [True, False]
 
     path.write_text("sesame-33\n")
-    await router.reloads.look()
+    await router.reloads.check_files()
 
     assert [router.admin_key.matches(key) for key in (b"sesame-1", b"sesame-33")] == [False, True]
     assert router.counters.file_reloads == {("ok",): 1, ("failed",): 1}
@@ -225,7 +225,7 @@ async def test_an_admin_key_is_replaced_without_a_gap(tmp_path):
     router = Router(Settings(admin_key_file=str(path)))
     for text in ("old-1\nnew-12\n", "old-1\nnew-12\nodd-123\n", "new-12\n"):
         in_place(path, text)
-        await router.reloads.look()
+        await router.reloads.check_files()
         good.append([router.admin_key.matches(key) for key in (b"old-1", b"new-12", b"odd-123", b"old-1\nnew-12", b"")])
 
     both, new = [True, True, False, False, False], [False, True, False, False, False]
@@ -241,7 +241,7 @@ async def test_a_join_key_is_replaced_without_a_gap(tmp_path, caplog):
     router = Router(Settings(admin_key_file=str(admin), join_key_file=str(join)))
     for text in ("old-1\nnew-12\n", "new-12\n", "sesame-1\nnew-12\n"):
         in_place(join, text)
-        await router.reloads.look()
+        await router.reloads.check_files()
         good.append([router.join_key.matches(key) for key in (b"old-1", b"new-12", b"sesame-1")])
 
     assert good == [[True, True, False], [False, True, False], [False, True, False]]
@@ -255,7 +255,7 @@ async def test_a_setting_that_names_another_file_is_not_a_change_of_that_file(tm
         (tmp_path / name).write_text(f"a:sk-{name}-of-16-chars\n")
     router = Router(Settings(api_keys_file=str(tmp_path / "one")))
     router.settings = Settings(api_keys_file=str(tmp_path / "two"))
-    await router.reloads.look()
+    await router.reloads.check_files()
 
     assert router.counters.file_reloads == {("ok",): 0, ("failed",): 0}
 
@@ -269,6 +269,6 @@ async def test_the_certificate_shown_to_engines_is_renewed(tmp_path, authority):
         shutil.copy(pair.key, key)
         if pair is first:
             router = Router(Settings(engine_ca=authority.own.cert, engine_cert=str(cert), engine_key=str(key)))
-    await router.reloads.look()
+    await router.reloads.check_files()
 
     assert router.counters.file_reloads == {("ok",): 1, ("failed",): 0}

@@ -38,7 +38,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     record.over(200, 2.5)
     telemetry.request_over(record)
     now[0] += 3
-    text = msgspec.json.encode(status.now()).decode()
+    text = msgspec.json.encode(status.snapshot()).decode()
 
     said = json.loads(text)
     assert said["uptime_s"] == 5
@@ -68,7 +68,7 @@ def test_no_step_grows_with_the_fleet():
 
     assert len(work) > 150
     assert sorted(work)[-10] <= 1_500  # but for those that go through the whole fleet at once: names, groups
-    assert len(status.now().instances) == 1000
+    assert len(status.snapshot().instances) == 1000
 
 
 def test_a_router_that_has_seen_nothing_says_so():
@@ -76,7 +76,7 @@ def test_a_router_that_has_seen_nothing_says_so():
     telemetry = Telemetry(Counters(frozenset()), lambda: 7.0)
     status = Status(telemetry, Registry(), Admission(Settings()), lambda: 7.0)
 
-    said = msgspec.to_builtins(status.now())
+    said = msgspec.to_builtins(status.snapshot())
     assert said["instances"] == said["failures"] == []
     assert said["queue"] == {"waiting": 0, "admitted": 0, "refused": 0}
     assert said["last_minute"] == {"requests_per_s": 0.0, "failed": 0, "ttft_s": None, "gap_s": None}

@@ -1,1 +1,1 @@
-"""Who is served now, who waits and who is refused."""
+"""Which requests are served now, which wait and which are refused."""

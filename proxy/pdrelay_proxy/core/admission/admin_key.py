@@ -1,4 +1,4 @@
-"""The keys of operators that are good now: one, and while it is replaced two.
+"""The operators' keys: one, or two while one replaces the other.
 
 None is ever printed.
 """
@@ -8,11 +8,9 @@ import hmac
 
 
 class AdminKey:
-    """What operators show as X-Api-Key; it may be replaced while the router serves.
+    """The key that operators send as X-Api-Key; it may be replaced while the router serves.
 
-    None, or empty: there is no key.
-
-    Two lines are two keys, of which either is good.
+    None, or empty: there is no key. Two lines are two keys, of which either is good.
     """
 
     __slots__ = ("_keys",)
@@ -22,12 +20,12 @@ class AdminKey:
 
     @property
     def exists(self) -> bool:
-        """Tell whether there is a key at all."""
+        """Whether there is a key at all."""
         return bool(self._keys)
 
     @property
     def text(self) -> str | None:
-        """Return what ``change`` takes, a key a line; None: there is no key."""
+        """The text that ``change`` takes, a key a line; None: there is no key."""
         return b"\n".join(self._keys).decode() or None
 
     def change(self, key: str | None) -> None:
@@ -35,16 +33,16 @@ class AdminKey:
         self._keys = _keys_in(key)
 
     def matches(self, shown: bytes) -> bool:
-        """Tell whether this is a key; the time that it takes says nothing of it.
+        """Return whether this is a key; how long it takes reveals nothing of the keys.
 
-        Without a key nothing is.
+        Without a key, nothing matches.
         """
-        found = [hmac.compare_digest(shown, key) for key in self._keys]
-        return any(found)
+        results = [hmac.compare_digest(shown, key) for key in self._keys]
+        return any(results)
 
 
 def fingerprint(key: bytes) -> str:
-    """Return what tells keys apart in a log, and says nothing of a key that cannot be guessed."""
+    """Return what distinguishes keys in a log, and reveals nothing of a key that cannot be guessed."""
     return f"sha256:{hashlib.sha256(key).hexdigest()[:8]}"
 
 

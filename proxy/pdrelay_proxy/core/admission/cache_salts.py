@@ -1,7 +1,7 @@
-"""The ``cache_salt`` that keeps what one client has sent out of the prefix cache of all others.
+"""The ``cache_salt`` that keeps one client's prompts out of the prefix cache of all others.
 
 vLLM hashes it into the first block of a prompt, so prompts with different salts share no block
-(docs/design/prefix_caching.md in vLLM). Without one a client can tell by the time of its first
+(docs/design/prefix_caching.md in vLLM). Without a salt, a client can tell by the time of its first
 token whether another client has sent the same beginning.
 """
 
@@ -21,55 +21,55 @@ _DIGITS: Final = 64
 
 
 class Salts:
-    """Salts by the names of clients: equal in all routers that have the same secret, or the same
-    file of keys.
+    """Salts by the names of clients: equal in all routers with the same secret, or the same file of
+    keys.
 
-    ``secret``: of the fleet; None: the client's own key is, and its salt changes with it.
-    ``always``: also a single client gets one; else a second client begins with caches of its own,
-    and what the first one has sent stays its own.
+    ``secret``: of the fleet; None: each client's own key is the secret, and its salt changes with
+    it. ``always``: a single client gets a salt, too; otherwise the second client begins with an
+    empty cache of its own, and the cache of the first stays its own.
     """
 
     def __init__(self, keyring: Keyring, secret: str | None, *, always: bool = True) -> None:
         self._keyring = keyring
         self._always = always
         self._secret = None if secret is None else secret.encode()
-        self._keys: Keys | None = None  # those that ``_own`` was made with
+        self._keys: Keys | None = None  # the keys that ``_own`` was computed from
         self._own: dict[str, msgspec.Raw] = {}
 
     @property
     def apply(self) -> bool:
-        """Tell whether clients are kept apart now: keys may be replaced while requests are
-        served.
-        """
+        """Whether clients are kept apart now: keys may be replaced while requests are served."""
         keys = self._keyring.keys
         return keys is not None and (self._always or keys.has_several)
 
     def salted(self, fields: Fields, caller: str) -> Fields:
-        """Return a request with the salt of a client; one that it sends itself counts within its
+        """Return a request with the client's salt; a salt that the client sends counts within its
         own.
 
         Raises:
-            BadRequest: what it sends is none.
-            Unauthorized: its key was taken away since it was let in.
+            BadRequest: the salt is not a string, or is empty.
+            Unauthorized: the client's key was removed since it was admitted.
         """
-        given = fields.get(FIELD, NULL)
+        client_salt = fields.get(FIELD, NULL)
         return fields | {
-            FIELD: self._of(caller) if given == NULL else text(self._digest(caller, _read(given)))
+            FIELD: self._own_salt(caller)
+            if client_salt == NULL
+            else text(self._digest(caller, _read(client_salt)))
         }
 
-    def _of(self, caller: str) -> msgspec.Raw:
+    def _own_salt(self, caller: str) -> msgspec.Raw:
         if self._keys is not self._keyring.keys:
             self._keys = self._keyring.keys
             self._own.clear()
-        found = self._own.get(caller)
-        if found is None:
-            found = self._own[caller] = text(self._digest(caller, ""))
-        return found
+        salt = self._own.get(caller)
+        if salt is None:
+            salt = self._own[caller] = text(self._digest(caller, ""))
+        return salt
 
-    def _digest(self, caller: str, given: str) -> str:
+    def _digest(self, caller: str, client_salt: str) -> str:
         secret = self._key_of(caller) if self._secret is None else self._secret
-        said = msgspec.json.encode([FIELD, caller, given])
-        return hmac.new(secret, said, hashlib.sha256).hexdigest()[:_DIGITS]
+        message = msgspec.json.encode([FIELD, caller, client_salt])
+        return hmac.new(secret, message, hashlib.sha256).hexdigest()[:_DIGITS]
 
     def _key_of(self, caller: str) -> bytes:
         keys = self._keyring.keys
@@ -81,11 +81,11 @@ class Salts:
         return min(own)
 
 
-def _read(given: msgspec.Raw) -> str:
+def _read(raw: msgspec.Raw) -> str:
     try:
-        found = decode(given, str)
+        salt = decode(raw, str)
     except NotJson:
-        found = ""
-    if not found:
+        salt = ""
+    if not salt:
         raise BadRequest(f"{FIELD} must be a string that is not empty", param=FIELD)
-    return found
+    return salt

@@ -1,12 +1,12 @@
-"""Which key is next while requests wait: the one that was served the fewest tokens.
+"""Chooses the next key while requests wait: the one that was served the fewest tokens.
 
 These are the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models"
 (OSDI 2024, algorithm 2): a key's counter grows by the tokens of its requests, and the waiting key
 with the smallest counter is next. A key that comes to the queue is lifted to the smallest counter
-there, so nobody saves up while away.
+there, so no key saves up while it is away.
 
-A request is charged what its prompt seems to have when it is admitted, and the difference to what
-it has cost when it is over: nobody knows before how long an answer gets.
+On admission a request is charged the estimate for its prompt, and at its end the difference to its
+real cost: the length of an answer is unknown before.
 """
 
 from collections.abc import Set
@@ -15,24 +15,24 @@ from typing import Final
 
 from pdrelay_proxy.core.admission.ticket import Ticket
 
-# of a prompt whose tokens are not counted yet; English text and common tokenizers
+# of a prompt whose tokens are not counted yet; for English text and common tokenizers
 BYTES_PER_TOKEN: Final = 4
 
 
 class FairShares:
-    """The counters of keys, and who waits. A priority comes before any counter."""
+    """The counters of keys, and the waiting requests. A priority comes before any counter."""
 
     def __init__(self) -> None:
-        self._served: dict[str, float] = {}  # tokens, since everybody began at 0
-        # by priority and key; none is empty
+        self._served: dict[str, float] = {}  # tokens; all keys began at 0
+        # by priority and key; no dict in it is empty
         self._waiting: dict[int, dict[str, dict[Ticket, None]]] = {}
         self._queued: dict[str, int] = {}  # by key, of all priorities; none is 0
-        # tokens, of those that were admitted and are not over
+        # tokens charged to admitted requests that are not over
         self._charged: dict[Ticket, int] = {}
         self._last = 0.0  # the counter of the key that left the queue last
 
     def __len__(self) -> int:
-        """Return of how many keys something is remembered."""
+        """Return the number of keys with a counter."""
         return len(self._served)
 
     def served(self, key: str) -> float:
@@ -40,32 +40,32 @@ class FairShares:
         return self._served.get(key, self._last)
 
     def charge(self, key: str, tokens: float) -> None:
-        """Count tokens of a key's requests; fewer than 0: it was charged too many."""
+        """Count tokens of a key's requests; negative: it was charged too many."""
         self._served[key] = self.served(key) + tokens
 
     def admit(self, ticket: Ticket) -> None:
-        """Charge a request what its prompt seems to have."""
+        """Charge a request the estimate for its prompt."""
         self._charged[ticket] = ticket.tokens
         self.charge(ticket.key, ticket.tokens)
 
     def settle(self, ticket: Ticket, tokens: int) -> None:
-        """A request is over: charge what it has cost in place of that; one that came before these
-        counters was charged nothing.
+        """Replace that charge by the real cost of a request that is over; a request older than
+        these counters was charged nothing.
         """
         self.charge(ticket.key, tokens - self._charged.pop(ticket, 0))
 
     def join(self, ticket: Ticket) -> None:
-        """A request waits, behind those of its key and priority."""
+        """Queue a request behind those of its key and priority."""
         key = ticket.key
         queued = self._queued
         if key not in queued:
-            least = min([self._served[one] for one in queued], default=self._last)
+            least = min([self._served[waiting_key] for waiting_key in queued], default=self._last)
             self._served[key] = max(self.served(key), least)
         queued[key] = queued.get(key, 0) + 1
         self._waiting.setdefault(ticket.priority, {}).setdefault(key, {})[ticket] = None
 
     def leave(self, ticket: Ticket) -> None:
-        """It waits no more."""
+        """Remove a request from the queue."""
         key = ticket.key
         lanes = self._waiting[ticket.priority]
         lane = lanes[key]
@@ -80,8 +80,8 @@ class FairShares:
             self._last = self._served[key]
 
     def next(self, priority: int) -> Ticket:
-        """Return the first request of the key that was served least, of those of a priority; of
-        equals, the first.
+        """Return the first request of the least served key, of those of a priority; of equal keys,
+        the first.
         """
         lanes = self._waiting[priority]
         served = self._served
@@ -89,12 +89,12 @@ class FairShares:
         return next(iter(lanes[key]))
 
     def forget(self, held: Set[str]) -> None:
-        """Drop what says nothing of keys, but for those that have requests.
+        """Drop counters that make no difference, except of keys with requests.
 
-        A key that was served no more than those that wait would be lifted as high anyway. While
-        nobody waits, there is nothing to be fair about.
+        A key that was served no more than the waiting ones would be lifted as high anyway. While
+        none waits, there is nothing to be fair about.
         """
-        least = min([self._served[one] for one in self._queued], default=inf)
+        least = min([self._served[waiting_key] for waiting_key in self._queued], default=inf)
         for key in [
             key for key, served in self._served.items() if served <= least and key not in held
         ]:

@@ -1,11 +1,11 @@
-"""What this router has let in, by key, for the other routers of the fleet."""
+"""The requests that this router has admitted, by key, for the other routers of the fleet."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class KeyUsage:
-    """What a key was let in with, since the router started."""
+    """A key's admitted requests and their tokens, since the router started."""
 
     requests: int = 0
     tokens: int = 0
@@ -14,11 +14,11 @@ class KeyUsage:
 def note_usage(usage: dict[str, KeyUsage], key: str, requests: int, tokens: int) -> None:
     """Count for a key, and for all together (the empty name).
 
-    There are as many keys as the file of keys names.
+    The file of keys limits the number of keys.
     """
     for name in (key, ""):
-        found = usage.get(name)
-        if found is None:
-            found = usage[name] = KeyUsage()
-        found.requests += requests
-        found.tokens += tokens
+        key_usage = usage.get(name)
+        if key_usage is None:
+            key_usage = usage[name] = KeyUsage()
+        key_usage.requests += requests
+        key_usage.tokens += tokens

@@ -1,4 +1,4 @@
-"""API keys: those that clients show to the router, and those that the router shows to engines.
+"""API keys: those that clients send to the router, and those that the router sends to engines.
 
 None is ever printed.
 """
@@ -14,10 +14,10 @@ from pdrelay_proxy.core.admission.priority import USUAL
 from pdrelay_proxy.core.model import Headers, Role, first_header
 from pdrelay_proxy.errors import ConfigError, Unauthorized
 
-ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
-# characters of a client's key: fewer can be guessed, and the half of a line is fewer
+ANYBODY: Final = "-"  # the name of all clients of a router without keys
+# characters of a client's key: fewer can be guessed, and half a line has fewer
 LEAST: Final = 16
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in answers
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # logs and answers show it
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
 _DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _PRIORITY: Final = re.compile(r"priority=(-?[0-9]{1,9})")
@@ -29,17 +29,17 @@ _EXPECTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that let a client in, as digests, with the names of their owners."""
+    """The digests of clients' keys, with the names of their owners."""
 
     owners: Mapping[bytes, str] = field(repr=False)
-    # by name: the least priority that it may ask for
+    # by owner: the lowest priority value that it may ask for (lower is earlier)
     least: Mapping[str, int] = field(default_factory=dict[str, int])
-    has_several: bool = False  # owners, by name: what one of them sees must not depend on another
-    is_whole: bool = True  # the last line has a line break: it is not being written
+    has_several: bool = False  # two owners or more: no answer to one may depend on another
+    is_whole: bool = True  # the last line has a line break: the file is not half written
 
     @classmethod
     def parse(cls, text: str, source: str) -> Self:
-        """Read a file of keys; one owner may have several, as while a key is being replaced.
+        """Read a file of keys; an owner may have several, for instance while one replaces another.
 
         Raises:
             ConfigError: a line is something else, a key is short or occurs twice, there is none, or
@@ -53,7 +53,7 @@ class Keys:
             first, *more = line.split()
             name, _, key = first.partition(":")
             digest = _digest(key)
-            priorities = [found for word in more if (found := _PRIORITY.fullmatch(word))]
+            priorities = [match for word in more if (match := _PRIORITY.fullmatch(word))]
             is_odd = len(more) != len(priorities) or len(priorities) > 1
             if digest is None or not _NAME.fullmatch(name) or is_odd:
                 raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
@@ -85,39 +85,39 @@ class Keys:
         )
 
     def owner(self, shown: bytes) -> str | None:
-        """Return whose key this is. It takes as long for a wrong one as for a right one."""
+        """Return the owner of a key; None: it is wrong. A wrong key takes as long as a right one."""
         digest = hashlib.sha256(shown).digest()
-        found = None
+        owner = None
         for known, name in self.owners.items():
             if hmac.compare_digest(known, digest):
-                found = name
-        return found
+                owner = name
+        return owner
 
     def is_line(self, shown: bytes) -> bool:
-        """Tell whether this is a line of the file, with the name before a good key."""
+        """Return whether this is a whole line of the file: a name, a colon and a good key."""
         return b":" in shown and self.owner(shown.partition(b":")[2]) is not None
 
 
 @dataclass(slots=True)
 class Keyring:
-    """The keys that are good now; they may be replaced while requests are served.
+    """The present keys; they may be replaced while requests are served.
 
-    None: anybody may ask.
+    None: clients need no key.
     """
 
     keys: Keys | None = None
 
     def names(self) -> Collection[str]:
-        """Return the names of the clients that may ask."""
+        """Return the names of all clients."""
         return (ANYBODY,) if self.keys is None else frozenset(self.keys.owners.values())
 
     def least_of(self, owner: str) -> int:
-        """Return the least priority that a client may ask for."""
+        """Return the lowest priority value that a client may ask for."""
         keys = self.keys
         return USUAL if keys is None else keys.least.get(owner, USUAL)
 
     def caller(self, headers: Headers) -> str:
-        """Return the name of the key in a client's headers.
+        """Return the owner of the key in a client's headers.
 
         Raises:
             Unauthorized: there is none, or it is not known.
@@ -131,8 +131,10 @@ class Keyring:
         owner = keys.owner(shown)
         other = first_header(headers, b"x-api-key")
         if owner is None and other is not None:
-            owner = keys.owner(other)  # clients with variables for both send both
-        if owner is None and any(keys.is_line(each) for each in (shown, other) if each is not None):
+            owner = keys.owner(other)  # clients configured for both APIs send both headers
+        if owner is None and any(
+            keys.is_line(candidate) for candidate in (shown, other) if candidate is not None
+        ):
             raise Unauthorized("the API key has its name before it: send the part after the colon")
         if owner is None:
             raise Unauthorized("the API key is not one that this router knows")
@@ -140,22 +142,22 @@ class Keyring:
 
 
 class Outbound:
-    """What the router shows to the engines of each role, in place of what the client has shown."""
+    """The keys for the engines of each role, which replace the client's."""
 
     def __init__(self, keys: Mapping[Role, str] | None = None) -> None:
         self.change(keys or {})
 
     def change(self, keys: Mapping[Role, str]) -> None:
-        """Show other keys from now on."""
+        """Send other keys from now on."""
         self._keys = dict(keys)
-        self.has_keys = bool(keys)  # else ``headers`` has none to add
+        self.has_keys = bool(keys)  # otherwise ``headers`` adds none
 
     def key_of(self, role: Role) -> str | None:
-        """Return the key of a pool; None: it has none of its own."""
+        """Return the key of a role's engines; None: they have none."""
         return self._keys.get(role)
 
     def headers(self, role: Role, headers: Headers) -> Headers:
-        """Return the headers for an engine: with the key of its pool, if it has one, and not with
+        """Return the headers for an engine: with the key of its role, if there is one, and without
         the client's.
         """
         key = self._keys.get(role)
@@ -165,14 +167,12 @@ class Outbound:
         return kept if key is None else (*kept, (b"authorization", b"Bearer " + key.encode()))
 
     def bare(self, headers: Headers) -> Headers:
-        """Return the headers without any key."""
+        """Return the headers without a key."""
         return tuple([header for header in headers if header[0] != b"authorization"])
 
 
 def shown_key(headers: Headers) -> bytes | None:
-    """Return the key in a client's headers; Anthropic's clients have a header of their own for
-    it.
-    """
+    """Return the key in a client's headers; clients of Anthropic's API send x-api-key."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
@@ -180,7 +180,7 @@ def shown_key(headers: Headers) -> bytes | None:
 
 
 def outbound_key(text: str, source: str) -> str:
-    """Read the key for a pool of engines; white space around it is not part of it.
+    """Read a key for engines; white space around it is dropped.
 
     Raises:
         ConfigError: no header can carry it.
@@ -195,6 +195,6 @@ def outbound_key(text: str, source: str) -> str:
 
 def _digest(key: str) -> bytes | None:
     if key.startswith("sha256:"):
-        written = _DIGEST.fullmatch(key)
-        return bytes.fromhex(written[1]) if written else None
+        match = _DIGEST.fullmatch(key)
+        return bytes.fromhex(match[1]) if match else None
     return hashlib.sha256(key.encode()).digest() if _KEY.fullmatch(key) else None

@@ -7,47 +7,47 @@ from typing import Final
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.errors import ClosingDown
 
-_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
+_RETRY_AFTER_S: Final = 1  # by then another router serves, or this one has restarted
 
 
 class Stage(FastStrEnum):
     """How the router treats new requests."""
 
     SERVING = auto()
-    LEAVING = auto()  # it says that it is not ready, and still serves those that have not heard it
-    CLOSED = auto()  # it refuses them; those it has are finished
+    LEAVING = auto()  # not ready; still serves requests of balancers that have not noticed yet
+    CLOSED = auto()  # refuses new requests; finishes the rest
 
 
-_CLOSED: Final = Stage.CLOSED  # looking a member up takes as long as a call
+_CLOSED: Final = Stage.CLOSED  # a lookup of an enum's member costs as much as a call
 
 
 class Step(FastStrEnum):
-    """What brings the end closer."""
+    """The steps towards the end."""
 
-    TOLD = auto()  # to end
+    SHUTDOWN = auto()  # the process was asked to end
     GRACE_OVER = auto()
 
 
 TRANSITIONS: Final[Mapping[Stage, Mapping[Step, Stage]]] = {
-    Stage.SERVING: {Step.TOLD: Stage.LEAVING},
-    Stage.LEAVING: {Step.TOLD: Stage.LEAVING, Step.GRACE_OVER: Stage.CLOSED},
-    Stage.CLOSED: {Step.TOLD: Stage.CLOSED},
+    Stage.SERVING: {Step.SHUTDOWN: Stage.LEAVING},
+    Stage.LEAVING: {Step.SHUTDOWN: Stage.LEAVING, Step.GRACE_OVER: Stage.CLOSED},
+    Stage.CLOSED: {Step.SHUTDOWN: Stage.CLOSED},
 }
 
 
 class Lifetime:
-    """Where the process is in its life, and how many requests it is serving."""
+    """The stage of the process, and how many requests it is serving."""
 
     def __init__(self) -> None:
         self.stage = Stage.SERVING
         self.in_flight = 0
 
     def on(self, step: Step) -> None:
-        """Take a step; one that is not in the table is a bug."""
+        """Take a step; one outside the table is a bug."""
         self.stage = TRANSITIONS[self.stage][step]
 
     def check(self) -> None:
-        """Let a request in; raises ClosingDown."""
+        """Accept a new request; raises ClosingDown."""
         if self.stage is _CLOSED:
             raise ClosingDown(
                 "the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S
@@ -74,7 +74,7 @@ class Serving:
 
 
 def cut_short() -> ClosingDown:
-    """Return what a request is told that is still under way when the router ends."""
+    """Return the error of a request that is still under way when the router ends."""
     return ClosingDown(
         "the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S
     )

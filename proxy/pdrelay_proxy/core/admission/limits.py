@@ -1,4 +1,4 @@
-"""What a request may be over, what a refusal says, and the bucket that measures a rate."""
+"""The limits of requests, their refusals, and the buckets that measure rates."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,9 +8,9 @@ _EPSILON: Final = 1e-9  # seconds; a float that should be 0 may be this far off
 
 
 class Limit(StrEnum):
-    """What a request was over, by the name of the setting."""
+    """The limit that a request exceeded, by the name of its setting."""
 
-    CONCURRENCY = "max_concurrency"  # it waited for a place as long as it may
+    CONCURRENCY = "max_concurrency"  # it waited for a place for too long
     QUEUE = "max_queue"
     BYTES = "max_inflight_bytes"
     RATE = "max_rate"
@@ -20,48 +20,44 @@ class Limit(StrEnum):
 
     @property
     def is_the_keys(self) -> bool:
-        """Tell a key's own limit, which its owner can respect, from those of the whole router."""
+        """Whether it is a limit of the key, which its owner can respect, not of the whole router."""
         return self in (Limit.KEY_CONCURRENCY, Limit.KEY_RATE, Limit.KEY_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request was not let in, and when it is worth another try."""
+    """Why a request was refused, and when to try again."""
 
     limit: Limit
     retry_after_s: int  # 1 or more
 
 
 class TokenBucket:
-    """Fills with so many tokens a second, up to a second's worth of them and at least one."""
+    """Refills with so many tokens a second, up to one second's worth and at least one."""
 
     def __init__(self) -> None:
         self._full_at = 0.0
 
     def is_full(self, *, now: float) -> bool:
-        """Tell a bucket that might as well be a new one."""
+        """Return whether a new bucket would be the same."""
         return self._full_at <= now
 
     def wait(self, rate: float, *, now: float) -> float:
-        """Return in how many seconds there is a token; 0: there is one."""
+        """Return in how many seconds there will be a token; 0: there is one."""
         missing = max(0.0, self._full_at - now) * rate
         seconds = (missing + 1 - max(1.0, rate)) / rate
         return seconds if seconds > _EPSILON else 0.0
 
-    def take(self, rate: float, *, now: float, count: int = 1) -> None:
-        """Take a token that is there; or several that another router has taken, which may not
-        be.
-        """
+    def charge(self, rate: float, *, now: float, count: int = 1) -> None:
+        """Take a token that is there, or several, which may not be, for requests of another router."""
         self._full_at = max(self._full_at, now) + count / rate
 
 
 class TokenQuota:
-    """Tokens of prompts and answers, of which so many a minute are free: what is above drains at
-    that rate.
+    """Tokens of prompts and answers: a rate per minute drains the charged ones.
 
-    A request is let in while there is less than a minute's worth, and is charged when it has cost
-    something: so a key may go over by what its requests under way cost, and waits for that
-    afterwards.
+    A request is admitted while less than a minute's worth is charged, and is charged its cost: a
+    key may exceed the quota by the cost of its requests under way, and waits for that afterwards.
     """
 
     def __init__(self) -> None:
@@ -70,19 +66,19 @@ class TokenQuota:
         self._per_s = 0.0
 
     def is_full(self, *, now: float) -> bool:
-        """Tell a quota that might as well be a new one."""
-        return self._left(now) <= 0.0
+        """Return whether a new quota would be the same."""
+        return self._charged_now(now) <= 0.0
 
     def wait(self, per_minute: float, *, now: float) -> float:
         """Return in how many seconds a request may come; 0: now."""
-        seconds = (self._left(now) - per_minute) * 60 / per_minute
+        seconds = (self._charged_now(now) - per_minute) * 60 / per_minute
         return max(seconds, _EPSILON) if seconds >= 0 else 0.0
 
-    def take(self, per_minute: float, tokens: float, *, now: float) -> None:
-        """Charge tokens; fewer than 0: give back what was charged too much."""
-        self._used = max(0.0, self._left(now) + tokens)
+    def charge(self, per_minute: float, tokens: float, *, now: float) -> None:
+        """Charge tokens; negative: give back an excess charge."""
+        self._used = max(0.0, self._charged_now(now) + tokens)
         self._at = now
         self._per_s = per_minute / 60
 
-    def _left(self, now: float) -> float:
+    def _charged_now(self, now: float) -> float:
         return max(0.0, self._used - (now - self._at) * self._per_s)

@@ -1,5 +1,5 @@
-"""How urgent a request is, read as vLLM reads it (lower is earlier), and no more than its client
-may say.
+"""A request's priority, parsed as vLLM does (lower is earlier), and limited to what its client may
+ask for.
 """
 
 import re
@@ -18,52 +18,54 @@ _IN_HEADER: Final = re.compile(rb"[ \t]*([+-]?[0-9]{1,18})[ \t]*")
 _IN_BODY: Final = re.compile(rb"-?[0-9]{1,18}")
 _IN_TEXT: Final = re.compile(rb'"[ \t]*([+-]?[0-9]{1,18})(?:\.0+)?[ \t]*"')
 _FLOAT: Final = re.compile(rb"-?[0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?")
-_EXACT_MOST: Final = 1e15  # up to here a float is the whole number that it says
+_EXACT_MOST: Final = 1e15  # up to here a float represents every whole number
 _SWITCHES: Final = {b"false": 0, b"true": 1}
 
 
 def limited(headers: Headers, fields: Fields, least: int) -> tuple[Headers, Fields, int]:
-    """Return what engines may see of a request's headers and fields, and its priority: none is
+    """Return the headers and fields of a request for engines, and its priority, which is never
     below ``least``.
 
-    The header counts before the body, as in vLLM (entrypoints/generate/base/serving.py). One that
-    is no number is left out: Python reads more numbers than we do. What needs no change is returned
-    as it came.
+    The header counts before the body, as in vLLM (entrypoints/generate/base/serving.py). A header
+    that is no number is dropped: Python's int() accepts more forms than we do. Headers and fields
+    that need no change are returned as they came.
 
     Raises:
         BadRequest: the body's priority is no whole number.
     """
-    said = first_header(headers, _HEADER) if headers else None
-    if said is None and least <= USUAL and _FIELD not in fields:
+    header_value = first_header(headers, _HEADER) if headers else None
+    if header_value is None and least <= USUAL and _FIELD not in fields:
         return headers, fields, USUAL
     raw = bytes(fields.get(_FIELD, NULL))
-    if raw == b"null" and said is None and least <= USUAL:
+    if raw == b"null" and header_value is None and least <= USUAL:
         return headers, fields, USUAL
     if raw != b"null" and not _IN_BODY.fullmatch(raw):
         raw = b"%d" % _whole(raw)
         fields = fields | {_FIELD: msgspec.Raw(raw)}
-    found = None if said is None else _IN_HEADER.fullmatch(said)
+    header_match = None if header_value is None else _IN_HEADER.fullmatch(header_value)
     in_body = None if raw == b"null" else int(raw)
-    asked = int(found[1]) if found is not None else USUAL if in_body is None else in_body
-    priority = max(asked, least)
+    requested = (
+        int(header_match[1]) if header_match is not None else USUAL if in_body is None else in_body
+    )
+    priority = max(requested, least)
     if in_body is not None and in_body < least:
         fields = fields | {_FIELD: msgspec.Raw(b"%d" % least)}
-    if said is not None and (found is None or priority != asked):
+    if header_value is not None and (header_match is None or priority != requested):
         headers = tuple(header for header in headers if header[0] != _HEADER)
-        said = None if found is None else b"%d" % priority
-        if said is not None:
-            headers = (*headers, (_HEADER, said))
-    if said is None and in_body is None and priority != USUAL:
+        header_value = None if header_match is None else b"%d" % priority
+        if header_value is not None:
+            headers = (*headers, (_HEADER, header_value))
+    if header_value is None and in_body is None and priority != USUAL:
         headers = (*headers, (_HEADER, b"%d" % priority))
     return headers, fields, priority
 
 
 def _whole(raw: bytes) -> int:
-    """Return the whole number that pydantic makes of a text, a float or a switch; raises
+    """Return the whole number that pydantic makes of a string, a float or a boolean; raises
     BadRequest: it makes none.
     """
-    if (written := _IN_TEXT.fullmatch(raw)) is not None:
-        return int(written[1])
+    if (match := _IN_TEXT.fullmatch(raw)) is not None:
+        return int(match[1])
     if raw in _SWITCHES:
         return _SWITCHES[raw]
     value = float(raw) if _FLOAT.fullmatch(raw) else 0.5

@@ -1,9 +1,9 @@
-"""About how many tokens a prompt has, before an engine has counted them: a quarter of its bytes,
-but for media.
+"""Estimates a prompt's tokens before an engine has counted them: a quarter of its bytes, except for
+media.
 
-Images, audio and embeddings come as base64, of which engines make far fewer tokens than of as much
-text. They are told by where vLLM reads them (MM_PARSER_MAP in vllm/renderers/chat_utils.py) and
-never by what they look like, so a client cannot dress up text as one.
+Images, audio and embeddings come as base64, which make far fewer tokens than as much text. They are
+recognized by the fields in which vLLM reads them (MM_PARSER_MAP in vllm/renderers/chat_utils.py),
+never by their content, so a client cannot disguise text as media.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,18 @@ from pdrelay_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
 from pdrelay_proxy.core.raw_json import Fields, maybe
 
 MEDIUM_TOKENS: Final = 256  # of an image, a form's file or the like: a small image of most models
-# bytes of a body, in which a medium is not worth looking for
+# bytes of a body too small to search for media
 _SMALL: Final = MEDIUM_TOKENS * BYTES_PER_TOKEN
-_COMMAS_MOST: Final = 32_768  # of a field that is read: its lists have no more items
-_ITEMS_MOST: Final = 4096  # messages and parts of a request that are looked at; 1 us each
-_LEVELS_MOST: Final = 8  # a batch of messages, of which one has parts, of which one has parts
-_LOOK: Final = 64  # bytes in which the first item must begin
+_COMMAS_MOST: Final = 32_768  # in a field that is parsed: bounds the items of its lists
+_ITEMS_MOST: Final = 4096  # messages and parts of a request that are parsed; 1 us each
+_LEVELS_MOST: Final = (
+    8  # a batch of conversations, their messages, their parts, and parts within parts
+)
+_FIRST_ITEM_BYTES: Final = 64  # within which the first item must begin
 _WHITESPACE: Final = b" \t\n\r"
 _BRACKET: Final = 91
 _BRACE: Final = 123
-# Fields of requests with messages, or things that have parts as messages do.
+# Fields of requests with messages, or with objects that have parts as messages do.
 _MESSAGES: Final = (
     "messages",
     "input",
@@ -37,10 +39,10 @@ _MESSAGES: Final = (
     "text_2",
 )
 _PARTS: Final = "content_parts"  # of /inference/v1/generate
-# fields of requests that are media as a whole
+# fields of requests whose whole value is a medium
 _FIELDS: Final = ("prompt_embeds", "features", "images")
-_LISTS: Final = (b'":[', b'": [')  # without them there are no parts
-# Fields of parts. No text is read from them, whatever the type of the part is.
+_LISTS: Final = (b'":[', b'": [')  # a value without any of them has no parts
+# Fields of parts. vLLM reads no text from them, whatever the part's type.
 _MEDIA: Final = (
     *(
         "image_url",
@@ -55,22 +57,22 @@ _MEDIA: Final = (
 )
 _MEDIA_NAMES: Final = frozenset(_MEDIA)
 _MARKS: Final = tuple([b'"%b"' % name.encode() for name in _MEDIA])
-_LONG: Final = 1 << 20  # bytes; to look for all marks in more takes longer than to read its parts
+_LONG: Final = 1 << 20  # bytes; searching more for all marks takes longer than parsing its parts
 
 
 def prompt_tokens(fields: Fields, size: int) -> int:
-    """Return about how many tokens become of a body with these fields and so many bytes."""
+    """Return about how many tokens the prompts in a body of ``size`` bytes have."""
     if size <= _SMALL:
         return size // BYTES_PER_TOKEN
-    found = _Media()
-    found.media += [fields[name] for name in _FIELDS if name in fields]
+    request_media = _Media()
+    request_media.media += [fields[name] for name in _FIELDS if name in fields]
     for name in _MESSAGES:
         if (value := fields.get(name)) is not None and _may_have_parts(value):
-            found.look_in(value, are_parts=False)
+            request_media.add_from(value, are_parts=False)
     if (value := fields.get(_PARTS)) is not None and bytes(value).count(b",") <= _COMMAS_MOST:
-        found.look_in(value, are_parts=True)
-    text = size - sum([len(memoryview(medium)) for medium in found.media])
-    return max(text, 0) // BYTES_PER_TOKEN + len(found.media) * MEDIUM_TOKENS
+        request_media.add_from(value, are_parts=True)
+    text = size - sum([len(memoryview(medium)) for medium in request_media.media])
+    return max(text, 0) // BYTES_PER_TOKEN + len(request_media.media) * MEDIUM_TOKENS
 
 
 def _may_have_parts(value: msgspec.Raw) -> bool:
@@ -88,7 +90,7 @@ def _has_one(text: bytes, marks: Sequence[bytes]) -> bool:
 
 
 class _Media:
-    """The media of one request, as far as it is looked at: the rest is taken for text."""
+    """The media of one request, as far as it is parsed: the rest counts as text."""
 
     __slots__ = ("_left", "media")
 
@@ -96,8 +98,8 @@ class _Media:
         self.media: list[msgspec.Raw] = []
         self._left = _ITEMS_MOST
 
-    def look_in(self, value: msgspec.Raw, *, are_parts: bool, levels: int = _LEVELS_MOST) -> None:
-        """Add those of the parts that a value is, or of the contents of its messages."""
+    def add_from(self, value: msgspec.Raw, *, are_parts: bool, levels: int = _LEVELS_MOST) -> None:
+        """Add the media among the parts in a value, or in the contents of its messages."""
         if levels == 0:
             return
         for item in _items(value):
@@ -105,21 +107,24 @@ class _Media:
                 return
             self._left -= 1
             if memoryview(item)[0] == _BRACKET:
-                self.look_in(item, are_parts=are_parts, levels=levels - 1)
+                self.add_from(item, are_parts=are_parts, levels=levels - 1)
             elif (fields := maybe(item, Fields)) is not None:
                 if are_parts:
                     self.media += [fields[name] for name in _MEDIA_NAMES.intersection(fields)]
                 if (content := fields.get("content")) is not None:
-                    self.look_in(content, are_parts=True, levels=levels - 1)
+                    self.add_from(content, are_parts=True, levels=levels - 1)
 
 
 def _items(value: msgspec.Raw) -> Sequence[msgspec.Raw]:
-    """Return the items of a list of objects or lists, or the one object; of texts and numbers,
-    nothing.
+    """Return the items of a list of objects or lists, or the one object; nothing for strings and
+    numbers.
     """
     view = memoryview(value)
     if view[0] == _BRACE:
         return [value]
-    if view[0] != _BRACKET or bytes(view[1:_LOOK]).lstrip(_WHITESPACE)[:1] not in (b"{", b"["):
+    if view[0] != _BRACKET or bytes(view[1:_FIRST_ITEM_BYTES]).lstrip(_WHITESPACE)[:1] not in (
+        b"{",
+        b"[",
+    ):
         return ()
     return maybe(value, list[msgspec.Raw]) or ()

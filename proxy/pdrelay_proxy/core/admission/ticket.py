@@ -1,4 +1,4 @@
-"""One request before the gate, and the table of its life."""
+"""A request's ticket for admission, and the table of its life."""
 
 from collections.abc import Mapping
 from enum import auto
@@ -9,21 +9,21 @@ from pdrelay_proxy.core.fast_enum import FastStrEnum
 
 
 class TicketState(FastStrEnum):
-    """Where a request stands."""
+    """The state of a request."""
 
     ARRIVING = auto()
     WAITING = auto()
     ADMITTED = auto()
-    REFUSED = auto()  # at the door, or later for one that is more important
+    REFUSED = auto()  # on arrival, or later in favour of a more important one
     EXPIRED = auto()  # it has waited too long
-    LEFT = auto()  # it is over, or its client did not want to wait
+    LEFT = auto()  # it is over, or its client has gone
 
 
-_ARRIVING: Final = TicketState.ARRIVING  # looking a member up takes as long as a call
+_ARRIVING: Final = TicketState.ARRIVING  # a lookup of an enum's member costs as much as a call
 
 
 class TicketEvent(FastStrEnum):
-    """What happens to it."""
+    """The events of a ticket."""
 
     ADMIT = auto()
     WAIT = auto()
@@ -79,13 +79,13 @@ class Ticket:
         self.key = key
         self.priority = priority  # lower is earlier
         self.size = size  # bytes of its body
-        self.tokens = tokens  # about how many its prompt has, before anybody has counted them
-        self.charged = 0  # tokens that the quota of its key was charged for it
-        self.reported = 0  # tokens that the other routers of the fleet were told of it
-        self.due = due  # when it has waited long enough
+        self.tokens = tokens  # estimate for its prompt, before an engine has counted them
+        self.charged = 0  # tokens charged to its key's quota
+        self.reported = 0  # tokens reported to the other routers of the fleet
+        self.due = due  # the end of its wait
         self.state = state
-        self.refusal: Refusal | None = None  # of one that was refused or has expired
+        self.refusal: Refusal | None = None  # if it was refused or has expired
 
     def on(self, event: TicketEvent) -> None:
-        """Take a step; one that is not in the table is a bug."""
+        """Take a step; one outside the table is a bug."""
         self.state = TRANSITIONS[self.state][event]

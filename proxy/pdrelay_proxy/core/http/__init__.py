@@ -1,1 +1,1 @@
-"""What strangers send, read within bounds: heads, bodies, forms, origins, addresses."""
+"""Parses untrusted input within bounds: heads, bodies, forms, origins, addresses."""

@@ -1,5 +1,5 @@
-"""Where engines may be that are added while the router runs: the router connects to whatever
-address is named.
+"""Where engines may be that are added at run time: the router would connect to any address that it
+is given.
 """
 
 import re
@@ -15,13 +15,13 @@ EXPECTED: Final = (
     "below it"
 )
 _NAME: Final = re.compile(r"(?:\*\.)?(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
-# Loopback, and what is private by RFC 1918, 6598 and 4193: where engines are.
+# Loopback, and the private networks of RFC 1918, 6598 and 4193: where engines are.
 STANDARD: Final = (
     "127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10",
         "fc00::/7",
 )  # fmt: skip
-# No engine is there, and a cloud's metadata service is, which gives credentials to who asks: only
-# an entry inside opens them. Link-local (RFC 3927, 4291), "this host", multicast, and metadata
+# No engine is there, but cloud metadata services are, which hand out credentials: only an entry
+# inside such a network opens it. Link-local (RFC 3927, 4291), "this host", multicast, and metadata
 # services with addresses of their own.
 _NEVER: Final = tuple(
     ip_network(text)
@@ -35,14 +35,14 @@ _NEVER: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """Networks, and names whose owners are trusted with where they lead."""
+    """Networks, and names whose owners are trusted with their addresses."""
 
     networks: tuple[_Network, ...]
-    names: tuple[str, ...] = ()  # in lower case; *.example is .example
+    names: tuple[str, ...] = ()  # in lower case; .example stands for *.example
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> Self:
-        """Read the entries; without any, the standard ones count.
+        """Parse the entries; without any, the standard ones.
 
         Raises:
             ValueError: one is neither a network nor a name.
@@ -60,25 +60,25 @@ class AllowList:
         return cls(tuple(networks), tuple(names))
 
     def admits_name(self, host: str) -> bool:
-        """Tell whether a name is listed, itself or by what it ends in."""
+        """Return whether a name is listed, itself or by its ending."""
         host = host.lower().removesuffix(".")
         return any(
             host == name or (name.startswith(".") and host.endswith(name)) for name in self.names
         )
 
-    def admits(self, host: str, place: str) -> bool:
-        """Tell whether an engine may be at ``place``, an IP address to which ``host`` leads."""
-        found = plain_ip(place)
+    def admits(self, host: str, address: str) -> bool:
+        """Return whether an engine may be at ``address``, an IP address to which ``host`` leads."""
+        ip = plain_ip(address)
         for never in _NEVER:
-            if found in never:
+            if ip in never:
                 return any(
-                    _is_within(network, never) and found in network for network in self.networks
+                    _is_within(network, never) and ip in network for network in self.networks
                 )
-        return self.admits_name(host) or any(found in network for network in self.networks)
+        return self.admits_name(host) or any(ip in network for network in self.networks)
 
 
 def is_ip(host: str) -> bool:
-    """Tell an IP address from a name."""
+    """Return whether a host is an IP address, not a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -87,9 +87,11 @@ def is_ip(host: str) -> bool:
 
 
 def plain_ip(text: str) -> _Ip:
-    """Read an IP address; ::ffff:127.0.0.1 is 127.0.0.1 (RFC 4291, 2.5.5.2). Raises ValueError."""
-    found = ip_address(text)
-    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+    """Parse an IP address; ::ffff:127.0.0.1 becomes 127.0.0.1 (RFC 4291, 2.5.5.2). Raises
+    ValueError.
+    """
+    ip = ip_address(text)
+    return (ip.ipv4_mapped or ip) if isinstance(ip, IPv6Address) else ip
 
 
 def _network(entry: str) -> _Network | None:
@@ -99,10 +101,10 @@ def _network(entry: str) -> _Network | None:
         return None
 
 
-def _is_within(one: _Network, other: _Network) -> bool:
-    if isinstance(one, IPv4Network):
-        return isinstance(other, IPv4Network) and one.subnet_of(other)
-    return isinstance(other, IPv6Network) and one.subnet_of(other)
+def _is_within(inner: _Network, outer: _Network) -> bool:
+    if isinstance(inner, IPv4Network):
+        return isinstance(outer, IPv4Network) and inner.subnet_of(outer)
+    return isinstance(outer, IPv6Network) and inner.subnet_of(outer)
 
 
 def _ends_in_number(text: str) -> bool:

@@ -1,7 +1,8 @@
-"""Which web sites may read answers in a browser (CORS, WHATWG Fetch 3.2), where clients show keys.
+"""The web sites whose pages may read answers in a browser (CORS, WHATWG Fetch 3.2), where clients
+send keys.
 
-Cookies play no part here: a page has its key from its user, and sends it as a header that it has to
-name. So no answer says ``Access-Control-Allow-Credentials``.
+Cookies play no part: a page gets its key from its user, and sends it as a header that a preflight
+has to name. So no answer has ``Access-Control-Allow-Credentials``.
 """
 
 import re
@@ -14,23 +15,23 @@ ANY: Final = "*"
 _ORIGIN: Final = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::[0-9]{1,5})?")
 _NAMES: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z, \t]{1,4096}")
 _READABLE: Final = b"x-request-id, x-pdrelay-request-id, server-timing, retry-after"
-_KEPT_S: Final = b"600"  # seconds for which a browser remembers the answer to its question
+_KEPT_S: Final = b"600"  # seconds for which a browser keeps the answer to a preflight
 
 
 def is_origin(text: str) -> bool:
-    """Tell an origin, or the sign for all of them."""
+    """Return whether a text is an origin, or the sign for all of them."""
     return text == ANY or _ORIGIN.fullmatch(text) is not None
 
 
 class AllowedOrigins:
-    """Those of the settings."""
+    """The origins of the settings."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset([origin.lower().encode() for origin in origins])
         self._is_any = ANY in origins
 
     def headers(self, origin: bytes | None) -> Headers:
-        """Return the headers with which the page of an origin may read an answer; none: it may not.
+        """Return the headers that let the page of an origin read an answer; none: it may not.
 
         A cache must not give one page's answer to another, so each answer varies with the origin.
         """
@@ -41,9 +42,7 @@ class AllowedOrigins:
         return (allowed, readable) if self._is_any else (allowed, readable, (b"vary", b"Origin"))
 
     def permission(self, headers: Headers, method: bytes) -> Headers | None:
-        """Return the answer to a browser that asks before it sends a request; None: the page may
-        not send it.
-        """
+        """Return the headers of the answer to a preflight; None: the page may not send the request."""
         origin = first_header(headers, b"origin")
         if origin is None or not (self._is_any or origin.lower() in self._origins):
             return None

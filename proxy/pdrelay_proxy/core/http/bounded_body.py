@@ -1,4 +1,4 @@
-"""A body that is read to its end, and no further than it may be long."""
+"""Reads a body to its end, up to a bound."""
 
 from collections.abc import AsyncIterable
 from typing import Final
@@ -7,9 +7,7 @@ ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an engine's answer that is no 
 
 
 async def whole(pieces: AsyncIterable[bytes], most: int, too_long: Exception) -> bytes:
-    """Return all pieces as one; raises ``too_long`` as soon as they have more than ``most``
-    bytes.
-    """
+    """Return all pieces as one; raises ``too_long`` as soon as they exceed ``most`` bytes."""
     read = list[bytes]()
     size = 0
     async for piece in pieces:

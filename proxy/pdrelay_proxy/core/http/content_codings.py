@@ -1,8 +1,8 @@
 """Bodies that clients have compressed (RFC 9110, 8.4.1): decoded within the bounds of a body,
 however small they came.
 
-Python has no decoder for zstd and br before 3.14. A client that hears which codings are read sends
-its body plainly.
+Python has no decoder for zstd and br before 3.14. A client that gets the list of accepted codings
+sends its body plainly.
 """
 
 import zlib
@@ -12,18 +12,18 @@ from typing import Final
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.errors import BadRequest, BodyTooLarge, UnsupportedCoding
 
-# what Accept-Encoding of a refusal says (RFC 9110, 15.5.16)
+# for Accept-Encoding of a refusal (RFC 9110, 15.5.16)
 READ: Final = "gzip, deflate, identity"
 _PIECE: Final = 64 * 1024  # bytes of a body that are decoded at a time
 _MEMBERS_MOST: Final = 64  # of a gzip body, which may be several files in a row (RFC 1952, 2.2)
-_SHOWN: Final = 60  # bytes of a coding's name that a sentence repeats
+_SHOWN: Final = 60  # bytes of a coding's name that an error quotes
 _GZIP_BITS: Final = 31  # of zlib.decompressobj: a gzip header, and the largest window
 _ZLIB_BITS: Final = 15
 _RAW_BITS: Final = -15
 
 
 class Coding(FastStrEnum):
-    """How a body is compressed."""
+    """The compression of a body."""
 
     GZIP = auto()
     DEFLATE = auto()
@@ -36,7 +36,7 @@ def coding_of(declared: bytes) -> Coding | None:
     """Return the coding that a Content-Encoding declares; None: none.
 
     Raises:
-        UnsupportedCoding: it is not read here, or there are several.
+        UnsupportedCoding: it is not supported here, or there are several.
     """
     names = [
         name
@@ -46,19 +46,19 @@ def coding_of(declared: bytes) -> Coding | None:
     if not names:
         return None
     if len(names) > 1 or names[0] not in _NAMES:
-        said = declared[:_SHOWN].decode("latin-1")
+        shown = declared[:_SHOWN].decode("latin-1")
         raise UnsupportedCoding(
-            f"the body has the Content-Encoding {said!r}: this router takes {READ}, one at a time"
+            f"the body has the Content-Encoding {shown!r}: this router takes {READ}, one at a time"
         )
     return _NAMES[names[0]]
 
 
 def decoded(coding: Coding, body: bytes, most: int) -> bytes:
-    """Return what a body says, in at most so many bytes.
+    """Return a decoded body of at most ``most`` bytes.
 
     Raises:
         BodyTooLarge: it has more.
-        BadRequest: it is not in this coding, or is not complete.
+        BadRequest: it is not in this coding, or is incomplete.
     """
     try:
         if coding is Coding.GZIP:

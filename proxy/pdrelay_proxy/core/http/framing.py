@@ -1,7 +1,7 @@
 """Where a request begins and ends: heads and chunked bodies, within limits.
 
-What two readers could understand differently is refused, wherever RFC 9112 allows it: a gateway
-before the router may read it in the other way.
+Whatever two parsers could understand differently is refused, wherever RFC 9112 allows it: a gateway
+before the router may understand it the other way.
 """
 
 import re
@@ -16,8 +16,7 @@ HEAD_MOST: Final = 64 * 1024
 LINES_MOST: Final = 256  # header lines, or lines of trailers
 _EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
 _SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
-# Reading a chunk costs the same time whatever its size: a body of megabytes in chunks of two bytes
-# would take seconds.
+# A chunk takes the same time whatever its size: megabytes in chunks of two bytes would take seconds.
 _SMALL_CHUNKS_MOST: Final = 64 * 1024  # bytes of a body whose chunks may be of any size
 _MEAN_CHUNK_LEAST: Final = 64  # bytes of a chunk, on average, of a longer body
 LENGTH_DIGITS_MOST: Final = 15
@@ -28,19 +27,19 @@ _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(
     rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % LENGTH_DIGITS_MOST
 )
-_SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
+_SHOWN_MOST: Final = 60  # bytes of a client's input that an error quotes
 # A good line: its name, and its value without the white space before it.
 _HEADER: Final = re.compile(
     rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n"
 )
-_SPACE: Final = 32  # of what a value may have, white space is no more than it
+_SPACE: Final = 32  # white space is the only byte of a value up to it
 
 
 class RefusalReason(StrEnum):
     """Why a connection was closed before its request was served, as the metric names it."""
 
     MALFORMED = "malformed"
-    HEAD = "head_too_large"  # the trailers count as one
+    HEAD = "head_too_large"  # or trailers
     URI = "uri_too_long"
     METHOD = "method"  # CONNECT
     HEAD_TIMEOUT = "head_timeout"
@@ -50,7 +49,7 @@ class RefusalReason(StrEnum):
 
 
 class Head:
-    """A head that is good, without what the router ignores. It does not change."""
+    """A valid head, without what the router ignores. It is never changed."""
 
     __slots__ = (
         "expects",
@@ -81,16 +80,14 @@ class Head:
         self.method = method
         self.target = target  # as it came
         self.headers = headers  # names in lower case; without Upgrade
-        self.shown = shown  # the same by name: of several with one name the first
+        self.shown = shown  # the same by name; of several with one name, the first
         self.is_old = is_old  # HTTP/1.0
         # the client does not ask for the connection to be closed (RFC 9112, 9.6)
         self.keep_alive = keep_alive
-        self.expects = expects  # it waits for 100 Continue (RFC 9110, 10.1.1)
+        self.expects = expects  # the client waits for 100 Continue (RFC 9110, 10.1.1)
 
     def with_length(self, raw: bytes, digits: bytes, place: int) -> "Head":
-        """Return the same head with another Content-Length, which is at this place among the
-        headers.
-        """
+        """Return the same head with another Content-Length, at ``place`` among the headers."""
         headers = [*self.headers]
         headers[place] = b"content-length", digits
         shown = {**self.shown, b"content-length": digits}
@@ -103,10 +100,10 @@ class Head:
 
 
 def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
-    """Return where the head that begins at ``start`` ends, behind its empty line; -1: there is more
-    to come.
+    """Return where the head that begins at ``start`` ends, behind its empty line; -1: more is to
+    come.
 
-    ``read``: so many bytes of it were looked at before.
+    ``read``: how many bytes of it an earlier call has searched.
 
     Raises:
         UriTooLong: the request line alone is over the limit.
@@ -130,15 +127,15 @@ def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
 
 
 def read_head(raw: bytes) -> Head:
-    """Read a whole head.
+    """Parse a whole head.
 
     ``Upgrade`` is ignored, as RFC 9110, 7.8 allows.
 
     Raises:
         HeadTooLarge: it has too many lines.
         NotServed: it asks for a tunnel.
-        BadFraming: it is not one, or readers could disagree about where its body ends or whose it
-            is.
+        BadFraming: it is not a head, or parsers could disagree about where its body ends or which
+            host it names.
     """
     ends = raw.count(b"\r\n")  # of the request line, each header line and the empty one
     if ends > LINES_MOST + 2:
@@ -152,12 +149,12 @@ def read_head(raw: bytes) -> Head:
     method, target, minor = request.groups()
     if method == b"CONNECT":
         raise NotServed("CONNECT is not served: this router is no tunnel")
-    found: list[tuple[bytes, bytes]] = _HEADER.findall(raw, request.end())
-    if len(found) != ends - 2:
+    lines: list[tuple[bytes, bytes]] = _HEADER.findall(raw, request.end())
+    if len(lines) != ends - 2:
         _refuse_lines(raw[request.end() : -4])
     headers: list[tuple[bytes, bytes]] = []
     shown: dict[bytes, bytes] = {}
-    for name, value in found:
+    for name, value in lines:
         if value and value[-1] <= _SPACE:
             value = value.rstrip(b" \t")
         lower = name.lower()
@@ -177,13 +174,13 @@ def read_head(raw: bytes) -> Head:
 
 
 def target_in(received: bytes | bytearray) -> bytes:
-    """Return the target in the beginning of a head that is refused; empty: it cannot be told."""
+    """Return the target in the beginning of a refused head; empty: there is none."""
     words = received[:HEAD_MOST].lstrip(b"\r\n").partition(b"\n")[0].split(b" ", 2)
     return bytes(words[1]) if len(words) > 1 else b""
 
 
 def _refuse_lines(lines: bytes) -> None:
-    """Raise BadFraming for the first header line that is none."""
+    """Raise BadFraming for the first line that is not a header."""
     for line in lines.split(b"\r\n"):
         read_line(line)  # one of them raises
 
@@ -198,7 +195,7 @@ def _without_upgrade(
 
 
 def _closes(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Tell whether the client asks for the connection to be closed."""
+    """Return whether the client asks for the connection to be closed."""
     for name, value in headers:
         if name == b"connection" and b"close" in [
             option.strip(b" \t") for option in value.lower().split(b",")
@@ -208,11 +205,11 @@ def _closes(headers: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Refuse a second header of those that decide where a request ends and whose it is (RFC 9112,
-    3.2 and 6.3).
+    """Refuse a second header of those that decide where a request ends and which host it names (RFC
+    9112, 3.2 and 6.3).
     """
     for name in (b"host", b"content-length", b"transfer-encoding"):
-        values = [value for each, value in headers if each == name]
+        values = [value for header_name, value in headers if header_name == name]
         if len(values) < 2:
             continue
         if name == b"host":
@@ -221,15 +218,15 @@ def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
             raise BadFraming(
                 f"Content-Length is {_shown(b', '.join(values))}: send one whole number of bytes"
             )
-        said = _shown(b", ".join(values))
-        raise BadFraming(f"Transfer-Encoding is {said}: this router takes chunked alone")
+        shown = _shown(b", ".join(values))
+        raise BadFraming(f"Transfer-Encoding is {shown}: this router takes chunked alone")
 
 
 def read_line(line: bytes) -> tuple[bytes, bytes]:
     """Return the name in lower case and the value of a header line.
 
     Raises:
-        BadFraming: it is none.
+        BadFraming: it is not a header line.
     """
     name, colon, value = line.partition(b":")
     if not colon or _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
@@ -263,7 +260,7 @@ def _shown(text: bytes) -> str:
 
 
 class ChunkedBody:
-    """Takes a chunked body apart (RFC 9112, 7.1); extensions and trailers are checked, counted and
+    """Decodes a chunked body (RFC 9112, 7.1); extensions and trailers are checked, counted and
     dropped.
     """
 
@@ -280,17 +277,17 @@ class ChunkedBody:
 
     def __init__(self) -> None:
         self.is_over = False
-        self.rest = b""  # what follows the body, once that is over
-        self._left = 0  # bytes of the chunk that are to come, with the end of its line
+        self.rest = b""  # the bytes behind the body, once it is over
+        self._left = 0  # bytes of the chunk still to come, with its CR LF
         self._pending = b""  # a line that is not complete
         self._extensions = 0  # bytes
         self._count = 0  # chunks
-        self._size = 0  # bytes of the chunks, as far as their sizes have come
+        self._size = 0  # bytes of the chunks whose sizes have come
         self._in_trailers = False
 
     @property
     def line_size(self) -> int:
-        """Return the bytes of a line, or of trailers, whose end has not come."""
+        """The bytes of an incomplete line, or of incomplete trailers."""
         return len(self._pending)
 
     def feed(self, data: bytes) -> bytes:
@@ -342,20 +339,20 @@ class ChunkedBody:
         return bytes(body)
 
     def _finish_chunk(self, data: bytes, body: bytearray) -> int:
-        """Take what is left of a chunk; return how many bytes that were."""
+        """Add the rest of a chunk to the body; return how many bytes were used."""
         left = self._left
         if not left:
             return 0
-        taken = data[:left]
-        mine = max(0, left - 2)
-        self._left = left - len(taken)
-        body += taken[:mine]
-        if not b"\r\n"[max(0, 2 - left) :].startswith(taken[mine:]):
+        piece = data[:left]
+        content_size = max(0, left - 2)
+        self._left = left - len(piece)
+        body += piece[:content_size]
+        if not b"\r\n"[max(0, 2 - left) :].startswith(piece[content_size:]):
             raise BadFraming("a chunk of the body is longer than its size says")
-        return len(taken)
+        return len(piece)
 
     def _expect_line(self, data: bytes, pos: int) -> None:
-        """Keep the beginning of a line with a size for later."""
+        """Keep the beginning of a size line for later."""
         rest = data[pos:]
         if b"\n" in rest or len(rest) >= _SIZE_LINE_MOST or not _may_be_a_size(rest):
             raise BadFraming(f"{_shown(rest)} does not begin with the size of a chunk")
@@ -401,5 +398,5 @@ class ChunkedBody:
 
 
 def _may_be_a_size(rest: bytes) -> bool:
-    """Tell whether an incomplete line may still become one with a size."""
+    """Return whether an incomplete line may still become a size line."""
     return _SIZE_LINE.fullmatch(rest.rstrip(b" \t\r") + b"\r\n") is not None

@@ -1,10 +1,10 @@
-"""How many things a client's JSON may be made of: reading each name or prompt of a million takes
+"""Limits how many names, strings and items a client's JSON may have: parsing a million takes
 seconds.
 
-Bodies that cannot be over a limit are told by counting bytes, which is nearly all of them. The
-others are scanned: a piece of at most 64 KiB loses its strings in one step, and what is left of it
-is counted. A large vocabulary of ``logit_bias`` and hundreds of tools are no attack, so only the
-names that the router keeps, those of the body itself, have a narrow limit.
+Nearly all bodies cannot exceed a limit, which counting bytes shows. The others are scanned: each
+piece of at most 64 KiB loses its strings in one step, and the rest of it is counted. A large
+vocabulary of ``logit_bias`` and hundreds of tools are no attack, so only the names that the router
+keeps, those of the body itself, have a narrow limit.
 """
 
 import re
@@ -23,11 +23,11 @@ PROMPTS_MOST: Final = 4096  # in one array
 _STEP: Final = 64 * 1024  # bytes
 _NAME_LEAST: Final = 4  # bytes of a name with its quotes, its colon and some of its value
 _ITEM_LEAST: Final = 2  # bytes of an item and its comma
-# bytes of a body that has not too many of any
+# bytes of a body that cannot exceed a limit
 SMALL: Final = min(NAMES_MOST * _NAME_LEAST, PROMPTS_MOST * _ITEM_LEAST)
 _BRACE: Final = re.compile(rb"[{}]")
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# and what stands between them
+# whole strings, and what is between them
 _WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _OUTER: Final = re.compile(rb'["\[\]{},]')
 _INNER: Final = re.compile(rb'["\[\]{}]')
@@ -49,7 +49,8 @@ _ARRAYS: Final = (
 
 
 def check_names(body: bytes) -> None:
-    """Accept a JSON text with at most so many names. What is no JSON is left to who reads it.
+    """Accept a JSON text within the limits of names, strings and objects. Invalid JSON is left to
+    its parser.
 
     Raises:
         BadRequest: an object, or all of them together, have more names, or there are too many
@@ -57,7 +58,7 @@ def check_names(body: bytes) -> None:
     """
     if len(body) <= NAMES_MOST * _NAME_LEAST or body.count(b":") <= NAMES_MOST:
         return
-    # names of the objects that are open, the outer ones first; before the first one there are none
+    # names of the open objects, the outer ones first; the 0 stands outside of all objects
     counts = [0]
     total = 0
     objects = 0
@@ -65,10 +66,10 @@ def check_names(body: bytes) -> None:
     at = 0
     while at < len(body):
         end = _end_of_piece(body, at)
-        is_string = end - at > _STEP  # one string that is longer
-        piece, found = (b"", 1) if is_string else _STRING.subn(b"", body[at:end])
+        is_string = end - at > _STEP  # one longer string
+        piece, string_count = (b"", 1) if is_string else _STRING.subn(b"", body[at:end])
         at = end
-        strings += found
+        strings += string_count
         total += piece.count(b":")
         objects += piece.count(b"{")
         if total > ALL_NAMES_MOST:
@@ -87,14 +88,14 @@ def check_names(body: bytes) -> None:
 
 
 def _end_of_piece(body: bytes, at: int) -> int:
-    """Return where the piece that begins there ends: behind a string, or between two."""
-    found = _WHOLE_STRINGS.match(body, at, at + _STEP)
-    end = at if found is None else found.end()
+    """Return where the piece that begins at ``at`` ends: behind a string, or between two."""
+    match = _WHOLE_STRINGS.match(body, at, at + _STEP)
+    end = at if match is None else match.end()
     return end if end > at else _end_of_string(body, at + 1)
 
 
 def _count_names(piece: bytes, counts: list[int]) -> None:
-    """Add the names in a piece without its strings to those of the objects that are open."""
+    """Add the names in a piece without its strings to those of the open objects."""
     at = 0
     for brace in _BRACE.finditer(piece):
         place = brace.start()
@@ -150,9 +151,7 @@ def check_prompts(fields: Fields, size: int) -> None:
 
 
 def count_items(array: bytes, most: int) -> int:
-    """Return how many items a JSON array has; counting ends when there are more than ``most`` (1 or
-    more).
-    """
+    """Return how many items a JSON array has; counting ends beyond ``most`` (1 or more)."""
     if _EMPTY.match(array):
         return 0
     count = 1
@@ -163,14 +162,14 @@ def count_items(array: bytes, most: int) -> int:
         if token is None:
             return count
         at = token.end()
-        said = token[0]
-        if said == b'"':
+        mark = token[0]
+        if mark == b'"':
             at = _end_of_string(array, at)
-        elif said == b",":
+        elif mark == b",":
             count += 1
             if count > most:
                 return count
-        elif said in (b"[", b"{"):
+        elif mark in (b"[", b"{"):
             depth += 1
         elif depth == 0:
             return count
@@ -180,19 +179,19 @@ def count_items(array: bytes, most: int) -> int:
 
 
 def _next(token: re.Pattern[bytes], text: bytes, at: int) -> re.Match[bytes] | None:
-    """Return where one of these characters is, from a place on."""
+    """Return the next match of a token from ``at`` on."""
     while at < len(text):
-        if found := token.search(text, at, at + _STEP):
-            return found
+        if match := token.search(text, at, at + _STEP):
+            return match
         at += _STEP
     return None
 
 
 def _end_of_string(text: bytes, at: int) -> int:
-    """Return the place behind the quote that ends the string whose first character is there."""
+    """Return the place behind the closing quote of a string whose first character is at ``at``."""
     while at < len(text):
-        found = _IN_STRING.match(text, at, at + _STEP)
-        end = at if found is None else found.end()
+        match = _IN_STRING.match(text, at, at + _STEP)
+        end = at if match is None else match.end()
         if text[end : end + 1] == b'"':
             return end + 1
         if end == at:  # a backslash at the very end of the text

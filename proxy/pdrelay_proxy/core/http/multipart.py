@@ -1,10 +1,10 @@
-"""Forms (multipart/form-data, RFC 7578): the heads of their parts are read, and one value, in one
-pass within bounds.
+"""Forms (multipart/form-data, RFC 7578): checks the heads of their parts, and reads one value, in
+one pass within bounds.
 
-What is accepted is a subset that every parser reads alike, so that no field can be seen by the
-engine and not here: nothing before the first boundary or behind the last one, no boundary within a
-part, CRLF between lines, one plain name for each part. vLLM 0.32 reads forms with python-multipart,
-by way of starlette.
+It accepts a subset that every parser reads alike, so that no field is seen by the engine and not
+here: nothing before the first boundary or behind the last one, no boundary within a part, CRLF
+between lines, one plain name for each part. vLLM 0.32 reads forms with python-multipart, through
+starlette.
 """
 
 import re
@@ -23,8 +23,8 @@ _PARAMETER: Final = re.compile(
     rb";[ \t]*+(?:(%b)[ \t]*+=[ \t]*+(?:(%b)|\"([^\"\\]*+)\")[ \t]*+)?+" % (_TOKEN, _TOKEN)
 )
 _HEADER: Final = re.compile(rb"(%b):([^\r\n\x00]*+)\r\n" % _TOKEN)
-# A backslash in a value is its own character here. In front of a quote it is read in two ways, and
-# so refused.
+# A backslash in a value is a plain character here. Before a quote, parsers differ on it, so it is
+# refused.
 _DISPOSITION: Final = re.compile(rb"[ \t]*+form-data[ \t]*+((?:;.*)?+)", re.IGNORECASE)
 _FIELD: Final = re.compile(
     rb";[ \t]*+(%b)[ \t]*+=[ \t]*+(?:\"([^\"]*+)\"|([^\" \t;]++))[ \t]*+" % _TOKEN
@@ -36,14 +36,14 @@ _PRIVATE: Final = (b"kv_transfer_params", b"ec_transfer_params", b"vllm_xargs")
 def boundary_of(content_type: bytes) -> bytes:
     """Return the boundary that a Content-Type of ``multipart/form-data`` declares.
 
-    starlette decodes the names of fields by the charset: with another one than UTF-8 they could
-    read otherwise there.
+    starlette decodes the names of fields by the charset: another one than UTF-8 could yield other
+    names there.
 
     Raises:
         UnsupportedMedia: it has a parameter other than one boundary and ``charset=utf-8``, or no
             boundary.
     """
-    found: dict[bytes, bytes] = {}
+    parameters: dict[bytes, bytes] = {}
     at = len(content_type.partition(b";")[0])
     while at < len(content_type):
         parameter = _PARAMETER.match(content_type, at)
@@ -56,7 +56,7 @@ def boundary_of(content_type: bytes) -> bytes:
         value = parameter[3] if parameter[2] is None else parameter[2]
         if not name:
             continue
-        if name in found:
+        if name in parameters:
             raise UnsupportedMedia(
                 f"multipart/form-data has the parameter {name.decode()} twice: write it once"
             )
@@ -65,8 +65,8 @@ def boundary_of(content_type: bytes) -> bytes:
                 f"multipart/form-data has the parameter {name.decode()}={value.decode('latin-1')}: "
                 "only boundary and charset=utf-8 are taken"
             )
-        found[name] = value
-    boundary = found.get(b"boundary", b"")
+        parameters[name] = value
+    boundary = parameters.get(b"boundary", b"")
     if not _BOUNDARY.fullmatch(boundary):
         raise UnsupportedMedia(
             "multipart/form-data needs a boundary of 1 to 70 characters (RFC 2046, 5.1.1)"
@@ -75,24 +75,24 @@ def boundary_of(content_type: bytes) -> bytes:
 
 
 def content_type(boundary: bytes) -> bytes:
-    """Write the Content-Type of a form towards an engine, whatever the client's looked like."""
+    """Return the Content-Type of a form for an engine, whatever form the client's had."""
     value = boundary if _PLAIN_BOUNDARY.fullmatch(boundary) else b'"%b"' % boundary
     return b"%b; boundary=%b" % (_TYPE, value)
 
 
 def check_form(boundary: bytes, body: bytes) -> str | None:
-    """Accept a form; return the value of its part ``model``, of several the last one, as vLLM does;
-    None: it has none.
+    """Accept a form; return the value of its part ``model``; None: it has none. Of several the last
+    counts, as in vLLM.
 
-    Other values are not read. Takes time in proportion to the body.
+    Other values are not read. The time grows with the size of the body.
 
     Raises:
-        BadRequest: it is not one that all parsers read alike, has too many parts or a head that is
-            too long, or has a field that only the router may set.
+        BadRequest: parsers could read it differently, it has too many parts or a head that is too
+            long, or it has a field that only the router may set.
     """
     delimiter = b"--" + boundary
     model = None
-    at = 2 if body.startswith(b"\r\n") else 0  # some clients begin so, and parsers skip it
+    at = 2 if body.startswith(b"\r\n") else 0  # some clients begin so, and other parsers skip it
     if not body.startswith(delimiter, at):
         raise BadRequest("the form does not begin with its boundary")
     for _ in range(PARTS_MOST):
@@ -115,7 +115,7 @@ def check_form(boundary: bytes, body: bytes) -> str | None:
 
 
 def _text(value: bytes) -> str | None:
-    """Return a value as an engine reads it; None: it is empty, or no text, which the engine
+    """Return a value as an engine reads it; None: it is empty, or not UTF-8, which the engine
     refuses.
     """
     try:
@@ -125,7 +125,9 @@ def _text(value: bytes) -> str | None:
 
 
 def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
-    """Check the head of the part that begins there; return where its value begins, and its name."""
+    """Check the head of the part that begins at ``at``; return where its value begins, and its
+    name.
+    """
     end = at + HEAD_MOST
     name = None
     while not body.startswith(b"\r\n", at):
@@ -145,21 +147,22 @@ def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
         raise BadRequest('a part of the form has no Content-Disposition: form-data; name="..."')
     for private in _PRIVATE:
         if name.strip().lower().startswith(private):
-            said = private.decode()
+            field_name = private.decode()
             raise BadRequest(
-                f"{said} is set by the router and must not be part of a request", param=said
+                f"{field_name} is set by the router and must not be part of a request",
+                param=field_name,
             )
     return at + 2, name
 
 
 def _name_in(disposition: bytes) -> bytes:
-    """Return the name of a field."""
+    """Return the name of a field in a Content-Disposition."""
     kind = _DISPOSITION.fullmatch(disposition)
     if kind is None:
         raise BadRequest("a part of the form is not form-data")
     rest = kind[1].rstrip(b" \t")
     at = 0
-    found: dict[bytes, bytes] = {}
+    parameters: dict[bytes, bytes] = {}
     while at < len(rest):
         field = _FIELD.match(rest, at)
         if field is None:
@@ -170,7 +173,7 @@ def _name_in(disposition: bytes) -> bytes:
         value = field[3] if field[2] is None else field[2]
         if key.startswith(b"name*"):
             raise BadRequest("the names of a form's fields must be plain, not encoded (name*=)")
-        if key not in (b"name", b"filename", b"filename*") or key in found:
+        if key not in (b"name", b"filename", b"filename*") or key in parameters:
             raise BadRequest(
                 f"a Content-Disposition of the form has {key.decode()}: one name and one filename "
                 f"may be"
@@ -179,9 +182,9 @@ def _name_in(disposition: bytes) -> bytes:
             raise BadRequest(
                 "a value in a Content-Disposition ends with a backslash: parsers differ on it"
             )
-        found[key] = value
+        parameters[key] = value
         at = field.end()
-    name = found.get(b"name")
+    name = parameters.get(b"name")
     if name is None or b"\\" in name:
         raise BadRequest("a part of the form has no plain name")
     return name

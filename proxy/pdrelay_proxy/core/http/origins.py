@@ -1,10 +1,10 @@
-"""Which web sites a browser may bring requests from: none but the router's own, where no key
-protects it.
+"""The web sites from which a browser may send requests: only the router's own, if no key protects
+it.
 
-A page of any site can have a browser send a POST to an address inside (cross-site request forgery),
-and one whose name suddenly means such an address can read the answers, too (DNS rebinding). The
-first says where it comes from in Origin and Sec-Fetch-Site (W3C Fetch Metadata), the second has its
-own name in Host.
+A page of any site can have a browser send a POST to an internal address (cross-site request
+forgery), and a page whose name is suddenly resolved to such an address can read the answers, too
+(DNS rebinding). Requests of the first name their origin in Origin and Sec-Fetch-Site (W3C Fetch
+Metadata), those of the second have the page's own name in Host.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ from pdrelay_proxy.settings import Settings
 
 ANY: Final = "*"
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-# Nobody can register these: RFC 6761 (localhost), 6762 (local), 8375 (home.arpa), ICANN 2024
+# Names that cannot be registered: RFC 6761 (localhost), 6762 (local), 8375 (home.arpa), ICANN 2024
 # (internal), Kubernetes.
 _INSIDE: Final = (".localhost", ".local", ".home.arpa", ".internal", ".svc")
 _HOST: Final = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::[0-9]{0,5})?")
@@ -27,7 +27,7 @@ _KNOWN_BYTES: Final = 256
 
 
 class Sites:
-    """What a router goes by; ``own_name``: what its machine is called."""
+    """The names that the router accepts; ``own_name``: its machine's."""
 
     def __init__(self, settings: Settings, own_name: str = "localhost") -> None:
         self._names = frozenset(
@@ -35,16 +35,16 @@ class Sites:
         )
         self._is_local = is_loopback(settings.host)
         self._is_restricted = bool(settings.allowed_hosts)
-        # a browser finds that the certificate has another name
+        # a browser would refuse a certificate for another name
         self._is_tls = settings.tls_cert is not None
-        self._known: set[bytes] = set()  # values of Host that are good, keys or not
+        self._known: set[bytes] = set()  # values of Host that are good with or without keys
 
     def check(self, method: str, headers: Headers, *, has_keys: bool) -> None:
-        """Accept a request, as far as a browser may have sent it; ``has_keys``: clients must show
+        """Accept a request, as far as a browser may have sent it; ``has_keys``: clients must send
         one.
 
         Raises:
-            Misdirected: its Host is a name that this router does not have.
+            Misdirected: its Host is not a name of this router.
             CrossSite: a page of another site has sent it.
         """
         for name, value in headers:
@@ -57,7 +57,7 @@ class Sites:
             _check_origin(dict(headers))
 
     def admits(self, host: bytes, *, has_keys: bool) -> bool:
-        """Tell whether a Host header names this router."""
+        """Return whether a Host header names this router."""
         if host in self._known:
             return True
         if ANY in self._names or ((has_keys or self._is_tls) and not self._is_restricted):
@@ -72,8 +72,8 @@ class Sites:
 
 
 def check_open(settings: Settings) -> None:
-    """Accept a router that nobody can reach from elsewhere, that knows its clients, or that is open
-    on purpose.
+    """Accept a router that other machines cannot reach, that identifies its clients, or that is
+    open on purpose.
 
     The same goes for its admin port, which shows engines and metrics.
 
@@ -100,7 +100,7 @@ def check_open(settings: Settings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell an address that only this machine can reach."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -109,14 +109,14 @@ def is_loopback(host: str) -> bool:
 
 def _name_of(host: bytes) -> str | None:
     """Return the name or address in a Host header, without its port; None: it has neither."""
-    found = _HOST.fullmatch(host.strip(b" \t"))
-    if found is None:
+    match = _HOST.fullmatch(host.strip(b" \t"))
+    if match is None:
         return None
-    return (found[1] or found[2]).decode("ascii").lower().removesuffix(".")
+    return (match[1] or match[2]).decode("ascii").lower().removesuffix(".")
 
 
 def _is_inside(name: str) -> bool:
-    """Tell an address, or a name that no site on the internet can have."""
+    """Return whether this is an IP address, or a name that no web site can have."""
     if "." not in name or name.endswith(_INSIDE):
         return True
     try:
@@ -127,9 +127,9 @@ def _is_inside(name: str) -> bool:
 
 
 def _check_origin(headers: dict[bytes, bytes]) -> None:
-    said = headers.get(b"sec-fetch-site")
-    if said is not None:
-        if said in (b"same-origin", b"none"):
+    fetch_site = headers.get(b"sec-fetch-site")
+    if fetch_site is not None:
+        if fetch_site in (b"same-origin", b"none"):
             return
     else:
         origin = headers.get(b"origin")

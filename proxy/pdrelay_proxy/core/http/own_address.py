@@ -1,23 +1,23 @@
-"""Whether an engine is at the host that calls."""
+"""Whether an engine is on the caller's own host."""
 
 from collections.abc import Sequence
 
 from pdrelay_proxy.core.http.address_allowlist import plain_ip
 
 
-def is_own_address(caller: str, places: Sequence[str]) -> bool:
-    """Tell whether an engine that is at these IP addresses is at the caller's.
+def is_own_address(caller: str, addresses: Sequence[str]) -> bool:
+    """Return whether an engine at these IP addresses is at the caller's.
 
-    All of them have to be: a name that leads to several hosts belongs to none of them. Addresses of
-    loopback are one host, that of the router.
+    All of them have to match: a name with several addresses belongs to none of their hosts.
+    Loopback addresses count as one host, the router's.
     """
-    return bool(places) and all(_is_same_host(caller, place) for place in places)
+    return bool(addresses) and all(_is_same_host(caller, address) for address in addresses)
 
 
-def _is_same_host(one: str, other: str) -> bool:
+def _is_same_host(caller: str, address: str) -> bool:
     try:
-        first = plain_ip(one)
-        second = plain_ip(other)
+        caller_ip = plain_ip(caller)
+        ip = plain_ip(address)
     except ValueError:  # a caller over something else than IP
         return False
-    return first == second or (first.is_loopback and second.is_loopback)
+    return caller_ip == ip or (caller_ip.is_loopback and ip.is_loopback)

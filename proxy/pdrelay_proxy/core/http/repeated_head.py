@@ -1,5 +1,5 @@
-"""Heads that a connection repeats: most clients send the same one with each request, but for the
-length of its body.
+"""Heads that a connection repeats: most clients send the same head with each request, except for
+its Content-Length.
 """
 
 from typing import Final
@@ -15,19 +15,19 @@ _LINE: Final = b"\r\n%b:" % _NAME
 class RepeatedHead:
     """Reads the heads of one connection.
 
-    One that differs from the head before in nothing but the digits of its Content-Length is as good
-    as that, and means the same but for those: it is compared and not read, for a tenth of the cost.
+    A head that differs from the one before only in the digits of its Content-Length is valid, too,
+    and means the same otherwise: it is compared and not parsed, at a tenth of the cost.
     """
 
     __slots__ = ("_before", "_behind", "_last", "_place")
 
     def __init__(self) -> None:
         self._last: Head | None = None  # the head before, if it may be repeated
-        self._before = self._behind = b""  # its bytes on both sides of the digits
+        self._before = self._behind = b""  # the bytes on both sides of the digits
         self._place = 0  # of Content-Length among its headers
 
     def read(self, raw: bytes) -> Head:
-        """Read a whole head; raises as ``read_head``."""
+        """Return a whole head; raises as ``read_head``."""
         last = self._last
         before = self._before
         behind = self._behind
@@ -42,7 +42,7 @@ class RepeatedHead:
         return head
 
     def _keep(self, head: Head) -> None:
-        """Keep a head that may be repeated: a short one, with the length of its body."""
+        """Keep a head that may be repeated: a short one, with a Content-Length."""
         self._last = None
         raw = head.raw
         digits = head.shown.get(_NAME)
@@ -53,7 +53,7 @@ class RepeatedHead:
             or b"upgrade" in head.shown
         ):
             return
-        # there is nothing but white space before them
+        # only white space is between the name and the digits
         start = raw.find(digits, raw.lower().index(_LINE) + len(_LINE))
         self._before = raw[:start]
         self._behind = raw[start + len(digits) :]

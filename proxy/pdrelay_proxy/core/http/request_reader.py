@@ -1,9 +1,8 @@
 """Reads the requests of one connection, one after another: a head, then its body, as their bytes
 come.
 
-It keeps the beginning of a head, and of a body no more than the beginning of a chunk's line, or of
-its trailers. Who reads must pass on what is behind a request once that is served: nothing of the
-next one is looked at before.
+It buffers at most the beginning of a head, of a chunk's line or of trailers. The caller passes on
+the bytes behind a request once that is served: nothing of the next one is read before.
 """
 
 from typing import Final
@@ -19,7 +18,7 @@ _RETURN: Final = 13  # begins an empty line before a request
 
 
 class RequestReader:
-    """Of one connection."""
+    """The reader of one connection."""
 
     __slots__ = (
         "_chunks",
@@ -40,29 +39,25 @@ class RequestReader:
         self._chunks: ChunkedBody | None = None
         self.in_body = False  # the next bytes are those of a body
         self.received = 0  # bytes of that body so far
-        self.rest = b""  # what is behind the head or the body that was read last
+        self.rest = b""  # the bytes behind the latest head or body
 
     @property
     def has_begun_head(self) -> bool:
-        """Tell whether there is a head without its end; empty lines before it are none (RFC 9112,
-        2.2).
-        """
+        """Whether there is an incomplete head; empty lines before it are none (RFC 9112, 2.2)."""
         return self._head is not None and bool(self._head.strip(b"\r\n"))
 
     @property
     def is_chunked(self) -> bool:
-        """Tell whether the body that comes is chunked."""
+        """Whether the present body is chunked."""
         return self._chunks is not None
 
     @property
     def line_size(self) -> int:
-        """Return the bytes that are kept of a chunked body."""
+        """The buffered bytes of a chunked body."""
         return 0 if self._chunks is None else self._chunks.line_size
 
     def target(self, data: bytes = b"") -> bytes:
-        """Return the target in the beginning of a head; ``data``: its bytes, if none came
-        before.
-        """
+        """Return the target in the beginning of a head; ``data``: its bytes, if none came before."""
         return target_in(self._head or data)
 
     def drop_head(self) -> None:
@@ -71,12 +66,12 @@ class RequestReader:
         self.head_size = 0
 
     def read_head(self, data: bytes) -> Head | None:
-        """Read on in a head; return it once it is complete, and have what is behind it in ``rest``.
+        """Continue a head; return it once it is complete, with the bytes behind it in ``rest``.
 
         Raises:
             BadFraming, HeadTooLarge, UriTooLong, NotServed: it is refused.
         """
-        if self._head is None and data[0] != _RETURN:  # nearly always all of it comes at once
+        if self._head is None and data[0] != _RETURN:  # nearly always the whole head comes at once
             end = data.find(_HEAD_END, 0, HEAD_MOST) + len(_HEAD_END)
             if end >= len(_HEAD_END):
                 self.rest = data[end:]
@@ -107,15 +102,16 @@ class RequestReader:
         return head
 
     def expect_body(self, length: int | None) -> None:
-        """A body follows, of so many bytes; None: it is chunked."""
+        """Expect a body of so many bytes; None: it is chunked."""
         self.in_body = True
         self.received = 0
         self._remaining = length or 0
         self._chunks = ChunkedBody() if length is None else None
 
     def read_body(self, data: bytes) -> bytes:
-        """Return what of a body is in ``data``; once it is complete, ``in_body`` ends, and the rest
-        is in ``rest``.
+        """Return the part of a body that is in ``data``.
+
+        Once the body is complete, ``in_body`` is False, and ``rest`` has the bytes behind it.
 
         Raises:
             BadFraming, HeadTooLarge: it is refused.

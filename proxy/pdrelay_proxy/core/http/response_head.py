@@ -1,4 +1,4 @@
-"""What the head of a response may have: status lines, and names and values of headers (RFC 9110, 5
+"""The parts of a response's head: status lines, and valid names and values of headers (RFC 9110, 5
 and 15).
 """
 
@@ -14,4 +14,4 @@ def _status_line(status: int) -> bytes:
 
 STATUS_LINES: Final[dict[int, bytes]] = {number: _status_line(number) for number in range(100, 600)}
 HEADER_NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
-CONTROLS: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # what no value may have
+CONTROLS: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # which no value may have

@@ -1,3 +1,1 @@
-"""What vLLM's API says and wants: bodies, streams, errors, and which requests can be
-disaggregated.
-"""
+"""vLLM's API: bodies, streams, errors, and which requests can be disaggregated."""

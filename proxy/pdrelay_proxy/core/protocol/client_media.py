@@ -1,15 +1,15 @@
-"""Which images, audio and videos a client may name: by a URL that an engine fetches, or by an id in
-engines' caches.
+"""The media that a client may name: by a URL that an engine fetches, or by an id in engines'
+caches.
 
-Engines are inside the closed network, so a URL of a client is a request from there (server-side
-request forgery). URLs stand where vLLM reads them: in the parts of messages (MM_PARSER_MAP in
+Engines are inside the closed network, so fetching a client's URL is a request from inside
+(server-side request forgery). vLLM reads URLs in the parts of messages (MM_PARSER_MAP in
 vllm/renderers/chat_utils.py), in the sources of /v1/messages, in ``images`` of /v2/embed, in
 ``images``, ``audio`` and ``videos`` of /v1/systemone, and in ``content_parts`` of
 /inference/v1/generate.
 
-vLLM keeps what it has made of media under the ``uuid`` that a request gives them, and under
-``mm_hashes`` of /inference/v1/generate, for all clients: a client that knows the id of another
-one's image could ask about that image, or have another image put in its place.
+vLLM caches processed media for all clients under the ``uuid`` that a request gives them, and under
+``mm_hashes`` of /inference/v1/generate: a client that knows the id of another client's image could
+ask about that image, or have another image used in its place.
 """
 
 import re
@@ -22,10 +22,10 @@ from pdrelay_proxy.core.raw_json import NULL, Fields, NotJson, decode, maybe
 from pdrelay_proxy.errors import BadRequest
 
 ANY_HOST: Final = "*"
-# Without one of these there is no URL to look for. Names may be escaped, as "image\u005furl" is.
+# Without one of these a body has no URL. Names may be escaped, as in "image\\u005furl".
 _MARKS: Final = (b'url"', b'uuid"', b"\\u00")
 _CHAT: Final = "messages"
-# Fields of requests that are messages, parts of messages, or things that have parts as messages do.
+# Fields of requests that are messages, parts of messages, or objects with parts as messages have.
 _MESSAGES: Final = frozenset(
     {
         *(_CHAT, "input", "inputs", "queries", "query", "documents", "items", "content_parts"),
@@ -35,40 +35,39 @@ _MESSAGES: Final = frozenset(
 _LISTS: Final = ("images", "audio", "videos")  # fields of requests that are lists of URLs
 _URLS: Final = frozenset(
     {"image_url", "audio_url", "video_url", "file_url"}
-)  # of a part: a text, or an object with url
-# The types of parts and of sources whose ``url`` is fetched; in others, as a result of a search, it
+)  # of a part: a string, or an object with url
+# The types of parts and of sources whose ``url`` is fetched; in others, such as search results, it
 # is text.
 _FETCHED: Final = frozenset({"image_url", "audio_url", "video_url", "url"})
 # where a message or a part has parts
 _INSIDE: Final = ("content", "multi_modal", "output", "source")
-# vLLM reads four: a batch of messages, of which one has parts, of which one has parts
+# vLLM reads four: a batch of conversations, their messages, their parts, and parts within parts
 _LEVELS_MOST: Final = 16
 _ID: Final = "uuid"
-_FEATURES: Final = "features"  # media that are computed already, with ids
+_FEATURES: Final = "features"  # preprocessed media, with ids
 _DATA: Final = "data:"
 _BRACKET: Final = 91
 _BRACE: Final = 123
-# What all readers of URLs understand alike: no user, no backslash, no space before the path.
+# URLs that all parsers read alike: no user, no backslash, no space before the path.
 _PLAIN: Final = re.compile(
     r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{0,5})?(?:[/?#][^\\\s]*)?", re.IGNORECASE
 )
-_SHOWN: Final = 80  # characters of a URL that is not plain, in the answer
+_SHOWN: Final = 80  # characters of a refused URL that the error quotes
 
 
 def check_media(fields: Fields, hosts: Collection[str] | None, *, may_have_ids: bool) -> None:
-    """Accept a request whose media come with it, or from these hosts (in lower case; None: from
-    any).
+    """Accept a request whose media are data: URLs, or on these hosts (in lower case; None: any).
 
     Raises:
-        BadRequest: an engine would have to fetch one from another place, or one has an id that
+        BadRequest: an engine would have to fetch one from another host, or one has an id that
             clients share.
     """
     rules = _MediaRules(hosts, may_have_ids=may_have_ids)
     for name in _MESSAGES.intersection(fields):
         value = fields[name]
         text = bytes(value)
-        # The contents of most chats are plain texts; to find a byte takes a tenth of the time that
-        # a mark takes.
+        # The contents of most chats are plain strings; a search for one byte takes a tenth of the
+        # time of a search for a mark.
         if (name != _CHAT or text.find(b"[", 1) > 0) and _has_mark(text):
             rules.check_parts(value, _LEVELS_MOST)
     for name in _LISTS:
@@ -86,7 +85,7 @@ def _has_mark(text: bytes) -> bool:
 
 
 class _MediaRules:
-    """What the media of one request are checked by."""
+    """The rules for the media of one request."""
 
     __slots__ = ("_hosts", "_may_have_ids")
 
@@ -117,11 +116,11 @@ class _MediaRules:
             if kind is None or kind in _FETCHED:
                 self.check_url(url, "url", levels)
         for name in _INSIDE:
-            if (inner := fields.get(name)) is not None:
-                self.check_parts(inner, levels - 1)
+            if (parts := fields.get(name)) is not None:
+                self.check_parts(parts, levels - 1)
 
     def check_url(self, value: msgspec.Raw, name: str, levels: int) -> None:
-        """Check a text, an object whose ``url`` is one, or a list of them."""
+        """Check a string, an object whose ``url`` is one, or a list of them."""
         first = memoryview(value)[0]
         if first == _BRACE:
             url = _fields(value).get("url")
@@ -140,14 +139,14 @@ class _MediaRules:
         hosts = self._hosts
         if hosts is None or url[: len(_DATA)].lower() == _DATA:
             return
-        plain = _PLAIN.fullmatch(url)
-        if plain is None:
+        match = _PLAIN.fullmatch(url)
+        if match is None:
             raise BadRequest(
                 f"{url[:_SHOWN]!r} is not a URL that engines may fetch: send a data: URL"
                 + (f", or one of {', '.join(sorted(hosts))}" if hosts else ""),
                 param=name,
             )
-        host = plain[1].lower().strip("[]")
+        host = match[1].lower().strip("[]")
         if host not in hosts:
             raise BadRequest(
                 f"engines may not fetch media from {host}: send them as a data: URL, or have the "
@@ -158,9 +157,7 @@ class _MediaRules:
 
 
 def _fields(value: msgspec.Raw) -> Fields:
-    """Read an object; what cannot be read, because it is nested too deeply, may hide a URL and is
-    refused.
-    """
+    """Parse an object; one that is nested too deeply may hide a URL, so it is refused."""
     try:
         return decode(value, Fields)
     except NotJson as exc:
@@ -168,7 +165,7 @@ def _fields(value: msgspec.Raw) -> Fields:
 
 
 def _items(value: msgspec.Raw) -> list[msgspec.Raw]:
-    """Read a list, as ``_fields`` reads an object."""
+    """Parse a list, as ``_fields`` parses an object."""
     try:
         return decode(value, list[msgspec.Raw])
     except NotJson as exc:

@@ -1,6 +1,4 @@
-"""A stream that goes on behind tokens which the client has already: what an engine is asked for the
-rest.
-"""
+"""Continues a stream behind tokens that the client has: the request for the rest of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,40 +9,42 @@ import msgspec
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.raw_json import Fields, encode, maybe
 
-_COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
-_DEFAULT_LIMIT: Final = 16  # of completions that do not say
+_COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call
+_DEFAULT_LIMIT: Final = (
+    16  # of completions without max_tokens (vllm/entrypoints/openai/completion/protocol.py)
+)
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What an engine is asked for the rest of a stream, apart from its prompt."""
+    """The request for the rest of a stream, apart from its prompt."""
 
-    fields: Fields  # the client's, with the limits that are left, and without those of ``tokens``
-    tokens: msgspec.Raw  # the prompt, and the tokens that were made
+    fields: Fields  # the client's, with the remaining limits, and without the fields that ``tokens`` replaces
+    tokens: msgspec.Raw  # the prompt and the generated tokens
 
 
 class Continuation(Protocol):
-    """One stream, as the client sees it, whichever engines make it."""
+    """One stream, as the client sees it, whichever engines generate it."""
 
-    broken: bool  # the engine has said that it failed; what came before may be shown
+    broken: bool  # the engine reported a failure; what came before may go to the client
 
     def feed(self, lines: bytes) -> bytes:
-        """Take whole lines of an engine's stream; return what the client gets in their place."""
+        """Read whole lines of an engine's stream; return the lines for the client."""
         ...
 
     def gap(self) -> bytes:
-        """Return what must come before the next event, when the one before was cut off behind a
-        line of it.
+        """Return what must precede the next event, if the event before was cut off behind one of
+        its lines.
         """
         ...
 
     def again(self) -> Fields | None:
-        """The engine has broken off: return what another one is asked; None: nobody can go on."""
+        """Return the request for another engine after a break; None: none can continue."""
         ...
 
     def can_move(self) -> bool:
-        """Tell whether the stream could be cut now, and go on exactly at another engine."""
+        """Return whether the stream could be cut now, and continue exactly at another engine."""
         ...
 
     def rest(self) -> Rest | None:
@@ -52,53 +52,53 @@ class Continuation(Protocol):
         ...
 
     def ending(self) -> bytes | None:
-        """Return the rest of a stream whose last token was there when it broke off; None: it was
-        not.
+        """Return the rest of a stream that broke off behind its last token; None: a token is
+        missing.
         """
         ...
 
 
 def limits(api: Api, fields: Fields) -> Mapping[str, int]:
-    """Return how many tokens a client wants at most, by the names that it has used."""
-    said: dict[str, int] = {}
+    """Return a client's limits of tokens, by the names that it has used."""
+    limits_by_name: dict[str, int] = {}
     for name in _LIMITS:
         if name in fields and (limit := maybe(fields[name], int)) is not None:
-            said[name] = limit
+            limits_by_name[name] = limit
     if api is _COMPLETIONS and "max_tokens" not in fields:
-        said["max_tokens"] = _DEFAULT_LIMIT
-    return said
+        limits_by_name["max_tokens"] = _DEFAULT_LIMIT
+    return limits_by_name
 
 
 def least(fields: Fields) -> int:
-    """Return how many tokens a client wants at least."""
+    """Return the client's minimum of tokens."""
     return (maybe(fields["min_tokens"], int) or 0) if "min_tokens" in fields else 0
 
 
-def limits_behind(api: Api, fields: Fields, made: int) -> Fields | None:
-    """Return the limits behind so many tokens; None: there is no room for another."""
-    behind: Fields = {}
+def limits_behind(api: Api, fields: Fields, generated: int) -> Fields | None:
+    """Return the limits that remain behind ``generated`` tokens; None: no token may follow."""
+    remaining: Fields = {}
     for name, limit in limits(api, fields).items():
-        if limit <= made:
+        if limit <= generated:
             return None
-        behind[name] = raw(limit - made)
-    if wanted := least(fields):
-        behind["min_tokens"] = raw(max(0, wanted - made))
-    return behind
+        remaining[name] = raw(limit - generated)
+    if minimum := least(fields):
+        remaining["min_tokens"] = raw(max(0, minimum - generated))
+    return remaining
 
 
 def prompt_of(api: Api, tokens: msgspec.Raw) -> Fields:
     """Return the fields that make tokens the prompt of a request."""
     if api is _COMPLETIONS:
         return {"prompt": tokens}
-    # they win over the messages
+    # the ids take precedence over the messages
     return {"kv_transfer_params": raw_fields({"prompt_token_ids": tokens})}
 
 
 def raw(value: object) -> msgspec.Raw:
-    """Write a value."""
+    """Encode a value."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
 def raw_fields(fields: Fields) -> msgspec.Raw:
-    """Write an object inside another."""
+    """Encode an object inside another."""
     return msgspec.Raw(encode(fields))

@@ -1,12 +1,12 @@
-"""Which requests must not be split between two engines.
+"""Decides which requests must not be split between two engines.
 
-A split is right only while both engines make the same prompt out of the request, the prefill
-engine's one token is all it makes, and one sequence on the decode engine reads the blocks. What
-does not fit is served by one decode engine from start to end: slower, never wrong. The fields that
-the prefill leg drops or replaces need one more look, for the prefill engine cannot refuse them any
-more and a decode engine that does (before it has parsed the body) leaves the prefill engine's
-blocks pinned for a whole lease. So each has its plain values here; what is not plain goes to one
-engine, which says what is wrong with it.
+A split is right only while both engines make the same prompt of the request, the prefill engine
+generates only its one token, and one sequence on the decode engine reads the blocks. Any other
+request is served by one decode engine from start to end: slower, never wrong. Fields that the
+prefill leg drops or replaces need a check here: the prefill engine cannot refuse them any more, and
+a decode engine that does (before it has parsed the body) leaves the prefill engine's blocks pinned
+for a whole lease. So each such field has its plain values here; a request with any other value goes
+to one engine, which reports the error.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,49 +29,49 @@ PROMPTS: Final[Mapping[Api, str]] = {
     Api.MESSAGES: "messages",
     Api.GENERATE: "token_ids",
 }
-# The fields that are looked at, as they came, where they were found to be plain: clients ask for
-# few combinations, and looking costs more than all other choices.
+# The relevant fields of requests that may be split, as they came: clients send few combinations,
+# and checking one costs more than all other decisions.
 _SPLIT: Final[Mapping[Api, set[bytes]]] = {api: set() for api in Api}
 _SPLIT_MOST: Final = 256
 _SPLIT_BYTES: Final = 512
 _WORDS: Final[Mapping[bytes, bool | None]] = {b"true": True, b"false": False, b"null": None}
-_LONG: Final = 10  # digits; all shorter numbers are small
-_VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have some thousands
+_LONG: Final = 10  # digits; a shorter number is small
+_VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have thousands
 _BRACKET: Final = 91  # begins a list
 _WHITESPACE: Final = b" \t\n\r"
-_COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
+_COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call
 
 
 def solo_reason(api: Api, fields: Fields) -> SingleEngineReason | None:
-    """Return why one engine must serve the request alone, or None when it can be split."""
+    """Return why one engine must serve the request alone; None: it can be split."""
     if api is _COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return SingleEngineReason.PROMPTS
-    looked_at = _LOOKED_AT[api]
+    relevant_names = _RELEVANT[api]
     split = _SPLIT[api]
-    asked = {name: raw for name, raw in fields.items() if name in looked_at}
-    written = encode(asked)
-    if written not in split:
-        reason = _odd_reason(api, asked)
+    relevant = {name: raw for name, raw in fields.items() if name in relevant_names}
+    key = encode(relevant)
+    if key not in split:
+        reason = _odd_reason(api, relevant)
         if reason is not None:
             return reason
-        if len(written) <= _SPLIT_BYTES:
+        if len(key) <= _SPLIT_BYTES:
             if len(split) >= _SPLIT_MOST:
                 split.clear()
-            split.add(written)
+            split.add(key)
     return None
 
 
 def may_share(api: Api, fields: Fields) -> bool:
-    """Tell whether a request for n answers could be split, if decode engines can share a load among
-    them.
+    """Return whether a request for n answers could be split, if decode engines can share a load
+    among them.
     """
-    asked = {name: raw for name, raw in fields.items() if name in _LOOKED_AT[api]}
-    return _odd_reason(api, asked, shares=True) is None
+    relevant = {name: raw for name, raw in fields.items() if name in _RELEVANT[api]}
+    return _odd_reason(api, relevant, shares=True) is None
 
 
-def _odd_reason(api: Api, asked: Fields, *, shares: bool = False) -> SingleEngineReason | None:
+def _odd_reason(api: Api, relevant: Fields, *, shares: bool = False) -> SingleEngineReason | None:
     plain = _PLAIN[api]
-    values: _Values = {name: _value(bytes(raw)) for name, raw in asked.items()}
+    values: _Values = {name: _value(bytes(raw)) for name, raw in relevant.items()}
     if api is Api.GENERATE:
         values = _with_sampling(values)
     odd = [
@@ -82,13 +82,13 @@ def _odd_reason(api: Api, asked: Fields, *, shares: bool = False) -> SingleEngin
     if shares and odd.count(SingleEngineReason.N) == 1 and _is_int(values.get(_N[api]), least=2):
         odd.remove(SingleEngineReason.N)
     if odd:
-        # of several the first in the table
+        # of several reasons the first in the table
         return next(reason for _, reason in plain.values() if reason in odd)
     return None if _FIT[api](values) else SingleEngineReason.UNUSUAL
 
 
 def _with_sampling(values: _Values) -> _Values:
-    """Show the sampling parameters among the others, by names with a dot."""
+    """Add the sampling parameters to the other values, by names with a dot."""
     sampling = values.get(SAMPLING)
     if not isinstance(sampling, dict):
         return values
@@ -97,8 +97,8 @@ def _with_sampling(values: _Values) -> _Values:
 
 
 def _value(text: bytes) -> _Json:
-    """Decode a value; what cannot be decoded, or is too long to be, is an odd string, which is
-    plain for no field.
+    """Decode a value; one that cannot be decoded, or is too long, becomes "?", which is plain for
+    no field.
     """
     if len(text) > _VALUE_MOST:
         return "?"
@@ -111,8 +111,8 @@ def _value(text: bytes) -> _Json:
 
 
 def _is_one_prompt(raw: msgspec.Raw | None) -> bool:
-    """Tell one prompt (text, or a list of token ids) from several, without decoding a long list of
-    ids.
+    """Return whether this is one prompt (text, or a list of token ids), without decoding a long
+    list of ids.
     """
     if raw is None:
         return True  # the engine refuses it, or finds the prompt elsewhere (see prompt_embeds)
@@ -130,19 +130,19 @@ def _is_int(value: _Json, *, least: int) -> bool:
     return type(value) is int and value >= least
 
 
-def _none(value: _Json) -> bool:
+def _is_none(value: _Json) -> bool:
     return value is None
 
 
-def _one(value: _Json) -> bool:
+def _is_none_or_one(value: _Json) -> bool:
     return value is None or (type(value) is int and value == 1)
 
 
-def _false(value: _Json) -> bool:
+def _is_false(value: _Json) -> bool:
     return value is False
 
 
-def _no(value: _Json) -> bool:
+def _is_none_or_false(value: _Json) -> bool:
     return value is None or value is False
 
 
@@ -185,8 +185,8 @@ def _untruncated(value: _Json) -> bool:
 
 
 def _functions(value: _Json) -> bool:
-    """Tell tools that the client runs from those that the engine runs itself, between two
-    generations.
+    """Return whether all tools are functions, which the client runs; the engine runs others itself,
+    between two generations.
     """
     return isinstance(value, list) and all(
         isinstance(tool, dict) and cast("dict[str, _Json]", tool).get("type") == "function"
@@ -207,9 +207,11 @@ def _chat_fits(values: _Values) -> bool:
 
 
 def _is_refined_well(values: _Values) -> bool:
-    """The two refinements of logprobs are refused without it."""
-    refined = values.get("top_logprobs") or values.get("logprob_token_ids")
-    return not refined or values.get("logprobs") not in (None, False)
+    """Return whether logprobs is set if one of its two refinements is: vLLM refuses them without
+    it.
+    """
+    has_refinements = values.get("top_logprobs") or values.get("logprob_token_ids")
+    return not has_refinements or values.get("logprobs") not in (None, False)
 
 
 def _stream_options_fit(values: _Values) -> bool:
@@ -217,12 +219,14 @@ def _stream_options_fit(values: _Values) -> bool:
 
 
 def _sampling_fits(values: _Values) -> bool:
-    """They are required, and of two limits the lower one must be below the higher."""
-    least = values.get(f"{SAMPLING}.min_tokens", 0)
-    most = values.get(f"{SAMPLING}.max_tokens")
+    """Return whether the sampling parameters, which are required, have a minimum of tokens below
+    the maximum.
+    """
+    minimum = values.get(f"{SAMPLING}.min_tokens", 0)
+    maximum = values.get(f"{SAMPLING}.max_tokens")
     if not isinstance(values.get(SAMPLING), dict) or not _stream_options_fit(values):
         return False
-    return most is None or (type(least) is int and type(most) is int and least <= most)
+    return maximum is None or (type(minimum) is int and type(maximum) is int and minimum <= maximum)
 
 
 def _responses_fit(_: _Values) -> bool:
@@ -230,8 +234,8 @@ def _responses_fit(_: _Values) -> bool:
 
 
 def _messages_fit(values: _Values) -> bool:
-    """The limit is required, and that of thinking must be below it: the decode engine checks both,
-    prefill neither.
+    """Return whether the required limit is there, and that of thinking is below it: the decode
+    engine checks both, prefill neither.
     """
     limit = values.get("max_tokens")
     thinking = values.get("thinking")
@@ -249,17 +253,17 @@ def _messages_fit(values: _Values) -> bool:
 
 _Plain: TypeAlias = Mapping[str, tuple[Callable[[_Json], bool], SingleEngineReason]]
 _OPENAI: Final[_Plain] = {
-    # these would be wrong
-    "prompt_embeds": (_none, SingleEngineReason.EMBEDS),
-    "n": (_one, SingleEngineReason.N),
-    "best_of": (_one, SingleEngineReason.BEST_OF),
-    "use_beam_search": (_false, SingleEngineReason.BEAM),
-    "echo": (_no, SingleEngineReason.ECHO),
-    "prompt_logprobs": (_none, SingleEngineReason.PROMPT_LOGPROBS),
+    # a split would give a wrong answer
+    "prompt_embeds": (_is_none, SingleEngineReason.EMBEDS),
+    "n": (_is_none_or_one, SingleEngineReason.N),
+    "best_of": (_is_none_or_one, SingleEngineReason.BEST_OF),
+    "use_beam_search": (_is_false, SingleEngineReason.BEAM),
+    "echo": (_is_none_or_false, SingleEngineReason.ECHO),
+    "prompt_logprobs": (_is_none, SingleEngineReason.PROMPT_LOGPROBS),
     "max_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
     "max_completion_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
-    "truncate_prompt_tokens": (_none, SingleEngineReason.TRUNCATED),
-    # these the prefill engine cannot check for us
+    "truncate_prompt_tokens": (_is_none, SingleEngineReason.TRUNCATED),
+    # the prefill engine cannot check these
     "stream": (_switch, SingleEngineReason.UNUSUAL),
     "stream_options": (_switches, SingleEngineReason.UNUSUAL),
     "min_tokens": (_natural, SingleEngineReason.UNUSUAL),
@@ -270,7 +274,7 @@ _PLAIN: Final[Mapping[Api, _Plain]] = {
     Api.COMPLETIONS: _OPENAI,
     Api.CHAT: _OPENAI,
     Api.RESPONSES: {
-        "previous_response_id": (_none, SingleEngineReason.STORED),
+        "previous_response_id": (_is_none, SingleEngineReason.STORED),
         "tools": (_functions, SingleEngineReason.TOOLS),
         "max_output_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
         "truncation": (_untruncated, SingleEngineReason.TRUNCATED),
@@ -283,9 +287,9 @@ _PLAIN: Final[Mapping[Api, _Plain]] = {
         "stream": (_switch, SingleEngineReason.UNUSUAL),
     },
     Api.GENERATE: {
-        f"{SAMPLING}.n": (_one, SingleEngineReason.N),
-        f"{SAMPLING}.prompt_logprobs": (_none, SingleEngineReason.PROMPT_LOGPROBS),
-        f"{SAMPLING}.prompt_logprob_token_ids": (_none, SingleEngineReason.PROMPT_LOGPROBS),
+        f"{SAMPLING}.n": (_is_none_or_one, SingleEngineReason.N),
+        f"{SAMPLING}.prompt_logprobs": (_is_none, SingleEngineReason.PROMPT_LOGPROBS),
+        f"{SAMPLING}.prompt_logprob_token_ids": (_is_none, SingleEngineReason.PROMPT_LOGPROBS),
         f"{SAMPLING}.max_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
         f"{SAMPLING}.min_tokens": (_natural, SingleEngineReason.UNUSUAL),
         "stream": (_switch, SingleEngineReason.UNUSUAL),
@@ -293,7 +297,7 @@ _PLAIN: Final[Mapping[Api, _Plain]] = {
     },
 }
 _N: Final = dict.fromkeys(Api, "n") | {Api.GENERATE: f"{SAMPLING}.n"}
-# What else is looked at, and what must be right about several values together.
+# Other relevant fields, and the conditions on several values together.
 _BESIDE: Final[Mapping[Api, tuple[str, ...]]] = {
     Api.COMPLETIONS: ("logprobs",),
     Api.CHAT: ("logprobs",),
@@ -301,7 +305,7 @@ _BESIDE: Final[Mapping[Api, tuple[str, ...]]] = {
     Api.MESSAGES: ("thinking",),
     Api.GENERATE: (),
 }
-_LOOKED_AT: Final[Mapping[Api, frozenset[str]]] = {
+_RELEVANT: Final[Mapping[Api, frozenset[str]]] = {
     api: frozenset(name.partition(".")[0] for name in (*_PLAIN[api], *_BESIDE[api])) for api in Api
 }
 _FIT: Final[Mapping[Api, Callable[[_Values], bool]]] = {

@@ -1,8 +1,7 @@
-"""Which paths clients can reach, and how many engines serve each.
+"""The paths that clients can reach, and how many engines serve each.
 
-What is not in this table does not exist for clients: an engine's own paths (sleep, LoRA, profiling,
-weights, the dispatcher /invocations) cannot be reached by way of the router, whatever a later vLLM
-calls them.
+All other paths are unknown to clients: they cannot reach an engine's own paths (sleep, LoRA,
+profiling, weights, the dispatcher /invocations) through the router, whatever a later vLLM adds.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ class EndpointKind(StrEnum):
     """How a path is served."""
 
     SPLIT = auto()  # one engine prefills, another one decodes
-    JSON = auto()  # one decode engine does it; the body is a JSON object
+    JSON = auto()  # one decode engine serves it; the body is a JSON object
     FORM = auto()  # the same, and the body is a form with a file in it
 
 
@@ -35,7 +34,7 @@ _JSON: Final = (
     "/v1/decisions",
     "/v1/chat/completions/batch",
 )
-# No prompt is computed: they turn requests into tokens and back (vllm/entrypoints/scale_out/render
+# No prompt is computed: these turn requests into tokens and back (vllm/entrypoints/scale_out/render
 # and derender).
 _NO_PROMPT: Final = (
     "/tokenize",

@@ -1,6 +1,4 @@
-"""What an engine's answer means when it is not the one we hoped for: the error to raise, as the
-table judges it.
-"""
+"""The errors for engines' answers other than 200, as the fault table judges them."""
 
 from typing import Final
 
@@ -21,25 +19,25 @@ from pdrelay_proxy.errors import (
 
 JSON: Final = "application/json"
 _JSON: Final = JSON.encode()
-# they are told to clients, also from a decode engine's 5xx
-_SAYS: Final = frozenset({BodyShape.ERROR, BodyShape.WORD})
+# shown to clients, also from a decode engine's 5xx
+_SHOWN_SHAPES: Final = frozenset({BodyShape.ERROR, BodyShape.WORD})
 
 
 def leg_error(engine: Instance, answer: EngineResponse) -> Refused | EngineError:
-    """Say what to raise for a leg that was not answered with 200."""
+    """Return the error to raise for a leg that was not answered with 200."""
     status = answer.status
     shape = body_shape(answer.body)
     name = engine.id
     failure = failure_of_answer(status, shape)
     if failure is Failure.NO_SUCH_PATH:
         return NoSuchPath(status, JSON, _words(name, shape, answer.body))
-    # What a prefill engine says of a 5xx may be about its insides.
-    is_told = shape in _SAYS and (status < 500 or engine.role is Role.DECODE)
-    if failure is Failure.REFUSED or (failure in (Failure.BUSY, Failure.HTTP_5XX) and is_told):
+    # A prefill engine's message in a 5xx may be about its internals.
+    is_shown = shape in _SHOWN_SHAPES and (status < 500 or engine.role is Role.DECODE)
+    if failure is Failure.REFUSED or (failure in (Failure.BUSY, Failure.HTTP_5XX) and is_shown):
         return Refused(status, JSON, _words(name, shape, answer.body))
     if failure is Failure.WRONG_KEY:
         return KeyRefused(f"{name} does not accept the key of this router")
-    kind = (
+    error_type = (
         EngineBusy
         if failure is Failure.BUSY
         else EngineFault
@@ -47,11 +45,11 @@ def leg_error(engine: Instance, answer: EngineResponse) -> Refused | EngineError
         else EngineError
     )
     work = "prefill" if engine.role is Role.PREFILL else "decode"
-    return kind(f"{name} failed to {work}: it answered with status {status}")
+    return error_type(f"{name} failed to {work}: it answered with status {status}")
 
 
 def refusal(engine: str, status: int, body: bytes) -> Refused:
-    """Return the error for an event of a stream that is to be the client's answer."""
+    """Return the error for a stream's error event that becomes the client's answer."""
     return Refused(status, JSON, _words(engine, BodyShape.ERROR, body))
 
 
@@ -64,7 +62,7 @@ def words_of(error: bytes) -> str | None:
 
 
 def body_shape(body: bytes) -> BodyShape:
-    """Say what the body of an answer is; vLLM up to 0.10 wrote its errors without an ``error``
+    """Return the shape of an answer's body; vLLM up to 0.10 wrote its errors without an ``error``
     around them.
     """
     fields = maybe(body, Fields)
@@ -81,8 +79,8 @@ def body_shape(body: bytes) -> BodyShape:
 
 
 def _words(engine: str, shape: BodyShape, body: bytes) -> bytes:
-    """Return what the client may read of an engine's words: nothing of a page, or of what the
-    filter does not clean.
+    """Return the part of an engine's error that the client may read: nothing of HTML, or of JSON
+    that the filter does not clean.
     """
     if shape is BodyShape.OTHER:
         return b""

@@ -1,10 +1,10 @@
-"""How each API writes an error.
+"""The shape of errors in each API.
 
-The path of a request says which API it is, whoever makes the error.
+The path of a request decides the API, whoever raised the error.
 
-OpenAI's shape is that of most paths, and of the Responses API until its stream has begun.
-Anthropic's clients read the shape of the Messages API alone. Routes for operators answer as FastAPI
-does, which is what vLLM's demo router does.
+Most paths use OpenAI's shape, also the Responses API until its stream has begun. Clients of the
+Messages API read Anthropic's shape alone. Routes for operators answer as FastAPI does, like vLLM's
+demo router.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,13 +36,11 @@ _OPENAI_KINDS: Final[Mapping[int, str]] = {
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
 }
-_WORDS_MOST: Final = 2000  # characters of an engine's own words that are put into another shape
+_WORDS_MOST: Final = 2000  # characters of an engine's message that are put into another shape
 
 
 def is_for_operators(path: str) -> bool:
-    """Tell whether a path looks at the operator's key itself, and answers in FastAPI's own
-    format.
-    """
+    """Return whether a path checks the operator's key itself, and answers in FastAPI's own format."""
     return path in ("/status", "/instances", "/pairs") or path.startswith(
         ("/instances/", "/requests/")
     )
@@ -51,8 +49,8 @@ def is_for_operators(path: str) -> bool:
 def error_text(
     path: str, status: int, message: str, *, kind: str = "", param: str | None = None
 ) -> bytes:
-    """Write the body of an error; ``kind``: its type for OpenAI's clients, if the status does not
-    say enough.
+    """Return the body of an error; ``kind``: its type for OpenAI's clients, if the status is not
+    specific enough.
     """
     if _is_anthropic(path):
         return msgspec.json.encode(_anthropic(status, message))
@@ -67,7 +65,7 @@ def error_text(
 def error_event(
     path: str, status: int, message: str, *, kind: str = "", param: str | None = None
 ) -> bytes:
-    """Write the event that tells a client's library that a stream has failed."""
+    """Return the event that reports a stream's failure to a client's library."""
     write = _EVENTS.get(path)
     if write is not None:
         return (
@@ -79,9 +77,7 @@ def error_event(
 
 
 def engine_text(path: str, status: int, body: bytes) -> bytes:
-    """Return what an engine says of an error in the shape of the path's API: as it came, if it has
-    that shape.
-    """
+    """Return an engine's error in the shape of the path's API, unchanged if it has that shape."""
     fields = maybe(body, Fields) or {}
     error = maybe(fields.get("error", NULL), Fields)
     message = None if error is None else maybe(error.get("message", NULL), str)
@@ -95,12 +91,12 @@ def engine_text(path: str, status: int, body: bytes) -> bytes:
         return error_text(
             path, status, message, kind=kind or "", param=maybe(error.get("param", NULL), str)
         )
-    said = _words(fields) or f"an engine refused the request with status {status}"
-    return error_text(path, status, said[:_WORDS_MOST])
+    message_text = _words(fields) or f"an engine refused the request with status {status}"
+    return error_text(path, status, message_text[:_WORDS_MOST])
 
 
 def openai_kind(status: int) -> str:
-    """Name an error of a status as vLLM does."""
+    """Return vLLM's name for an error of this status."""
     return _OPENAI_KINDS.get(status) or (
         "BadRequestError" if status < 500 else "InternalServerError"
     )
@@ -122,18 +118,18 @@ def _of_responses(_: int, message: str, kind: str) -> dict[str, object]:
 
 
 def _words(fields: Fields) -> str | None:
-    """Return the sentence in an error of another shape: vLLM's 401, an older vLLM's error,
-    FastAPI's own.
+    """Return the message in an error of another shape: vLLM's 401, an older vLLM's error, FastAPI's
+    own.
     """
     for name in ("error", "message", "detail"):
-        said = maybe(fields.get(name, NULL), str)
-        if said is not None:
-            return said
-    faults = maybe(fields.get("detail", NULL), list[Fields])
-    first = faults[0] if faults else {}
-    said = maybe(first.get("msg", NULL), str)
-    place = maybe(first.get("loc", NULL), list[str | int])
-    return f"{'.'.join(map(str, place))}: {said}" if said is not None and place else said
+        text = maybe(fields.get(name, NULL), str)
+        if text is not None:
+            return text
+    details = maybe(fields.get("detail", NULL), list[Fields])
+    first = details[0] if details else {}
+    text = maybe(first.get("msg", NULL), str)
+    location = maybe(first.get("loc", NULL), list[str | int])
+    return f"{'.'.join(map(str, location))}: {text}" if text is not None and location else text
 
 
 _ERROR: Final = msgspec.Raw(b'"error"')

@@ -1,10 +1,10 @@
 """Whose fault a failed leg is, and what follows: one table for all endpoints, both legs and both
 kinds of answers.
 
-An answer is sorted by its status and the shape of its body (``failure_of_answer``), an exception by
-its class (``failure_of``), and a connection that could not be opened by its errno (``unreached``).
-The verdict on each failure says what the client gets, what is sent again, and what is held against
-the engine. The endpoint plays no part.
+An answer is classified by its status and the shape of its body (``failure_of_answer``), an
+exception by its class (``failure_of``), and a connection that could not be opened by its errno
+(``unreached``). The verdict on each failure decides the client's answer, the retry, and whether it
+counts against the engine. The endpoint plays no part.
 """
 
 import errno
@@ -33,14 +33,14 @@ from pdrelay_proxy.errors import (
     RouterLacks,
 )
 
-BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
+BUSY: Final = frozenset({429, 503})  # statuses of a healthy engine without room
 _NO_PATH: Final = frozenset({404, 405})
 _KEY: Final = frozenset({401, 407})
-# In vLLM's words, which are the same in all APIs (``_check_model``).
+# vLLM's message, the same in all APIs (``_check_model``).
 _NO_MODEL: Final = re.compile(rb"The model [^\n]{1,1000} does not exist")
-# vLLM's NotImplementedError: the request asks for what this model or build has not
+# vLLM's NotImplementedError: this model or build does not support the request
 _NOT_IMPLEMENTED: Final = 501
-# What the router's own process has too little of: descriptors, buffers, memory, ports (connect(2),
+# The router's own process lacks a resource: descriptors, buffers, memory, ports (connect(2),
 # socket(2)).
 _ROUTER_LACKS: Final[Mapping[int, str]] = {
     errno.EMFILE: "descriptors (EMFILE)",
@@ -57,7 +57,7 @@ class Fault(FastStrEnum):
 
     CLIENT = auto()
     ENGINE = auto()
-    ROUTER = auto()  # its limits, its settings, or what its machine has too little of
+    ROUTER = auto()  # its limits, its settings, or a lack of resources of its machine
     NETWORK = auto()
     NOBODY = auto()
 
@@ -65,24 +65,24 @@ class Fault(FastStrEnum):
 class Failure(FastStrEnum):
     """How a leg failed, as metrics, the log and headers name it."""
 
-    UNREACHABLE = auto()  # not a byte of the request has arrived
-    BAD_RESPONSE = auto()  # it broke off, or answered without what we need
-    # it lives, and the request may be to blame: another one would fare better there
+    UNREACHABLE = auto()  # no byte of the request has arrived
+    BAD_RESPONSE = auto()  # it broke off, or its answer is not usable
+    # the engine lives, and the request may be the cause
     HTTP_5XX = auto()
     TIMEOUT = auto()
     ENGINE_RESTARTED = auto()
-    BUSY = auto()  # 503 or 429: it lives, and another engine may have room
-    # A prefill engine has computed the prompt, and keeps no KV of it: it holds all it may. Or it
-    # does not say which model the KV is of, where the request names none: a decode engine must not
-    # load another model's.
+    BUSY = auto()  # 503 or 429: the engine lives, and another one may have room
+    # A prefill engine has computed the prompt and keeps no KV of it: it holds as much as it may. Or
+    # it does not name the KV's model, and the request names none: a decode engine must not load
+    # another model's.
     NO_KV_PARAMS = auto()
-    REFUSED = auto()  # any other 4xx, and 501: another engine would say the same
-    # 404 of a model that the router took it to serve: another engine may know it
+    REFUSED = auto()  # any other 4xx, and 501: another engine would refuse it, too
+    # 404 for a model that the router believed it serves: another engine may know it
     UNKNOWN_MODEL = auto()
     # a 404 or 405 that is no API's error: the engine was started without this path
     NO_SUCH_PATH = auto()
-    WRONG_KEY = auto()  # the engine wants another key than the router shows
-    ANSWER_REFUSED = auto()  # the router's filter or limits do not let the answer pass
+    WRONG_KEY = auto()  # the engine does not accept the router's key
+    ANSWER_REFUSED = auto()  # the router's filter or limits stopped the answer
     # the engine closed an idle connection as the request was written to it
     CONNECTION_CLOSED = auto()
     ROUTER_LACKS = auto()  # the router has no descriptor, port or memory for a connection
@@ -90,7 +90,7 @@ class Failure(FastStrEnum):
 
 
 class RetryScope(FastStrEnum):
-    """What is sent again."""
+    """Which legs are sent again."""
 
     NOTHING = auto()
     DECODE = auto()  # the same decode leg to another engine; the prefill leg goes on
@@ -98,28 +98,28 @@ class RetryScope(FastStrEnum):
 
 
 class RetryTarget(FastStrEnum):
-    """Which engine may take the place of the one that failed."""
+    """Which engine may replace the one that failed."""
 
     ANY = auto()
-    OTHER = auto()  # another one; if there is none, the same
-    ELSEWHERE = auto()  # another one; if there is none, none
+    OTHER = auto()  # another engine; if there is none, the same
+    ELSEWHERE = auto()  # another engine; if there is none, no retry
 
 
 class Held(FastStrEnum):
-    """When a failure is held against its engine."""
+    """When a failure counts against its engine."""
 
     NEVER = auto()
     AT_ONCE = auto()
-    # As soon as another engine has answered the same request well. An answer that breaks off behind
-    # its beginning, and that no other engine goes on with, is held against it all the same
+    # As soon as another engine has served the same request well. An answer that breaks off behind
+    # its beginning, and that no other engine continues, counts against it all the same
     # (core/routing/retries.py, held_to_account).
     IF_SERVED_ELSEWHERE = auto()
 
 
 class ClientGets(FastStrEnum):
-    """What the client gets where nothing is sent again."""
+    """The client's answer if there is no retry."""
 
-    # the engine's status: in its words if they are an API's error, else in the router's
+    # the engine's status, with its message if that is an API's error, else with the router's
     ITS_STATUS = auto()
     BAD_GATEWAY = auto()  # 502
     UNAVAILABLE = auto()  # 503
@@ -127,10 +127,10 @@ class ClientGets(FastStrEnum):
 
 
 class BodyShape(FastStrEnum):
-    """What the body of an answer is, as far as it matters here."""
+    """The shape of an answer's body."""
 
     ERROR = auto()  # an object under ``error``: vLLM, OpenAI and Anthropic
-    WORD = auto()  # a text under ``error``: what stands in front of vLLM's routes and wants a key
+    WORD = auto()  # a string under ``error``: vLLM's check of API keys, in front of its routes
     DETAIL = auto()  # ``detail``: FastAPI and Starlette
     OTHER = auto()  # HTML, plain text, other JSON
     EMPTY = auto()
@@ -138,29 +138,29 @@ class BodyShape(FastStrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RetryRule:
-    """What is sent again when a leg has failed."""
+    """The retry after a failed leg."""
 
     again: RetryScope
     where: RetryTarget = RetryTarget.OTHER
-    is_free: bool = False  # it takes nothing of the retries that a request has
-    # where no other prefill engine is left, a decode engine serves the request alone
+    is_free: bool = False  # it does not count among a request's retries
+    # if no other prefill engine is left, a decode engine serves the request alone
     may_be_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FaultVerdict:
-    """What a failure means. A leg that cannot fail in this way has no rule."""
+    """The consequences of a failure. A leg that cannot fail in this way has no rule."""
 
     fault: Fault
     client: ClientGets
     held: Held
     prefill: RetryRule | None
     decode: RetryRule | None
-    # it does not eject an engine that answers its probes and is needed: a request may cause it
+    # it does not eject a needed engine that passes its probes: a request may be the cause
     is_spared: bool = False
-    proves_life: bool = False  # the engine has answered as one that works does
+    proves_life: bool = False  # the answer shows that the engine works
     loses_cache: bool = False  # the engine was, or will be, another process
-    # what comes next at its address may be another engine: where it is must be asked anew
+    # another engine may come to its address: what the router learned of this one is forgotten
     may_move: bool = False
 
 
@@ -219,7 +219,7 @@ VERDICTS: Final[Mapping[Failure, FaultVerdict]] = {
 
 
 def retry_rule(role: Role, failure: Failure) -> RetryRule:
-    """Return what is sent again when the leg of a role has failed."""
+    """Return the retry after a failed leg of a role."""
     verdict = VERDICTS[failure]
     rule = verdict.prefill if role is Role.PREFILL else verdict.decode
     if rule is None:
@@ -228,21 +228,20 @@ def retry_rule(role: Role, failure: Failure) -> RetryRule:
 
 
 def is_engines(failure: Failure) -> bool:
-    """Tell whether a failure belongs to its engine, where failures of engines are shown."""
+    """Return whether a failure is its engine's fault, where failures of engines are shown."""
     return VERDICTS[failure].fault is Fault.ENGINE
 
 
-def failure_of_answer(status: int, shape: BodyShape, *, is_told: bool = False) -> Failure | None:
-    """Say what a whole answer other than an engine's 200 means; None: it is a 200.
+def failure_of_answer(status: int, shape: BodyShape, *, is_shown: bool = False) -> Failure | None:
+    """Return the failure of a whole answer other than an engine's 200; None: it is a 200.
 
-    ``is_told``: the client is to read it, so it is about the request and not about the router's
-    key.
+    ``is_shown``: the client gets it, so it is about the request and not about the router's key.
     """
     if status == 200:
         return None
     if status in BUSY:
         return Failure.BUSY
-    if not is_told and (status in _KEY or (status == 403 and shape is BodyShape.WORD)):
+    if not is_shown and (status in _KEY or (status == 403 and shape is BodyShape.WORD)):
         return Failure.WRONG_KEY
     if status in _NO_PATH and shape is not BodyShape.ERROR:
         return Failure.NO_SUCH_PATH
@@ -252,14 +251,14 @@ def failure_of_answer(status: int, shape: BodyShape, *, is_told: bool = False) -
 
 
 def failure_of(error: EngineError | Refused) -> Failure:
-    """Say how a leg failed."""
+    """Return the failure of a leg."""
     match error:
         case NoSuchPath():
             return Failure.NO_SUCH_PATH
         case Refused(status=404, body=body) if _NO_MODEL.search(body) is not None:
             return Failure.UNKNOWN_MODEL
         case Refused(status=status):
-            return failure_of_answer(status, BodyShape.ERROR, is_told=True) or Failure.BAD_RESPONSE
+            return failure_of_answer(status, BodyShape.ERROR, is_shown=True) or Failure.BAD_RESPONSE
         case RouterLacks():
             return Failure.ROUTER_LACKS
         case NetworkFault():
@@ -284,7 +283,7 @@ _BY_CLASS: Final[Mapping[type[Exception], Failure]] = {
 
 
 def is_lack(number: int | None) -> bool:
-    """Tell an errno that says that the router itself has too little of something."""
+    """Return whether an errno means that the router itself lacks a resource."""
     return number in _ROUTER_LACKS
 
 
@@ -293,17 +292,17 @@ def unreached(
 ) -> EngineError:
     """Return the error for a connection that could not be opened, by its errno.
 
-    ``is_name``: it is the name that did not resolve; ``why``: what is known better, such as a
-    certificate's fault.
+    ``is_name``: the name did not resolve; ``why``: a more specific reason, such as a certificate's
+    fault.
     """
     lack = None if number is None or is_name else _ROUTER_LACKS.get(number)
     if lack is not None:
         return RouterLacks(f"the router has too few {lack} to reach {engine}")
     if is_name or number in _NETWORK:
-        said = (
+        reason = (
             "has a name that does not resolve"
             if is_name
             else "cannot be reached: the router has no network"
         )
-        return NetworkFault(f"{engine} {said}")
+        return NetworkFault(f"{engine} {reason}")
     return EngineError(f"{engine} {why or 'cannot be reached'}", reached=False)

@@ -1,6 +1,6 @@
 """How long after a prefill engine's answer a decode leg may be sent.
 
-Until a decode engine has the request, no engine renews the lease on its blocks.
+No engine renews the lease on the blocks until a decode engine has the request.
 """
 
 from typing import Final
@@ -10,12 +10,12 @@ import msgspec
 from pdrelay_proxy.core.raw_json import maybe
 from pdrelay_proxy.core.schemas import LeaseOffer
 
-_LEASE_S: Final = 30.0  # of an engine that does not say: both connectors' default
+_LEASE_S: Final = 30.0  # of an engine that does not name it: both connectors' default
 _SHARE: Final = 2 / 3  # of the lease; the rest is for connecting and for the decode engine's step
 
 
 def handoff_timeout(params: msgspec.Raw) -> float:
-    """Return the seconds that fit the lease that an answer's ``params`` name."""
+    """Return the seconds that fit the lease in an answer's ``params``."""
     offer = maybe(params, LeaseOffer)
     return _SHARE * (
         _LEASE_S if offer is None or offer.pdrelay_lease is None else offer.pdrelay_lease

@@ -1,12 +1,12 @@
-"""Whether the KV cache that a decode engine was promised has reached it.
+"""Checks whether the KV cache that a decode engine was promised has reached it.
 
-An engine that gets none computes the prompt itself: the answer is right, the prefill engine was for
-nothing, and no status says so. vLLM tells in one place,
+An engine without it computes the prompt itself: the answer is right, the prefill engine's work is
+lost, and no status shows it. vLLM shows it in one place,
 ``usage.prompt_tokens_details.cached_tokens`` (``--enable-prompt-tokens-details``, and on streams
-``include_usage``). It is the decode engine's own number only while the parameters of the transfer
-hold no ``remote_prefill_cached_tokens``: with that it repeats the prefill engine's, whatever has
-arrived. So it tells something when both legs went out at once (push), and nothing when one followed
-the other.
+``include_usage``). That is the decode engine's own number only if the transfer's parameters have no
+``remote_prefill_cached_tokens``: with it, the decode engine repeats the prefill engine's number,
+whatever has arrived. So it is meaningful when both legs went out at once (push), and meaningless
+when one followed the other.
 """
 
 from typing import Final
@@ -20,32 +20,32 @@ _NAME: Final = b"cached_tokens"
 
 
 class Arrival(FastStrEnum):
-    """What a decode leg says about the KV cache it was promised."""
+    """Whether a decode leg got the KV cache that it was promised."""
 
     ARRIVED = "arrived"
-    NONE = "none"  # it has computed the whole prompt itself
-    UNKNOWN = "unknown"  # it does not say
+    NONE = "none"  # it computed the whole prompt itself
+    UNKNOWN = "unknown"  # no usage, or without the field
 
 
 def arrival(end: bytes) -> Arrival:
     """Read a whole answer, or the last events of a streamed one."""
-    found = _found(end)
-    if found is None:
+    counts = _token_counts(end)
+    if counts is None:
         return Arrival.UNKNOWN
-    return Arrival.ARRIVED if found[0] else Arrival.NONE
+    return Arrival.ARRIVED if counts[0] else Arrival.NONE
 
 
 def cached_share(end: bytes) -> float | None:
-    """Return which share of its prompt an engine had in its cache, as the end of its answer says;
-    None: it does not.
+    """Return the share of its prompt that an engine had in its cache, by the end of its answer;
+    None: unknown.
     """
-    found = _found(end)
-    return None if found is None or not found[1] else found[0] / found[1]
+    counts = _token_counts(end)
+    return None if counts is None or not counts[1] else counts[0] / counts[1]
 
 
-def _found(end: bytes) -> tuple[int, int | None] | None:
-    """Return the tokens that were cached, and those of the prompt."""
-    if end.find(_NAME) < 0 and end.find(b"\\u") < 0:  # a name may be written in escapes
+def _token_counts(end: bytes) -> tuple[int, int | None] | None:
+    """Return the cached tokens, and those of the prompt."""
+    if end.find(_NAME) < 0 and end.find(b"\\u") < 0:  # a name may have escapes
         return None
     for text in (end, *_events(end)):
         try:

@@ -1,4 +1,4 @@
-"""JSON of any depth, rewritten without the members of one name: one pass over its tokens, and no
+"""Removes the members of one name from JSON of any depth: one pass over its tokens, without
 recursion.
 """
 
@@ -23,7 +23,7 @@ _MARKS: Final = (b"}", b"]", _COMMA, _COLON)
 
 
 class _Next(Enum):
-    """What may come next."""
+    """The tokens that may come next."""
 
     VALUE = auto()
     VALUE_OR_END = auto()  # of an array that has just begun
@@ -35,34 +35,34 @@ class _Next(Enum):
 
 
 class _Scan:
-    """What has been read of a text, and what is kept of it."""
+    """The state of a scan, and the tokens that it keeps."""
 
     def __init__(self, name: str) -> None:
         self.kept: list[bytes] = []
         self.expected = _Next.VALUE
         self._name = name
-        # how each object and array ends that is open, the outer ones first
+        # the closing brackets of the open objects and arrays, the outer ones first
         self._open: list[bytes] = []
-        # for each of those: a comma belongs before the next member that is kept
+        # for each of those: the next kept member needs a comma before it
         self._has_members: list[bool] = []
-        self._cut_at = 0  # how many are open around the member that is left out; 0: none is
+        self._cut_at = 0  # how many are open around the member being removed; 0: none is removed
 
-    def take(self, token: bytes) -> None:
-        """Take the next token; raises NotJson: it cannot stand here."""
+    def add(self, token: bytes) -> None:
+        """Read the next token; raises NotJson: it cannot stand here."""
         expected = self.expected
         if expected is _Next.VALUE or (expected is _Next.VALUE_OR_END and token != b"]"):
-            self._take_value(token)
+            self._add_value(token)
         elif token[:1] == b'"' and (expected is _Next.NAME or expected is _Next.NAME_OR_END):
-            self._take_name(token)
+            self._add_name(token)
         elif token == _COLON and expected is _Next.COLON:
             self._keep(token)
             self.expected = _Next.VALUE
         elif expected in (_Next.VALUE_OR_END, _Next.NAME_OR_END, _Next.COMMA_OR_END):
-            self._go_on(token)
+            self._add_separator(token)
         else:
             raise NotJson(f"{token[:20]!r} cannot stand here")
 
-    def _take_value(self, token: bytes) -> None:
+    def _add_value(self, token: bytes) -> None:
         if token in _MARKS:
             raise NotJson(f"{token!r} is no value")
         self._keep(token)
@@ -74,7 +74,7 @@ class _Scan:
         self._has_members.append(False)
         self.expected = _Next.NAME_OR_END if is_object else _Next.VALUE_OR_END
 
-    def _take_name(self, token: bytes) -> None:
+    def _add_name(self, token: bytes) -> None:
         self.expected = _Next.COLON
         if self._cut_at:
             return
@@ -86,8 +86,8 @@ class _Scan:
         self._has_members[-1] = True
         self._keep(token)
 
-    def _go_on(self, token: bytes) -> None:
-        """Take what stands behind a value: a comma, or the end of an object or array."""
+    def _add_separator(self, token: bytes) -> None:
+        """Read the token behind a value: a comma, or the end of an object or array."""
         if self._cut_at == len(self._open):
             self._cut_at = 0
         if token == self._open[-1]:
@@ -98,7 +98,7 @@ class _Scan:
         elif token != _COMMA or self.expected is not _Next.COMMA_OR_END:
             raise NotJson(f"{token[:20]!r} stands behind a value")
         elif self._open[-1] == b"}":
-            self.expected = _Next.NAME  # its comma is written with the next member that is kept
+            self.expected = _Next.NAME  # its comma is written with the next kept member
         else:
             self._keep(token)
             self.expected = _Next.VALUE
@@ -109,14 +109,14 @@ class _Scan:
 
 
 def without_name(text: bytes, name: str) -> bytes:
-    """Write JSON without the members of one name, wherever they are; raises NotJson."""
+    """Return JSON without the members of one name, wherever they are; raises NotJson."""
     scan = _Scan(name)
     at = 0
     while at < len(text):
         token = _TOKEN.match(text, at)
         if token is None:
             raise NotJson(f"no JSON at byte {at}")
-        scan.take(token[1])
+        scan.add(token[1])
         at = token.end()
     if scan.expected is not _Next.NOTHING:
         raise NotJson("it ends too early")

@@ -1,10 +1,10 @@
-"""What the router tells a decode engine whose prefill engine writes the KV cache into its memory
+"""The parameters for a decode engine whose prefill engine writes the KV cache into its memory
 (push).
 
-In pull mode the decode engine is told what the prefill engine has answered. In push mode it may be
-told before there is an answer: it only needs to know where the prefill engine is, and by which name
-both know the request. Where it is stands in every earlier answer of that engine, so the first
-request goes to one engine after the other, and from then on both are asked at once.
+In pull mode the decode engine gets the parameters in the prefill engine's answer. In push mode it
+can start before there is an answer: it only needs the prefill engine's address, and the name under
+which both know the request. Every earlier answer of that engine has its address, so the first
+request goes to one engine after the other, and from then on both legs go out at once.
 """
 
 from collections.abc import Mapping
@@ -38,14 +38,14 @@ from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import KvTransferMode
 
 _T = TypeVar("_T")
-# What an engine says of itself that is no place to go to: it listens everywhere (RFC 1122,
-# 3.2.1.3). One that says localhost listens there alone, so another name would lead to nobody; a
-# decode engine on the same machine reaches it.
+# Hosts in an engine's answer that are no destination: it listens on all addresses (RFC 1122,
+# 3.2.1.3). An engine that names localhost listens there alone, so no other name would reach it; a
+# decode engine on the same machine does.
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "[::]", "*"})
 
 
 class TransferMode(StrEnum):
-    """Who moves the KV cache, in an engine's words; a word we do not know is no push."""
+    """Who moves the KV cache, in an engine's words; an unknown word means pull."""
 
     PULL = "pull"
     PUSH = "push"
@@ -56,24 +56,24 @@ class EngineMode(StrEnum):
 
     PULL = "pull"
     PUSH = "push"
-    AUTO = "auto"  # it can do either, as the router says for each request
+    AUTO = "auto"  # it can do either, as the router decides for each request
 
 
-_SAID_PUSH: Final = TransferMode.PUSH.value
-_TOLD: Final = b"".join(
+_PUSH_WORD: Final = TransferMode.PUSH.value
+_DECODE_PARAMS: Final = b"".join(
     [
         b',"remote_request_id":%b,"transfer_id":%b,"transfer_mode":"push"',
         b',"do_remote_prefill":true,"do_remote_decode":false}',
     ]
 )
-_PULL, _PUSH = TransferMode  # looking a member up takes as long as a call
+_PULL, _PUSH = TransferMode  # a lookup of an enum's member costs as much as a call
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPolicy:
-    """How the router takes what prefill engines say about their side of a transfer."""
+    """How the router treats what prefill engines report about transfers."""
 
-    unsaid: TransferMode  # of an engine that does not say
+    unsaid: TransferMode  # of an engine that does not name its mode
     accepted: frozenset[TransferMode]
     at_once: bool  # both legs, as soon as the prefill engine is known to push
     fixed: TransferMode | None  # of engines that can do either; None: the router tries both
@@ -91,7 +91,7 @@ TRANSFER_POLICIES: Final[Mapping[KvTransferMode, TransferPolicy]] = {
 }
 
 
-# The engines put these around our X-Request-Id, and a suffix of their own behind it.
+# Engines put these around our X-Request-Id, and append a suffix of their own.
 _NAMES: Final[Mapping[Api, str]] = {
     Api.COMPLETIONS: "cmpl-{}-0",
     Api.CHAT: "chatcmpl-{}",
@@ -102,16 +102,16 @@ _NAMES: Final[Mapping[Api, str]] = {
 
 
 def known_as(api: Api, request: RequestId) -> str:
-    """Return the name under which vLLM's engines know a request, as far as both have the same."""
+    """Return the name under which vLLM's engines know a request, without the suffixes that differ."""
     return _NAMES[api].format(request)
 
 
 def decode_params(
     coordinates: Coordinates, api: Api, request: RequestId, transfer: TransferId
 ) -> msgspec.Raw:
-    """Return what a decode engine is told before its prefill engine has answered."""
+    """Return the parameters for a decode engine before its prefill engine has answered."""
     names = encode_text(known_as(api, request)), encode_text(transfer)
-    return msgspec.Raw(msgspec.json.encode(coordinates)[:-1] + _TOLD % names)
+    return msgspec.Raw(msgspec.json.encode(coordinates)[:-1] + _DECODE_PARAMS % names)
 
 
 def handover(
@@ -119,7 +119,7 @@ def handover(
     answer: bytes,
     api: Api,
     request: RequestId,
-    manner: TransferPolicy,
+    policy: TransferPolicy,
     *,
     transfer: TransferId,
     host: str | None = None,
@@ -127,54 +127,62 @@ def handover(
     tells_ids: bool = False,
     reuses: bool = False,
 ) -> PrefillResult:
-    """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
+    """Read the answer of a prefill engine; ``transfer`` is the transfer id that it was given.
 
-    ``host``: where the router reaches it, and so do decode engines if it names a place where none
-    could. ``is_followed``: a decode engine is yet to be told; ``tells_ids``: the engine was asked
-    for token ids; ``reuses``: for those of the prompt, and the decode engine shall get them.
+    ``host``: where the router reaches it, which replaces a host that no decode engine could reach.
+    ``is_followed``: a decode leg follows; ``tells_ids``: the engine was asked for token ids;
+    ``reuses``: for those of the prompt, which go to the decode engine.
 
     Raises:
-        EngineError: it is such that a decode engine would not survive it, or would wait for ever.
+        EngineError: a decode engine would crash on it, or would wait for ever.
     """
-    read = prompt_ids.read_with_ids(answer, TokensAnswer) if tells_ids else None
-    telling: TokensAnswer | PromptIdsAnswer | None = read
+    tokens_answer = prompt_ids.read_with_ids(answer, TokensAnswer) if tells_ids else None
+    answer_with_ids: TokensAnswer | PromptIdsAnswer | None = tokens_answer
     may_tell_cache = True
     if reuses and not tells_ids:
-        telling = with_ids = prompt_ids.read_with_ids(answer, PromptIdsAnswer)
+        answer_with_ids = with_ids = prompt_ids.read_with_ids(answer, PromptIdsAnswer)
         if with_ids is not None:
             may_tell_cache = (
                 with_ids.usage is not None and with_ids.usage.prompt_tokens_details != NULL
             )
-    ids = prompt_ids.found_ids(telling) if reuses and telling is not None else NULL
-    params, naming, count = request_bodies.kv_params(prefill, answer, telling)
-    said = naming or _read(prefill, params, TransferNaming)
-    if isinstance(said, KvParams):
-        named = said.remote_host
-        offer = said.pdrelay_first_token
-        looks_back = said.pdrelay_looks_back == TRUE
+    ids = prompt_ids.ids_in(answer_with_ids) if reuses and answer_with_ids is not None else NULL
+    params, naming, count = request_bodies.kv_params(prefill, answer, answer_with_ids)
+    naming_params = naming or _read(prefill, params, TransferNaming)
+    if isinstance(naming_params, KvParams):
+        named_host = naming_params.remote_host
+        offer = naming_params.pdrelay_first_token
+        looks_back = naming_params.pdrelay_looks_back == TRUE
     else:
-        named = _host_in(params)
+        named_host = _host_in(params)
         fields = decode(params, Fields)
         offer = fields.get("pdrelay_first_token", NULL)
         looks_back = fields.get("pdrelay_looks_back", NULL) == TRUE
-    is_replaced = host is not None and named in _EVERYWHERE
+    is_replaced = host is not None and named_host in _EVERYWHERE
     if is_replaced:
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
-    mode = manner.unsaid
-    if said.transfer_mode is not None:
-        mode = _PUSH if said.transfer_mode == _SAID_PUSH else _PULL
-    if mode not in manner.accepted:
+    mode = policy.unsaid
+    if naming_params.transfer_mode is not None:
+        mode = _PUSH if naming_params.transfer_mode == _PUSH_WORD else _PULL
+    if mode not in policy.accepted:
         raise EngineError(
             f"{prefill} does not push its KV cache, and this router was started with "
             f"--kv-transfer-mode push"
         )
     if mode is _PULL:
-        found = PrefillResult(
-            params, None, count, None, named if is_replaced else None, offer, read, looks_back, ids
+        result = PrefillResult(
+            params,
+            None,
+            count,
+            None,
+            named_host if is_replaced else None,
+            offer,
+            tokens_answer,
+            looks_back,
+            ids,
         )
-        found.may_tell_cache = may_tell_cache
-        return found
-    if not _is_same(said.remote_request_id, known_as(api, request)):
+        result.may_tell_cache = may_tell_cache
+        return result
+    if not _is_same(naming_params.remote_request_id, known_as(api, request)):
         raise EngineError(
             f"{prefill} knows the request by another id than ours: it cannot push to a decode "
             f"engine"
@@ -182,9 +190,9 @@ def handover(
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    replaced = named if is_replaced else None
+    replaced = named_host if is_replaced else None
     return PrefillResult(
-        params, coordinates, count, transfer, replaced, NULL, read, looks_back, ids
+        params, coordinates, count, transfer, replaced, NULL, tokens_answer, looks_back, ids
     )
 
 
@@ -192,16 +200,16 @@ def _host_in(params: msgspec.Raw) -> str:
     try:
         return decode(decode(params, Fields)["remote_host"], str)
     except (NotJson, KeyError):
-        return ""  # it is not text, which the decode engine will say
+        return ""  # it is not a string, which the decode engine will refuse
 
 
-def _read(prefill: InstanceId, params: msgspec.Raw, wanted: type[_T]) -> _T:
+def _read(prefill: InstanceId, params: msgspec.Raw, expected: type[_T]) -> _T:
     try:
-        return decode_whole_floats(params, wanted)
+        return decode_whole_floats(params, expected)
     except NotJson as exc:
         raise EngineError(f"{prefill} answered without usable kv_transfer_params: {exc}") from exc
 
 
-def _is_same(theirs: str, ours: str) -> bool:
-    """Compare names; an engine adds a suffix of its own, which the other one does not know."""
-    return theirs == ours or theirs.startswith(f"{ours}-")
+def _is_same(engine_name: str, own_name: str) -> bool:
+    """Compare names; an engine appends a suffix of its own, which other engines do not know."""
+    return engine_name == own_name or engine_name.startswith(f"{own_name}-")

@@ -1,26 +1,26 @@
-"""Going on with a stream that has broken off: what another engine is asked, and how its stream
-continues the first.
+"""Continues a broken stream at another engine: the request for it, and how its stream is joined to
+the first.
 
-The engines are asked for token ids beside the text. Another engine that gets prompt and generated
-tokens as its prompt goes on where the first has stopped: under greedy decoding with the very same
-tokens. Ids win over texts because a text may be split into tokens in more than one way.
+The engines return token ids beside the text. Another engine that gets prompt and generated tokens
+as its prompt continues where the first has stopped: under greedy decoding with the very same
+tokens. Ids are better than texts because a text may be split into tokens in more than one way.
 
-A token may be half a character, whose text comes with the next one. So a point is only safe to go
-on from when an event of a single token had a text: that is all of it. What comes after the last
-such point is made again, and the part of its text that the client has is left out. That is only the
-same text under greedy decoding.
+A token may be half a character, whose text comes with the next one. So a point is safe to continue
+from only if an event of a single token had a text: that is its whole text. Tokens after the last
+such point are generated again, and the part of their text that the client has is left out. The text
+is the same only under greedy decoding.
 
-In a chat it may not be all of it. A parser of tool calls keeps the end of a text that could begin
-one of its literals ("<") until it knows more, also where the client has no tools (``prefix-match
-buffering`` in vllm/parser/engine/incremental_lexer.py), and gives it back with the next text. So a
-chat's point is safe when the next text does not begin so. Of a sampled stream nothing may be made
-again. It goes on behind a letter or a digit, for no token has punctuation behind these; but one
-literal begins with a letter (Gemma's "call:" with a "c", so that of "music" the "c" comes later),
-so behind a letter only when the engine has been seen to tell of a "c" at an end.
+In a chat it may not be the whole text. A parser of tool calls holds back the end of a text that
+could begin one of its literals ("<") until it knows more, even if the client has no tools
+(``prefix-match buffering`` in vllm/parser/engine/incremental_lexer.py), and releases it with the
+next text. So a chat's point is safe if the next text does not begin so. Of a sampled stream nothing
+may be generated again. It continues behind a letter or a digit, as no token has punctuation behind
+these; but one literal begins with a letter (Gemma's "call:" with a "c", so the "c" of "music" comes
+later), so behind a letter only if the engine has sent a "c" at an end before.
 
-Only fields that are known to survive this are let through: what looks back at the tokens made so
-far (penalties, stop texts, guided decoding, tools, logprobs) would begin anew, and a seed would
-begin anew with it.
+Only fields that are known to survive this are allowed: whatever depends on the tokens generated so
+far (penalties, stop texts, guided decoding, tools, logprobs) would start again, and so would a
+seed.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from pdrelay_proxy.core.protocol.first_token import FirstToken
 from pdrelay_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
 from pdrelay_proxy.core.schemas import PlainMessage
 
-# Whatever their value: they do not depend on where a request begins.
+# Allowed with any value: they do not depend on where a request begins.
 _FREE: Final = frozenset(
     {
         "model",
@@ -71,99 +71,97 @@ _FREE_OF: Final[Mapping[Api, frozenset[str]]] = {
     | {"messages", "max_completion_tokens", "add_generation_prompt", "continue_final_message"}
     | {"chat_template", "chat_template_kwargs", "documents"},
 }
-_CHAT: Final = Api.CHAT  # looking a member up takes as long as a call
+_CHAT: Final = Api.CHAT  # a lookup of an enum's member costs as much as a call
 _ZERO: Final = (b"0", b"0.0")
-_MESSAGES_MOST: Final = 1024 * 1024  # bytes that are decoded to look at them
+_MESSAGES_MOST: Final = 1024 * 1024  # bytes of messages that are decoded to check them
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
-_DROPPED: Final = b": goes on\n"  # a comment: clients do not see it
+_DROPPED: Final = b": goes on\n"  # a comment: clients skip it
 _TOKENS: Final = ("token_ids", "prompt_token_ids")
 _NOWHERE: Final = 0, 0
-_KEPT_LETTER: Final = "c"  # the only one that begins a literal of vLLM 0.32's parsers
+_KEPT_LETTER: Final = "c"  # the only letter that begins a literal of vLLM 0.32's parsers
 
 
 def can_resume(api: Api, fields: Fields) -> bool:
-    """Tell whether a request's stream can be continued by another engine."""
-    free = _FREE_OF.get(api)
-    if free is None or fields.get("stream") != TRUE:
+    """Return whether another engine can continue a request's stream."""
+    allowed = _FREE_OF.get(api)
+    if allowed is None or fields.get("stream") != TRUE:
         return False
-    if not free.issuperset(fields):
-        odd = [(name, value) for name, value in fields.items() if name not in free]
-        if not all(_is_neutral(name, value, fields) for name, value in odd):
+    if not allowed.issuperset(fields):
+        other_fields = [(name, value) for name, value in fields.items() if name not in allowed]
+        if not all(_is_neutral(name, value, fields) for name, value in other_fields):
             return False
     return api is not _CHAT or _is_text_only(fields.get("messages", NULL))
 
 
 def may_be_kept(text: str) -> bool:
-    """Tell whether a text of a chat may begin with what a parser has kept back of the one
-    before.
-    """
+    """Return whether a chat's text may begin with what a parser held back of the text before."""
     first = text[0]
     return first == _KEPT_LETTER or not (first.isalnum() or first.isspace())
 
 
 def traced(fields: Fields) -> Fields:
-    """Ask for the token ids as well."""
+    """Request the token ids as well."""
     return fields | {"return_token_ids": TRUE}
 
 
 @dataclass(slots=True)
 class Replay:
-    """Implements Continuation for a stream that has broken off anywhere."""
+    """Implements Continuation for a stream that may break off anywhere."""
 
     api: Api
     fields: Fields  # the client's
-    broken: bool = False  # the engine has said that it failed; what came before may be shown
+    broken: bool = False  # the engine reported a failure; what came before may go to the client
     _prompt: list[int] = field(default_factory=list[int])
-    # tokens whose text is with the client, all of it
+    # tokens whose whole text the client has
     _shown: list[int] = field(default_factory=list[int])
     _ahead: list[int] = field(default_factory=list[int])  # tokens after these
-    # how many of these, and how much of their text, are with the client as it seems
+    # how many of these, and how much of their text, the client seems to have completely
     _point: tuple[int, int] = _NOWHERE
-    _text: str = ""  # of those, as far as this engine has told it
-    _again: str = ""  # text that is with the client, and that this engine is going to make again
+    _text: str = ""  # text of the tokens ahead, as far as this engine has sent it
+    _again: str = ""  # text that the client has, and that this engine will generate again
     _before: int = 0  # tokens of earlier engines
     # of the first event: one stream has one id
     _head: Fields = field(default_factory=dict[str, msgspec.Raw])
     _finished: bool = False
-    _spoilt: bool = False  # it has become something that cannot be continued
+    _spoilt: bool = False  # the stream cannot be continued any more
     _resumed: bool = False
-    _counted: bool = False  # the client has its usage
+    _counted: bool = False  # the client has the stream's usage
     # the client has the beginning of an event, and not the empty line that ends it
     _inside: bool = False
     _keeps_no_letter: bool = False  # as far as a chat's texts show
 
     def feed(self, lines: bytes) -> bytes:
-        """Take whole lines of the engine's stream; return what the client gets in their place."""
+        """Read whole lines of the engine's stream; return the lines for the client."""
         shown = [
-            passing for line in lines.splitlines(keepends=True) if (passing := self._line(line))
+            client_line
+            for line in lines.splitlines(keepends=True)
+            if (client_line := self._line(line))
         ]
         if shown:
             self._inside = bool(shown[-1].strip())
         return b"".join(shown)
 
     def gap(self) -> bytes:
-        """Return what must come before the next event, when the one before was cut off behind a
-        line of it.
+        """Return what must precede the next event, if the event before was cut off behind one of
+        its lines.
         """
         inside = self._inside
         self._inside = False
         return b"\n" if inside else b""
 
     def again(self) -> Fields | None:
-        """The engine has broken off: return what another one is asked; None: nobody can go on."""
+        """Return the request for another engine after a break; None: none can continue."""
         rest = self.rest()
         return None if rest is None else rest.fields | prompt_of(self.api, rest.tokens)
 
     def can_move(self) -> bool:
-        """Tell whether the stream could be cut now; not before its last token, which is as near
-        here.
-        """
-        made = len(self._shown)
-        limits = limits_behind(self.api, self.fields, made + 1)
+        """Return whether the stream could be cut now; not if only its last token is missing."""
+        shown = len(self._shown)
+        limits = limits_behind(self.api, self.fields, shown + 1)
         if (
             limits is None
-            or not made
+            or not shown
             or not self._prompt
             or self.broken
             or self._spoilt
@@ -190,8 +188,8 @@ class Replay:
         return Rest(traced(self.fields) | left, raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
-        """Return the rest of a stream whose last token was there when it broke off; None: it was
-        not.
+        """Return the rest of a stream that broke off behind its last token; None: a token is
+        missing.
         """
         if not self._finished:
             return None
@@ -218,11 +216,11 @@ class Replay:
         if "error" in chunk:
             self.broken = True
             return b""
-        is_news = self._takes(chunk)
+        is_news = self._read_chunk(chunk)
         return b"data: " + encode(chunk) + b"\n" if is_news and not self.broken else _DROPPED
 
-    def _takes(self, chunk: Fields) -> bool:
-        """Read a chunk and make it one of the client's; False: it is not for the client."""
+    def _read_chunk(self, chunk: Fields) -> bool:
+        """Read a chunk and rewrite it for the client; False: it is not for the client."""
         if not self._head:
             self._head = {
                 name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk
@@ -233,24 +231,25 @@ class Replay:
             )
         self._hide(chunk)
         choices = maybe(chunk.get("choices", NULL), list[Fields]) or []
-        is_news = all([self._reads(choice) for choice in choices])  # noqa: C419 (each must be read)
+        is_news = all([self._read_choice(choice) for choice in choices])  # noqa: C419 (each must be read)
         chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         self._counted = self._counted or (not choices and chunk.get("usage", NULL) != NULL)
-        if said := maybe(chunk.get("usage", NULL), Fields):
+        if engine_usage := maybe(chunk.get("usage", NULL), Fields):
             chunk["usage"] = self._usage(
-                said, self._before + (maybe(said.get("completion_tokens", NULL), int) or 0)
+                engine_usage,
+                self._before + (maybe(engine_usage.get("completion_tokens", NULL), int) or 0),
             )
         return is_news
 
-    def _reads(self, choice: Fields) -> bool:
-        """Take in the tokens of a choice; False: it only repeats how a stream begins."""
+    def _read_choice(self, choice: Fields) -> bool:
+        """Read the tokens of a choice; False: it only repeats how a stream begins."""
         tokens = maybe(choice.get("token_ids", NULL), list[int]) or []
         self._hide(choice)
         delta = maybe(choice.get("delta", NULL), Fields) or {}
         text = maybe(choice.get("text", delta.get("content", NULL)), str) or ""
-        news = self._skip(text)
-        if news != text:
-            _set_text(choice, delta, news)
+        new_text = self._skip(text)
+        if new_text != text:
+            _set_text(choice, delta, new_text)
         if text and self._point != _NOWHERE:
             if may_be_kept(text):
                 self._point = _NOWHERE
@@ -267,72 +266,74 @@ class Replay:
             maybe(value, object) for name, value in delta.items() if name not in ("role", "content")
         ):
             self._spoilt = True
-            # a parser that began anew takes what follows for something else
+            # a parser that started again would misread what follows
             self.broken = self.broken or self._resumed
         is_last = choice.get("finish_reason", NULL) != NULL
         if is_last and self._again:
-            self.broken = self._spoilt = True  # it has less to say than the client has
+            self.broken = self._spoilt = True  # its text is shorter than the client's
         self._finished = self._finished or (is_last and not self._spoilt)
-        return bool(not self._resumed or news or is_last)
+        return bool(not self._resumed or new_text or is_last)
 
     def _seems_whole(self, text: str) -> bool:
-        """Tell whether no parser keeps back an end of the token of a text, as tokens are."""
+        """Return whether no parser holds back the end of this token's text, judging by its last
+        character.
+        """
         last = text[-1]
         return self._keeps_no_letter if last.isascii() and last.isalpha() else last.isalnum()
 
     def _keep(self, tokens: int, text: int) -> None:
-        """The client has all of the text of so many tokens."""
+        """Note that the client has the whole text of so many tokens."""
         self._shown += self._ahead[:tokens]
         del self._ahead[:tokens]
         self._text = self._text[text:]
         self._point = _NOWHERE
 
     def _skip(self, text: str) -> str:
-        """Leave out what the client has already."""
-        known = self._again[: len(text)]
-        if not text.startswith(known):
-            # the engines do not agree: an honest end is all that is left
+        """Return the part of a text that the client does not have."""
+        repeated = self._again[: len(text)]
+        if not text.startswith(repeated):
+            # the engines' texts differ: only an error is an honest end
             self.broken = self._spoilt = True
-        self._again = self._again[len(known) :]
-        return text[len(known) :]
+        self._again = self._again[len(repeated) :]
+        return text[len(repeated) :]
 
     def _hide(self, fields: Fields) -> None:
-        """Take out what the client has not asked for; the prompt's ids are kept."""
+        """Remove the ids, which the client did not request; the prompt's are kept here."""
         if not self._prompt and (ids := maybe(fields.get("prompt_token_ids", NULL), list[int])):
             self._prompt = ids
         fields.update({name: NULL for name in _TOKENS if name in fields})
 
-    def _usage(self, said: Fields, made: int) -> msgspec.Raw:
-        """Count as one engine would have counted."""
-        if not self._resumed and said:
-            return msgspec.Raw(encode(said))
-        asked = len(self._prompt)
+    def _usage(self, engine_usage: Fields, generated: int) -> msgspec.Raw:
+        """Return the usage that a single engine would have counted."""
+        if not self._resumed and engine_usage:
+            return msgspec.Raw(encode(engine_usage))
+        prompt_tokens = len(self._prompt)
         counts: Fields = {
-            "prompt_tokens": raw(asked),
-            "completion_tokens": raw(made),
-            "total_tokens": raw(asked + made),
+            "prompt_tokens": raw(prompt_tokens),
+            "completion_tokens": raw(generated),
+            "total_tokens": raw(prompt_tokens + generated),
         }
-        details = maybe(said.get("prompt_tokens_details", NULL), Fields)
+        details = maybe(engine_usage.get("prompt_tokens_details", NULL), Fields)
         if (
             details is not None
             and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None
         ):
             counts["prompt_tokens_details"] = raw_fields(
-                details | {"cached_tokens": raw(min(cached, max(asked - 1, 0)))}
+                details | {"cached_tokens": raw(min(cached, max(prompt_tokens - 1, 0)))}
             )
-        return msgspec.Raw(encode(said | counts))
+        return msgspec.Raw(encode(engine_usage | counts))
 
 
-def behind(first: FirstToken) -> Replay:
-    """Return what follows the token of a prefill engine, which the client has."""
-    prompt = maybe(first.prompt, list[int]) or []
+def behind(first_token: FirstToken) -> Replay:
+    """Return the Replay behind the token of a prefill engine, which the client has."""
+    prompt = maybe(first_token.prompt, list[int]) or []
     return Replay(
-        first.api,
-        first.fields,
+        first_token.api,
+        first_token.fields,
         _prompt=prompt,
-        _shown=[first.token],
+        _shown=[first_token.token],
         _before=1,
-        _head=first.head,
+        _head=first_token.head,
         _resumed=True,
     )
 
@@ -345,7 +346,7 @@ def _set_text(choice: Fields, delta: Fields, text: str) -> None:
 
 
 def _is_neutral(name: str, value: msgspec.Raw, fields: Fields) -> bool:
-    """Tell values that mean nothing, in fields that could mean something."""
+    """Return whether a value means the same as no value."""
     if value == NULL or bytes(value) in (b"false", b"[]", b"{}"):
         return True
     if name in ("n", "best_of"):
@@ -356,7 +357,7 @@ def _is_neutral(name: str, value: msgspec.Raw, fields: Fields) -> bool:
 
 
 def _is_text_only(messages: msgspec.Raw) -> bool:
-    """Tell chats of plain texts: others are rendered anew, and the replayed ids ignored."""
+    """Return whether all messages are plain texts: others are rendered again, and the ids ignored."""
     if len(memoryview(messages)) > _MESSAGES_MOST:
         return False
     return maybe(messages, list[PlainMessage]) is not None

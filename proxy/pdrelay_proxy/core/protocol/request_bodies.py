@@ -1,10 +1,10 @@
-"""How one client request becomes two engine requests.
+"""Makes the two engine requests of a client's request.
 
-The prefill engine computes the prompt and stops after one token; its answer carries
-``kv_transfer_params``, which go to the decode engine as they are. Only the names of a body's fields
+The prefill engine computes the prompt and stops after one token; its answer has
+``kv_transfer_params``, which go to the decode engine unchanged. Only the names of a body's fields
 are decoded. The values stay the client's own bytes, so that floats, big integers, escapes and
-fields of tomorrow arrive as they were sent. When a name occurs twice the last value counts, as it
-does in vLLM, and only that one is sent on: both engines see the same request.
+unknown fields arrive as they were sent. When a name occurs twice the last value counts, as it does
+in vLLM, and only that one is sent on: both engines see the same request.
 """
 
 import json
@@ -41,7 +41,7 @@ from pdrelay_proxy.core.schemas import (
 )
 from pdrelay_proxy.errors import BadRequest, EngineError, NoKvParams
 
-_RESPONSES: Final = Api.RESPONSES  # looking a member up takes as long as a call
+_RESPONSES: Final = Api.RESPONSES  # a lookup of an enum's member costs as much as a call
 _COMPLETIONS: Final = Api.COMPLETIONS
 _GENERATE: Final = Api.GENERATE
 _ONE: Final = msgspec.Raw(b"1")
@@ -61,25 +61,25 @@ _ABANDONING: Final = (
 )
 _BRACKET: Final = 91
 _CLOSING: Final = 93
-_SPACE: Final = 32  # white space is no more than it
+_SPACE: Final = 32  # no white space byte is above it
 
-# of GENERATE: an object with what other calls have beside the prompt
+# of GENERATE: an object with the fields that other calls have beside the prompt
 SAMPLING: Final = "sampling_params"
 _EXTRA: Final = "extra_args"
 
-# Only the router may set these: from a client they name memory that is not the client's, or kill
+# Only the router may set these: from a client they would name memory of other requests, or crash
 # the engine.
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
-# "full" has vLLM 0.32 tell again of every cached block that a request uses
-# (vllm/v1/core/kv_cache_manager.py): events for all routers that follow the engine, as many as a
-# client likes. The answer is the same without it.
+# "full" makes vLLM 0.32 publish every cached block that a request uses again
+# (vllm/v1/core/kv_cache_manager.py): a client could flood all routers that follow the engine's
+# events. The answer is the same without it.
 _REPORT_MODE: Final = "kv_cache_report_mode"
 _NOT_IN_EXTRA: Final = frozenset({*_PRIVATE, _REPORT_MODE})
 _TEMPLATE: Final = "chat_template"
 _TEMPLATE_KWARGS: Final = "chat_template_kwargs"
 TEMPLATES: Final = frozenset({_TEMPLATE, _TEMPLATE_KWARGS})
-# They shape the tokens that decode makes, or the way it shows them; prefill shows its one token to
-# nobody.
+# They shape the tokens that decode generates, or their form in the answer; no client sees the token
+# of prefill.
 _OPENAI: Final = frozenset(
     {
         "stream_options",
@@ -98,19 +98,18 @@ _ONLY_FOR_DECODE: Final[Mapping[Api, frozenset[str]]] = {
     Api.MESSAGES: frozenset(),
     Api.GENERATE: frozenset({"stream_options"}),
 }
-# An end-of-sequence as first token would end a request another way than by length; not every API
-# can rule it out.
+# An end-of-sequence as first token would give another finish reason than length; not every API can
+# rule it out.
 _ONE_TOKEN: Final[Mapping[Api, Fields]] = {
     Api.COMPLETIONS: dict.fromkeys(("max_tokens", "min_tokens"), _ONE),
     Api.CHAT: dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _ONE),
-    # nobody will ask the prefill engine for its answer
+    # no client fetches the prefill engine's answer
     Api.RESPONSES: {"max_output_tokens": _ONE, "store": FALSE},
     Api.MESSAGES: {"max_tokens": _ONE},
-    Api.GENERATE: {},  # its limits are among the sampling parameters
+    Api.GENERATE: {},  # its limits are in the sampling parameters
 }
 _SAMPLED_ONCE: Final[Fields] = dict.fromkeys(("max_tokens", "min_tokens"), _ONE)
-# Without one of these vLLM 0.32 dies on an assertion or a KeyError, and with it every request it
-# serves.
+# Without one of these vLLM 0.32 dies on an assertion or a KeyError, with all of its requests.
 _NEEDED: Final = (
     "remote_engine_id",
     "remote_request_id",
@@ -121,12 +120,12 @@ _NEEDED: Final = (
 
 
 def parse(body: bytes) -> Fields:
-    """Read a client's body, and refuse the parameters only the router may set.
+    """Parse a client's body, and refuse the parameters that only the router may set.
 
-    ``kv_cache_report_mode`` is left out of vLLM's extra arguments.
+    ``kv_cache_report_mode`` is dropped from vLLM's extra arguments.
 
     Raises:
-        BadRequest: the body is not a JSON object, carries such parameters, or has too many names or
+        BadRequest: the body is not a JSON object, has such parameters, or has too many names or
             prompts.
     """
     is_small = len(body) <= SMALL
@@ -134,14 +133,14 @@ def parse(body: bytes) -> Fields:
         check_names(body)
     try:
         if not body.isascii():
-            body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
+            body.decode()  # msgspec decodes no values here, and vLLM would answer in FastAPI's format
         fields = decode(body, Fields)
     except (NotJson, UnicodeDecodeError) as exc:
         fields = _otherwise_encoded(body, exc)
     if not is_small:
         check_prompts(fields, len(body))
     fields = _public(fields, inside="")
-    # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
+    # vLLM merges vllm_xargs into extra_args, where it reads the KV parameters.
     if (extra := fields.get("vllm_xargs")) is not None:
         fields["vllm_xargs"] = _public_extra(extra, inside="vllm_xargs")
     if (sampling := fields.get(SAMPLING)) is not None:
@@ -149,13 +148,13 @@ def parse(body: bytes) -> Fields:
     return fields
 
 
-def _otherwise_encoded(body: bytes, why: NotJson | UnicodeDecodeError) -> Fields:
-    """Read a body that is no object in UTF-8; raises BadRequest: it is none in another encoding,
-    either.
+def _otherwise_encoded(body: bytes, error: NotJson | UnicodeDecodeError) -> Fields:
+    """Parse a body that is not an object in UTF-8; raises BadRequest: it is none in another
+    encoding, either.
     """
     text = _in_utf8(body)
     if text is None:
-        raise _not_an_object(why) from why
+        raise _not_an_object(error) from error
     check_names(text)
     try:
         return decode(text, Fields)
@@ -163,18 +162,18 @@ def _otherwise_encoded(body: bytes, why: NotJson | UnicodeDecodeError) -> Fields
         raise _not_an_object(exc) from exc
 
 
-def _not_an_object(why: NotJson | UnicodeDecodeError) -> BadRequest:
-    if isinstance(why, OtherJson):
+def _not_an_object(error: NotJson | UnicodeDecodeError) -> BadRequest:
+    if isinstance(error, OtherJson):
         return BadRequest("the body is JSON, but not an object")
-    return BadRequest(f"the body is not JSON: {why}")
+    return BadRequest(f"the body is not JSON: {error}")
 
 
 def _in_utf8(body: bytes) -> bytes | None:
-    """Return a body in UTF-8, if it is in another encoding that vLLM reads, or begins with a mark;
-    None: it is not.
+    """Return a body in UTF-8, if it is in another encoding that vLLM reads, or has a byte order
+    mark; None: it is not.
 
-    vLLM reads it with Python's json.loads, which goes by the mark, or by the zeros of the first
-    characters.
+    vLLM reads it with Python's json.loads, which detects the encoding by the mark, or by the zeros
+    of the first characters.
     """
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
@@ -186,10 +185,10 @@ def _in_utf8(body: bytes) -> bytes | None:
 
 
 def check_wanted_now(api: Api, fields: Fields) -> None:
-    """Accept a request whose answer is wanted on this connection.
+    """Accept a request whose answer comes on this connection.
 
     Raises:
-        BadRequest: it is to be fetched later, from the engine that has it: clients cannot reach a
+        BadRequest: it is to be fetched later from the engine that has it: clients cannot reach a
             certain engine.
     """
     if api is _RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
@@ -200,21 +199,21 @@ def check_wanted_now(api: Api, fields: Fields) -> None:
 
 
 def check_chat_template(fields: Fields) -> None:
-    """Accept a request whose chat template is the engine's own.
+    """Accept a request that uses the engine's own chat template.
 
-    Rendering one takes as long as its loops want, and meanwhile the engine renders no other chat.
-    vLLM refuses both fields without --trust-request-chat-template; 0.30 and 0.31 forget the second
-    one in /v1/responses.
+    Rendering a template takes as long as its loops run, and meanwhile the engine renders no other
+    chat. vLLM refuses both fields without --trust-request-chat-template; 0.30 and 0.31 do not check
+    the second one in /v1/responses.
 
     Raises:
-        BadRequest: it brings a template.
+        BadRequest: it has a template.
     """
-    named = fields.get(_TEMPLATE, NULL) != NULL
+    is_named = fields.get(_TEMPLATE, NULL) != NULL
     if (
-        named
+        is_named
         or (maybe(fields.get(_TEMPLATE_KWARGS, NULL), Fields) or {}).get(_TEMPLATE, NULL) != NULL
     ):
-        param = _TEMPLATE if named else f"{_TEMPLATE_KWARGS}.{_TEMPLATE}"
+        param = _TEMPLATE if is_named else f"{_TEMPLATE_KWARGS}.{_TEMPLATE}"
         raise BadRequest(
             f"{param} must not be part of a request: engines use their own template, unless the "
             f"operator of this "
@@ -224,24 +223,24 @@ def check_chat_template(fields: Fields) -> None:
 
 
 def named(api: Api, fields: Fields, request: RequestId) -> Fields:
-    """Give both legs our name of the request, where the engines do not take it from
+    """Give both legs the router's id of the request, in APIs where engines do not take it from
     X-Request-Id.
     """
     return fields | {"request_id": text(f"resp_{request}")} if api is _RESPONSES else fields
 
 
 def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
-    """Write what ``prefill_fields`` makes of a request."""
+    """Return the encoded ``prefill_fields``."""
     return encode(prefill_fields(api, fields, transfer))
 
 
 def prefill_fields(
     api: Api, fields: Fields, transfer: TransferId, *, pushes: bool = False
 ) -> Fields:
-    """Ask for the KV cache of the prompt: everything that shapes the prompt, and one token.
+    """Return the prefill leg's fields: everything that shapes the prompt, and a limit of one token.
 
-    The name of the transfer goes along in any case: whether the engine pushes is known from its
-    answer. ``pushes``: it can do either, and shall push.
+    They always have the transfer's id: whether the engine pushes is known from its answer.
+    ``pushes``: an engine that can do either shall push.
     """
     kept = fields.copy()
     for name in _ONLY_FOR_DECODE[api].intersection(fields):
@@ -262,20 +261,22 @@ def prefill_fields(
 
 
 def decode_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
-    """Write what ``decode_fields`` makes of a request."""
+    """Return the encoded ``decode_fields``."""
     return encode(decode_fields(fields, kv_params))
 
 
 def decode_fields(fields: Fields, kv_params: msgspec.Raw) -> Fields:
-    """Ask for the tokens: the client's request, and where the KV cache of its prompt is."""
+    """Return the decode leg's fields: the client's request, and the location of its prompt's KV
+    cache.
+    """
     return fields | {"kv_transfer_params": kv_params}
 
 
 def decode_pieces_with_ids(
     api: Api, fields: Fields, kv_params: msgspec.Raw, ids: msgspec.Raw, shared: Sequence[str] = ()
 ) -> Pieces:
-    """Ask for the same, of the ids of the prompt: the decode engine does not render and tokenize it
-    again.
+    """Return the decode leg's body with the ids of the prompt, so the decode engine does not render
+    and tokenize it again.
 
     Many ids are not copied.
     """
@@ -284,23 +285,23 @@ def decode_pieces_with_ids(
             fields | {"prompt": ids, "kv_transfer_params": kv_params}, "prompt", shared
         )
     pieces = encode_in_pieces(fields, "messages", shared)
-    written = memoryview(ids)
+    view = memoryview(ids)
     pieces[-1:] = [
         pieces[-1][:-1],
         b',"kv_transfer_params":',
         bytes(kv_params).rstrip()[:-1],
         _IDS,
-        written,
+        view,
         b"}}",
     ]
-    return pieces if len(written) > LONG else [b"".join(pieces)]
+    return pieces if len(view) > LONG else [b"".join(pieces)]
 
 
 def with_ids(kv_params: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
-    """Add token ids to parameters, an object with members: a chat's prompt is these, whatever its
-    messages say.
+    """Add token ids to parameters, an object with members: they are a chat's prompt, in place of
+    its messages.
 
-    vLLM takes the key out before anything else reads the parameters, which stay as they came.
+    vLLM removes the key before anything else reads the parameters.
     """
     return msgspec.Raw(b"%b%b%b}" % (bytes(kv_params).rstrip()[:-1], _IDS, bytes(ids)))
 
@@ -310,69 +311,71 @@ RELEASE_PATH: Final = Api.COMPLETIONS.value
 
 
 def release_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
-    """Ask a decode engine for more tokens than any has room for: it refuses, and tells the prefill
-    engine to free.
+    """Return a request for more tokens than any decode engine has room for: it refuses, and tells
+    the prefill engine to free.
 
-    A prefill engine keeps its blocks for a whole lease when nobody comes for them, and listens to
-    other engines only.
+    A prefill engine keeps blocks that no engine reads for a whole lease, and listens to other
+    engines only.
     """
     return _about_blocks(fields, _TOO_MANY, kv_params)
 
 
 def abandon_body(fields: Fields, transfer: TransferId) -> bytes:
-    """Tell a prefill engine that nobody will come for the blocks of a transfer whose answer was not
-    waited for.
+    """Return a request that tells a prefill engine to free the blocks of a transfer whose answer
+    was not waited for.
 
     It may have finished at that moment, and vLLM does not tell a connector of the abort of a
-    finished request. The request is one token that any engine can compute; a connector that does
-    not know the parameter ignores it.
+    finished request. The request is for one token, which any engine can compute; a connector that
+    does not know the parameter ignores it.
     """
     return _about_blocks(fields, _ONE, msgspec.Raw(_ABANDONING % text(transfer)))
 
 
 def _about_blocks(fields: Fields, tokens: msgspec.Raw, kv_params: msgspec.Raw) -> bytes:
-    asked: Fields = {
+    own_fields: Fields = {
         "prompt": _ANY_PROMPT,
         "max_tokens": tokens,
         "stream": FALSE,
         "kv_transfer_params": kv_params,
     }
-    return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
+    return encode({name: fields[name] for name in ("model",) if name in fields} | own_fields)
 
 
 def kv_params(
-    prefill: InstanceId, answer: bytes, read: TokensAnswer | PromptIdsAnswer | None = None
+    prefill: InstanceId, answer: bytes, parsed: TokensAnswer | PromptIdsAnswer | None = None
 ) -> tuple[msgspec.Raw, TransferNaming | None, int | None]:
-    """Take the KV parameters out of a prefill engine's answer; ``read``: the same, if it was read.
+    """Return the KV parameters of a prefill engine's answer, checked and undecoded; their typed
+    form, if they are as usual; and the prompt's tokens, if known.
 
-    Return them, unread but checked; what they name, if that was read; and the tokens of the prompt,
-    if it says them.
+    ``parsed``: the answer, if it was parsed before.
 
     Raises:
-        EngineError: they are missing, or such that a decode engine would not survive them.
+        EngineError: they are missing, or a decode engine would crash on them.
     """
     try:
-        plain = maybe(answer, PlainPrefillAnswer) if read is None else None
-        if isinstance(read, TokensAnswer):
-            found = read.kv_transfer_params
+        plain_answer = maybe(answer, PlainPrefillAnswer) if parsed is None else None
+        if isinstance(parsed, TokensAnswer):
+            raw_params = parsed.kv_transfer_params
             count = (
-                None if read.usage is None else maybe(read.usage.get("prompt_tokens", NULL), int)
+                None
+                if parsed.usage is None
+                else maybe(parsed.usage.get("prompt_tokens", NULL), int)
             )
-        elif (said := read or plain) is not None:
-            found = said.kv_transfer_params
-            count = None if said.usage is None else prompt_of(said.usage)
+        elif (typed_answer := parsed or plain_answer) is not None:
+            raw_params = typed_answer.kv_transfer_params
+            count = None if typed_answer.usage is None else prompt_of(typed_answer.usage)
         else:
-            odd = decode(answer, PrefillAnswer)
-            found = odd.kv_transfer_params
-            count = counted(odd.usage)
-        if (good := _good(found)) is not None:
-            return found, good, count
-        if found == NULL:
+            other_answer = decode(answer, PrefillAnswer)
+            raw_params = other_answer.kv_transfer_params
+            count = counted(other_answer.usage)
+        if (known_params := _as_usual(raw_params)) is not None:
+            return raw_params, known_params, count
+        if raw_params == NULL:
             raise NoKvParams(
                 f"{prefill} answered without kv_transfer_params: it keeps no KV cache for this "
                 f"request"
             )
-        params = decode(found, Fields)
+        params = decode(raw_params, Fields)
         missing = _missing(params)
     except NotJson as exc:
         raise EngineError(f"{prefill} answered without usable kv_transfer_params") from exc
@@ -382,27 +385,30 @@ def kv_params(
         )
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
-    return found, None, count
+    return raw_params, None, count
 
 
 def _missing(params: Fields) -> Sequence[str]:
     return [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
 
 
-def _good(params: msgspec.Raw) -> KvParams | None:
-    """Recognise parameters as all engines send them; others may be good as well, and need a closer
-    look.
+def _as_usual(params: msgspec.Raw) -> KvParams | None:
+    """Return parameters in the form that all engines send; None: others may be valid as well, and
+    need a closer check.
     """
-    found = maybe(params, KvParams)
+    params_read = maybe(params, KvParams)
     return (
         None
-        if found is None or not found.do_remote_prefill or _is_empty(found.remote_block_ids)
-        else found
+        if params_read is None
+        or not params_read.do_remote_prefill
+        or _is_empty(params_read.remote_block_ids)
+        else params_read
     )
 
 
 def _is_empty(value: msgspec.Raw) -> bool:
-    """Tell null and the like: an empty list of blocks kills an engine as none does.
+    """Return whether a value is null or empty: an empty list of blocks crashes an engine as null
+    does.
 
     A port may be 0.
     """
@@ -410,12 +416,12 @@ def _is_empty(value: msgspec.Raw) -> bool:
     if len(text) > 1 and text[0] == _BRACKET and text[1] > _SPACE and text[1] != _CLOSING:
         return False
     if text.startswith(b"[") and text.isascii():
-        return text[1:].lstrip(b" \t\n\r").startswith(b"]")  # a long list need not be read
+        return text[1:].lstrip(b" \t\n\r").startswith(b"]")  # without decoding a long list
     return decode(text, object) in (None, "", [])
 
 
 def _public(fields: Fields, *, inside: str) -> Fields:
-    """Drop the private parameters that say nothing; raises BadRequest: one says something."""
+    """Drop private parameters that are null; raises BadRequest: one has a value."""
     for name in _PRIVATE:
         if name in fields and fields.pop(name) != NULL:
             message = f"{inside}{name} is set by the router and must not be part of a request"
@@ -424,8 +430,8 @@ def _public(fields: Fields, *, inside: str) -> Fields:
 
 
 def _public_sampling(raw: msgspec.Raw) -> msgspec.Raw:
-    """Sampling parameters of vLLM's own have such a place, too: ``extra_args`` in
-    vllm/sampling_params.py.
+    """Clean ``extra_args`` of vLLM's sampling parameters (vllm/sampling_params.py), which has the
+    KV parameters, too.
     """
     sampling = maybe(raw, Fields)
     if sampling is None or (extra := sampling.get(_EXTRA)) is None:

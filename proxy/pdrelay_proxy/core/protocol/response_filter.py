@@ -1,8 +1,8 @@
-"""What of an engine's answer may reach a client: some content types, and no ``kv_transfer_params``.
+"""Filters engines' answers for clients: some content types pass, and no ``kv_transfer_params``.
 
-Those name the memory of a prefill engine. vLLM has a field for them in its answers, null for a
-decode engine of 0.32; from 0.33 on they are in the last event of a stream, too. A line that does
-not hold their name costs one search.
+Those name the memory of a prefill engine. vLLM's answers have a field for them, null from a decode
+engine of 0.32; from 0.33 on they are in the last event of a stream, too. A line without their name
+costs one search.
 """
 
 import re
@@ -30,12 +30,12 @@ _PARAMS: Final = b"kv_transfer_params"
 _NONE: Final = b'"kv_transfer_params":null'
 _NONE_LAST: Final = _NONE + b"}"
 _ESCAPE: Final = b"\\u00"
-_BACKSLASH: Final = 92  # looking for one byte by its number costs a tenth of looking for several
+_BACKSLASH: Final = 92  # a search for one byte by its number costs a tenth of one for several
 _LETTER_V: Final = 118  # the rarest letter of that name
 # of that name: no engine escapes these
 _LETTER: Final = re.compile(rb"\\u00(?:5[Ff]|6[0-9A-Fa-f]|7[0-6])")
 _DATA: Final = b"data:"
-# objects and arrays around the name that are taken apart one by one: deeper ones are scanned
+# levels of objects and arrays that are decoded one by one: deeper ones are scanned
 _DEEP: Final = 32
 
 
@@ -45,12 +45,12 @@ def media_type(content_type: bytes) -> bytes:
 
 
 def is_stream(content_type: bytes) -> bool:
-    """Tell server-sent events."""
+    """Return whether a content type is that of server-sent events."""
     return content_type in _STREAMS or media_type(content_type) == _EVENTS
 
 
 def check_type(engine: str, content_type: bytes) -> None:
-    """Accept the content type of an answer that goes to a client.
+    """Accept the content type of an answer for a client.
 
     Raises:
         EngineError: it is not one of those that are passed on.
@@ -60,9 +60,9 @@ def check_type(engine: str, content_type: bytes) -> None:
         and content_type not in _STREAMS
         and _PASSED.fullmatch(content_type) is None
     ):
-        said = content_type.decode("latin-1") or "none"
+        shown = content_type.decode("latin-1") or "none"
         raise EngineError(
-            f"{engine} answered with the content type {said[:100]!r}, which is not passed on"
+            f"{engine} answered with the content type {shown[:100]!r}, which is not passed on"
         )
 
 
@@ -94,13 +94,13 @@ def clean_lines(engine: str, lines: bytes) -> bytes:
 
 
 def may_name_params(text: bytes) -> bool:
-    """Tell whether a text may hold parameters that are not null.
+    """Return whether a text may have parameters that are not null.
 
     Their name may be written in escapes.
     """
-    if _LETTER_V in text:  # most tokens have none
+    if _LETTER_V in text:  # most tokens do not have it
         at = text.find(_PARAMS)
-        # Null at the very end, as engines write it: there is no other one.
+        # Null at the very end, as engines write it, is the only occurrence.
         if at >= 0 and text[at - 1 :] != _NONE_LAST and text.count(_PARAMS) != text.count(_NONE):
             return True
     return _BACKSLASH in text and text.find(_ESCAPE) >= 0 and _LETTER.search(text) is not None
@@ -121,11 +121,11 @@ def _clean_line(engine: str, line: bytes) -> bytes:
 
 
 def _without(text: bytes, depth: int) -> bytes:
-    """Write a JSON value without the parameters, as deep as they are; all other values stay as they
-    were written.
+    """Return a JSON value without the parameters, however deep they are; all other values stay as
+    they were written.
 
-    A body of 64 MiB that names them once must not hold up all requests: what does not name them is
-    not looked into.
+    A body of 64 MiB that has them once must not hold up all requests: values without them are not
+    decoded.
     """
     if not may_name_params(text):
         return text

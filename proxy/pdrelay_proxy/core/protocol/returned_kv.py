@@ -1,4 +1,4 @@
-"""What a prefill leg says of the decode engine that has KV of the conversation already.
+"""The part of a prefill leg that names the decode engine which has KV of the conversation already.
 
 Our connector alone reads it (``return_kv``,
 ``connector/pdrelay_connector/shell/returned_prefixes.py``). Other engines ignore fields of
@@ -17,12 +17,14 @@ _ADDED: Final = b',"pdrelay_cached_on":%b,"pdrelay_cached_share":%.3f}'
 
 @dataclass(frozen=True, slots=True)
 class CachedOn:
-    """A decode engine, and how much of the prompt its cache has, as far as the router knows."""
+    """A decode engine, and how much of the prompt its cache seems to have."""
 
-    engine_id: str  # by which other engines know it
+    engine_id: str  # the id by which other engines know it
     share: float  # 0 to 1, of the prompt's bytes
 
 
-def naming(params: msgspec.Raw, found: CachedOn) -> msgspec.Raw:
-    """Return the params of a prefill leg, an object with members, with the engine in them."""
-    return msgspec.Raw(bytes(params)[:-1] + _ADDED % (encode_text(found.engine_id), found.share))
+def naming(params: msgspec.Raw, cached_on: CachedOn) -> msgspec.Raw:
+    """Return the params of a prefill leg, an object with members, with the engine added."""
+    return msgspec.Raw(
+        bytes(params)[:-1] + _ADDED % (encode_text(cached_on.engine_id), cached_on.share)
+    )

@@ -1,7 +1,7 @@
-"""Server-sent events, as far as a relay must understand them.
+"""Server-sent events, as far as a relay must understand them (WHATWG HTML, 9.2).
 
-Bytes are looked for with ``find``: ``in`` tries first whether what it gets is a number, and raises
-and drops an error.
+Bytes are searched with ``find``: ``in`` first tries its operand as a number, and raises and drops
+an error.
 """
 
 import re
@@ -27,16 +27,16 @@ _RETURN: Final = 13  # a carriage return, which may end a line too
 _NEWLINE: Final = 10
 _D: Final = 100  # begins ``data``, and no ``event``
 _E: Final = 101  # begins ``error``
-# the rarest letter of ``event``; looking for one byte by its number costs a tenth of several
+# the rarest letter of ``event``; a search for one byte by its number costs a tenth of several
 _V: Final = 118
 _NAME_AT: Final = _ERROR.index(b"e")
 _NARROW_NAME_AT: Final = _ERRORS[1].index(b"e")  # without the space behind the colon
 _BREAK: Final = re.compile(rb"[\r\n]")
 # bytes of a line; the last event of /v1/responses has a whole answer in it
 LINE_MOST: Final = 16 * 1024 * 1024
-_END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
-# What /v1/responses says before the engine has done anything: it tells nothing about whether it
-# will.
+_END_MOST: Final = 32  # bytes that are kept of passed lines, to recognize a stream's end
+# The events of /v1/responses before the engine has started: they do not show that it will serve
+# the request.
 _PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
 # Other APIs than the first two name their events, and end with one of these in place of a [DONE].
 _LAST: Final = frozenset(
@@ -45,9 +45,7 @@ _LAST: Final = frozenset(
 
 
 def error_status(data: bytes) -> int | None:
-    """Return the HTTP status an error event asks for (500 if it names none); None for any other
-    event.
-    """
+    """Return the HTTP status that an error event names (500 without one); None for any other event."""
     # a name may be in escapes
     if data.find(b'"error"') < 0 and (_BACKSLASH not in data or data.find(b"\\u") < 0):
         return None
@@ -62,7 +60,7 @@ def error_status(data: bytes) -> int | None:
 
 
 def first_data(piece: bytes) -> bytes | None:
-    """Return the data of the first event, if a stream begins with all of its line; None: see
+    """Return the data of the first event, if a stream begins with its whole line; None: see
     ``Beginning``.
     """
     end = piece.find(b"\n") if piece[: len(_DATA)] == _DATA else -1
@@ -72,28 +70,27 @@ def first_data(piece: bytes) -> bytes | None:
 
 
 class Beginning:
-    """A stream up to its first event, however small the pieces are in which it comes.
+    """A stream up to its first event, however small its pieces are.
 
-    Comments (keep-alives) are no events, and an announcement says nothing yet about the request.
+    Comments (keep-alives) are no events, and the announcements of /v1/responses show nothing about
+    the request yet.
     """
 
     __slots__ = ("_at", "_name", "_searched", "received")
 
     def __init__(self) -> None:
         self.received = bytearray()
-        self._at = 0  # where the line begins that is not complete
-        self._searched = 0  # up to where that has no end
-        self._name = b""  # of the event that has begun
+        self._at = 0  # where the incomplete line begins
+        self._searched = 0  # how far the incomplete line was searched for its end
+        self._name = b""  # of the present event
 
     @property
     def line_size(self) -> int:
-        """How many bytes there are of the line that is not complete."""
+        """The bytes of the incomplete line."""
         return len(self.received) - self._at
 
     def feed(self, piece: bytes) -> bytes | None:
-        """Take what has come; return the data of the first event, or None while its line is not
-        complete.
-        """
+        """Read a piece; return the data of the first event, or None while its line is incomplete."""
         text = self.received
         text += piece
         if self._at == 0 and text.startswith(_BOM):
@@ -113,38 +110,38 @@ class Beginning:
 
 
 def _end_of_line(text: bytearray, at: int) -> int:
-    """Return where the line break is that comes next, or -1."""
-    found = _BREAK.search(text, at)
-    return -1 if found is None else found.start()
+    """Return the place of the next line break, or -1."""
+    match = _BREAK.search(text, at)
+    return -1 if match is None else match.start()
 
 
 class WholeLines:
-    """Lets a stream pass in whole lines and notices whether it came to its proper end.
+    """Passes a stream in whole lines, and notices whether it came to its proper end.
 
-    vLLM writes whole events, so nearly always everything passes at once. But when an engine dies in
-    the middle of a line, that line has not been sent on, and an error event can follow in good
-    order. What passes has no ``kv_transfer_params``. Lines that end with carriage returns alone
-    pass with line feeds.
+    vLLM writes whole events, so nearly always everything passes at once. But if an engine dies in
+    the middle of a line, that line has not been sent on, and an error event can follow it properly.
+    Passed lines have no ``kv_transfer_params``. Lines that end with carriage returns alone pass
+    with line feeds.
     """
 
     __slots__ = ("_engine", "_last", "_name", "_rest", "_returned", "_size", "erred")
 
     def __init__(self, engine: str) -> None:
-        self.erred = False  # the engine has said itself that it failed
-        self._engine = engine  # its id, for what errors say
-        self._rest: list[bytes] = []  # pieces of a line that is not complete
-        # the last line has ended with a carriage return, which a line feed may belong to
+        self.erred = False  # the engine reported a failure
+        self._engine = engine  # its id, for errors
+        self._rest: list[bytes] = []  # pieces of an incomplete line
+        # the last line ended with a carriage return, whose line feed may follow
         self._returned = False
-        self._size = 0  # bytes of them
-        # what has passed, from a place on that is early enough to recognise the end of a stream
+        self._size = 0  # bytes of those pieces
+        # the end of the passed lines, long enough to recognize the end of a stream
         self._last = b"\n"
         self._name = b""  # of the last event that has one
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take what has arrived; return what may pass.
+        """Read a chunk; return the lines that may pass.
 
         Raises:
-            AnswerRefused: a line is too long, or has parameters where they cannot be taken out.
+            AnswerRefused: a line is too long, or has parameters that cannot be removed.
         """
         if chunk and chunk[-1] == _NEWLINE and not self._rest:  # nearly always
             passing = chunk
@@ -158,7 +155,7 @@ class WholeLines:
         return passing
 
     def _whole_lines(self, chunk: bytes) -> bytes:
-        """Return the lines that are complete, and keep what is behind them."""
+        """Return the complete lines, and keep the rest."""
         if self._returned:
             self._returned = False
             chunk = chunk.removeprefix(b"\n")
@@ -173,12 +170,12 @@ class WholeLines:
         passing = b"".join([*self._rest, chunk[:end]])
         self._rest = []
         self._size = 0
-        if rest or self._returned:  # a line feed that comes next is looked at here
+        if rest or self._returned:  # the next chunk may begin with its line feed
             self._hold(rest)
         return passing
 
     def _hold(self, piece: bytes) -> None:
-        """Keep a piece of a line until all of it is here."""
+        """Keep a piece of an incomplete line."""
         self._size += len(piece)
         if self._size > LINE_MOST:
             self._rest = []
@@ -189,7 +186,7 @@ class WholeLines:
         self._rest.append(piece)
 
     def finish(self) -> tuple[bytes, bool]:
-        """The stream has ended: return what is left of it, and whether it was complete."""
+        """End the stream: return the rest of it, and whether it was complete."""
         if not self._rest and self._last[-len(_USUAL_END) :] == _USUAL_END:
             return b"", True
         rest = b"".join(self._rest)
@@ -229,14 +226,12 @@ def _has_error(lines: bytes) -> bool:
 
 
 def _with_line_feeds(lines: bytes) -> bytes:
-    """Return the same lines, each ended by a line feed alone."""
+    """Return the lines, each ended by a line feed alone."""
     return lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if _RETURN in lines else lines
 
 
 def _before_comments(lines: bytes) -> bytes:
-    """Return lines without the comments at their end: such a line says nothing about how the stream
-    has ended.
-    """
+    """Return lines without comments at their end, which show nothing about how the stream ended."""
     if not lines.startswith(_COMMENT) and lines.find(b"\n:") < 0 and lines.find(b"\r:") < 0:
         return lines
     kept = lines.splitlines(keepends=True)

@@ -11,7 +11,7 @@ def taken(bucket, rate, at):
     """Take a token if there is one."""
     if bucket.wait(rate, now=at):
         return False
-    bucket.take(rate, now=at)
+    bucket.charge(rate, now=at)
     return True
 
 

@@ -175,7 +175,7 @@ def test_the_client_gets_what_the_table_says(error, failure):
 def test_every_status_has_a_meaning(shape):
     """In each shape, with the router's key and with the client's own."""
     for status, is_told in itertools.product(range(100, 1000), (True, False)):
-        failure = failure_of_answer(status, shape, is_told=is_told)
+        failure = failure_of_answer(status, shape, is_shown=is_told)
 
         assert (failure is None) == (status == 200)
         if failure is None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pdrelay_proxy.core.protocol.prompt_ids import found_ids, read_with_ids
+from pdrelay_proxy.core.protocol.prompt_ids import ids_in, read_with_ids
 from pdrelay_proxy.core.raw_json import NULL
 from pdrelay_proxy.core.schemas import PromptIdsAnswer
 
@@ -23,7 +23,7 @@ def test_ids_are_read_without_a_look_at_each(answer):
     """They, and what is beside them."""
     read = read_with_ids(answer, PromptIdsAnswer)
 
-    assert bytes(found_ids(read)) == b"[1,2,3]"
+    assert bytes(ids_in(read)) == b"[1,2,3]"
     assert bytes(read.kv_transfer_params) == b'{"a":1}'
 
 
@@ -45,7 +45,7 @@ def test_what_stands_elsewhere_under_their_name_is_not_the_ids(answer):
     read = read_with_ids(json.dumps(answer, separators=(",", ":")).encode(), PromptIdsAnswer)
 
     assert read is not None
-    assert found_ids(read) is NULL
+    assert ids_in(read) is NULL
     assert json.loads(bytes(read.kv_transfer_params)) == answer.get("kv_transfer_params")
 
 
@@ -54,4 +54,4 @@ def test_odd_answers_are_read_whole_or_not_at_all(answer):
     """Lists of lists would be several prompts."""
     read = read_with_ids(answer, PromptIdsAnswer)
 
-    assert read is None or found_ids(read) is NULL
+    assert read is None or ids_in(read) is NULL

@@ -186,7 +186,7 @@ class PromptArray(ClaimedAnswer):
             return False
         if not self._parts:
             return True
-        place = self._life.services.gate.take_place(self._ticket)
+        place = self._life.services.gate.grant_extra_place(self._ticket)
         if place is None:
             return False
         self._places.append(place)

@@ -87,7 +87,7 @@ class RequestContextMiddleware:
             return
         headers: Headers = tuple(scope.get("headers", ()))
         record = RequestRecord(
-            self._new_id(), path, client_id=self._ids.of(dict(reversed(headers)))
+            self._new_id(), path, client_id=self._ids.client_id_in(dict(reversed(headers)))
         )
         record.began_at = self._clock()
         scope[_KEY] = record

@@ -1,3 +1,1 @@
-"""The parts of the composition root: what reaches engines, what serves requests, what runs beside
-them, the routes.
-"""
+"""The composition root in parts: engines, requests, background work, discovery, routes."""

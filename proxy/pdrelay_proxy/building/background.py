@@ -1,4 +1,4 @@
-"""Builds what runs beside the requests: what finds engines, and what looks at them."""
+"""Builds the work beside requests: discovery, and the checks of engines."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from pdrelay_proxy.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
-    """What runs beside the requests, and what it shows."""
+    """The work beside requests, and its status."""
 
     discovery: Discovery
     status: Status
-    # anew for each start; the first begins first
+    # new contexts for each start, entered in this order
     running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]
 
 
@@ -40,8 +40,8 @@ def build_background(
 ) -> BackgroundWork:
     """Build it. Raises ConfigError.
 
-    ``shown``: what features have to show on the status page. ``other_probes``: those of other
-    routers. ``metrics_listeners``: learn from the metrics of engines.
+    ``shown``: features' parts of the status page. ``other_probes``: the probes of other routers.
+    ``metrics_listeners``: learn from the metrics of engines.
     """
     registry = engines.registry
     telemetry = serving.telemetry

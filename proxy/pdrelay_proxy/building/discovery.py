@@ -1,6 +1,4 @@
-"""Builds what finds engines: the pods of a cluster, and the store of those that were added by
-hand.
-"""
+"""Builds discovery: the pods of a cluster, and the store of engines that operators add."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -25,9 +23,9 @@ def build_discovery(
     clock: Callable[[], float],
     feeds: Sequence[EngineFeed] = (),
 ) -> Discovery:
-    """Build what the settings ask for; ``feeds``: what else names engines.
+    """Build the sources of the settings; ``feeds``: other sources of engines.
 
-    Raises ConfigError: what the store or a feed needs is missing.
+    Raises ConfigError: a dependency of the store or of a feed is missing.
     """
     pods = [EngineSource.PODS] if feeds else []
     reconciler = Reconciler(registry, [EngineSource.STORE, *pods], clock)
@@ -39,10 +37,10 @@ def build_discovery(
 
 
 def build_shared_text(settings: Settings, name: str, *, lasts_s: float) -> SharedText:
-    """Return a text beside the engines of the store; raises ConfigError: what the store needs is
+    """Return a text beside the store's engines; raises ConfigError: a dependency of the store is
     missing.
 
-    ``lasts_s``: how long the lease that it is lasts, in seconds.
+    ``lasts_s``: the duration of the lease in the text.
     """
     kind, _, where = settings.store.partition(":")
     match kind:
@@ -66,23 +64,23 @@ def build_shared_text(settings: Settings, name: str, *, lasts_s: float) -> Share
             )
 
 
-def _config_map(where: str) -> tuple[str | None, str]:
+def _config_map(location: str) -> tuple[str | None, str]:
     """Return the namespace of a store's ConfigMap (None: the router's own) and its name."""
-    namespace, _, name = where.rpartition("/")
+    namespace, _, name = location.rpartition("/")
     return namespace or None, name
 
 
-def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) -> Store:
+def _store(settings: Settings, observer: StoreObserver, clock: Callable[[], float]) -> Store:
     kind, _, where = settings.store.partition(":")
     match kind:
         case "memory":
-            return MemoryStore(told)
+            return MemoryStore(observer)
         case "file":
-            return FileStore(where, told)
+            return FileStore(where, observer)
         case "kubernetes":
             namespace, config_map = _config_map(where)
             return ConfigMapStore(
-                Kubernetes(Cluster.around(namespace)), config_map, told, clock=clock
+                Kubernetes(Cluster.around(namespace)), config_map, observer, clock=clock
             )
         case _:
             try:
@@ -92,5 +90,5 @@ def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) 
                     "the store is Redis, but redis is not installed: pip install 'pdrelay[redis]'"
                 ) from exc
             return RedisStore(
-                settings.store, told, password=os.environ.get("PDRELAY_REDIS_PASSWORD")
+                settings.store, observer, password=os.environ.get("PDRELAY_REDIS_PASSWORD")
             )

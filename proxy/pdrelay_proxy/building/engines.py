@@ -1,4 +1,4 @@
-"""Builds what knows the engines, what reaches them, and what chooses among them."""
+"""Builds the registry of engines, the connections to them, and the choice among them."""
 
 import random
 import time
@@ -30,16 +30,15 @@ from pdrelay_proxy.io.wire.engine_tls import EngineTls
 from pdrelay_proxy.io.wire.pool import Dial
 from pdrelay_proxy.settings import Settings
 
-_TURNS: Final = 1 << 16
+_FIRST_ENGINES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """How a router reaches its engines, and by which clock it judges.
+    """How a router reaches its engines, and its clock.
 
-    Tests have it reach them without a network: its probes by a transport, its legs by ``dial``.
-    ``clock`` tells seconds of which only differences count; timers are the event loop's all the
-    same.
+    Tests reach them without a network: probes by a transport, legs by ``dial``. ``clock`` returns
+    seconds, of which only differences count; timers are the event loop's in any case.
     """
 
     transport: httpx.AsyncBaseTransport | None = None  # None: over sockets
@@ -49,7 +48,7 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """What knows the engines and reaches them."""
+    """The registry of engines, and the connections to them."""
 
     registry: Registry
     learned: PushCoordinates
@@ -59,7 +58,7 @@ class EngineSide:
     wire: WireEngines
     checks: HttpChecks
     warnings: FleetWarnings  # of the fleet as a whole
-    has_other_routers: bool  # they send requests to the same engines, and tell of them
+    has_other_routers: bool  # they send requests to the same engines, and report them
 
 
 def build_engines(
@@ -69,12 +68,12 @@ def build_engines(
     *,
     has_other_routers: bool = False,
 ) -> EngineSide:
-    """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
+    """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` does."""
     registry = _registry(settings, pairs_within, fabric.clock)
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
     outbound = Outbound(engine_keys(settings))
     tls = EngineTls(engine_tls(settings), settings.engine_server_name)
-    # With the transport of a test it connects nowhere.
+    # With a test's transport nothing is connected.
     resolve = EngineNames(resolved).resolve if fabric.transport is None else None
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     checks = HttpChecks(
@@ -104,16 +103,18 @@ def build_fleet(
     clock: Callable[[], float],
     added: Sequence[RoutingParts],
 ) -> LiveFleet:
-    """Build what requests choose their engines from; ``added``: by features. Raises ConfigError."""
+    """Build the fleet from which requests choose their engines; ``added``: by features. Raises
+    ConfigError.
+    """
     # Routers that know of each other do not all begin with the same engine.
-    turn = random.randrange(_TURNS) if engines.has_other_routers else 0
+    first_engine = random.randrange(_FIRST_ENGINES) if engines.has_other_routers else 0
     return fleet_of(
         settings,
         engines.registry,
         engines.learned,
         clock,
         random.randrange,
-        turn=turn,
+        turn=first_engine,
         added=added,
         later=log_calls(),
     )
@@ -122,7 +123,7 @@ def build_fleet(
 def _registry(
     settings: Settings, pairs_within: PairsWithin, clock: Callable[[], float]
 ) -> Registry:
-    """Return one with the engines of the settings."""
+    """Return a registry with the engines of the settings."""
     registry = Registry(settings, pairs_within)
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for address in addresses:

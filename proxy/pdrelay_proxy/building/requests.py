@@ -1,4 +1,4 @@
-"""Builds what serves requests."""
+"""Builds the request path."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.services import LiveSettings, Services, Spans
 from pdrelay_proxy.settings import PolicyName, Settings
 
-PATHS: Final = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
+PATHS: Final = frozenset({*ENDPOINTS, "/v1/models"})  # paths with metrics and spans of their own
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSide:
-    """What serves requests, and what is known of them."""
+    """The request path, and its state."""
 
     requests: RequestSet
     fleet: LiveFleet
@@ -66,7 +66,7 @@ def build_requests(
 ) -> RequestSide:
     """Build it. Raises ConfigError.
 
-    ``ended``: hear of requests that are over; ``claims``: requests that a feature answers.
+    ``ended``: observers of requests that are over; ``claims``: requests that a feature answers.
     """
     wire = engines.wire
     gate = Gate(settings, clock, has_other_routers=engines.has_other_routers)
@@ -127,7 +127,7 @@ def build_requests(
 
 
 def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
-    """Return the counters; some of them are counted where engines are chosen or reached."""
+    """Return the counters, including those of engines' choice and connections."""
     return Counters(
         PATHS,
         lone_prompts_bound=fleet.bounds,
@@ -137,7 +137,7 @@ def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
-    """Say what keeps the clients apart in the engines' prefix caches; raises ConfigError."""
+    """Return the salts that keep clients apart in the engines' prefix caches; raises ConfigError."""
     wanted = settings.cache_salt_per_key
     if wanted is False:
         return None
@@ -153,6 +153,6 @@ def _media_hosts(settings: Settings) -> frozenset[str]:
 
 
 def _sessions(settings: Settings) -> SessionIds | None:
-    """Return where sessions' ids are; None: no policy asks for them, so no request is searched."""
+    """Return the places of sessions' ids; None: no policy uses them, so no request is searched."""
     by_session = PolicyName.SESSION in (settings.prefill_policy, settings.decode_policy)
     return SessionIds(settings.session_names) if by_session else None

@@ -1,4 +1,4 @@
-"""Builds the routes of both applications: what clients, probes and operators ask for."""
+"""Builds the routes of both applications: for clients, probes and operators."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from pdrelay_proxy.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class FeatureRoutes:
-    """What features add to the routes."""
+    """Features' additions to the routes."""
 
     routes: Sequence[Callable[[OperatorAccess], APIRouter]]
     families: Sequence[Callable[[], Iterator[Family | None]]]  # of metrics
@@ -48,7 +48,7 @@ def build_routes(
     join_key: AdminKey,
     clock: Callable[[], float],
 ) -> Routes:
-    """Build them. Raises ConfigError: a library that is asked for is missing."""
+    """Build them. Raises ConfigError: a required library is missing."""
     requests = serving.requests
     keyring = serving.keyring
     keys = CLIENT_KEYS if keyring.keys is not None else ()
@@ -95,7 +95,7 @@ def _key_routes(
     onlookers: Onlookers,
     clock: Callable[[], float],
 ) -> Sequence[APIRouter]:
-    """Return what wants the operator's key."""
+    """Return the routes that need the operator's key."""
     requests = serving.requests
     fleet = serving.fleet
     own = OwnEngines(engines.guard.leads_to)
@@ -142,8 +142,8 @@ def _key_routes(
 
 
 def _has_open_admin_port(settings: Settings) -> bool:
-    """Tell whether clients are known by certificates alone, for which the admin port does not
-    ask.
+    """Return whether clients are known by certificates alone, which the admin port does not ask
+    for.
     """
     return (
         settings.admin_port is not None

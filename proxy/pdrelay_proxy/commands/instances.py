@@ -46,21 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "undrain": "send drained engines requests again",
     }
     for verb, text in changes.items():
-        one = verbs.add_parser(verb, help=text)
-        one.add_argument(
+        verb_parser = verbs.add_parser(verb, help=text)
+        verb_parser.add_argument(
             "id",
             nargs="+",
             metavar="ID",
             help="id of an engine, such as decode-0 (see list), or its HOST:PORT",
         )
-        one.set_defaults(verb=_change, name=verb)
+        verb_parser.set_defaults(verb=_change, name=verb)
         if verb == "drain":
-            one.add_argument(
+            verb_parser.add_argument(
                 "--move",
                 action="store_true",
                 help="move their streams to other engines (docs/moving-streams.md)",
             )
-            one.add_argument(
+            verb_parser.add_argument(
                 "--wait",
                 type=seconds_or_none,
                 default=0.0,
@@ -101,25 +101,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--session", metavar="ID", help="X-Session-ID of the request (default: none)"
     )
     explain.set_defaults(verb=_explain)
-    for one in verbs.choices.values():
-        for flag in add_access_arguments(one):
-            # what is not given behind the verb stays as it was given before it
+    for verb_parser in verbs.choices.values():
+        for flag in add_access_arguments(verb_parser):
+            # a flag without a value behind the verb keeps its value before the verb
             flag.default = argparse.SUPPRESS
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    """Run the verb; return the exit code: 0 done, 1 failed, 2 the request was invalid."""
     verb: Callable[[RouterClient, argparse.Namespace], str] = args.verb
     return run_command("instances", args, lambda router: verb(router, args))
 
 
 def _list(router: RouterClient, args: argparse.Namespace) -> str:
-    return _shown(router.ask("/instances"), args)
+    return _shown(router.request("/instances"), args)
 
 
 def _add(router: RouterClient, args: argparse.Namespace) -> str:
-    answer = router.ask("/instances/add", {"type": args.type, "instance": args.address})
+    answer = router.request("/instances/add", {"type": args.type, "instance": args.address})
     warning = answer.get("warning")
     return f"{in_lines(answer['message'])}\n" + (
         f"warning: {in_lines(warning)}\n" if warning else ""
@@ -127,9 +127,10 @@ def _add(router: RouterClient, args: argparse.Namespace) -> str:
 
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:
-    how = {"move": True} if getattr(args, "move", False) else {}
+    options = {"move": True} if getattr(args, "move", False) else {}
     answers = [
-        router.ask(f"/instances/{args.name}", {**_named(router, name), **how}) for name in args.id
+        router.request(f"/instances/{args.name}", {**_named(router, name), **options})
+        for name in args.id
     ]
     rows = [row for answer in answers for row in answer["instances"]]
     if getattr(args, "wait", 0):
@@ -138,8 +139,10 @@ def _change(router: RouterClient, args: argparse.Namespace) -> str:
 
 
 def _turn(router: RouterClient, args: argparse.Namespace) -> str:
-    how = {"to": args.to, "force": args.force}
-    answers = [router.ask("/instances/turn", {**_named(router, name), **how}) for name in args.id]
+    options = {"to": args.to, "force": args.force}
+    answers = [
+        router.request("/instances/turn", {**_named(router, name), **options}) for name in args.id
+    ]
     rows = [row for answer in answers for row in answer["instances"]]
     if args.wait:
         rows = _wait(
@@ -152,13 +155,15 @@ def _turn(router: RouterClient, args: argparse.Namespace) -> str:
 
 
 def _named(router: RouterClient, name: str) -> Mapping[str, object]:
-    """Name an engine to the router; an address with its role, as that is the same at every router
-    of a service.
+    """Return the fields that name an engine; an address comes with its role, which is the same at
+    every router of a service.
     """
     if ":" not in name:
         return {"id": name}
     roles = {
-        row["declared"] for row in router.ask("/instances")["instances"] if row["address"] == name
+        row["declared"]
+        for row in router.request("/instances")["instances"]
+        if row["address"] == name
     }
     if not roles:
         raise CommandFailed(f"there is no instance at {name}")
@@ -172,22 +177,22 @@ def _named(router: RouterClient, name: str) -> Mapping[str, object]:
 def _wait(
     router: RouterClient, names: Sequence[str], seconds: float, is_done: Callable[[Json], bool]
 ) -> list[Json]:
-    """Wait until it is done with all of them; one that is removed meanwhile is done with, too."""
+    """Wait until all of them are done; an engine that is removed meanwhile counts as done."""
     deadline = time.monotonic() + seconds
     while True:
         rows = [
             row
-            for row in router.ask("/instances")["instances"]
+            for row in router.request("/instances")["instances"]
             if row["id"] in names or row["address"] in names
         ]
         left = [row for row in rows if not is_done(row)]
         if not left:
             return rows
         if time.monotonic() >= deadline:
-            said = ", ".join(
+            text = ", ".join(
                 f"{row['id']} is {row['state']} with {row['in_flight']} in flight" for row in left
             )
-            raise CommandFailed(f"after {seconds:g} s {said}")
+            raise CommandFailed(f"after {seconds:g} s {text}")
         time.sleep(_POLL_S)
 
 
@@ -200,49 +205,51 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
     except ValueError as exc:
         raise CommandFailed(f"{args.file} is not JSON: {exc}") from exc
     headers = {} if args.session is None else {"x-session-id": args.session}
-    found = router.ask("/instances/explain", {"path": args.path, "body": body, "headers": headers})
+    answer = router.request(
+        "/instances/explain", {"path": args.path, "body": body, "headers": headers}
+    )
     if args.json:
-        return json.dumps(found) + "\n"
-    bodies = [(leg, found.pop(f"{leg}_body", None)) for leg in ("prefill", "decode")]
-    found = in_lines(found)
+        return json.dumps(answer) + "\n"
+    bodies = [(leg, answer.pop(f"{leg}_body", None)) for leg in ("prefill", "decode")]
+    answer = in_lines(answer)
     lines = [
-        f"rule:     {found['rule']}",
-        f"prefill:  {found['prefill'] or '-'}",
-        f"decode:   {found['decode']}",
+        f"rule:     {answer['rule']}",
+        f"prefill:  {answer['prefill'] or '-'}",
+        f"decode:   {answer['decode']}",
     ]
-    if found.get("prefill_slice") or found.get("decode_slice"):
-        crossing = f" ({found['slice_crossing']})" if found.get("slice_crossing") else ""
+    if answer.get("prefill_slice") or answer.get("decode_slice"):
+        crossing = f" ({answer['slice_crossing']})" if answer.get("slice_crossing") else ""
         lines.append(
-            f"slices:   {found['prefill_slice'] or '-'} and "
-            f"{found['decode_slice'] or '-'}{crossing}"
+            f"slices:   {answer['prefill_slice'] or '-'} and "
+            f"{answer['decode_slice'] or '-'}{crossing}"
         )
     lines += [
         f"resting:  {pair['prefill']} with {pair['decode']}: {pair['reason']}"
-        for pair in found.get("resting_pairs", ())
+        for pair in answer.get("resting_pairs", ())
     ]
     lines.append(
-        f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than "
-        f"{found['min_split_new_bytes']} B"
+        f"prompt:   {answer['prompt_bytes']} B; alone if D lacks less than "
+        f"{answer['min_split_new_bytes']} B"
     )
     lines += [
         f"alone:    {name} computes {size} B now"
-        for name, size in found.get("lone_prompt_bytes", {}).items()
+        for name, size in answer.get("lone_prompt_bytes", {}).items()
     ]
-    if bound := found.get("lone_prompt_bound"):
+    if bound := answer.get("lone_prompt_bound"):
         lines.append(
             f"bound:    {bound}: streams of the decode engine that has most of it would wait for "
             f"too long"
         )
-    by = found.get("cached_known_by", {})
+    by = answer.get("cached_known_by", {})
     lines += [
         f"cached:   {size} B at {name}{f', known by {by[name]}' if name in by else ''}"
-        for name, size in found["cached_bytes"].items()
+        for name, size in answer["cached_bytes"].items()
     ]
     lines += [
         f"cached:   {count} token{'' if count == 1 else 's'} at {name}"
-        for name, count in found.get("cached_tokens", {}).items()
+        for name, count in answer.get("cached_tokens", {}).items()
     ]
-    if expected := found.get("expected_ms"):
+    if expected := answer.get("expected_ms"):
         lines.append(
             "expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items())
         )
@@ -254,11 +261,11 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(found: Json, args: argparse.Namespace) -> str:
+def _shown(answer: Json, args: argparse.Namespace) -> str:
     if args.json:
-        return json.dumps(found) + "\n"
+        return json.dumps(answer) + "\n"
     rows: list[tuple[str, ...]] = [_COLUMNS]
-    for row in in_lines(found["instances"]):
+    for row in in_lines(answer["instances"]):
         role = f"{row['role']}, to {row['turns_to']}" if row.get("turns_to") else row["role"]
         values = {
             **row,
@@ -272,12 +279,12 @@ def _shown(found: Json, args: argparse.Namespace) -> str:
                 for name in _COLUMNS
             )
         )
-    warnings = dict.fromkeys(row["warning"] for row in found["instances"] if row.get("warning"))
-    return table(rows) + "".join(f"warning: {each}\n" for each in warnings)
+    warnings = dict.fromkeys(row["warning"] for row in answer["instances"] if row.get("warning"))
+    return table(rows) + "".join(f"warning: {warning}\n" for warning in warnings)
 
 
 def _duration(seconds: float) -> str:
-    """Write a duration as people read it, cut to its two largest parts."""
+    """Format a duration for people, cut to its two largest parts."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are loaded: the command ends without a word."""
+"""Ctrl-C while modules are loaded: the command ends without output."""
 
 import os
 import signal
@@ -12,10 +12,8 @@ INTERRUPTED: Final = 130  # exit code, as shells have it for Ctrl-C
 
 @contextmanager
 def ctrl_c_ends_at_once() -> Generator[None]:
-    """End at once on Ctrl-C: modules that are loaded then would print tracebacks, and some of them
-    go on.
-    """
-    # who started us wants no Ctrl-C
+    """End at once on Ctrl-C: modules being loaded would print tracebacks, and some would continue."""
+    # the parent process has Ctrl-C ignored
     is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     if is_ignored or threading.current_thread() is not threading.main_thread():
         yield

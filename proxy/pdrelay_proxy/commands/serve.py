@@ -1,4 +1,4 @@
-"""``pdrelay serve``: flags, to settings, to a running server or several."""
+"""``pdrelay serve``: from flags to settings to one or several serving processes."""
 
 import argparse
 import logging
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_options(parser)
-    said = "say what is wrong with flags, file and environment, and start nothing"
-    parser.add_argument("--check", action="store_true", help=said)
-    said = (
+    text = "say what is wrong with flags, file and environment, and start nothing"
+    parser.add_argument("--check", action="store_true", help=text)
+    text = (
         "print the settings in effect and where each comes from, without secrets, and start nothing"
     )
-    parser.add_argument("--print-config", action="store_true", help=said)
+    parser.add_argument("--print-config", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; return the exit code."""
     if args.check or args.print_config:
-        # Imported for this alone: a router that serves needs none of it.
+        # imported here: a serving router does not need it
         from pdrelay_proxy.commands import settings_report  # noqa: PLC0415
 
         return (
@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _in_a_sentence(serve: Callable[[], int]) -> int:
-    """Return the exit code of what serves; if settings are wrong say so in a sentence."""
+    """Return the exit code of ``serve``; report an error of settings as one sentence."""
     try:
         return serve()
     except (ConfigError, AlreadyKnown) as exc:
-        logging.shutdown()  # a thread writes the log: what it has was said before this
+        logging.shutdown()  # first the log's lines, which a thread writes
         sys.stderr.write(
             f"pdrelay serve: "
             f"{exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n"
@@ -73,25 +73,25 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _fill_standard_descriptors() -> None:
-    """Open what is closed of standard input, output and error: a socket there would get what is
-    meant for them.
+    """Open closed descriptors of standard input, output and error: a socket there would get their
+    data.
 
-    libuv ends the process when it closes a socket that has one of these numbers.
+    libuv ends the process when it closes a socket with one of these numbers.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
 
 
 def _supervise(settings: Settings, args: argparse.Namespace) -> int:
     """Start the workers; raises ConfigError."""
     with ctrl_c_ends_at_once():
-        from pdrelay_proxy import supervisor  # noqa: PLC0415 (one process alone needs none of it)
+        from pdrelay_proxy import supervisor  # noqa: PLC0415 (a single process does not need it)
         from pdrelay_proxy.consistency import check  # noqa: PLC0415
 
-        # with all that a router needs: workers are forks of this process
+        # loads all that a router needs: workers are forks of this process
         import_module("pdrelay_proxy.server")
 
     check(settings)
@@ -112,16 +112,16 @@ def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
 def _own_settings(
     args: argparse.Namespace, place: WorkerPlace | None
 ) -> tuple[Settings, Sequence[str]]:
-    """Read the settings of this process, and name those that a worker has from its supervisor until
-    a restart.
+    """Return the settings of this process, and the names of those that a worker keeps from its
+    supervisor until a restart.
 
-    A worker that replaces another is as the others are. One process alone looks itself for what
-    needs a restart.
+    A replaced worker gets the same settings as the others. A single process itself decides which
+    changes need a restart.
     """
-    read = serve_settings(args)
+    settings = serve_settings(args)
     if place is None:
-        return read, ()
-    common, fixed = without_restart(place.supervised, read)
+        return settings, ()
+    common, fixed = without_restart(place.supervised, settings)
     return place.settings(common), fixed
 
 
@@ -130,7 +130,7 @@ def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> i
     AlreadyKnown.
     """
     with ctrl_c_ends_at_once():
-        from pdrelay_proxy import server  # noqa: PLC0415 (what is wrong with settings is said without it)
+        from pdrelay_proxy import server  # noqa: PLC0415 (errors of settings are reported without it)
         from pdrelay_proxy.app import build  # noqa: PLC0415
 
     def again() -> Settings:
@@ -144,8 +144,8 @@ def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> i
         settings.log_level, settings.log_format, worker=None if place is None else place.number
     )
     router = build(settings, place=place)
-    if place is None:  # else the supervisor has
+    if place is None:  # otherwise the supervisor does
         check_engines(settings, args.config)
-    if place is None or place.number == 0:  # it starts before the others, and alone
+    if place is None or place.number == 0:  # worker 0 starts before the others
         _log_beginning(settings, args)
     return server.run(router, settings, again=again, place=place)

@@ -1,6 +1,4 @@
-"""``pdrelay serve --check`` and ``--print-config``: what is wrong with the settings, and what they
-are.
-"""
+"""``pdrelay serve --check`` and ``--print-config``: the faults of the settings, and their values."""
 
 import argparse
 import json
@@ -22,7 +20,7 @@ _VALUE_WIDTH: Final = 48  # columns, before the source
 
 
 def check_settings(args: argparse.Namespace) -> int:
-    """Say of each wrong setting what would be right; return the exit code."""
+    """Print how to correct each wrong setting; return the exit code."""
     wrong = find_faults(args)
     for sentence in wrong:
         sys.stderr.write(f"pdrelay serve: {printable(sentence)}\n")
@@ -33,7 +31,7 @@ def check_settings(args: argparse.Namespace) -> int:
 
 
 def print_settings(args: argparse.Namespace) -> int:
-    """Print all settings in effect, as a file of them; return the exit code."""
+    """Print all settings in effect, in the format of their file; return the exit code."""
     try:
         choices = choose(args)
     except ConfigError as exc:
@@ -46,23 +44,25 @@ def print_settings(args: argparse.Namespace) -> int:
 
 
 def find_faults(args: argparse.Namespace) -> Sequence[str]:
-    """Return what is wrong: each value that is none, each contradiction, each file."""
+    """Return a sentence for each fault: wrong values, contradictions, files."""
     try:
         choices = choose(args)
     except ConfigError as exc:
         return [str(exc)]
     settings = choices.settings()
-    # A setting that is wrong has its default here: what follows from that is no fault of its own.
-    follow = [
-        one for one in faults(settings) if not any(_names(one, name) for name in choices.wrong)
+    # A wrong setting has its default here: contradictions with that are no faults of their own.
+    consequences = [
+        sentence
+        for sentence in faults(settings)
+        if not any(_names(sentence, name) for name in choices.wrong)
     ]
-    found = [*choices.wrong.values(), *follow]
-    return found or _fault_of_building(settings, args.config)
+    sentences = [*choices.wrong.values(), *consequences]
+    return sentences or _fault_of_building(settings, args.config)
 
 
 def settings_text(choices: Choices) -> str:
-    """Write the settings as a file of pdrelay serve, with the source of each behind it; never a
-    secret.
+    """Return the settings in the format of their file, with the source of each as a comment; never
+    a secret.
     """
     settings = choices.settings()
     lines = list[str]()
@@ -96,10 +96,10 @@ def _names(sentence: str, setting: str) -> bool:
 
 
 def _fault_of_building(settings: Settings, config: str | None) -> Sequence[str]:
-    """Build the router, which starts nothing, for what shows only then: an extra that is missing, a
-    policy.
+    """Build the router, which starts nothing, to find faults that show only then: a missing extra,
+    a policy.
     """
-    from pdrelay_proxy.app import build  # noqa: PLC0415 (it takes a second, and most faults need none of it)
+    from pdrelay_proxy.app import build  # noqa: PLC0415 (it takes a second, and most faults show without it)
 
     try:
         check_engines(settings, config)

@@ -1,3 +1,3 @@
-"""What the commands of the router, of its features and of the tools share: a running router's
-client, tables, flags.
+"""Shared by the commands of the router, its features and the tools: the client of a running router,
+tables, flags.
 """

@@ -1,4 +1,4 @@
-"""What stands behind flags, read and bounded: times, and URLs of servers."""
+"""Values of flags, parsed and bounded: times, and URLs of servers."""
 
 import argparse
 import urllib.parse
@@ -10,7 +10,7 @@ _LONGEST_S: Final = 86_400.0
 
 
 def seconds(text: str) -> float:
-    """Read a time, above 0 and at most a day."""
+    """Parse a time, above 0 and at most a day."""
     value = _number(text)
     if not 0 < value <= _LONGEST_S:
         raise argparse.ArgumentTypeError(
@@ -20,7 +20,7 @@ def seconds(text: str) -> float:
 
 
 def seconds_or_none(text: str) -> float:
-    """Read a time that may be 0."""
+    """Parse a time that may be 0."""
     value = _number(text)
     if not 0 <= value <= _LONGEST_S:
         raise argparse.ArgumentTypeError(

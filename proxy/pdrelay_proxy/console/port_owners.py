@@ -1,4 +1,4 @@
-"""Whose processes listen on a port of this machine, as Linux tells everybody."""
+"""The users whose processes listen on a port of this machine, by Linux' public tables."""
 
 import re
 from collections.abc import Set as AbstractSet
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 _TABLES: Final = ("tcp", "tcp6")
-# Of a socket that listens (state 0A): its port in hexadecimal digits, and its owner, as in Linux'
-# net/ipv4/tcp_ipv4.c.
+# A listening socket (state 0A): its port in hexadecimal digits, and its owner (Linux,
+# net/ipv4/tcp_ipv4.c).
 _LISTENING: Final = re.compile(
     r"^ *\d+: [0-9A-F]+:(?P<port>[0-9A-F]{4}) [0-9A-F]+:0000 0A \S+ \S+ \S+ +(?P<user>\d+) ",
     re.MULTILINE,
@@ -15,20 +15,20 @@ _LISTENING: Final = re.compile(
 
 
 def port_owners(port: int, *, tables: Path = Path("/proc/net")) -> AbstractSet[int] | None:
-    """Return the ids of the users who listen on a TCP port, at whatever address; None: this system
-    does not tell.
+    """Return the ids of the users who listen on a TCP port, at any address; None: this system has
+    no such tables.
     """
-    found: set[int] = set()
+    users: set[int] = set()
     texts = [text for name in _TABLES if (text := _read(tables / name)) is not None]
     for text in texts:
-        found.update(
+        users.update(
             int(row["user"]) for row in _LISTENING.finditer(text) if int(row["port"], 16) == port
         )
-    return found if texts else None
+    return users if texts else None
 
 
 def why_not_of(user: int, port: int, owners: AbstractSet[int] | None) -> str | None:
-    """Return why a port cannot be told to be of one user alone; None: it is.
+    """Return why a port does not belong to one user alone; None: it does.
 
     All addresses count: localhost has two.
     """

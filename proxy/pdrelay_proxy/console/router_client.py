@@ -1,4 +1,4 @@
-"""A client of a running router's routes for operators: where it is, how it is trusted, and its
+"""A client of a running router's routes for operators: its address, its certificate, and its
 answers.
 """
 
@@ -29,7 +29,7 @@ PIN_VARIABLE: Final = "PDRELAY_ROUTER_PIN"
 KEY_VARIABLE: Final = "ADMIN_API_KEY"
 _PORTS: Final = {"http": 80, "https": 443}
 _THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
-# of a refusal in the words of vLLM's demo, which do not say why
+# the reason of a refusal in the format of vLLM's demo, which has none
 _REASON: Final = "x-pdrelay-reason"
 _LARGEST_BODY: Final = 64 << 20  # bytes of an answer: ten thousand engines have megabytes
 _TIMEOUT_S: Final = 10.0
@@ -37,15 +37,13 @@ _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE---
 
 
 class CommandFailed(Exception):
-    """The command could not be done; the message says why, in one sentence."""
+    """The command failed; the message says why, in one sentence."""
 
 
 def run_command(
     name: str, args: argparse.Namespace, answer: "Callable[[RouterClient], str]"
 ) -> int:
-    """Print what a command answers; return the exit code: 0 done, 1 not done, 2 it could not be
-    asked for like this.
-    """
+    """Print a command's answer; return the exit code: 0 done, 1 failed, 2 the request was invalid."""
     try:
         with RouterClient(args) as router:
             sys.stdout.write(printable(_read(router, answer)))
@@ -56,26 +54,24 @@ def run_command(
 
 
 def _read(router: "RouterClient", answer: "Callable[[RouterClient], str]") -> str:
-    """Have an answer written for people; raises CommandFailed if fields are missing, or are no such
-    fields.
-    """
+    """Format an answer for people; raises CommandFailed if fields are missing or of other types."""
     try:
         return answer(router)
-    # What writes it takes the answer for a router's: a server that is none, or a router of another
-    # time, sends others. OSError: no date is so many seconds away.
+    # ``answer`` expects a router's fields: another server, or a router of another version, has
+    # others. OSError: a number of seconds beyond any date.
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, OSError) as exc:
-        said = (
+        text = (
             f"{router.url} answers something else than a router does ({type(exc).__name__}: {exc})"
         )
-        raise CommandFailed(said) from exc
+        raise CommandFailed(text) from exc
 
 
 class RouterClient:
-    """A client of the admin routes. httpx and its exceptions stop here."""
+    """A client of the admin routes. httpx is imported here alone in the console."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags
-        that clash.
+        """Read flags and environment; raises ConfigError: no key, a wrong file, or flags that
+        conflict.
         """
         self.url, key, tls = _read_access(args)
         headers = {
@@ -83,7 +79,7 @@ class RouterClient:
             b"accept-encoding": b"identity",
         }
         self._key_owner = key.owner
-        limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each question
+        limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each request
         self._client = httpx.AsyncClient(
             headers=headers, timeout=None, trust_env=False, verify=tls, limits=limits
         )
@@ -98,7 +94,7 @@ class RouterClient:
         self._runner.run(self._client.aclose())
         self._runner.close()
 
-    def ask(self, path: str, body: Mapping[str, object] | None = None) -> Json:
+    def request(self, path: str, body: Mapping[str, object] | None = None) -> Json:
         """Get, or post a body, and return the answer."""
         try:
             response, content = self._runner.run(self._exchange(path, body))
@@ -108,13 +104,13 @@ class RouterClient:
             ) from exc
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
             reason = str(exc) or type(exc).__name__
-            said = f"the router at {self.url} cannot be asked: {reason}"
+            text = f"the router at {self.url} cannot be asked: {reason}"
             if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
-                said = (
+                text = (
                     f"the certificate of {self.url} is not trusted ({found[1]}): see --ca, --pin "
                     f"and --server-name"
                 )
-            raise CommandFailed(said) from exc
+            raise CommandFailed(text) from exc
         try:
             found = json.loads(content)
         except (ValueError, RecursionError) as exc:
@@ -122,9 +118,9 @@ class RouterClient:
                 f"{self.url} answers {response.status_code} without JSON: is it a router?"
             ) from exc
         if response.status_code != 200:
-            said = _said(found) or f"the router answers with status {response.status_code}"
+            text = _error_text(found) or f"the router answers with status {response.status_code}"
             reason = response.headers.get(_REASON)
-            raise CommandFailed(f"{said.rstrip('.')}: {reason}" if reason else said)
+            raise CommandFailed(f"{text.rstrip('.')}: {reason}" if reason else text)
         if not isinstance(found, dict):
             raise CommandFailed(f"{self.url} answers something else than a router does")
         return cast("Json", found)
@@ -132,10 +128,10 @@ class RouterClient:
     async def _exchange(
         self, path: str, body: Mapping[str, object] | None
     ) -> tuple[httpx.Response, bytes]:
-        """Read a whole answer; the time is for all of it, as httpx's own are for one read each."""
+        """Read a whole answer within one timeout; httpx's own timeouts are for single reads."""
         method = "GET" if body is None else "POST"
         content = bytearray()
-        # before each connection: a command that waits outlives routers
+        # before each connection: the router may end while a command waits
         if self._key_owner is not None:
             _check_listener(self.url, self._key_owner)
         async with (
@@ -144,9 +140,9 @@ class RouterClient:
                 method, self.url + path, json=body, extensions=self._extensions
             ) as response,
         ):
-            # as it came: some KB of gzip in gzip unpack to many GB
-            async for piece in response.aiter_raw():
-                content += piece
+            # undecoded: some KB of nested gzip unpack to many GB
+            async for piece_read in response.aiter_raw():
+                content += piece_read
                 if len(content) > _LARGEST_BODY:
                     raise CommandFailed(
                         f"{self.url} answers more than {_LARGEST_BODY} bytes: is it a router?"
@@ -154,23 +150,23 @@ class RouterClient:
         return response, bytes(content)
 
 
-def _said(found: object) -> str:
-    """Find the words in an error, which has one of two shapes."""
-    if not isinstance(found, dict):
+def _error_text(answer: object) -> str:
+    """Return the message in an error, which has one of two shapes."""
+    if not isinstance(answer, dict):
         return ""
-    error = cast("Json", found)
+    error = cast("Json", answer)
     inner: object = error.get("error")
-    said = cast("Json", inner).get("message") if isinstance(inner, dict) else inner
-    return str(error.get("detail") or said or "")
+    message = cast("Json", inner).get("message") if isinstance(inner, dict) else inner
+    return str(error.get("detail") or message or "")
 
 
 def add_access_arguments(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
-    """Declare the flags that all commands have which ask a router, and return them."""
+    """Declare and return the flags of all commands that call a router."""
     add = parser.add_argument
     router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
-    said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
+    text = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
     return (
-        add("--router", default=router, metavar="URL", help=said),
+        add("--router", default=router, metavar="URL", help=text),
         add(
             "--key-file",
             metavar="FILE",
@@ -216,23 +212,23 @@ class _Key:
     """The admin key."""
 
     text: str = field(repr=False)
-    # the id of the user to whose processes alone it is shown; None: to what was named
+    # send it to this user's processes alone; None: to whatever the URL names
     owner: int | None = None
 
 
 def _read_access(args: argparse.Namespace) -> tuple[str, _Key, ssl.SSLContext]:
-    """Return the router's URL without a slash at its end, the key, and what its certificate is
-    checked with.
+    """Return the router's URL without a slash at its end, the key, and the TLS context for its
+    certificate.
     """
     url = server_url(args.router)
     secure = url.startswith("https://")
     for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
-    given = sorted(
+    given_flags = sorted(
         f"--{name.replace('_', '-')}" for name in for_https if getattr(args, name) is not None
     )
-    if given and not secure:
+    if given_flags and not secure:
         raise ConfigError(
-            f"{', '.join(given)}: only a router at https:// has a certificate, and this is {url}"
+            f"{', '.join(given_flags)}: only a router at https:// has a certificate, and this is {url}"
         )
     if args.pin and (args.ca or args.server_name):
         raise ConfigError(
@@ -243,7 +239,7 @@ def _read_access(args: argparse.Namespace) -> tuple[str, _Key, ssl.SSLContext]:
 
 
 def _read_key(file: str | None, url: str) -> _Key:
-    """Return the admin key, which is never an argument: those are visible in ps.
+    """Return the admin key, which is never an argument: ps shows those.
 
     Raises ConfigError.
     """
@@ -251,7 +247,7 @@ def _read_key(file: str | None, url: str) -> _Key:
         return _Key(outbound_key(read_text(file), file))
     if key := os.environ.get(KEY_VARIABLE, ""):
         return _Key(key)
-    # of no use elsewhere
+    # only a router of this machine accepts it
     if LOCAL_KEY_FILE.is_file() and urllib.parse.urlsplit(url).hostname in _THIS_MACHINE:
         text = outbound_key(read_text(str(LOCAL_KEY_FILE)), str(LOCAL_KEY_FILE))
         return _Key(text, LOCAL_KEY_FILE.stat().st_uid)
@@ -263,11 +259,11 @@ def _read_key(file: str | None, url: str) -> _Key:
 
 
 def _check_listener(url: str, user: int) -> None:
-    """Raise CommandFailed unless all that listens on the router's port is of one user: others may
-    take a free port.
+    """Raise CommandFailed unless one user owns all listeners of the router's port: others may take
+    a free port.
     """
-    place = urllib.parse.urlsplit(url)
-    port = place.port or _PORTS[place.scheme]
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or _PORTS[parts.scheme]
     if why := why_not_of(user, port, port_owners(port)):
         raise CommandFailed(
             f"the key in {LOCAL_KEY_FILE} is not shown to {url}, as {why}: if it is your router, "
@@ -279,10 +275,10 @@ def _check_listener(url: str, user: int) -> None:
 def _tls(args: argparse.Namespace) -> ssl.SSLContext:
     pin = args.pin or (None if args.ca or args.server_name else os.environ.get(PIN_VARIABLE))
     if path := pin or args.ca:
-        # these authorities and no others
+        # trust these authorities alone
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         pem = read_text(path)
-        # the first certificate of a chain itself; whose name it has makes no difference then
+        # trust the first certificate of a chain itself, whatever name it has
         if pin:
             context.check_hostname = False
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -5,50 +5,48 @@ from typing import Any, Final, cast
 
 from pdrelay_proxy.core.one_line import one_line
 
-_LONGEST: Final = 500  # characters of what a server said, in a sentence
-# columns; a longer cell stands out, and no other is as wide: one server may have a million rows
+_LONGEST: Final = 500  # characters of a server's text in an error
+# columns; a longer cell sticks out without widening the others: a server may send a million rows
 _WIDEST: Final = 100
 
 
 def printable(text: str) -> str:
-    """Leave out what would move a terminal's cursor, but for line ends: words of engines and
-    clients are in it.
+    """Replace characters that would move a terminal's cursor, except line ends: the text has words
+    of engines and clients.
     """
     return "".join([letter if letter.isprintable() or letter == "\n" else " " for letter in text])
 
 
-def in_lines(found: Any) -> Any:  # noqa: ANN401 (any JSON)
-    """Return an answer with no line break in any of its texts: one in a cell would look like a row
-    of its own.
+def in_lines(value_read: Any) -> Any:  # noqa: ANN401 (any JSON)
+    """Return JSON without line breaks in any of its strings: one in a cell would look like a new
+    row.
     """
-    match found:
+    match value_read:
         case str():
-            return one_line(found)
+            return one_line(value_read)
         case list():
-            return [in_lines(each) for each in found]  # pyright: ignore[reportUnknownVariableType]
+            return [in_lines(item) for item in value_read]  # pyright: ignore[reportUnknownVariableType]
         case dict():
             return {
                 one_line(name): in_lines(value)
-                for name, value in cast("dict[str, Any]", found).items()
+                for name, value in cast("dict[str, Any]", value_read).items()
             }
         case _:
-            return found
+            return value_read
 
 
 def shortened(text: str) -> str:
-    """Cut what a server may have written at length."""
+    """Cut a text that a server may have written at length."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def widths_of(rows: Sequence[Sequence[str]]) -> Sequence[int]:
-    """Return how wide columns are: as their widest cell, within reason."""
+    """Return the widths of columns: of the widest cell, within a limit."""
     return [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows, of which the first one names the columns, with columns as wide as their widest
-    cell.
-    """
+    """Format rows, whose first one has the column names, with columns as wide as their widest cell."""
     widths = widths_of(rows)
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,4 +1,4 @@
-"""Decisions: which engines exist, which to use, what to ask them.
+"""Decisions: which engines exist, which to use, what to send them.
 
 Pure: no clock, no socket, no log.
 """

@@ -1,4 +1,4 @@
-"""Where an engine listens, as operators write it."""
+"""The address of an engine, as operators write it."""
 
 import re
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Address:
     port: int
 
     def __hash__(self) -> int:
-        # a dataclass's own stays Python where the rest is compiled
+        # a dataclass's own __hash__ is not compiled by mypyc
         return hash((self.scheme, self.host, self.port))
 
     @property
@@ -42,7 +42,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read an address; raises BadPort (a number outside 1..65535), else AddressError."""
+        """Parse an address; raises BadPort (a number outside 1..65535), else AddressError."""
         shape = _SHAPE.fullmatch(text)
         if shape is None:
             raise AddressError(f"{text!r} is not the address of an engine: write {EXPECTED}")
@@ -56,12 +56,12 @@ class Address:
 
 
 def dns_name(text: str) -> str | None:
-    """Return the normal spelling of a name that certificates can have; None: it is none, such as an
-    IP address.
+    """Return the normal spelling of a name that certificates can have; None: it is none, for
+    instance an IP address.
     """
-    found = _host(text)
-    is_name = found == text.lower() and not text.endswith(".") and _ip(IPv4Address, text) is None
-    return found if is_name else None
+    normal = _host(text)
+    is_name = normal == text.lower() and not text.endswith(".") and _ip(IPv4Address, text) is None
+    return normal if is_name else None
 
 
 def _host(text: str) -> str | None:
@@ -69,7 +69,7 @@ def _host(text: str) -> str | None:
     if text.startswith("["):
         return _ip(IPv6Address, text[1:-1])
     labels = text.removesuffix(".").split(".")
-    # no name ends in a number (RFC 3696, 2): it is IPv4
+    # no name ends in a number (RFC 3696, 2), so it is IPv4
     if labels[-1].isdigit() or labels[-1][:2].lower() == "0x":
         return _ip(IPv4Address, text)
     if len(text) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
@@ -79,8 +79,8 @@ def _host(text: str) -> str | None:
 
 def _ip(kind: type[IPv4Address | IPv6Address], text: str) -> str | None:
     try:
-        found = kind(text)
+        ip = kind(text)
     except ValueError:
         return None
-    plain = found.ipv4_mapped if isinstance(found, IPv6Address) else None
-    return str(found if plain is None else plain)  # ::ffff:10.0.0.1 leads where 10.0.0.1 does
+    plain = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
+    return str(ip if plain is None else plain)  # ::ffff:10.0.0.1 is 10.0.0.1

@@ -1,9 +1,8 @@
-"""What a router counts of itself, in plain numbers: cheap to add to, and read only when somebody
-asks.
+"""The router's own counters, in plain numbers: cheap to add to, and read only on request.
 
-Every key comes out of a short list: the ids of known instances, the paths of our own table, the
-words of our enums. So what clients send cannot make the counters grow. io/request_path/telemetry.py
-adds to them, io/metrics.py writes them.
+Every key comes from a short list: ids of known instances, paths of our own table, members of our
+enums. So clients cannot make the counters grow. io/request_path/telemetry.py adds to them,
+io/metrics.py writes them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,7 +19,7 @@ from pdrelay_proxy.core.model import Instance, InstanceId, Role
 T = TypeVar("T")
 Key: TypeAlias = tuple[str, ...]
 OTHER: Final = "other"
-_SEVERAL: Final = 8  # values; of fewer, each is looked up among the bounds
+_SEVERAL: Final = 8  # values; fewer are sorted into the bounds one by one
 # Seconds: vLLM's own bounds for the same quantities (vllm/v1/metrics/buckets.py:
 # REQUEST_LATENCY_BUCKETS, TIME_TO_FIRST_TOKEN_BUCKETS, INTER_TOKEN_LATENCY_BUCKETS), so that
 # quantiles of routers and engines compare.
@@ -56,7 +55,7 @@ HANDOFF: Final[tuple[float, ...]] = (
 
 
 class Histogram:
-    """Values by size. ``counts`` has one place more than ``bounds``: what is above all of them."""
+    """Values by size. ``counts`` has one more entry than ``bounds``, for values above all of them."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -66,13 +65,13 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value; a bound belongs to the place below it, as Prometheus has it."""
+        """Count a value; one equal to a bound counts below it, as in Prometheus."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Count some values: of several the bounds are looked up among them, for most are below the
-        first few.
+        """Count some values. Of many, the bounds are searched in the sorted values, most of which
+        are below the first few bounds.
         """
         if len(values) < _SEVERAL:
             for value in values:
@@ -84,9 +83,9 @@ class Histogram:
         for place, bound in enumerate(self.bounds):
             if below == len(ordered):
                 break
-            behind = bisect_right(ordered, bound, below)
-            counts[place] += behind - below
-            below = behind
+            end = bisect_right(ordered, bound, below)
+            counts[place] += end - below
+            below = end
         counts[-1] += len(ordered) - below
         self.total += fsum(values)
 
@@ -101,9 +100,9 @@ class Histograms:
 
     def observe(self, key: Key, value: float) -> None:
         """Count a value of a key."""
-        self.of(key).observe(value)
+        self.histogram(key).observe(value)
 
-    def of(self, key: Key) -> Histogram:
+    def histogram(self, key: Key) -> Histogram:
         """Return the histogram of a key; a new one is empty."""
         if key not in self.by_key:
             self.by_key[key] = self._make()
@@ -114,7 +113,7 @@ class Histograms:
 class Counters:
     """The counters of one router, since its start. Durations are seconds."""
 
-    paths: frozenset[str]  # those that are told apart
+    paths: frozenset[str]  # with counters of their own; all others are counted as ``other``
     requests: Counter[Key] = field(default_factory=Counter)  # path, RequestOutcome
     routed: Counter[Key] = field(default_factory=Counter)  # mode, reason
     retries: Counter[Key] = field(default_factory=Counter)  # role of the leg that failed, Failure
@@ -132,7 +131,7 @@ class Counters:
     # EngineRole, TurnState of core/fleet/turns.py or refused
     turns: Counter[Key] = field(default_factory=Counter)
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
-    # by result, of files that have changed
+    # of changed files, by result
     file_reloads: Counter[Key] = field(
         default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0})
     )
@@ -158,20 +157,20 @@ class Counters:
     move_gaps: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
 
     def label(self, path: str) -> str:
-        """Return a path if it is one that is told apart: clients can think of others without
-        end.
+        """Return a path with counters of its own, or ``other``: clients can send any number of
+        paths.
         """
         return path if path in self.paths else OTHER
 
     def answer_times(self, instance: Instance) -> Histogram:
-        """Return the histogram of the time to an engine's whole answer (prefill) or its first event
+        """Return the histogram of the time to an engine's whole answer (prefill) or first event
         (decode).
         """
         by_role = self.prefill_times if instance.role is Role.PREFILL else self.decode_ttft
-        return by_role.of((instance.id,))
+        return by_role.histogram((instance.id,))
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
-        """Drop the series of removed instances: a fleet that changes must not grow the counters."""
+        """Drop the series of removed instances: a changing fleet must not grow the counters."""
         of_transfers = self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
         for counter in (self.legs, *of_transfers, self.cache_misses):
             forget(counter, instances)
@@ -181,6 +180,6 @@ class Counters:
 
 
 def forget(by_instance: dict[Key, T], known: frozenset[InstanceId], *, names: int = 1) -> None:
-    """Drop the keys whose first names are of instances that are not known."""
+    """Drop the keys whose first names are of unknown instances."""
     for key in [key for key in by_instance if not known.issuperset(key[:names])]:
         del by_instance[key]

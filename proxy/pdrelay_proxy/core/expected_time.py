@@ -2,12 +2,10 @@
 
 
 class ExpectedTime:
-    """What a request waits for, as it was expected when its engines were chosen.
+    """The expected wait of a request, when its engines were chosen. It is never changed.
 
-    It does not change.
-
-    Times are seconds. ``burden_s`` is no part of the time to first token: it stands for what others
-    wait for because of this request, and for how slowly its own answer will go on.
+    Times are seconds. ``burden_s`` is not part of the time to first token: it is the expected delay
+    of other requests because of this one, and the slowness of its own later tokens.
     """
 
     __slots__ = (
@@ -38,12 +36,12 @@ class ExpectedTime:
         decode_hit: int = 0,
     ) -> None:
         self.tokens = tokens  # of the prompt
-        self.queue_s = queue_s  # of what the engine that computes the prompt has to compute before
+        self.queue_s = queue_s  # of the work before it at the engine that computes the prompt
         self.prefill_s = prefill_s  # of the prompt's new tokens
         # of the tokens that the decode engine lacks; 0: it computes the prompt itself
         self.transfer_s = transfer_s
         self.decode_s = decode_s  # of one step of the decode engine
-        # of the decode engine's streams, while it computes the prompt; no part of the time
+        # of the decode engine's streams, while it computes the prompt; not part of the time
         self.pause_s = pause_s
         self.burden_s = burden_s
         self.prefill_hit = prefill_hit  # tokens that the prefill engine has
@@ -56,7 +54,7 @@ class ExpectedTime:
 
     @property
     def cost_s(self) -> float:
-        """What choices are compared by."""
+        """The value by which choices are compared."""
         return self.ttft_s + self.burden_s
 
     @property
@@ -69,12 +67,10 @@ class ExpectedTime:
             "decode": self.decode_s,
             "ttft": self.ttft_s,
         }
-        return {name: round(each * 1e3, 1) for name, each in seconds.items()}
+        return {name: round(value * 1e3, 1) for name, value in seconds.items()}
 
     def followed_by(self, decode: "ExpectedTime") -> "ExpectedTime":
-        """Return the terms of a pair: this is the prefill engine's part, the other one the decode
-        engine's.
-        """
+        """Return the terms of a pair: these of the prefill engine, ``decode`` of the decode engine."""
         return ExpectedTime(
             tokens=self.tokens,
             queue_s=self.queue_s,
@@ -87,8 +83,8 @@ class ExpectedTime:
         )
 
     def __str__(self) -> str:
-        """Write the terms in milliseconds, and the hits in tokens: of the prefill, of the decode
-        engine.
+        """Return the terms in milliseconds, and the hits in tokens, of the prefill and of the
+        decode engine.
         """
         times = (
             self.queue_s * 1e3,

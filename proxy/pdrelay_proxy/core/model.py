@@ -1,7 +1,7 @@
 """The nouns of the router.
 
-Those that every request makes have an ``__init__`` of their own: that of a dataclass stays Python
-where the rest of it is compiled (see docs/performance.md).
+Classes that every request uses have an ``__init__`` of their own: mypyc does not compile a
+dataclass's (docs/performance.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,33 +27,33 @@ def first_header(headers: Headers, name: bytes) -> bytes | None:
     """Return the value of the first header of this name (in lower case, as the headers' are); None:
     there is none.
     """
-    for each, value in headers:
-        if each == name:
+    for header_name, value in headers:
+        if header_name == name:
             return value
     return None
 
 
 class Role(FastStrEnum):
-    """Which half of a request an engine serves."""
+    """The half of a request that an engine serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class EngineRole(FastStrEnum):
-    """Which requests an engine gets: what it was declared as, until it turns."""
+    """The requests that an engine gets."""
 
     PREFILL = "prefill"
     DECODE = "decode"
-    BOTH = "both"  # the one leg of one request and the other leg of another
+    BOTH = "both"  # prefill legs of some requests, decode legs of others
 
     def serves(self, role: Role) -> bool:
-        """Tell whether it gets legs of this role."""
+        """Return whether it gets legs of this role."""
         return self is EngineRole.BOTH or self.value == role.value
 
 
 class Api(FastStrEnum):
-    """The calls that generate text, and so have two legs; the value is the path."""
+    """The endpoints that generate text, and so have two legs; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -66,9 +66,7 @@ _PATHS: Final = {api: api.value for api in Api}  # an enum's ``value`` is a Pyth
 
 
 class SingleEngineReason(FastStrEnum):
-    """Why a request is served by one decode engine, without a transfer, as metrics and headers name
-    it.
-    """
+    """Why one decode engine serves a request without a transfer, as metrics and headers name it."""
 
     PROMPTS = "several_prompts"
     EMBEDS = "prompt_embeds"
@@ -79,32 +77,30 @@ class SingleEngineReason(FastStrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"
     FEW_TOKENS = "max_tokens"  # less than two
     TRUNCATED = "truncate_prompt_tokens"
-    STORED = "previous_response_id"  # an earlier answer, which one engine may remember
+    STORED = "previous_response_id"  # an earlier answer, which one engine may have stored
     # the engine generates several times, and would read the same blocks each time
     TOOLS = "built_in_tools"
     UNUSUAL = "unusual_value"
     SHORT = "short_prompt"
-    CACHED = "cached_prompt"  # the decode engine has nearly all of it
+    CACHED = "cached_prompt"  # the decode engine has nearly the whole prompt
     # the decode engine is expected to be faster than a prefill engine and a transfer
     FASTER = "faster_alone"
     ONE_LEG = "one_leg"  # a call that generates no text
-    UNKNOWN_MODEL = "unknown_model"  # it names none, and no engine has said which one it serves
+    UNKNOWN_MODEL = "unknown_model"  # it names none, and no engine has named the one that it serves
     NO_PREFILL = "no_prefill_engine"
-    # some fit, and too few of one role: a rollout is ahead there
+    # too few engines of one role fit: a rollout is ahead in the other
     FEW_MATCH = "few_matching_engines"
     PREFILL_FAILED = "prefill_failed"  # no other prefill engine was left for a retry
-    # there are some, and their KV cache is of no use to a decode engine
+    # prefill engines are there, and no decode engine can use their KV cache
     NO_MATCH = "no_matching_prefill_engine"
 
 
 class LegOrder(FastStrEnum):
-    """In which order the legs of a request went out, where that was not one after the other to read
-    the KV cache.
-    """
+    """How the legs of a request were sent, if not one after the other to read the KV cache."""
 
     CONCURRENT = "push"  # the prefill engine pushes
-    SEQUENTIAL = "push_cold"  # it pushes, and the router does not know yet where to find it
-    EACH_PROMPT = "each_prompt"  # the request has several prompts, and each of them legs of its own
+    SEQUENTIAL = "push_cold"  # it pushes, and the router does not know its push coordinates yet
+    EACH_PROMPT = "each_prompt"  # the request has several prompts, each with legs of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,33 +115,32 @@ class Instance:
     address: Address
     # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
     rank: int | None = None
-    declared: Role | None = None  # as it was added, if it has turned since; None: as it serves
+    declared: Role | None = (
+        None  # the declared role, if it has changed since; None: the present role
+    )
 
     @property
     def pool(self) -> Role:
-        """The role it was added with: which key it wants, and what other routers call it, go by
-        that.
+        """The role it was declared with. Its API key and its name at other routers depend on this,
+        not on the present role.
         """
         return self.role if self.declared is None else self.declared
 
 
 @dataclass(slots=True, init=False)
 class RoutingHints:
-    """What the choice of engines may depend on: as much of a request as matters for it.
+    """The part of a request on which the choice of engines may depend. It is never changed."""
 
-    It does not change.
-    """
-
-    model: str | None  # the model it names
-    session: str | None  # the id of the conversation it belongs to, if a policy asks for it
-    # the prompt (or messages) as JSON text, as it came; empty: not looked at
+    model: str | None  # the requested model
+    session: str | None  # the id of its conversation, if a policy uses it
+    # the prompt (or messages) as JSON text, as it came; empty: unused
     prompt: bytes | memoryview
     tokens: int | None  # length of the prompt; None: unknown
     rank: int | None  # the client's X-data-parallel-rank: the rank of the engine that decodes
-    again: bool  # it has failed before, at another engine
+    again: bool  # it failed before at another engine
     # the other fields of the request
     context: Mapping[str, msgspec.Raw] = field(compare=False, repr=False)
-    # since a policy has asked for them
+    # computed when a policy first needs them
     _blocks: PromptBlocks | None = field(compare=False, repr=False)
 
     def __init__(
@@ -177,11 +172,11 @@ class RoutingHints:
         return blocks
 
     def once_more(self) -> "RoutingHints":
-        """Return the same for a request that has failed before."""
+        """Return the hints of the same request after a failure."""
         return self._with(self.model, again=True)
 
     def for_model(self, model: str | None) -> "RoutingHints":
-        """Return the same for a request that has named none: an engine tells which one it means."""
+        """Return the hints of a request without a model, with the model that its engine serves."""
         return self._with(model, again=self.again)
 
     def _with(self, model: str | None, *, again: bool) -> "RoutingHints":
@@ -192,21 +187,18 @@ class RoutingHints:
         return hints
 
 
-ANY: Final = RoutingHints()  # no wish at all
+ANY: Final = RoutingHints()  # no preference at all
 
 
 @dataclass(slots=True, init=False)
 class GenerationRequest:
-    """What a client asked for, after the checks that make it safe to pass on.
-
-    It does not change.
-    """
+    """A client's request, after the checks that make it safe to pass on. It is never changed."""
 
     api: Api
     fields: Fields
-    headers: Headers  # those of the client's headers that engines may see
+    headers: Headers  # the client's headers that engines may see
     rank: int | None  # the client's X-data-parallel-rank, for the decode leg
-    shared: Sequence[str]  # fields with long values, but for the prompt: all legs share their bytes
+    shared: Sequence[str]  # fields with long values, except the prompt: all legs share their bytes
 
     def __init__(
         self,
@@ -224,19 +216,19 @@ class GenerationRequest:
 
     @property
     def path(self) -> str:
-        """Where the engines take it."""
+        """The engines' path for it."""
         return _PATHS[self.api]
 
 
 @dataclass(frozen=True, slots=True)
 class PassthroughRequest:
-    """What a client asked for that one engine does in one leg; the body is passed through."""
+    """A client's request that one engine serves in one leg; its body is passed through."""
 
     path: str
     body: bytes
     headers: Headers
     content_type: bytes = b"application/json"
-    model: str | None = None  # the model it names
+    model: str | None = None  # the requested model
     rank: int | None = None
 
 
@@ -253,12 +245,12 @@ class LegRequest:
 
 @dataclass(slots=True, init=False)
 class EngineResponse:
-    """An engine's whole answer. It does not change."""
+    """An engine's whole answer. It is never changed."""
 
     status: int
     content_type: str
     body: bytes
-    load: bytes  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
+    load: bytes  # its endpoint-load-metrics header: how busy the engine is; empty: it has none
 
     def __init__(self, status: int, content_type: str, body: bytes, load: bytes = b"") -> None:
         self.status = status
@@ -269,20 +261,20 @@ class EngineResponse:
 
 @dataclass(slots=True, init=False)
 class PrefillResult:
-    """What a prefill engine's answer is good for. It does not change."""
+    """The usable parts of a prefill engine's answer. It is never changed."""
 
     params: msgspec.Raw  # for the decode leg that follows it
     coordinates: Coordinates | None  # for later requests; None: this engine does not push
-    counted: int | None  # tokens of the prompt; None: it does not say
+    counted: int | None  # tokens of the prompt; None: unknown
     transfer: TransferId | None  # None: this engine does not push
-    # the host that it named, where nobody can reach it; None: what it named stands
+    # a host in its answer that other machines cannot reach; None: it named a usable host
     replaced: str | None
-    offer: msgspec.Raw  # what it says of its first token, if it does not push
-    read: TokensAnswer | None  # the answer, if it was asked for token ids
-    looks_back: bool  # no other engine goes on exactly with its streams
-    # the prompt's, as JSON, for the decode leg; null: it was not asked for them, or tells none
+    offer: msgspec.Raw  # its ``pdrelay_first_token``, if it does not push
+    read: TokensAnswer | None  # the parsed answer, if it was asked for token ids
+    looks_back: bool  # no other engine can continue its streams exactly
+    # the prompt's token ids as JSON, for the decode leg; null: not requested, or not in the answer
     ids: msgspec.Raw
-    may_tell_cache: bool  # its usage may say what the engine had in its cache
+    may_tell_cache: bool  # its usage may have the cached tokens
 
     def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
         self,

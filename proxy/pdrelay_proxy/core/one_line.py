@@ -1,13 +1,12 @@
-"""Words of engines, pods and clients on one line: a line break in them must not look like another
-line of a log.
+"""Texts of engines, pods and clients on one line: a line break in one must not look like a new line
+of a log.
 """
 
 import re
 from typing import Final
 
-# Line breaks and other control characters, those that change the direction of what follows, and
-# halves of pairs. Raw: mypyc takes no literal with a half of a pair, and the pattern reads the
-# escapes itself.
+# Line breaks and other control characters, changes of the writing direction, and lone surrogates.
+# Raw: mypyc allows no literal with a lone surrogate, and the pattern parses the escapes itself.
 _ODD: Final = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -18,5 +17,5 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else _ODD.sub(_escaped, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

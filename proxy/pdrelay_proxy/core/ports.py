@@ -1,4 +1,4 @@
-"""What parts of the router need from others."""
+"""Interfaces that parts of the router need from others."""
 
 from typing import Protocol
 
@@ -6,12 +6,12 @@ from pdrelay_proxy.core.model import Instance
 
 
 class Releases(Protocol):
-    """Is told when a prefill engine was asked to free blocks nobody will read; never waits and
-    never raises.
+    """Learns whether a prefill engine has freed blocks that no engine will read; neither waits nor
+    raises.
     """
 
     def released(self, prefill: Instance, /, *, freed: bool) -> None:
-        """``freed``: it has freed them. Else they stay pinned until their lease runs out."""
+        """``freed``: it has freed them. Otherwise they stay pinned until their lease ends."""
         ...
 
 
@@ -19,19 +19,19 @@ class SharedText(Protocol):
     """One short text that all routers of a store share."""
 
     async def read(self) -> str:
-        """Return it; empty: there is none.
+        """Return the text; empty: there is none.
 
-        Raises StoreDown (io/discovery/stores), which says why.
+        Raises StoreDown (io/discovery/stores) with the reason.
         """
         ...
 
     async def replace(self, text: str, /) -> bool:
-        """Write it in place of the one that was read last; False: that has changed meanwhile.
+        """Replace the text that was read last; False: it has changed meanwhile.
 
         Raises StoreDown.
         """
         ...
 
     async def aclose(self) -> None:
-        """Close what it has open."""
+        """Close its connections and files."""
         ...

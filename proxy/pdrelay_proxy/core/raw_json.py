@@ -1,4 +1,4 @@
-"""JSON that is read only as far as it must be."""
+"""JSON that is decoded only as far as necessary."""
 
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, TypeVar
@@ -12,64 +12,65 @@ Pieces: TypeAlias = list[bytes | memoryview]  # of one text, in order
 NULL: Final = msgspec.Raw(b"null")
 TRUE: Final = msgspec.Raw(b"true")
 FALSE: Final = msgspec.Raw(b"false")
-# By type: there are as many as this package names, and making one costs ten times its use.
+# By type: this package names a few, and making a decoder costs ten times its use.
 _DECODERS: Final[dict[object, msgspec.json.Decoder[Any]]] = {}
-_EXACT: Final = 2.0**53  # below it each whole number is one float (IEEE 754, binary64)
+_EXACT: Final = 2.0**53  # below it every whole number is an exact float (IEEE 754, binary64)
 _NUMBER: Final = b"-0123456789"  # begin one
-LONG: Final = 8192  # bytes of a value; a shorter one is copied in less time than its piece takes
+LONG: Final = 8192  # bytes of a value; copying a shorter one is faster than keeping it as a piece
 
 
 class NotJson(ValueError):
-    """The bytes are not JSON; the message says where they stop to be."""
+    """The bytes are not JSON; the message says where."""
 
 
 class OtherJson(NotJson):
-    """The bytes are JSON of another type than the wanted one."""
+    """The bytes are JSON of another type than expected."""
 
 
-def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
-    """Decode JSON into a type; raises OtherJson (another type), or NotJson: it is none, or nested
-    beyond reason.
+def decode(data: bytes | msgspec.Raw, expected: type[T]) -> T:
+    """Decode JSON into a type; raises OtherJson (another type), or NotJson (invalid, or nested too
+    deeply).
     """
-    decoder = _DECODERS.get(wanted)
+    decoder = _DECODERS.get(expected)
     if decoder is None:
-        decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)
+        decoder = _DECODERS[expected] = msgspec.json.Decoder(expected)
     try:
-        found: T = decoder.decode(data)
-    except msgspec.ValidationError as other:
-        raise OtherJson(str(other)) from other
+        value: T = decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise OtherJson(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise NotJson(str(exc)) from exc
-    except RecursionError as deep:
-        raise NotJson("JSON is nested too deeply") from deep
-    return found
+    except RecursionError as recursion:
+        raise NotJson("JSON is nested too deeply") from recursion
+    return value
 
 
-def maybe(data: bytes | msgspec.Raw, wanted: type[T]) -> T | None:
-    """Decode JSON into a type, or return None: it is null, or of another type, or no JSON."""
-    # a field that is not there: an error of msgspec's takes as long as a small object
+def maybe(data: bytes | msgspec.Raw, expected: type[T]) -> T | None:
+    """Decode JSON into a type; None: it is null, of another type, or invalid."""
+    # a missing field: an error of msgspec's takes as long as a small object
     if data is NULL:
         return None
-    decoder = _DECODERS.get(wanted)
+    decoder = _DECODERS.get(expected)
     if decoder is None:
-        decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)
+        decoder = _DECODERS[expected] = msgspec.json.Decoder(expected)
     try:
-        found: T = decoder.decode(data)
+        value: T = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return found
+    return value
 
 
-def decode_whole_floats(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
-    """Decode a JSON object into a type as :func:`decode` does, and take 5600.0 for 5600.
+def decode_whole_floats(data: bytes | msgspec.Raw, expected: type[T]) -> T:
+    """Decode a JSON object into a type as :func:`decode` does, and accept 5600.0 for 5600.
 
     Languages without integers write them so.
     """
     try:
-        return decode(data, wanted)
+        return decode(data, expected)
     except OtherJson:
         return decode(
-            encode({name: _with_integer(raw) for name, raw in decode(data, Fields).items()}), wanted
+            encode({name: _with_integer(raw) for name, raw in decode(data, Fields).items()}),
+            expected,
         )
 
 
@@ -81,7 +82,7 @@ def _with_integer(raw: msgspec.Raw) -> msgspec.Raw:
 
 
 def encode(fields: Fields) -> bytes:
-    """Write an object; every value is written as it was read."""
+    """Return an object; every value is written as it was read."""
     return msgspec.json.encode(fields)
 
 
@@ -91,11 +92,11 @@ def long_fields(fields: Fields) -> Sequence[str]:
 
 
 def encode_in_pieces(fields: Fields, last: str, shared: Sequence[str] = ()) -> Pieces:
-    """Write an object; if the value of the field ``last`` is long, it stands at the end, and is not
+    """Return an object in pieces; a long value of the field ``last`` comes at the end, and is not
     copied.
 
-    ``shared``: other fields whose values are long, and are not copied either: those that many
-    bodies have in common.
+    ``shared``: other fields with long values that many bodies have in common; these are not copied,
+    either.
     """
     if shared:
         return _encode_shared(fields, last, shared)
@@ -114,9 +115,7 @@ def _encode_long(fields: Fields, last: str, value: msgspec.Raw) -> Pieces:
 
 
 def _encode_shared(fields: Fields, last: str, shared: Sequence[str]) -> Pieces:
-    """Write an object whose values are short, but for some; those stand behind the others, and
-    ``last`` at the end.
-    """
+    """Return an object with its short values first, then the shared ones, and ``last`` at the end."""
     long = [name for name in (*shared, last) if name in fields]
     short = {name: raw for name, raw in fields.items() if name not in long}
     begin = msgspec.json.encode(short)[:-1] + b"," if short else b"{"
@@ -128,10 +127,10 @@ def _encode_shared(fields: Fields, last: str, shared: Sequence[str]) -> Pieces:
 
 
 def encode_text(value: str) -> bytes:
-    """Write a string."""
+    """Return a string as JSON."""
     return msgspec.json.encode(value)
 
 
 def text(value: str) -> msgspec.Raw:
-    """Write a string, as a value of an object."""
+    """Return a string as a JSON value of an object."""
     return msgspec.Raw(msgspec.json.encode(value))

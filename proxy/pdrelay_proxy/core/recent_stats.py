@@ -1,5 +1,5 @@
-"""What happened in the last five minutes, second by second, in a fixed amount of memory: the status
-page draws it.
+"""The events of the last five minutes, by the second, in a fixed amount of memory, for the status
+page.
 """
 
 from array import array
@@ -14,20 +14,20 @@ from typing import Final
 from pdrelay_proxy.core.model import InstanceId, RequestId
 from pdrelay_proxy.core.schemas import Bin
 
-SPAN_S: Final = 300  # seconds that are remembered
-_FAILURES: Final = 50  # failures that are remembered
+SPAN_S: Final = 300  # seconds that are kept
+_FAILURES: Final = 50  # failures that are kept
 _NEVER: Final = -SPAN_S
 _QUIET: Final = Bin(0, 0, None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """Something that went wrong.
+    """A failure.
 
-    It says no more than anybody may know: no address, no words of an engine.
+    It has only public facts: no address, no text of an engine.
     """
 
-    at: float  # seconds, on the clock of whoever reported it
+    at: float  # seconds of the caller's clock
     request: RequestId
     where: str  # an instance's id, or the path of the request
     reason: str
@@ -36,23 +36,23 @@ class FailureEvent:
 class RollingSeries:
     """Counts per second for the last :data:`SPAN_S` seconds.
 
-    An event may be told late, in any second of these.
+    An event may be added late, in any of these seconds.
 
-    The numbers are in arrays, which the garbage collector does not look into and which are added up
-    in C: an object for each second were a million objects with 2,000 engines, and a full collection
-    stopped the router for 70 ms.
+    The numbers are in arrays, which the garbage collector does not traverse and which are added up
+    in C: an object for each second would make a million objects with 2,000 engines, and a full
+    collection stopped the router for 70 ms.
     """
 
     def __init__(self) -> None:
         self._latest = _NEVER  # the second of the latest event
-        # By the second, modulo SPAN_S; those without events are 0.
+        # By the second, modulo SPAN_S; seconds without events are 0.
         self._counts = array("I", [0]) * SPAN_S
         self._failed = array("I", [0]) * SPAN_S
         self._totals = array("d", [0.0]) * SPAN_S
         self._worst = array("d", [0.0]) * SPAN_S
 
     def add_all(self, values: Sequence[float], *, now: float, failed: bool = False) -> None:
-        """Count some events, at least one, and their values, which are not negative."""
+        """Count some events, at least one, with their values, which are not negative."""
         stamp = int(now)
         if stamp > self._latest:
             self._begin(stamp)
@@ -66,9 +66,7 @@ class RollingSeries:
         self._worst[place] = max(self._worst[place], *values)
 
     def _begin(self, stamp: int) -> None:
-        """Forget what happened SPAN_S seconds before this second, and before those since the latest
-        event.
-        """
+        """Clear the seconds since the latest event, whose entries are SPAN_S seconds old."""
         for second in range(max(self._latest + 1, stamp + 1 - SPAN_S), stamp + 1):
             place = second % SPAN_S
             self._counts[place] = self._failed[place] = 0
@@ -81,14 +79,12 @@ class RollingSeries:
         return tuple(self._sum(first, first + step_s) for first in range(end - SPAN_S, end, step_s))
 
     def last(self, seconds: int, *, now: float) -> Bin:
-        """Return the last seconds as one, the current one included; at most :data:`SPAN_S`."""
+        """Return the last seconds as one bin, including the present second; at most :data:`SPAN_S`."""
         end = int(now) + 1
         return self._sum(end - seconds, end)
 
     def _sum(self, first: int, end: int) -> Bin:
-        """Add up some of the last SPAN_S seconds; of those since the latest event there is
-        nothing.
-        """
+        """Add up some of the last SPAN_S seconds; those after the latest event are empty."""
         end = min(end, self._latest + 1)
         if end <= first:
             return _QUIET
@@ -109,7 +105,7 @@ def _by_instance() -> defaultdict[InstanceId, RollingSeries]:
 
 @dataclass(slots=True)
 class RecentStats:
-    """The rings of one router. Durations are seconds."""
+    """The series of one router. Durations are seconds."""
 
     requests: RollingSeries = field(default_factory=RollingSeries)  # seconds a request took
     ttft: RollingSeries = field(default_factory=RollingSeries)  # seconds until a stream began
@@ -123,11 +119,11 @@ class RecentStats:
     failures: deque[FailureEvent] = field(default_factory=lambda: deque(maxlen=_FAILURES))
 
     def failed(self, request: RequestId, where: str, reason: str, *, now: float) -> None:
-        """Remember a failure; the oldest one is forgotten."""
+        """Keep a failure; the oldest one is dropped."""
         self.failures.appendleft(FailureEvent(now, request, where, reason))
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
-        """Forget the instances that are no longer known."""
+        """Drop instances that are no longer known."""
         for rings in (self.legs, self.answers):
             for gone in rings.keys() - instances:
                 del rings[gone]

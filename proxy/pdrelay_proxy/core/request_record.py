@@ -1,7 +1,7 @@
-"""What happened to one request: where it went, how long each part took, how it ended.
+"""The record of one request: its engines, the time of each part, and how it ended.
 
 The request fills it in as it goes through the states of requests/lifecycle.py. Response headers,
-counters, histograms, the status page, the access log and spans are all made of it.
+counters, histograms, the status page, the access log and spans are all made from it.
 """
 
 import re
@@ -22,47 +22,47 @@ from pdrelay_proxy.core.model import (
 from pdrelay_proxy.core.protocol.fault_table import Failure
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
-PARTS_KEPT: Final = 8  # records of the prompts of one request
-# nginx's status for a client that closed the connection before it was answered
+PARTS_KEPT: Final = 8  # records of prompts kept for one request
+# nginx's status for a client that closed the connection before its answer
 CLIENT_CLOSED_REQUEST = 499
 PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
 SINGLE: Final = "single"  # one engine serves it
-NO_END: Final = (b"", b"")  # of an answer: it does not matter
+NO_END: Final = (b"", b"")  # of an answer whose end is not needed
 
 
 class RequestOutcome(FastStrEnum):
-    """How a request ended, as far as its client can tell."""
+    """How a request ended for its client."""
 
     OK = auto()
     CLIENT_ERROR = auto()  # 4xx
     SERVER_ERROR = auto()  # 5xx
     CLIENT_DISCONNECTED = auto()  # the client left first
-    STREAM_ABORTED = auto()  # its status was 200, and then it failed
+    STREAM_ABORTED = auto()  # it failed after status 200
 
 
 class MoveReason(FastStrEnum):
     """Why a stream leaves its engine."""
 
-    DRAIN = auto()  # it is drained by moving its streams, or turns to prefill
+    DRAIN = auto()  # it is drained by moving its streams, or changes its role to prefill
     KV_ROOM = auto()  # its KV cache is full
 
 
 class MoveOutcome(FastStrEnum):
-    """What became of a stream that was to leave its engine."""
+    """The result of moving a stream from its engine."""
 
-    MOVED = auto()  # another engine goes on, with its KV cache
-    # that failed: another engine goes on, or the same, which has computed the rest anew
+    MOVED = auto()  # another engine continues it, with its KV cache
+    # the transfer failed: another engine, or the same, computed the prompt again
     RESUMED = auto()
-    FAILED = auto()  # no engine could: the client has an error
+    FAILED = auto()  # no engine could: the client got an error
     DISCONNECTED = auto()  # the client left meanwhile
-    STAYED = auto()  # not tried: a continuation would not be exact
+    STAYED = auto()  # not tried: the continuation would not be exact
 
 
-# Short times, written once: to write a float costs twice as much as to make a whole number of it.
+# Short times, formatted once: formatting a float costs twice as much as rounding it to an int.
 _TENTHS_MOST: Final = 1000
 _TENTHS: Final = [f"{tenths // 10}.{tenths % 10}" for tenths in range(_TENTHS_MOST)]
 _NO_NAME: Final = RequestId("")
-_OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
+_OK: Final = RequestOutcome.OK  # a lookup of an enum's member costs as much as a call
 
 
 class LegRecord:
@@ -72,19 +72,19 @@ class LegRecord:
 
     def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
         self.instance = instance
-        self.name = _NO_NAME  # of the request at this engine, once it was sent
+        self.name = _NO_NAME  # of the request at this engine, after it was sent
         self.sent_at = sent_at  # by the router's clock
         self.ms = ms
-        self.tokens: int | None = None  # of the prompt, as a prefill engine has counted
-        # of a decode leg: what its engines were chosen by, if by that
+        self.tokens: int | None = None  # of the prompt, counted by a prefill engine
+        # of a decode leg: the expected time by which its engines were chosen, if they were
         self.expected: ExpectedTime | None = None
-        # Of a decode leg: events, or an answer, with its engine's own usage, where the client got
-        # another one.
+        # Of a decode leg: events, or an answer, with its engine's own usage, if the client got another
+        # one.
         self.own_usage: bytes | None = None
 
 
 class Retry:
-    """A leg that failed, so that the request was sent again. It does not change."""
+    """A failed leg, after which the request was sent again. It is never changed."""
 
     __slots__ = ("leg", "reason", "role")
 
@@ -98,7 +98,7 @@ class Retry:
 
 
 class MoveRecord:
-    """A stream was cut, to go on at another engine."""
+    """The cut of a stream, to continue it at another engine."""
 
     __slots__ = ("cut_at", "gap_s", "outcome", "prefill", "source")
 
@@ -106,8 +106,8 @@ class MoveRecord:
         self.source = source
         self.prefill: LegRecord | None = None  # the prefill leg before it
         self.cut_at = cut_at  # by the router's clock
-        self.gap_s: float | None = None  # from there to the next event
-        self.outcome: MoveOutcome | None = None  # None: it is under way
+        self.gap_s: float | None = None  # from the cut to the next event
+        self.outcome: MoveOutcome | None = None  # None: under way
 
     def __str__(self) -> str:
         gap = "" if self.gap_s is None else f" after {written_ms(self.gap_s * 1000)} ms"
@@ -160,21 +160,21 @@ class RequestRecord:
         error: str | None = None,
     ) -> None:
         self.began_at = 0.0  # when its head came, by the router's clock
-        # until all of its body had come, if that was not at once
+        # until its whole body had come, if not at once
         self.received_s: float | None = None
         self.queue_s: float | None = None  # in the queue of the admission control
         self.admitted_s: float | None = None  # until it had its place
         self.ttft_s: float | None = None  # until the first event of a stream was written
-        # when a leg that is over had brought the latest piece of a stream
+        # when the latest piece of a stream came from a leg that is over
         self.last_token_at: float | None = None
         self.duration_s = 0.0  # of the whole request, once it is over
         self.request_id = request_id
         self.path = path
-        # what the client calls the request: for the client and the log, never for an engine
+        # the client's id of the request: for the client and the log, never for an engine
         self.client_id = client_id
         self.single_reason = single_reason  # why one engine serves it
         self.push = push
-        # what engines that push call it: for the log, never for a client
+        # the transfer's id at engines that push: for the log, never for a client
         self.transfer: TransferId | None = None
         self.prefill = prefill
         self.decode = decode
@@ -182,27 +182,27 @@ class RequestRecord:
         self.moves: tuple[MoveRecord, ...] = ()
         self.past: tuple[tuple[LegRecord, Role], ...] = ()  # good legs of tries that failed
         self.status = 0  # once it is over
-        self.answered = False  # all of it is with the client; what still happens is tidying up
-        self.error = error  # what went wrong, for the log
+        self.answered = False  # the client has the whole answer; only cleaning up is left
+        self.error = error  # the failure, for the log
         # of a request with several prompts, once one of them is over
         self.parts: PromptParts | None = None
-        # what went wrong with the prefill leg after the answer had begun
+        # a failure of the prefill leg after the answer had begun
         self.prefill_error: str | None = None
-        # a decode engine that had far less than expected
+        # a decode engine that had cached far less than expected
         self.cache_missed_at: InstanceId | None = None
-        # bytes of the prompt that the decode engine had, and of all of it
+        # bytes of the prompt that the decode engine had cached, and of the whole prompt
         self.cached: tuple[int, int] | None = None
-        self.relayed = 0  # bytes of the answer, if they are counted
-        self.end = NO_END  # the last two pieces of the answer's body, if they matter
+        self.relayed = 0  # bytes of the answer, if counted
+        self.end = NO_END  # the last two pieces of the answer's body, if needed
 
     def over(self, status: int, duration_s: float) -> None:
-        """Note how it ended."""
+        """Note how the request ended."""
         self.status = status
         self.duration_s = duration_s
 
     @property
     def outcome(self) -> RequestOutcome:
-        """Say how it ended, once it is over."""
+        """How the request ended, once it is over."""
         status = self.status
         if status < 400:
             return _OK if self.error is None else RequestOutcome.STREAM_ABORTED
@@ -212,13 +212,13 @@ class RequestRecord:
 
     @property
     def mode(self) -> str:
-        """Name the way of the KV cache: pull, push, push_cold, single or each_prompt."""
+        """The way of the KV cache: pull, push, push_cold, single or each_prompt."""
         if self.single_reason is not None:
             return SINGLE
         return PULL if self.push is None else self.push
 
     def is_usual(self) -> bool:
-        """Tell whether there is nothing to say about it but where it went, and when."""
+        """Return whether only its engines and times are worth logging."""
         return not (
             self.error
             or self.single_reason
@@ -230,8 +230,8 @@ class RequestRecord:
         )
 
     def id_headers(self) -> dict[str, str]:
-        """Return the headers that name the request: by the client's own id, if it has one, and then
-        by ours too.
+        """Return the headers with the request's id: the client's own, if it has one, and the
+        router's.
         """
         if self.client_id is None:
             return {"x-request-id": self.request_id}
@@ -245,33 +245,31 @@ class RequestRecord:
 
     @property
     def attempt_id(self) -> RequestId:
-        """The id for both engines if the request is sent now: ours, and with every retry and move
-        another.
+        """The id for both engines if the request is sent now: the router's, with a suffix after
+        retries and moves.
         """
         again = len(self.retries) + len(self.moves)
         return RequestId(f"{self.request_id}-r{again}") if again else self.request_id
 
     def wrote(self, piece: bytes) -> None:
-        """Remember the end of the answer, for core/protocol/kv_transfer_check.py, and how long it
-        is.
-        """
+        """Keep the end of the answer, for core/protocol/kv_transfer_check.py, and count its bytes."""
         self.relayed += len(piece)
         self.end = self.end[1], piece
 
-    def take_end(self) -> bytes:
+    def pop_end(self) -> bytes:
         """Return the end of the answer, once."""
         end = self.end
         self.end = NO_END
         return b"".join(end)
 
     def set_aside(self, role: Role, reason: Failure) -> None:
-        """Put the leg that failed among the retries: it goes out once more."""
+        """Record a retry for the leg that failed."""
         leg = self.prefill if role is Role.PREFILL else self.decode
         if leg is not None:
             self.retries = (*self.retries, Retry(leg, reason, role))
 
     def start_over(self) -> None:
-        """Put the rest of a try that failed aside."""
+        """Record the rest of a failed try."""
         failed = [retry.leg for retry in self.retries]
         for leg, role in ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE)):
             if leg is not None and leg not in failed:
@@ -279,7 +277,7 @@ class RequestRecord:
         self.push = self.transfer = self.prefill = self.decode = self.cached = None
 
     def move_on(self, move: MoveRecord) -> None:
-        """The stream was cut: put its legs aside."""
+        """Record the cut of the stream, and put its legs aside."""
         move.prefill = self.prefill
         self.start_over()
         self.single_reason = None
@@ -288,9 +286,9 @@ class RequestRecord:
     def server_timing(self, trouble: str = "", *, tells_cache: bool = True) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds.
 
-        ``tells_cache``: also what engines had cached of the prompt, and what was expected and
-        decided because of it. ``trouble``: why the decode engine does not load the prefill engine's
-        KV, in a word; empty, as far as is known.
+        ``tells_cache``: with the engines' cached parts of the prompt, and whatever depends on them.
+        ``trouble``: why the decode engine does not load the prefill engine's KV, in a word; empty:
+        none is known.
         """
         entries = (
             [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries]
@@ -318,26 +316,22 @@ class RequestRecord:
         return ", ".join(entries)
 
 
-# What these say depends on what an engine had cached.
+# Reasons that depend on an engine's cache.
 _BY_CACHE: Final = frozenset(
     {SingleEngineReason.CACHED, SingleEngineReason.FASTER, SingleEngineReason.SHORT}
 )
 
 
 class PromptRecord(RequestRecord):
-    """The record of one of several prompts: another request has them, and is counted in their
-    place.
-    """
+    """The record of one of several prompts; the request that has them is counted in their place."""
 
     __slots__ = ()
 
 
 class PromptParts:
-    """What happened to the prompts of one request: how many are over, and the records of the most
-    notable ones.
+    """The prompts of one request: how many are over, and the records of the most notable ones.
 
-    Those are the ones that failed and, of the others, those that took longest: a request may have
-    thousands.
+    Those that failed and, of the others, those that took longest: a request may have thousands.
     """
 
     __slots__ = ("count", "failed", "notable")
@@ -348,7 +342,7 @@ class PromptParts:
         self.notable: list[PromptRecord] = []  # the most notable first
 
     def add(self, record: PromptRecord) -> None:
-        """Take in one that is over."""
+        """Add the record of a prompt that is over."""
         self.count += 1
         self.failed += _has_failed(record)
         self.notable.append(record)
@@ -366,32 +360,30 @@ def _notability(record: RequestRecord) -> tuple[bool, float]:
 
 
 class ClientIds:
-    """In which headers a client may name its request."""
+    """The headers in which a client may name its request."""
 
     __slots__ = ("_first", "_others")
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """``names``: the first that a request has counts; none: X-Request-Id."""
+        """``names``: the first one that a request has counts; empty: X-Request-Id."""
         self._first, *self._others = [name.lower().encode() for name in names] or [b"x-request-id"]
 
-    def of(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the client's name of a request; None: it has none."""
-        said = headers.get(self._first)
+    def client_id_in(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Return the client's id of a request; None: it has none."""
+        header = headers.get(self._first)
         for name in self._others:
-            if said is None:
-                said = headers.get(name)
-        return None if said is None else client_id(said)
+            if header is None:
+                header = headers.get(name)
+        return None if header is None else client_id(header)
 
 
 def client_id(header: bytes) -> str | None:
-    """Return the id in a client's X-Request-Id; None if it is too long or odd to be repeated in
-    headers and logs.
-    """
+    """Return the id in a client's X-Request-Id; None: it is too long or odd for headers and logs."""
     return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
 
 
 def written_ms(ms: float) -> str:
-    """Write milliseconds, 0 or more, with one decimal place."""
+    """Format milliseconds, 0 or more, with one decimal place."""
     try:
         return _TENTHS[int(ms * 10 + 0.5)]
     except IndexError:

@@ -1,4 +1,4 @@
-"""How many tokens of prompt and answer a client was served, for quotas and fair shares."""
+"""Counts the tokens of prompt and answer that a client was served, for quotas and fair shares."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,34 +11,34 @@ from pdrelay_proxy.core.schemas import BilledAnswer, ServedAnswer, ServedUsage
 
 _NAME: Final = b'"usage"'
 _DATA: Final = b"data:"
-_MOST: Final = 10**9  # tokens; no request has as many
-_EMBED: Final = "/v2/embed"  # Cohere's: in place of a usage it has units in its meta
+_MOST: Final = 10**9  # tokens; a limit beyond any request
+_EMBED: Final = "/v2/embed"  # Cohere's API: units in its meta in place of a usage
 # These count input_tokens and output_tokens, all others prompt_tokens and completion_tokens.
 _INPUT: Final = frozenset({Api.RESPONSES.value, Api.MESSAGES.value, "/v1/systemone"})
 _RESPONSES: Final = Api.RESPONSES.value
 
 
 def served_tokens(record: RequestRecord, status: int, prompt: int, events: int) -> int:
-    """Return the tokens of a request that is over with this status; ``prompt``: about how many its
-    prompt has; ``events``: of its stream.
+    """Return the tokens of a request that is over with this status.
 
-    Engines count them in the usage at the end of an answer. A stream without usage, or which broke
-    off, has one token an event, and its prompt is as long as the prefill engine said. What was
-    refused or has failed costs nothing.
+    ``prompt``: estimated tokens of its prompt; ``events``: of its stream. Engines count tokens in
+    the usage at the end of an answer. A stream without usage, or one that broke off, counts one
+    token an event, and the prefill engine's count of its prompt. Refused and failed requests cost
+    nothing.
     """
     if status >= 400 and status != CLIENT_CLOSED_REQUEST:
         return 0
-    # later ones have some of the answer, too
-    told = record.prefill if not record.moves else record.moves[0].prefill
-    if told is not None and told.tokens is not None:
-        prompt = told.tokens
+    # prompts of later legs include part of the answer
+    prefill_leg = record.prefill if not record.moves else record.moves[0].prefill
+    if prefill_leg is not None and prefill_leg.tokens is not None:
+        prompt = prefill_leg.tokens
     counted, answered = _counted(record.path, b"".join(record.end))
     prompt = prompt if counted is None else _bounded(counted)
     return prompt + (events if answered is None else _bounded(answered))
 
 
 def _counted(path: str, end: bytes) -> tuple[int | None, int | None]:
-    """Return the tokens of prompt and answer, as the end of an answer says; None: it does not."""
+    """Return the tokens of prompt and answer in the end of an answer; None: unknown."""
     if path == _EMBED:
         billed = maybe(end, BilledAnswer)
         units = None if billed is None or billed.meta is None else billed.meta.billed_units
@@ -53,16 +53,16 @@ def _counted(path: str, end: bytes) -> tuple[int | None, int | None]:
 
 
 def _usage(path: str, end: bytes) -> ServedUsage | None:
-    """Return the last usage of an answer itself: a response repeats the tools of its request, which
-    may look like one.
+    """Return the last usage of the answer itself: a response repeats the tools of its request,
+    which may look like one.
 
     ``end``: a whole answer, or the last lines of a stream.
     """
     for text in [end] if end.lstrip()[:1] == b"{" else _events(end):
-        found = maybe(text, ServedAnswer) if text.find(_NAME) >= 0 else None
-        if found is not None:
-            inside = found.response if path == _RESPONSES else None
-            usage = found.usage if inside is None else inside.usage
+        parsed = maybe(text, ServedAnswer) if text.find(_NAME) >= 0 else None
+        if parsed is not None:
+            inside = parsed.response if path == _RESPONSES else None
+            usage = parsed.usage if inside is None else inside.usage
             if usage is not None:
                 return usage
     return None

@@ -1,4 +1,4 @@
-"""Long work that is done in steps, so that others may have their turn in between."""
+"""Long work in steps, so that other tasks run in between."""
 
 from collections.abc import Generator
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def finish(steps: Generator[None, None, T]) -> T:
-    """Do all steps at once, and return what they lead to."""
+    """Run all steps at once, and return their result."""
     while True:
         try:
             next(steps)

@@ -107,7 +107,7 @@ class Request(PartRequest):
         head = self._head = RequestHead(path, headers, shown)
         span: RequestSpan | None = None
         found = (
-            RequestRecord(services.new_id(), path, services.ids.of(head.shown))
+            RequestRecord(services.new_id(), path, services.ids.client_id_in(head.shown))
             if record is None
             else record
         )

@@ -21,7 +21,7 @@ from pdrelay_proxy.api.schemas import (
 )
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.disaggregation import _LOOKED_AT
+from pdrelay_proxy.core.protocol.disaggregation import _RELEVANT
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from pdrelay_proxy.requests.error_body import _KINDS
 from pdrelay_proxy.settings import Settings
@@ -303,7 +303,7 @@ async def test_the_fields_that_the_router_looks_at_are_named(app, api):
     found = await document(app)
     body = found["paths"][api.value]["post"]["requestBody"]["content"]["application/json"]["schema"]
 
-    looked_at = _LOOKED_AT[api] - UNKNOWN_TO_VLLM.get(api, set())
+    looked_at = _RELEVANT[api] - UNKNOWN_TO_VLLM.get(api, set())
     assert resolved(found, body)["properties"].keys() >= looked_at | {"model", "priority", "vllm_xargs"}
 
 

@@ -21,7 +21,7 @@ from pdrelay_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role,
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival
 from pdrelay_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
-from pdrelay_proxy.io.metrics import Metrics, _Single, _exposition_of
+from pdrelay_proxy.io.metrics import Metrics, _exposition_of, _Single
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.settings import Settings
 from support.helm_metrics import router_exposition

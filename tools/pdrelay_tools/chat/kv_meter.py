@@ -31,7 +31,7 @@ class KvMeter:
         self._addresses: Mapping[str, str] = {}
         try:
             with RouterClient(_access(url)) as router:
-                rows = router.ask("/instances")["instances"]
+                rows = router.request("/instances")["instances"]
             self._addresses = {row["id"]: row["address"] for row in rows}
             if len(rows) > _MOST_ENGINES:
                 self.why_not = f"there are {len(rows)} engines, too many to ask"

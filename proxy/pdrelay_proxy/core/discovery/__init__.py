@@ -1,3 +1,3 @@
-"""Which engines there should be, as sources name them, and which are there: the difference is what
-changes.
+"""Compares the engines that sources name with those that are there: the difference is the change to
+make.
 """

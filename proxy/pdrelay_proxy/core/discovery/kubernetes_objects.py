@@ -1,18 +1,18 @@
-"""What all objects of Kubernetes have."""
+"""The metadata that all Kubernetes objects have."""
 
 import re
 from typing import Final
 
 import msgspec
 
-# What Kubernetes takes for the key of a label.
+# The keys that Kubernetes allows for labels.
 LABEL_KEY: Final = re.compile(
     r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
 
 
 class Meta(msgspec.Struct, rename="camel"):
-    """As much of an object's metadata as anybody here reads."""
+    """The part of an object's metadata that the router reads."""
 
     name: str = ""
     uid: str = ""

@@ -1,9 +1,7 @@
-"""Which engines there should be: the union of what several sources say, against what the router
-has.
+"""Which engines there should be: the union of several sources, compared with the router's.
 
-A source is always heard as a whole, so a lost message costs time and never an engine that is gone.
-What a source said last holds until it says something else: one that cannot be reached takes nothing
-away.
+A source always sends whole views, so a lost message costs time but never keeps an engine that is
+gone. A source's latest view holds until its next: one that cannot be reached removes nothing.
 """
 
 import re
@@ -20,37 +18,37 @@ from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.errors import AddressError
 
-# engines of one source; what is beyond is left out, and said, until others have gone
+# engines of one source; more are left out, and logged, until others have gone
 MOST: Final = 50_000
-# engines that are compared with those of before in one step: some tenths of a millisecond
+# engines compared with the old view in one step: some tenths of a millisecond
 _READ_AT_ONCE: Final = 200
-# places that have changed and are taken in at once: what follows takes 20 times as long
-_TAKEN_AT_ONCE: Final = 20
+# changed addresses applied in one step: the changes that follow take 20 times as long
+_APPLIED_AT_ONCE: Final = 20
 _PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
 TEXT_MOST: Final = 64 * 1024  # bytes of an entry of the store; ours have some hundred
-_SHOWN_MOST: Final = 200  # characters of what another program has written that a sentence repeats
+_SHOWN_MOST: Final = 200  # characters of another program's text that an error quotes
 _NAME_MOST: Final = 200  # characters of an entry's name; Kubernetes takes 253
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that one source has said last. Times are seconds of a clock that only rises."""
+    """The latest view of a source. Times are seconds of a monotonic clock."""
 
     engines: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])
-    generation: int = 0  # counts the changes; 0: never heard
-    heard: float = 0.0  # when it was last known to be so
-    is_synced: bool = False  # the source has been heard as a whole
-    # beyond the bound; the first comes next
+    generation: int = 0  # counts changes; 0: never heard
+    heard: float = 0.0  # when the view was last confirmed
+    is_synced: bool = False  # a whole view has been received
+    # beyond the limit; the first is next when there is room
     left_out: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])
 
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """How well a source is known."""
+    """How recent the view of a source is."""
 
     source: EngineSource
     is_synced: bool
-    age_s: float  # for which nobody has known whether its view is still so
+    age_s: float  # since its view was last confirmed
     generation: int
     engines: int
 
@@ -67,58 +65,58 @@ class Sources:
     def replace(
         self, source: EngineSource, engines: Iterable[Wanted], *, now: float
     ) -> Sequence[Key]:
-        """Take in all that a source says; return the places that differ from what it said
-        before.
-        """
+        """Replace the view of a source; return the addresses that differ from the old view."""
         changed = list[Key]()
-        for some in self.replace_in_steps(source, engines, now=now):
-            changed.extend(some)
+        for keys in self.replace_in_steps(source, engines, now=now):
+            changed.extend(keys)
         return changed
 
     def replace_in_steps(
         self, source: EngineSource, engines: Iterable[Wanted], *, now: float
     ) -> Generator[Sequence[Key]]:
-        """Take in the same in steps of a millisecond or so, and yield the places that differ with
+        """Replace a view in steps of about a millisecond, and yield the addresses that differ with
         each.
 
-        First go those where no engine is any more, which makes room at an address. The source has
-        been heard as a whole when all steps are done; all of them are of one generation.
+        Addresses that lost their engine come first, which makes room. After the last step the
+        source counts as received; all steps are of one generation.
         """
         old = self.views[source]
-        found = yield from _by_key(engines)
+        engines_by_key = yield from _by_key(engines)
         left_out = dict[Key, Wanted]()
-        if len(found) > self._most:  # what is there stays
-            order = sorted(found, key=lambda key: (key not in old.engines, found[key].leaves))
-            left_out = {key: found.pop(key) for key in order[self._most :]}
-        gone = [key for key in old.engines if key not in found]
-        news = list[Key]()
+        if len(engines_by_key) > self._most:  # present engines stay
+            order = sorted(
+                engines_by_key, key=lambda key: (key not in old.engines, engines_by_key[key].leaves)
+            )
+            left_out = {key: engines_by_key.pop(key) for key in order[self._most :]}
+        gone = [key for key in old.engines if key not in engines_by_key]
+        differing = list[Key]()
         generation = old.generation + 1
-        for number, (key, wanted) in enumerate(found.items(), start=1):
+        for number, (key, wanted) in enumerate(engines_by_key.items(), start=1):
             before = old.engines.get(key)
             if before is not wanted and before != wanted:
-                news.append(key)
+                differing.append(key)
             if number % _READ_AT_ONCE == 0:
                 yield ()
-        taken = dict[Key, Wanted]()
-        for keys in (gone, news):
-            for begin in range(0, len(keys), _TAKEN_AT_ONCE):
-                some = keys[begin : begin + _TAKEN_AT_ONCE]
-                # the first step, or one after a change of some places
-                if self.views[source].engines is not taken:
-                    taken = dict(self.views[source].engines)
-                for key in some:
-                    if key in found:
-                        taken[key] = found[key]
+        applied = dict[Key, Wanted]()
+        for keys in (gone, differing):
+            for begin in range(0, len(keys), _APPLIED_AT_ONCE):
+                step_keys = keys[begin : begin + _APPLIED_AT_ONCE]
+                # the first step, or a step after ``change``
+                if self.views[source].engines is not applied:
+                    applied = dict(self.views[source].engines)
+                for key in step_keys:
+                    if key in engines_by_key:
+                        applied[key] = engines_by_key[key]
                     else:
-                        taken.pop(key, None)
+                        applied.pop(key, None)
                 self.views[source] = replace(
-                    self.views[source], engines=taken, generation=generation
+                    self.views[source], engines=applied, generation=generation
                 )
-                yield some
-        is_news = bool(gone or news) or not old.is_synced
+                yield step_keys
+        is_changed = bool(gone or differing) or not old.is_synced
         self.views[source] = View(
             self.views[source].engines,
-            generation if is_news else old.generation,
+            generation if is_changed else old.generation,
             now,
             is_synced=True,
             left_out=left_out,
@@ -127,33 +125,32 @@ class Sources:
     def change(
         self, source: EngineSource, engines: Mapping[Key, Wanted | None], *, now: float
     ) -> Sequence[Key]:
-        """Take in what a source says of some places (None: no engine is there any more); return
-        those that differ.
+        """Change a view at some addresses (None: the engine is gone); return those that differ.
 
-        What is beyond the bound is left out until there is room.
+        Engines beyond the limit are left out until there is room.
         """
         old = self.views[source]
-        found = dict(old.engines)
+        engines_by_key = dict(old.engines)
         left_out = dict(old.left_out)
         changed = list[Key]()
         for key, wanted in engines.items():
             left_out.pop(key, None)
-            if wanted == found.get(key):
+            if wanted == engines_by_key.get(key):
                 continue
             if wanted is None:
-                del found[key]
-            elif key not in found and len(found) >= self._most:
+                del engines_by_key[key]
+            elif key not in engines_by_key and len(engines_by_key) >= self._most:
                 left_out[key] = wanted
                 continue
             else:
-                found[key] = wanted
+                engines_by_key[key] = wanted
             changed.append(key)
-        while left_out and len(found) < self._most:
+        while left_out and len(engines_by_key) < self._most:
             key = next(iter(left_out))
-            found[key] = left_out.pop(key)
+            engines_by_key[key] = left_out.pop(key)
             changed.append(key)
         engines_now, generation = (
-            (found, old.generation + 1) if changed else (old.engines, old.generation)
+            (engines_by_key, old.generation + 1) if changed else (old.engines, old.generation)
         )
         self.views[source] = replace(
             old, engines=engines_now, generation=generation, heard=now, left_out=left_out
@@ -161,11 +158,11 @@ class Sources:
         return changed
 
     def heard(self, source: EngineSource, *, now: float) -> None:
-        """Note that what a source said last is still so."""
+        """Note that the latest view of a source is still right."""
         self.views[source] = replace(self.views[source], heard=now)
 
     def freshness(self, *, now: float) -> Sequence[Freshness]:
-        """Say of each source how well it is known."""
+        """Return for each source how recent its view is."""
         return [
             Freshness(
                 name, view.is_synced, max(0.0, now - view.heard), view.generation, len(view.engines)
@@ -175,40 +172,40 @@ class Sources:
 
     @property
     def missing(self) -> Sequence[EngineSource]:
-        """List the sources that have not been heard yet."""
+        """The sources that have not been received yet."""
         return [name for name, view in self.views.items() if not view.is_synced]
 
     def desired(self) -> Mapping[Key, Origin]:
-        """Return the union. An engine leaves if any source says that it does."""
+        """Return the union of all views. An engine leaves if any source says so."""
         return self.desired_at(
             dict.fromkeys(key for view in self.views.values() for key in view.engines)
         )
 
     def desired_at(self, keys: Iterable[Key]) -> Mapping[Key, Origin]:
-        """Return the same for some places."""
-        found: dict[Key, Origin] = {}
+        """Return the same for some addresses."""
+        origins: dict[Key, Origin] = {}
         for source, view in self.views.items():
             for key in keys:
                 if (wanted := view.engines.get(key)) is None:
                     continue
-                if (first := found.get(key)) is None:
-                    found[key] = Origin(source, view.generation, wanted)
+                if (first := origins.get(key)) is None:
+                    origins[key] = Origin(source, view.generation, wanted)
                 elif wanted.leaves and first.wanted is not None:
                     moves = wanted.moves or first.wanted.moves
-                    found[key] = replace(
+                    origins[key] = replace(
                         first, wanted=replace(first.wanted, leaves=True, moves=moves)
                     )
-        return found
+        return origins
 
 
 def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, dict[Key, Wanted]]:
-    """Sort engines by place, in steps: of two at one address the one that stays counts, else the
-    one named last.
+    """Index engines by address, in steps. Of two at one address, the one that stays counts, else
+    the later.
     """
     leaving = dict[Key, Wanted]()
     staying = dict[Key, Wanted]()
-    for number, one in enumerate(engines, start=1):
-        (leaving if one.leaves else staying)[one.key] = one
+    for number, engine in enumerate(engines, start=1):
+        (leaving if engine.leaves else staying)[engine.key] = engine
         if number % _READ_AT_ONCE == 0:
             yield ()
     return {**leaving, **staying}
@@ -216,7 +213,7 @@ def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, dict[Ke
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do; ``key`` tells where, ``origin`` what is true afterwards."""
+    """One change of the registry; ``key``: where, ``origin``: the origin of the engine after it."""
 
     verb: Literal["add", "drain", "undrain", "adopt", "remove"]
     key: Key
@@ -224,11 +221,11 @@ class Action:
 
 
 def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequence[Action]:
-    """Say what makes the registry (``current``: without what retires) what it should be; twice
-    changes nothing more.
+    """Return the actions that make the registry (``current``: without retiring engines) as desired;
+    a second call returns none.
 
-    Removals come first, so that an address is free for the engine that has taken it. Engines that
-    discovery has not brought are left alone, and so is what an operator did to one since.
+    Removals come first, so that an address is free for its new engine. Engines of the settings are
+    left alone, and so are an operator's later changes to an engine.
     """
     gone = list[Action]()
     rest = list[Action]()
@@ -239,27 +236,27 @@ def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequen
     for key, origin in desired.items():
         present = None if key in removed else current.get(key)
         if (verb := _verb(origin, present)) is not None:
-            # it is of the generation in which it came
+            # it keeps the generation in which it came
             if present is not None and present.source is origin.source:
                 origin = replace(origin, generation=present.generation)
             rest.append(Action(verb, key, origin))
     return [*gone, *rest]
 
 
-def _is_other(before: Origin, present: Wanted, origin: Origin | None) -> bool:
-    """Tell whether what is there must go: nobody wants it, or something else at its address.
+def _is_other(before: Origin, current: Wanted, origin: Origin | None) -> bool:
+    """Return whether the present engine must go: no source names it, or another one is at its
+    address.
 
-    Of two entries of one source, one that lacks its addition is another than one that has it:
-    routers that have seen none of them in between would else keep the engine of before, and those
-    that have, not.
+    Entries of one source with and without an addition's id are different engines: otherwise routers
+    that missed the state in between would keep the old engine, and others would not.
     """
     if origin is None or (wanted := origin.wanted) is None:
         return True
-    if before.source is origin.source and present.added != wanted.added:
+    if before.source is origin.source and current.added != wanted.added:
         return True
-    if present.identity and wanted.identity and present.identity != wanted.identity:
+    if current.identity and wanted.identity and current.identity != wanted.identity:
         return True
-    return present.target != wanted.target
+    return current.target != wanted.target
 
 
 def _verb(
@@ -269,7 +266,7 @@ def _verb(
         return None
     if present is None:
         return None if origin.wanted.leaves else "add"
-    if present.wanted is None:  # static: it is there whoever else wants it
+    if present.wanted is None:  # of the settings: it stays, whatever sources say
         return None
     if origin.wanted.leaves != present.wanted.leaves:
         return "drain" if origin.wanted.leaves else "undrain"
@@ -281,22 +278,20 @@ def _verb(
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What an engine serves in place of the role that its source names, for all routers of a
-    store.
-    """
+    """The role that an engine serves in place of its source's, for all routers of a store."""
 
-    key: Key  # as its source names it
+    key: Key  # by its source's name and role
     serves: EngineRole
-    identity: str = ""  # of the engine that is meant (a pod's uid); empty: whatever is there
-    is_unnamed: bool = False  # a router knows of no such engine (unnamed_assignments.py)
+    identity: str = ""  # of the engine (a pod's uid); empty: any engine at the address
+    is_unnamed: bool = False  # a router knows no such engine (unnamed_assignments.py)
 
     def means(self, identity: str) -> bool:
-        """Tell whether an engine at its place is meant."""
+        """Return whether the assignment is for the engine with this identity at its address."""
         return not (self.identity and identity) or self.identity == identity
 
 
 class _AssignmentEntry(msgspec.Struct, omit_defaults=True):
-    """An assignment in the store. Routers that know of none read no engine in it."""
+    """An assignment in the store. A router without this feature reads no engine in it."""
 
     declared: Role
     at: str
@@ -316,7 +311,7 @@ class _StoreEntry(msgspec.Struct, omit_defaults=True):
 
 
 def entry_name(key: Key) -> str:
-    """Name the entry of an engine, in letters that every store takes."""
+    """Return the name of an engine's entry, in letters that every store allows."""
     plain = "".join(c if _PLAIN.fullmatch(c) else f"_{ord(c):02x}" for c in key.authority)
     name = f"{key.role}.{plain}"
     return (
@@ -327,20 +322,24 @@ def entry_name(key: Key) -> str:
 
 
 def entry_of(wanted: Wanted) -> str:
-    """Write an engine for the store."""
+    """Return the entry of an engine."""
     entry = _StoreEntry(wanted.role, wanted.target.text, wanted.leaves, wanted.moves, wanted.added)
     return msgspec.json.encode(entry).decode()
 
 
 def assignment_name(key: Key) -> str:
-    """Name the entry of an assignment."""
+    """Return the name of an assignment's entry."""
     return f"turn.{entry_name(key)}"
 
 
-def assignment_of(found: Assignment) -> str:
-    """Write an assignment for the store."""
+def assignment_of(assignment: Assignment) -> str:
+    """Return the entry of an assignment."""
     entry = _AssignmentEntry(
-        found.key.role, found.key.authority, found.serves, found.identity, found.is_unnamed
+        assignment.key.role,
+        assignment.key.authority,
+        assignment.serves,
+        assignment.identity,
+        assignment.is_unnamed,
     )
     return msgspec.json.encode(entry).decode()
 
@@ -358,26 +357,24 @@ def bytes_of_entry(text: str) -> bytes:
 
 
 def text_of_entry(data: bytes) -> str:
-    """Return an entry as a text, from which ``bytes_of_entry`` makes the same bytes."""
+    """Return an entry as text, which ``bytes_of_entry`` turns into the same bytes."""
     return data.decode("utf-8", "surrogateescape")
 
 
 def shown_name(name: str) -> str:
-    """Return the name of an entry as a sentence can repeat it: on one line, in characters that
-    every log takes.
-    """
+    """Return an entry's name for an error: on one line, in characters that every log can have."""
     return name if name.isprintable() and len(name) <= _SHOWN_MOST else ascii(name[:_SHOWN_MOST])
 
 
 def read_entry(text: str) -> Wanted | Assignment:
-    """Read an engine, or an assignment, from the store. Raises AddressError: it is neither."""
+    """Parse an engine, or an assignment, of the store. Raises AddressError: it is neither."""
     data = bytes_of_entry(text)
     try:
-        turned = decode(data, _AssignmentEntry)
+        entry = decode(data, _AssignmentEntry)
     except NotJson:
         return _read_engine(data)
-    key = Key(turned.declared, Address.parse(turned.at).authority)
-    return Assignment(key, turned.serves, turned.identity, turned.unnamed)
+    key = Key(entry.declared, Address.parse(entry.at).authority)
+    return Assignment(key, entry.serves, entry.identity, entry.unnamed)
 
 
 def _read_engine(data: bytes) -> Wanted:

@@ -1,6 +1,4 @@
-"""What the URL of a store says beyond where it is: a prefix, so that several fleets can share one
-Redis.
-"""
+"""The prefix in a store's URL, so that several fleets can share one Redis."""
 
 import re
 from typing import Final
@@ -11,21 +9,21 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_./:]{0,199}")
 
 
 def split_prefix(url: str) -> tuple[str, str]:
-    """Take ``prefix`` out of the query of a URL; empty: there is none.
+    """Return a URL without ``prefix`` in its query, and the prefix; empty: there is none.
 
     Raises:
         ValueError: it has other characters than letters, digits and ``-_./:``, or more than 200.
     """
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
-    found = [value for name, value in query if name == "prefix"]
-    if not found:
+    prefixes = [value for name, value in query if name == "prefix"]
+    if not prefixes:
         return url, ""
-    if len(found) > 1 or not _PREFIX.fullmatch(found[0]):
+    if len(prefixes) > 1 or not _PREFIX.fullmatch(prefixes[0]):
         raise ValueError(
             "a store's prefix is written once, in at most 200 letters, digits, '-', '_', '.', '/' "
             "and ':'"
         )
     rest = urlencode([(name, value) for name, value in query if name != "prefix"])
     base, _, _ = url.partition("?")
-    return f"{base}?{rest}" if rest else base, found[0]
+    return f"{base}?{rest}" if rest else base, prefixes[0]

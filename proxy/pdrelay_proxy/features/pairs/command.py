@@ -1,4 +1,4 @@
-"""``pdrelay pairs``: which prefill and decode engines have met, and which cannot
+"""``pdrelay pairs``: the pairs of engines that have transferred KV, and those that cannot
 (docs/faults.md).
 """
 
@@ -40,35 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them; return the exit code: 0 done, 1 not done, 2 it could not be asked for like
-    this.
-    """
+    """Print them; return the exit code: 0 done, 1 failed, 2 the request was invalid."""
     return run_command("pairs", args, lambda router: _answer(router, args))
 
 
 def _answer(router: RouterClient, args: argparse.Namespace) -> str:
-    found = router.ask("/pairs")
+    answer = router.request("/pairs")
     if args.failing:
-        found["pairs"] = [row for row in found["pairs"] if row["state"] != "well" or row["failed"]]
-    return json.dumps(found) + "\n" if args.json else text(found)
+        answer["pairs"] = [
+            row for row in answer["pairs"] if row["state"] != "well" or row["failed"]
+        ]
+    return json.dumps(answer) + "\n" if args.json else text(answer)
 
 
-def text(found: Json) -> str:
-    """Write the pairs for people."""
-    found = in_lines(found)
+def text(answer: Json) -> str:
+    """Format the pairs for people."""
+    answer = in_lines(answer)
     notes: Sequence[str] = [
         *[
             f"{row['decode']} loads no KV of {row['prefill']}: {row['why']}"
-            for row in found["pairs"]
+            for row in answer["pairs"]
             if row.get("why")
         ],
-        *([f"{found['dropped']} pairs were forgotten to make room"] if found["dropped"] else []),
+        *([f"{answer['dropped']} pairs were forgotten to make room"] if answer["dropped"] else []),
     ]
-    return table([_COLUMNS, *map(_cells, found["pairs"])]) + "".join(f"{note}\n" for note in notes)
+    return table([_COLUMNS, *map(_cells, answer["pairs"])]) + "".join(f"{note}\n" for note in notes)
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    """Write how fast KV moved, with three digits."""
+    """Format a transfer rate with three digits."""
     if bytes_per_s is None:
         return "-"
     return (
@@ -77,9 +77,7 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def _mode(row: Json) -> str:
-    """Write the way that KV goes; while both are tried, and behind it, what was measured of
-    either.
-    """
+    """Format the transfer mode; while both are tried, with the measured times of both."""
     times = [row["pull_s"], row["push_s"]]
     if row["mode"] is None or None in times:
         return row["mode"] or "-"
@@ -88,7 +86,7 @@ def _mode(row: Json) -> str:
 
 def _cells(row: Json) -> tuple[str, ...]:
     rest = "" if row["rest_s"] is None else f" {row['rest_s']:.0f} s"
-    failures = ", ".join(f"{count} {how}" for how, count in row["failures"].items())
+    failures = ", ".join(f"{count} {reason}" for reason, count in row["failures"].items())
     return (
         row["prefill"],
         row["decode"],

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(router: RouterClient, args: argparse.Namespace) -> str:
     query = "?engines=false" if args.router_only else ""
-    answer = router.ask(f"/requests/{quote(args.name, safe='')}{query}")
+    answer = router.request(f"/requests/{quote(args.name, safe='')}{query}")
     return json.dumps(answer) + "\n" if args.json else text(answer)
 
 

@@ -146,12 +146,12 @@ class _Kind:
                 counters.transfers[self.decode, _UNKNOWN] += count
         if not self.is_part:
             counters.requests[self.path, self.outcome] += count
-            counters.durations.of((self.path, self.outcome)).observe_all(self.durations)
+            counters.durations.histogram((self.path, self.outcome)).observe_all(self.durations)
             recent.requests.add_all(self.durations, now=now, failed=self.is_failed)
             if self.unqueued:
-                counters.queue_times.of((self.path,)).counts[0] += self.unqueued
+                counters.queue_times.histogram((self.path,)).counts[0] += self.unqueued
             if self.ttft:
-                counters.ttft.of((self.path,)).observe_all(self.ttft)
+                counters.ttft.histogram((self.path,)).observe_all(self.ttft)
                 recent.ttft.add_all(self.ttft, now=now)
         self.ttft.clear()
         self.durations.clear()
@@ -314,7 +314,7 @@ class Telemetry:
         gaps = self._gaps.get((label, instance))
         if gaps is None:
             gaps = self._gaps[label, instance] = []
-            self._counters.inter_token.of((label,))
+            self._counters.inter_token.histogram((label,))
         return gaps
 
     def count_gaps(self) -> None:
@@ -328,7 +328,7 @@ class Telemetry:
     ) -> None:
         for (label, instance), gaps in by_stream:
             if gaps:
-                self._counters.inter_token.of((label,)).observe_all(gaps)
+                self._counters.inter_token.histogram((label,)).observe_all(gaps)
                 if instance is not None and self._stepped is not None:
                     self._stepped(instance, gaps)
                 gaps.clear()
@@ -380,7 +380,7 @@ class Telemetry:
 
     def _push_over(self, record: RequestRecord) -> None:
         """Count whether the KV cache of a push arrived; its answer may tell."""
-        end = record.take_end()
+        end = record.pop_end()
         decode = record.decode
         if record.status != 200 or record.prefill is None or decode is None:
             return

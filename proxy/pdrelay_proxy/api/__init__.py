@@ -1,1 +1,1 @@
-"""HTTP as clients see it: bytes in, bytes out, errors as status codes."""
+"""The router's HTTP as clients see it: bytes in, bytes out, errors as status codes."""

@@ -29,9 +29,9 @@ from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.wire.connection_guard import Guard
 
 logger = logging.getLogger(__name__)
-# In the demo's words, for scripts compare them.
+# The demo's texts: scripts compare them.
 _FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instance format."}
-# why an engine is not accepted, for operators: the demo's words do not say it
+# why an engine is not accepted, for operators: the demo's texts have no reason
 _REASON: Final = "x-pdrelay-reason"
 _REASON_MOST: Final = 300  # characters
 _ADD_ERRORS: Final = operator_errors(413, 415, 503) | {
@@ -56,22 +56,22 @@ def admin_routes(
     access: OperatorAccess,
     onlookers: Onlookers,
 ) -> APIRouter:
-    """Build the routes of the demo; ``onlookers`` says who may see addresses."""
+    """Build the routes of the demo; ``onlookers``: who may see addresses."""
     router = APIRouter(
         tags=[OPERATORS],
         dependencies=[OPERATOR_KEY],
-        # The demo does not look at the content type: curl -d sends a form's.
+        # The demo ignores the content type: curl -d sends a form's.
         route_class=access.route(
             sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT),
             any_media=True,
             takes_join_key=True,
         ),
     )
-    looking = APIRouter(
+    open_router = APIRouter(
         tags=[OPERATORS], dependencies=[*onlookers.keys, Depends(onlookers.scrapers)]
     )
 
-    @looking.get("/status", responses=operator_errors())
+    @open_router.get("/status", responses=operator_errors())
     async def status() -> FleetStatus:
         """List the engines' addresses."""
         prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
@@ -92,7 +92,9 @@ def admin_routes(
         try:
             target = Target.parse(text)
             await own.check(host, [target.address])
-            await guard.places(target.address)  # where it leads, before anything is sent there
+            await guard.places(
+                target.address
+            )  # checks its IP addresses before anything is sent there
         except BadPort as exc:
             raise HTTPException(400, "Invalid port number.") from exc
         except NotAllowed as exc:
@@ -114,11 +116,11 @@ def admin_routes(
             logger.warning("%s", exc)
             raise HTTPException(503, f"The instance {_fate(exc)}: {exc}") from exc
         fleet.serves(role, target.address, served)  # before a request for another model comes
-        # A host that has joined is told nothing of the engines of others.
+        # A warning would name engines of others to a host that has joined.
         warning = await newcomers.warning(role, target.address) if host is None else None
         return InstanceAdded(message=f"Added {text} to {role}_instances.", warning=warning)
 
-    router.routes.extend(looking.routes)  # include_router would have them want the operator's key
+    router.routes.extend(open_router.routes)  # include_router would add the operator's key to them
     return router
 
 
@@ -129,7 +131,7 @@ def _fate(error: StoreDown) -> str:
 
 
 def _not_added(new: NewInstance, why: Exception) -> HTTPException:
-    """Log why, and say it in a header."""
+    """Log the reason, and put it into a header."""
     logger.warning("%s %s is not added: %s", new.type, new.instance, why)
     reason = str(why)[:_REASON_MOST].encode("ascii", "backslashreplace").decode()
     shown = "".join(letter if letter.isprintable() else "?" for letter in reason)

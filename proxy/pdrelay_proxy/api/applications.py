@@ -1,8 +1,7 @@
-"""Which routes are at which port: with an admin port, the main one has those that clients use, and
-nothing else.
+"""The routes of each port: with an admin port, the main one has the clients' routes alone.
 
-Probes of load balancers in front of the main port need `/health` or `/ready` there, so both ports
-have these.
+Load balancers in front of the main port probe `/health` or `/ready` there, so both ports have
+these.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -34,12 +33,14 @@ class Routes:
     operators: Sequence[APIRouter]  # and Prometheus, the status page, and the kubelet
     endpoints: Sequence[BaseRoute]
     admin_key: AdminKey
-    browsers: Callable[[Request], None]  # raises Unauthorized for who may not see the document
+    browsers: Callable[
+        [Request], None
+    ]  # raises Unauthorized unless the caller may see the document
 
 
 @dataclass(frozen=True, slots=True)
 class Applications:
-    """What the two ports serve."""
+    """The applications of the two ports."""
 
     main: FastAPI
     admin: FastAPI | None  # None: ``main`` has its routes, too
@@ -54,9 +55,9 @@ def build_applications(
     *,
     own_name: str,
 ) -> Applications:
-    """Build them. ``lifespan`` is that of the main one, ``own_name`` that of this machine.
+    """Build them. ``lifespan`` is that of the main one, ``own_name`` this machine's name.
 
-    Requests of clients need one more middleware (api/request_context.py), which ``app.py`` adds to
+    Clients' requests need one more middleware (api/request_context.py), which ``app.py`` adds to
     the main one.
     """
     main = new_application(lifespan)
@@ -89,8 +90,8 @@ def _add_operators(app: FastAPI, routes: Routes, *, elsewhere: Sequence[BaseRout
 
 
 def _add(app: FastAPI, router: APIRouter) -> None:
-    """Add routes as they are: ``include_router`` would make each anew, models of its bodies and
-    answers and all.
+    """Add routes unchanged: ``include_router`` would rebuild each, with the models of its bodies
+    and answers.
     """
     for route in router.routes:
         if isinstance(route, APIRoute):
@@ -100,5 +101,5 @@ def _add(app: FastAPI, router: APIRouter) -> None:
 
 @asynccontextmanager
 async def _no_lifespan(_: FastAPI) -> AsyncGenerator[None]:
-    """Start nothing: the main application has."""
+    """Start nothing: the main application does."""
     yield

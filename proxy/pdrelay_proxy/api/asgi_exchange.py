@@ -1,9 +1,9 @@
-"""A request that an ASGI application answers: whatever is not for an endpoint goes to FastAPI by
-this.
+"""A request that an ASGI application answers: FastAPI gets all requests that are not for endpoints
+in this way.
 
-The connection has read its head and divides the body from what is behind it; here are the scope,
-the two channels (ASGI 3.0, https://asgi.readthedocs.io/en/latest/specs/www.html) and the bytes of
-the answer (RFC 9112, 6 and 7).
+The connection reads the head, and separates the body from the bytes behind it; this module has the
+scope, the two channels (ASGI 3.0, https://asgi.readthedocs.io/en/latest/specs/www.html) and the
+bytes of the answer (RFC 9112, 6 and 7).
 """
 
 import asyncio
@@ -30,23 +30,26 @@ App: TypeAlias = Callable[
 ]
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY: Final = (204, 304)
-_OURS: Final = (b"connection", b"transfer-encoding")  # headers that say how the connection goes on
+_OURS: Final = (
+    b"connection",
+    b"transfer-encoding",
+)  # headers about the connection, which the router sets itself
 _FAILED: Final = b"Internal Server Error"
 logger = logging.getLogger(__name__)
 
 
 class ServingConnection(Protocol):
-    """The connection that a request has come by."""
+    """The connection of a request."""
 
     transport: asyncio.Transport
     flow: FlowControl
 
     def default_lines(self) -> bytes:
-        """Return the header lines that the server puts into every head."""
+        """Return the header lines that the server adds to every head."""
         ...
 
     def answered(self, *, keep_alive: bool) -> None:
-        """The answer is written."""
+        """Note that the answer is written."""
         ...
 
 
@@ -54,32 +57,32 @@ class AsgiExchange:
     """One request and its answer."""
 
     def __init__(self, connection: ServingConnection, head: Head, scope: Mapping[str, Any]) -> None:
-        """``scope``: what the connection knows, to which this adds the request.
+        """``scope``: the connection's part, to which this adds the request's.
 
         Raises:
-            BadFraming: its target cannot be read.
+            BadFraming: its target cannot be parsed.
         """
         self._connection = connection
         self._scope = dict(scope) | _request_scope(head)
         self._is_old = head.is_old
-        # A client that waits for us to ask for its body may never send it: its connection ends with
-        # the answer.
+        # A client that waits for 100 Continue may never send its body: its connection ends with the
+        # answer.
         self._expects = head.expects and head.length != 0 and not head.is_old
         self.keep_alive = head.keep_alive and not head.is_old and not self._expects
         self.response_started = self.response_complete = False
-        self._body = bytearray()  # that has come, and was not taken
-        self._more = True  # of the body is to come
-        self._told = False  # the application has all of it
-        self._gone = False  # nobody reads the answer
+        self._body = bytearray()  # received, not yet passed to the application
+        self._more = True  # more of the body is to come
+        self._body_passed = False  # the application has the whole body
+        self._gone = False  # the client does not read the answer
         self._news = asyncio.Event()
         self._has_body = True  # the answer has one
-        self._chunks = False  # it goes in chunks
-        self._left: int | None = None  # bytes of it that are to come, as far as its head says
+        self._chunks = False  # it is sent in chunks
+        self._left: int | None = None  # bytes of it still to come, by its Content-Length
 
-    # What the connection calls
+    # Called by the connection
 
-    def take(self, piece: bytes) -> None:
-        """Take a piece of the body."""
+    def receive_body(self, piece: bytes) -> None:
+        """Add a piece of the body."""
         if self.response_complete:
             return
         self._body += piece
@@ -88,25 +91,25 @@ class AsgiExchange:
         self._news.set()
 
     def end(self) -> None:
-        """All of the body has come."""
+        """Note that the whole body has come."""
         self._more = False
         self._news.set()
 
     def leave(self) -> None:
-        """The client has gone, or was refused in the middle of its body."""
+        """Note that the client has gone, or was refused in the middle of its body."""
         self._gone = True
         self._expects = False
         self._news.set()
 
     async def run(self, app: App) -> None:
-        """Have the application answer.
+        """Run the application.
 
-        Whatever it does, the answer has an end, or the connection.
+        Whatever it does, the answer is ended, or the connection.
         """
         scope = self._scope
         try:
             await app(scope, self._receive, self._send)
-        except asyncio.CancelledError:  # the server ends, and has waited long enough
+        except asyncio.CancelledError:  # the server ends, and does not wait any longer
             self._fail()
             raise
         except Exception:
@@ -120,7 +123,7 @@ class AsgiExchange:
                 self._fail()
 
     def _fail(self) -> None:
-        """End what the application has left open."""
+        """End an answer that the application left incomplete."""
         if self.response_complete or self._gone:
             return
         if self.response_started:
@@ -145,7 +148,7 @@ class AsgiExchange:
         while not (
             self._gone
             or self.response_complete
-            or (not self._told and (self._body or not self._more))
+            or (not self._body_passed and (self._body or not self._more))
         ):
             self._connection.flow.resume_reading()
             self._news.clear()
@@ -154,7 +157,7 @@ class AsgiExchange:
             return {"type": "http.disconnect"}
         body = bytes(self._body)
         self._body.clear()
-        self._told = not self._more
+        self._body_passed = not self._more
         return {"type": "http.request", "body": body, "more_body": self._more}
 
     async def _send(self, message: Message) -> None:
@@ -171,7 +174,7 @@ class AsgiExchange:
             raise RuntimeError(f"{kind} cannot be sent now")
 
     def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Write the head: what says where the answer ends is ours."""
+        """Write the head: the router itself sets the headers that decide where the answer ends."""
         lines = [STATUS_LINES[status], self._connection.default_lines()]
         for name, value in headers:
             if HEADER_NAME.fullmatch(name) is None or CONTROLS.search(value):
@@ -187,7 +190,7 @@ class AsgiExchange:
         self._has_body = self._scope["method"] != "HEAD" and status not in _NO_BODY
         if self._has_body and self._left is None:
             self._chunks = not self._is_old
-            # else the end of the connection is its end
+            # without chunks the end of the connection ends it
             self.keep_alive = self.keep_alive and self._chunks
         if self._chunks:
             lines.append(b"transfer-encoding: chunked\r\n")
@@ -211,14 +214,14 @@ class AsgiExchange:
                 self._connection.transport.write(body)
         if not more:
             self.response_complete = True
-            self._scope = {}  # the connection keeps us until its next request
+            self._scope = {}  # the connection keeps this object until its next request
             self._body.clear()
             self._news.set()
             self._connection.answered(keep_alive=self.keep_alive)
 
 
 def _request_scope(head: Head) -> dict[str, Any]:
-    """Return what the scope says of a request."""
+    """Return the request's part of the scope."""
     try:
         path, query = _parts_of(head.target)
     except httptools.HttpParserInvalidURLError as exc:
@@ -236,9 +239,7 @@ def _request_scope(head: Head) -> dict[str, Any]:
 
 
 def path_of(target: bytes) -> str:
-    """Return the path in the target of a request: without a host and a query, and without escapes;
-    empty: none.
-    """
+    """Return the path in a request's target, without host, query and escapes; empty: there is none."""
     try:
         path, _ = _parts_of(target)
     except httptools.HttpParserInvalidURLError:
@@ -247,8 +248,8 @@ def path_of(target: bytes) -> str:
 
 
 def _parts_of(target: bytes) -> tuple[bytes, bytes]:
-    """Return the path and the query in the target of a request; a URL may end behind its host (RFC
-    9110, 4.2.3).
+    """Return the path and the query in a request's target; a URL may end behind its host (RFC 9110,
+    4.2.3).
     """
     url = httptools.parse_url(target)
     return url.path or b"/", url.query or b""

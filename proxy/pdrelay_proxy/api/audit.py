@@ -1,5 +1,5 @@
-"""What operators have done, and what others have tried: one line each in the log ``pdrelay.audit``,
-and a counter.
+"""The audit log: each action of operators, and each refused one, is a line of the log
+``pdrelay.audit``, and is counted.
 """
 
 import logging
@@ -13,41 +13,42 @@ from fastapi import HTTPException, Request
 
 from pdrelay_proxy.io.logs import note
 
-LOG: Final = logging.getLogger("pdrelay.audit")  # by this name people filter
-LOG.setLevel(logging.INFO)  # whatever log_level says of all else
+LOG: Final = logging.getLogger("pdrelay.audit")  # the name by which operators filter
+LOG.setLevel(logging.INFO)  # whatever log_level is set to
 _ACTIONS: Final = frozenset({"list", "add", "remove", "drain", "undrain", "turn", "explain"})
-# they change nothing: a line only for those who may not
+# they change nothing: logged only if refused
 _READS: Final = frozenset({"list", "explain"})
 _TEXT_MOST: Final = 300  # characters of a value
-_LINES: Final = 10  # about callers without the key, in so many seconds; more are counted
+_LINES: Final = 10  # about callers without the key, in ``_SPAN_S`` seconds; more are only counted
 _SPAN_S: Final = 10.0
 
 
 class AuditResult(StrEnum):
-    """What became of it."""
+    """The result of an action."""
 
     OK = auto()
-    REFUSED = auto()  # the operator asked for what cannot be
+    REFUSED = auto()  # the operator's request was not possible
     FAILED = auto()  # the store, or the router
-    # no admin key, a wrong one, the join key for more than it may, or the router has none
+    # no admin key, a wrong one, the join key beyond its rights, or a router without a key
     UNAUTHENTICATED = auto()
 
 
 @dataclass(slots=True)
 class Audit:
-    """Writes the lines. ``count`` gets the action and what became of it."""
+    """Writes the lines. ``count`` gets each action and its result."""
 
     count: Callable[[str, str], None]
     clock: Callable[[], float]  # seconds; only differences count
     _since: float = field(default=0.0, init=False)
-    _lines: int = field(default=0, init=False)
+    _lines_written: int = field(default=0, init=False)
     _dropped: int = field(default=0, init=False)
 
     @contextmanager
     def act(self, request: Request) -> Generator[None]:
-        """Write the line of an action at its end; an HTTPException is an answer that is no success.
+        """Write the line of an action at its end; an HTTPException means that it failed or was
+        refused.
 
-        A route puts what it acts on into ``request.state.target``, as soon as it is known.
+        A route sets ``request.state.target`` to the object of the action, as soon as that is known.
         """
         try:
             yield
@@ -61,24 +62,22 @@ class Audit:
         self._note(request, AuditResult.OK)
 
     def refused(self, request: Request, why: str) -> None:
-        """Write the line of a caller without the admin key, and bound how many of them there
-        are.
-        """
+        """Write the line of a caller without the admin key, within a limit of such lines."""
         action = _action(request)
         now = self.clock()
         self.count(action, AuditResult.UNAUTHENTICATED)
         if now - self._since >= _SPAN_S:
             self._since = now
-            self._lines = 0
-        if self._lines >= _LINES:
+            self._lines_written = 0
+        if self._lines_written >= _LINES:
             self._dropped += 1
             return
-        self._lines += 1
-        found = _facts(request, action, AuditResult.UNAUTHENTICATED, why)
+        self._lines_written += 1
+        facts = _facts(request, action, AuditResult.UNAUTHENTICATED, why)
         if self._dropped:
-            found["unlogged_before"] = self._dropped
+            facts["unlogged_before"] = self._dropped
             self._dropped = 0
-        note(LOG, found, dict, _text)
+        note(LOG, facts, dict, _text)
 
     def _note(self, request: Request, result: AuditResult, why: str | None = None) -> None:
         action = _action(request)
@@ -88,7 +87,7 @@ class Audit:
 
 
 def _action(request: Request) -> str:
-    """Name what is asked for, out of a short list: it is the label of a counter."""
+    """Return the action, from a short list: it is the label of a counter."""
     last = request.url.path.rstrip("/").rpartition("/")[2]
     return last if last in _ACTIONS else "list"
 
@@ -100,21 +99,19 @@ def _facts(
     target = getattr(request.state, "target", None)
     key = getattr(request.state, "admin", None) or "-"
     host = "-" if client is None else client.host
-    found: dict[str, object] = {
+    facts: dict[str, object] = {
         "action": action,
         "outcome": result.value,
         "key": key,
         "client": host,
     }
-    found |= {} if target is None else {"target": target[:_TEXT_MOST]}
-    return found | ({} if why is None else {"why": why[:_TEXT_MOST]})
+    facts |= {} if target is None else {"target": target[:_TEXT_MOST]}
+    return facts | ({} if why is None else {"why": why[:_TEXT_MOST]})
 
 
-def _text(found: Mapping[str, object]) -> str:
-    """Write the facts in one line: what a caller has written stands in quotes, and a line break in
-    it is escaped.
-    """
+def _text(facts: Mapping[str, object]) -> str:
+    """Return the facts in one line: text of a caller is quoted, and a line break in it is escaped."""
     return " ".join(
         f"{name}={value!r}" if name in ("target", "why") else f"{name}={value}"
-        for name, value in found.items()
+        for name, value in facts.items()
     )

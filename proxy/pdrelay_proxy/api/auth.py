@@ -1,5 +1,5 @@
-"""Who may come in: while the router does not end, with a key if the operator wants one, and else
-from no web site.
+"""Checks requests: refuses them while the router ends, without a key if keys are wanted, or else
+from web sites.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from pdrelay_proxy.core.model import Headers
 from pdrelay_proxy.core.protocol.error_shapes import is_for_operators
 from pdrelay_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
 
-# For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs
-# a client's key.
+# For probes, onlookers and operators, whose routes check keys themselves. All other paths need a
+# client's key.
 _OPEN: Final = frozenset(
     {
         "/",
@@ -38,7 +38,7 @@ _OPEN: Final = frozenset(
 
 
 class AuthMiddleware:
-    """ASGI middleware. Connections are not kept any more once the router has been told to end."""
+    """ASGI middleware. Once the router is asked to end, it closes connections behind their answers."""
 
     def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring, sites: Sites) -> None:
         self._app = app
@@ -47,7 +47,7 @@ class AuthMiddleware:
         self._sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer it here."""
+        """Let a request pass, or answer it here."""
         if scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
@@ -66,7 +66,7 @@ class AuthMiddleware:
             await response_to(error, scope)(scope, receive, answer)
             return
         if for_all:
-            # it hung up, or was too slow: there is nobody left to answer
+            # it hung up, or was too slow: no client is left to answer
             with suppress(ClientDisconnect):
                 await self._app(scope, receive, send)
             return
@@ -76,18 +76,17 @@ class AuthMiddleware:
             except asyncio.CancelledError:
                 if self._lifetime.stage is not Stage.CLOSED:
                     raise
-                # The server cuts off what took too long to finish, and cares for nothing that comes
-                # after.
-                if answer.start is None:  # else nothing can be said any more
+                # The server cancels requests that took too long to finish, and ignores what they raise.
+                if answer.start is None:  # otherwise half an answer has been sent
                     await response_to(cut_short(), scope)(scope, receive, send)
 
 
 @dataclass(slots=True)
 class _ObservedSend:
-    """Remembers how much of an answer has been sent, for the case that it must be cut off.
+    """Keeps the beginning of an answer, in case it must be cut off.
 
-    Once the router leaves it has the client open another connection, to another router, for its
-    next request.
+    While the router ends, it makes clients open another connection, to another router, for the next
+    request.
     """
 
     send: Send
@@ -103,5 +102,7 @@ class _ObservedSend:
 
 
 def is_open(path: str) -> bool:
-    """Tell what is there until the end, and for everybody who passes the check of its own route."""
+    """Return whether a path is served until the end, to every caller that passes its route's own
+    check.
+    """
     return path in _OPEN or is_for_operators(path)

@@ -1,6 +1,4 @@
-"""The connections of all clients: how many there may be, whose they are, and which must get on
-within a time.
-"""
+"""The connections of all clients: their limits, their addresses, and their deadlines."""
 
 import asyncio
 import ipaddress
@@ -15,42 +13,42 @@ from pdrelay_proxy.io.fair_timeout import LateTimer
 from pdrelay_proxy.settings import OverloadStatus
 
 _RETRY_AFTER_S: Final = 5
-# connections above a limit that are told so; more are closed without a word
+# connections above a limit that get an answer; more are closed without one
 _SPARE_MOST: Final = 128
-_SPARE_SHARE: Final = 8  # there are as many as one for so many of the limit
-_LOOKS: Final = 4  # in the shortest time that a connection may take for something
-_LOOK_MOST_S: Final = 1.0
+_SPARE_SHARE: Final = 8  # at most the limit divided by this, plus one
+_CHECKS: Final = 4  # checks in the shortest time limit of a connection
+_CHECK_MOST_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a client may take; None: no limit."""
+    """The limits of clients; None: no limit."""
 
     head_s: float = 10.0  # seconds to the end of a head
     body_s: float = 30.0  # seconds to the end of a body, and one more for each 16 KiB of it
     connections: int | None = None
     per_address: int | None = None  # connections
-    # what a connection over a limit gets
+    # the status for a connection over a limit
     overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
 
 
 class Timed(Protocol):
-    """A connection that has to get on."""
+    """A connection with a deadline."""
 
     def due(self, *, elapsed: float) -> float | None:
-        """Return when it has had time enough, on the loop's clock; None: it has nothing to finish.
+        """Return the deadline, on the loop's clock; None: it has nothing to finish.
 
-        ``elapsed``: seconds since this was asked last.
+        ``elapsed``: seconds since the last call.
         """
         ...
 
     def on_overdue(self) -> None:
-        """It has had time enough."""
+        """Handle a missed deadline."""
         ...
 
 
 class Clients:
-    """One for the process. A connection that has nothing to finish costs nothing here."""
+    """One for each listening port. A connection that has nothing to finish costs nothing here."""
 
     def __init__(
         self,
@@ -60,80 +58,80 @@ class Clients:
         charge: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.bounds = bounds or Bounds()
-        self.on_refused = on_refused  # is told of each connection that is refused
-        # take so many bytes of those that all requests may hold; fewer than 0: give them back
+        self.on_refused = on_refused  # called for each refused connection
+        # charges bytes to the limit of all requests; negative: gives them back
         self.charge = charge
         self._count = 0
         self._by_address = Counter[str]()
         self._unfinished: dict[Timed, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._lateness = LateTimer()
-        self._look_s = min(_LOOK_MOST_S, self.bounds.head_s / _LOOKS, self.bounds.body_s / _LOOKS)
+        self._check_s = min(
+            _CHECK_MOST_S, self.bounds.head_s / _CHECKS, self.bounds.body_s / _CHECKS
+        )
 
     def enter(self, host: str | None) -> tuple[str | None, RefusalReason | None]:
-        """Count a connection; return by what name ``leave`` has to be told of it, and why it is
-        refused, if it is.
-        """
+        """Count a connection; return the network for ``leave``, and the reason if it is refused."""
         self._count += 1
         bounds = self.bounds
-        name = None
+        network = None
         if bounds.per_address is not None and host is not None:
-            name = network_of(host)
-            self._by_address[name] += 1
+            network = network_of(host)
+            self._by_address[network] += 1
         if bounds.connections is not None and self._count > bounds.connections:
-            return name, RefusalReason.CONNECTIONS
+            return network, RefusalReason.CONNECTIONS
         if (
-            name is not None
+            network is not None
             and bounds.per_address is not None
-            and self._by_address[name] > bounds.per_address
+            and self._by_address[network] > bounds.per_address
         ):
-            return name, RefusalReason.ADDRESS
-        return name, None
+            return network, RefusalReason.ADDRESS
+        return network, None
 
-    def leave(self, name: str | None, connection: Timed) -> None:
+    def leave(self, network: str | None, connection: Timed) -> None:
         """Forget a connection that has ended."""
         self._unfinished.pop(connection, None)
         self._count -= 1
-        if name is not None:
-            self._by_address[name] -= 1
-            if not self._by_address[name]:
-                del self._by_address[name]
+        if network is not None:
+            self._by_address[network] -= 1
+            if not self._by_address[network]:
+                del self._by_address[network]
 
-    def refusal(self, fault: RefusalReason, name: str | None) -> TooManyConnections | None:
-        """Return what a connection over a limit is told; None: there are too many of them to tell
+    def refusal(self, fault: RefusalReason, network: str | None) -> TooManyConnections | None:
+        """Return the error for a connection over a limit; None: too many are over it to answer
         them.
         """
         bounds = self.bounds
         if _is_far_over(self._count, bounds.connections):
             return None
-        if name is not None and _is_far_over(self._by_address[name], bounds.per_address):
+        if network is not None and _is_far_over(self._by_address[network], bounds.per_address):
             return None
         if fault is RefusalReason.ADDRESS:
-            said = (
+            text = (
                 f"this address has {bounds.per_address} connections to the router, the most it may "
                 f"have ({fault})"
             )
         else:
-            said = (
+            text = (
                 f"the router has {bounds.connections} connections of clients, the most it may have "
                 f"({fault})"
             )
-        return TooManyConnections(said, retry_after_s=_RETRY_AFTER_S)
+        return TooManyConnections(text, retry_after_s=_RETRY_AFTER_S)
 
     def watch(self, connection: Timed) -> None:
-        """Look after a connection until it has nothing to finish."""
+        """Check a connection's deadline until it has nothing to finish."""
         self._unfinished[connection] = None
         if self._timer is None:
             self._arm(asyncio.get_running_loop())
 
-    def _look(self) -> None:
-        """One timer for all of them."""
+    def _check(self) -> None:
+        """Check all deadlines; one timer serves all connections."""
         self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
         is_late = self._lateness.is_late(now)
         for connection in tuple(self._unfinished):
-            due = connection.due(elapsed=self._look_s)
+            due = connection.due(elapsed=self._check_s)
             if due is None:
                 self._unfinished.pop(connection, None)
             elif now >= due and not is_late:
@@ -142,9 +140,9 @@ class Clients:
             self._arm(loop)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = loop.time() + self._look_s
+        due = loop.time() + self._check_s
         self._lateness.expect(due)
-        self._timer = loop.call_at(due, self._look)
+        self._timer = loop.call_at(due, self._check)
 
 
 def _is_far_over(count: int, limit: int | None) -> bool:
@@ -152,8 +150,8 @@ def _is_far_over(count: int, limit: int | None) -> bool:
 
 
 def network_of(host: str) -> str:
-    """Return what counts as one address: an IPv4 address, or the 64 bits of IPv6 that one customer
-    gets at least.
+    """Return the network that counts as one address: an IPv4 address, or the 64 bits of IPv6 that a
+    customer gets at least.
     """
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):

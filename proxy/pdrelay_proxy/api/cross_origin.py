@@ -1,8 +1,8 @@
-"""What browsers need to let pages of allowed origins ask: answers to their questions, and headers
-of FastAPI's answers.
+"""Lets pages of allowed origins call the router: answers to preflights, and headers of FastAPI's
+answers.
 
-The endpoints' own answers have these headers by requests/client_response.py. Routes for operators
-have none.
+requests/client_response.py adds these headers to endpoints' answers. Routes for operators have
+none.
 """
 
 from typing import Final
@@ -20,14 +20,14 @@ _MODELS: Final = "/v1/models"
 
 
 class CrossOriginMiddleware:
-    """ASGI middleware, in front of the check of keys: a browser's question has none."""
+    """ASGI middleware, in front of the check of keys: a browser's preflight has none."""
 
     def __init__(self, app: ASGIApp, *, origins: AllowedOrigins) -> None:
         self._app = app
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a question, or let a request pass and add to its answer."""
+        """Answer a preflight, or let a request pass and add headers to its answer."""
         path = scope.get("path", "")
         if (
             scope["type"] != "http"

@@ -1,7 +1,7 @@
-"""FastAPI's document of every path, and a page that shows it without a script from elsewhere.
+"""The OpenAPI document of every path, and a page that shows it without scripts from other sites.
 
-FastAPI's own /docs loads Swagger UI from a CDN: a cluster may have no way there, and operators type
-the router's key.
+FastAPI's own /docs loads Swagger UI from a CDN: a cluster may not reach it, and operators type the
+router's key there.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _ABOUT: Final = (
 
 
 def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """Build the application that all routes are added to."""
+    """Build the application to which all routes are added."""
     app = FastAPI(
         title="pdrelay",
         version=version("pdrelay"),
@@ -53,16 +53,16 @@ def document_routes(
     *,
     elsewhere: Sequence[BaseRoute] = (),
 ) -> APIRouter:
-    """Build the routes of the document and its page; ``browsers`` raises Unauthorized for who may
-    not see them.
+    """Build the routes of the document and its page; ``browsers`` raises Unauthorized unless the
+    caller may see them.
 
-    What is for operators is in the document for those who show their key. ``elsewhere``: routes of
-    another port, which are in it, too.
+    Callers with the operator's key also get the operators' routes. ``elsewhere``: routes of another
+    port, which are included, too.
     """
     router = APIRouter(include_in_schema=False, dependencies=[Depends(browsers)])
     html = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
     headers = PAGE_HEADERS | {"content-security-policy": content_policy(html)}
-    made: dict[bool, bytes] = {}  # the routes do not change while the router runs
+    documents: dict[bool, bytes] = {}  # built once: the routes do not change while the router runs
 
     @router.get("/docs")
     async def docs() -> Response:
@@ -71,22 +71,26 @@ def document_routes(
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
         operators = is_admin(request, admin_key)
-        if operators not in made:
+        if operators not in documents:
             routes = [
-                one for one in app.routes if operators or OPERATORS not in getattr(one, "tags", ())
+                route
+                for route in app.routes
+                if operators or OPERATORS not in getattr(route, "tags", ())
             ]
-            here = {getattr(one, "path", "") for one in routes}
-            others = [one for one in elsewhere if getattr(one, "path", "") not in here]
+            here = {getattr(route, "path", "") for route in routes}
+            others = [route for route in elsewhere if getattr(route, "path", "") not in here]
             shown = [*others, *routes]
             document = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=shown
             )
             add_schemas(document)
-            for path in {getattr(one, "path", "") for one in others} & document["paths"].keys():
+            for path in {getattr(route, "path", "") for route in others} & document["paths"].keys():
                 document["paths"][path][OTHER_PORT] = True
-            made[operators] = msgspec.json.encode(document)
+            documents[operators] = msgspec.json.encode(document)
         return Response(
-            made[operators], headers={"cache-control": "no-store"}, media_type="application/json"
+            documents[operators],
+            headers={"cache-control": "no-store"},
+            media_type="application/json",
         )
 
     return router

@@ -1,7 +1,7 @@
-"""The endpoints as an ASGI application: for what takes uvicorn's way, other servers, and tests
-without a socket.
+"""The endpoints as an ASGI application: for requests that come through uvicorn's ASGI, other
+servers, and tests without a socket.
 
-The request is the same one (requests/request.py); only its bytes come and go by ASGI's messages.
+The request is the same object (requests/request.py); only its bytes come and go in ASGI's messages.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.response import LONG_BODY
 
-_HIGH: Final = 64 * 1024  # bytes that wait to be sent, above which the engine has to wait
+_HIGH: Final = 64 * 1024  # unsent bytes above which the engine has to wait
 
 
 class Endpoints:
@@ -32,7 +32,7 @@ class Endpoints:
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         request = Request(self._requests, response, scope["path"], headers)
         response.hold_up_when_full(request)
-        # of a refusal: the body may never come
+        # for a refusal: the body may never come
         response.keep_alive = b"expect" not in dict(headers)
         try:
             if request.check():
@@ -47,15 +47,14 @@ class Endpoints:
     async def _answer(
         self, request: Request, response: "_AsgiResponse", receive: Receive, send: Send
     ) -> None:
-        """Send the answer as it comes, and notice when the client goes."""
+        """Send the answer as it comes, and notice a client's disconnect."""
         watching = asyncio.create_task(_watch(request, receive))
         try:
             await response.send_to(send)
         except asyncio.CancelledError:
             if self._requests.services.lifetime.stage is not Stage.CLOSED:
                 raise
-            # The server cuts off what took too long to finish, and cares for nothing that comes
-            # after.
+            # The server cancels requests that took too long to finish, and ignores what they raise.
             request.interrupt(cut_short())
             await response.send_to(send)
         finally:
@@ -65,7 +64,7 @@ class Endpoints:
 
 
 async def _read(request: Request, receive: Receive) -> None:
-    """Hand the body to the request, until it is complete, refused, or the client has gone."""
+    """Pass the body to the request until it is complete, refused, or the client has gone."""
     while not request.response_complete:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -83,14 +82,14 @@ async def _watch(request: Request, receive: Receive) -> None:
 
 
 class _AsgiResponse:
-    """Implements ResponseWriter: keeps messages until they are sent."""
+    """Implements ResponseWriter: queues messages until they are sent."""
 
     def __init__(self, charge: Callable[[int], None]) -> None:
-        self._charge = charge  # the bytes that wait, or have gone
+        self._charge = charge  # charges unsent bytes, or gives them back
         self._request: Request | None = None
         self.begun = False
         self.keep_alive = True
-        self.relay = None  # the server frames what it gets
+        self.relay = None  # the server frames the body itself
         self._streams = False
         self._is_over = False
         self._messages: deque[Message] = deque()
@@ -98,15 +97,15 @@ class _AsgiResponse:
         self._news = asyncio.Event()
 
     def hold_up_when_full(self, request: Request) -> None:
-        """Have a request wait while too much is kept; it is built with this writer, and so comes
-        later.
+        """Set the request to pause while the queue is full; it is built with this writer, so it
+        comes later.
         """
         self._request = request
 
     def begin(
         self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False
     ) -> None:
-        """Keep the head and the whole body, or the first piece of a stream."""
+        """Queue the head and the whole body, or the first piece of a stream."""
         del last
         self.begun = True
         self._streams = streams
@@ -122,24 +121,24 @@ class _AsgiResponse:
         self._add(body, more=streams)
 
     def write(self, piece: bytes, /) -> None:
-        """Keep a piece of a stream."""
+        """Queue a piece of a stream."""
         self._add(piece, more=True)
         if self._size > _HIGH and self._request is not None:
             self._request.pause()
 
     def end(self, piece: bytes = b"", /) -> None:
-        """Keep the end of a stream."""
+        """Queue the end of a stream."""
         if self._streams:
             self._add(piece, more=False)
 
     def close(self) -> None:
-        """Send no more than what is kept."""
+        """Send only what is queued."""
         self._is_over = True
         self._request = None
         self._news.set()
 
     def free(self) -> None:
-        """Let go of what is not sent."""
+        """Drop unsent messages."""
         self._messages.clear()
         self._charge(-self._size)
         self._size = 0
@@ -147,20 +146,20 @@ class _AsgiResponse:
     def _add(self, body: bytes, *, more: bool) -> None:
         self._size += len(body)
         self._charge(len(body))
-        for at in range(0, len(body), LONG_BODY) or (0,):
-            piece = body[at : at + LONG_BODY]
-            is_more = more or at + LONG_BODY < len(body)
+        for offset in range(0, len(body), LONG_BODY) or (0,):
+            piece = body[offset : offset + LONG_BODY]
+            is_more = more or offset + LONG_BODY < len(body)
             self._messages.append(
                 {"type": "http.response.body", "body": piece, "more_body": is_more}
             )
         self._news.set()
 
     async def send_to(self, send: Send) -> None:
-        """Send what comes, to the end of the answer."""
+        """Send messages as they come, to the end of the answer."""
         while self._messages or not self._is_over:
             while self._messages:
                 message = self._messages[0]
-                await send(message)  # which may be cut off before it is written
+                await send(message)  # it may be cancelled before the message is written
                 self._messages.popleft()
                 size = len(message.get("body", b""))
                 self._size -= size

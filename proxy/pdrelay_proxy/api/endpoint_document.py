@@ -1,8 +1,8 @@
-"""What the document says of each endpoint: its name for generated clients, one sentence, its
-request and its answer.
+"""The document's text for each endpoint: its operation id, one sentence, its request and its
+answer.
 
-The shapes are vLLM's, as far as a client writes and reads them; every request and answer may have
-more fields. Nothing is checked by them: the engines do that.
+The shapes are vLLM's, as far as clients use them; every request and answer may have more fields.
+They check nothing: the engines do that.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _OBJECT: Final[Part] = {"type": "object", "additionalProperties": True}
 _ANY: Final[Part] = {}
 
 
-def _list(of: Part) -> Part:
-    return {"type": "array", "items": of}
+def _list(items: Part) -> Part:
+    return {"type": "array", "items": items}
 
 
-def _or_null(of: Part) -> Part:
-    return {"anyOf": [of, {"type": "null"}]}
+def _or_null(part: Part) -> Part:
+    return {"anyOf": [part, {"type": "null"}]}
 
 
 def _shape(about: str, needed: Mapping[str, Part], other: Mapping[str, Part] | None = None) -> Part:
@@ -173,15 +173,15 @@ _MODEL_NAME: Final = "MODEL"  # docs.html writes the name of a served model in i
 
 @dataclass(frozen=True, slots=True)
 class EndpointText:
-    """What the document says of one endpoint."""
+    """The document's text for one endpoint."""
 
     operation: str
     summary: str
     answer: str  # the name of its schema
-    request: str = ""  # the same; empty: its signature says it
-    # a request that is served; greedy, so that a small model answers sensibly
+    request: str = ""  # the same; empty: its signature has it
+    # a request that works; greedy, so that a small model answers sensibly
     example: Part | None = None
-    event: str = ""  # the name of the schema of a stream's events; empty: it says nothing of them
+    event: str = ""  # the name of the schema of a stream's events; empty: it has none
 
 
 ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
@@ -338,7 +338,7 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
     ),
 }
 
-# Fields of vLLM 0.32's requests that the router does not look at, by their types.
+# Fields of vLLM 0.32's requests that the router does not read, by their types.
 _SAMPLING: Final[Mapping[str, str]] = {
     "number": "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty",
     "integer": "seed top_k",
@@ -389,7 +389,7 @@ EXAMPLES: Final[Mapping[str, Part]] = {
 
 
 def describe_request(schema: Part, name: str) -> None:
-    """Add vLLM's fields to the schema of a request, and an example that is served."""
+    """Add vLLM's fields to a request's schema, and an example that works."""
     for kind, names in VLLM_FIELDS[name].items():
         for field in names.split():
             schema["properties"].setdefault(field, _KINDS.get(kind, {"type": kind}))

@@ -1,5 +1,5 @@
-"""The edge of the endpoints: their requests go from the connection to requests/request.py, and
-everything else to ASGI.
+"""The connections of clients whose requests for endpoints go to requests/request.py; everything
+else goes to ASGI.
 
 Behind another server FastAPI serves the same endpoints, by api/endpoint_asgi.py.
 """
@@ -31,32 +31,32 @@ def endpoint_protocol(
     """Return the protocol class for ``uvicorn.Config(http=...)``.
 
     ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is
-    called for each that has not.
+    called for each that does not.
     """
-    given: dict[str, object] = {
+    attributes: dict[str, object] = {
         "requests": requests,
         "clients": clients,
         "write_timeout_s": write_timeout_s,
     }
-    given["on_write_timeout"] = staticmethod(on_write_timeout)
-    return type("EndpointProtocol", (_EndpointProtocol,), given)
+    attributes["on_write_timeout"] = staticmethod(on_write_timeout)
+    return type("EndpointProtocol", (_EndpointProtocol,), attributes)
 
 
 class _EndpointProtocol(GuardedProtocol):
-    """A connection whose requests for endpoints do not go to the application.
+    """A connection whose requests for endpoints bypass the application.
 
-    It is the ClientConnection of those.
+    It is their ClientConnection.
     """
 
     requests: RequestSet
 
-    _request: Request | None = None  # that was read last, if it was for an endpoint
-    # the rest of a long answer, which the client has yet to make room for
+    _request: Request | None = None  # the latest request, if it is for an endpoint
+    # the rest of a long answer, until the client has read enough
     _unwritten: memoryview | None = None
-    _keeps = False  # whether the connection stays open behind it
+    _keeps_open = False  # the connection stays open behind it
     _busy = False  # a request for an endpoint is under way
 
-    # What the client sends
+    # Called with the client's data
 
     def begin(self, head: Head) -> None:
         """Begin a request."""
@@ -68,7 +68,7 @@ class _EndpointProtocol(GuardedProtocol):
             super().begin(head)
             return
         keep_alive = head.keep_alive and not head.is_old
-        # the client sends its body if we say so
+        # the client sends its body after 100 Continue
         waits = head.expects and not head.is_old and head.length != 0
         response = HttpResponse(
             self, self.transport.write, keep_alive and not waits, not head.is_old
@@ -78,19 +78,19 @@ class _EndpointProtocol(GuardedProtocol):
         )
         self._busy = True
         if request.check() and waits:
-            # a refusal closes: what comes behind it may be the body or a request
+            # a refusal closes the connection: the next bytes may be the body or a request
             request.keep_alive = keep_alive
             self.transport.write(CONTINUE)
 
-    def take(self, piece: bytes, *, is_all: bool = False) -> None:
-        """Take a piece of its body."""
+    def receive_body(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Add a piece of the request's body."""
         if self._request is not None:
             self._request.take(piece, is_all=is_all)
         else:
-            super().take(piece)
+            super().receive_body(piece)
 
     def serve(self, body: bytes = b"") -> None:
-        """Have it served: it is complete. ``body``: all of it, if none was taken before."""
+        """Serve the complete request. ``body``: all of it, if no piece came before."""
         request = self._request
         if request is None:
             super().serve(body)
@@ -102,38 +102,38 @@ class _EndpointProtocol(GuardedProtocol):
     # The connection
 
     def pause_writing(self) -> None:
-        """Have the engine wait: the client is slow."""
+        """Pause the engine: the client is slow."""
         super().pause_writing()
         if self._request is not None:
             self._request.pause()
 
     def resume_writing(self) -> None:
-        """Go on."""
+        """Resume writing."""
         super().resume_writing()
         self._write_more()
         if self._request is not None:
             self._request.resume()
 
     def eof_received(self) -> None:
-        """Leave the rest of a long answer to the transport, which is closed behind this and writes
-        what it has.
+        """Give the rest of a long answer to the transport, which is closed after this and writes
+        its buffer.
         """
         rest = self._unwritten
         self._unwritten = None
         if rest is not None:
-            self.transport.write(rest)  # it stays charged until the connection is lost
+            self.transport.write(rest)  # its bytes stay charged until the connection is lost
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that is being answered."""
+        """Forget the request; the connection's end stops it."""
         self._unwritten = None
         super().connection_lost(exc)
         self._request = None
 
-    # What its request calls
+    # Called by its request
 
     def write_long(self, head: bytes, body: bytes) -> None:
-        """Write an answer in pieces: a transport would keep all of it for a client that reads
-        nothing, uncounted.
+        """Write an answer in pieces: a transport would buffer all of it, uncounted, for a client
+        that does not read.
         """
         self.transport.write(head)
         self._unwritten = memoryview(body)
@@ -141,7 +141,7 @@ class _EndpointProtocol(GuardedProtocol):
         self._write_more()
 
     def _write_more(self) -> None:
-        """Write of a long answer what the client has made room for."""
+        """Write as much of a long answer as the transport takes."""
         rest = self._unwritten
         while rest and not (self.flow.write_paused or self.transport.is_closing()):
             piece = rest[:LONG_BODY]
@@ -152,19 +152,17 @@ class _EndpointProtocol(GuardedProtocol):
         if rest is not None and not rest:
             self._unwritten = None
             if not self._busy:
-                self.answered(keep_alive=self._keeps)
+                self.answered(keep_alive=self._keeps_open)
 
     def shutdown(self) -> None:
-        """End the connection behind the answer that is being written."""
+        """End the connection behind the present answer."""
         if self._unwritten is None:
             super().shutdown()
         else:
-            self._keeps = False
+            self._keeps_open = False
 
     def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
-        """Close a connection on which half of an answer is written: another one would stand in its
-        middle.
-        """
+        """Abort a connection with half an answer, which leaves no place for an error."""
         if self._unwritten is None:
             super()._refuse(fault, error)
             return
@@ -173,20 +171,18 @@ class _EndpointProtocol(GuardedProtocol):
         self.transport.abort()
 
     def answered(self, *, keep_alive: bool) -> None:
-        """Go on with what is behind the request, once all of its answer is written."""
+        """Continue with the bytes behind the request, once its whole answer is written."""
         self._busy = False
-        self._keeps = keep_alive
+        self._keeps_open = keep_alive
         if self._unwritten is None:
             super().answered(keep_alive=keep_alive)
 
     def is_idle(self) -> bool:
-        """Tell whether no request is under way, and no answer is being written."""
+        """Return whether no request is under way, and no answer is being written."""
         return not self._busy and self._unwritten is None and super().is_idle()
 
 
 def _path_of(target: bytes) -> str | None:
-    """Return the path of an endpoint that is written in another way: with a query, a host or
-    escapes.
-    """
-    found = path_of(target)
-    return found if found in ENDPOINTS else None
+    """Return the path of an endpoint in another spelling: with a query, a host or escapes."""
+    path = path_of(target)
+    return path if path in ENDPOINTS else None

@@ -1,10 +1,9 @@
-"""The routes of everything that engines do for clients: signatures describe them,
-api/endpoint_asgi.py serves them.
+"""The routes of all endpoints: signatures describe them, api/endpoint_asgi.py serves them.
 
-A signature says what a path takes; nothing calls it. FastAPI would read a body whole and check it
-before a handler runs, while these bodies are charged piece by piece and go on as they came. Under
-uvicorn most requests do not come here either: api/endpoint_protocol.py takes them from the
-connection.
+A signature describes a path's parameters; it is never called. FastAPI would read a body whole and
+check it before a handler runs, while these bodies are charged piece by piece and passed on
+unchanged. Under uvicorn most requests do not come here either: api/endpoint_protocol.py takes them
+from the connection.
 """
 
 import re
@@ -37,7 +36,7 @@ Part: TypeAlias = dict[str, Any]  # of an OpenAPI document
 _NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})
 _Headers: TypeAlias = Annotated[ForwardedHeaders, Header()]
 
-# Either will do, which two entries in a document's ``security`` say.
+# Either is enough: a document has two entries in ``security`` for that.
 CLIENT_KEYS: Final[tuple[Any, ...]] = (
     Security(HTTPBearer(scheme_name="bearer", description="A key of a client", auto_error=False)),
     Security(
@@ -114,7 +113,7 @@ _GENERATING: Final[Mapping[str, Callable[..., Awaitable[None]]]] = {
 
 
 class EndpointRoute(APIRoute):
-    """A path that an ASGI application serves; its signature is there for the document."""
+    """A path that an ASGI application serves; its signature only describes it."""
 
     def __init__(
         self,
@@ -125,32 +124,32 @@ class EndpointRoute(APIRoute):
         super().__init__(path, signature, methods=["POST"], response_model=None, **described)
 
     def served_by(self, application: ASGIApp) -> "EndpointRoute":
-        """Return the same route of another application."""
+        """Return this route with an application."""
         route = copy(self)
         route.app = application
         return route
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Tell whether it is this path: an ordinary route's regular expression lets a line break
-        pass behind it.
+        """Return whether the path is exactly this one: an ordinary route's regular expression
+        allows a line break behind it.
         """
         return super().matches(scope) if scope.get("path") == self.path else _NOT_FOUND
 
 
 def endpoint_routes(endpoints: ASGIApp, *, keys: tuple[Any, ...] = ()) -> list[EndpointRoute]:
-    """Build the routes of all paths in the table; ``keys``: CLIENT_KEYS, if clients must show
-    one.
-    """
+    """Build the routes of all paths in the table; ``keys``: CLIENT_KEYS, if clients need one."""
     return [_described(path, kind, keys).served_by(endpoints) for path, kind in ENDPOINTS.items()]
 
 
 def is_endpoint(scope: Scope) -> bool:
-    """Tell a request that is judged and followed elsewhere (requests/request.py)."""
+    """Return whether a request is for an endpoint, which requests/request.py checks and records
+    itself.
+    """
     return scope["path"] in ENDPOINTS and scope["method"] == "POST"
 
 
 def operation_id(route: APIRoute) -> str:
-    """Name an operation: an endpoint by what it does, any other route by its method and path."""
+    """Return the operation id: an endpoint's own, or a route's method and path."""
     if route.path in ENDPOINT_TEXTS:
         return ENDPOINT_TEXTS[route.path].operation
     words = re.findall(r"[a-z0-9]+", route.path_format.lower()) or ["status_page"]
@@ -159,9 +158,7 @@ def operation_id(route: APIRoute) -> str:
 
 @cache
 def _described(path: str, kind: EndpointKind, keys: tuple[Any, ...]) -> EndpointRoute:
-    """Return the route as the document has it: FastAPI takes a millisecond to analyse its
-    signature.
-    """
+    """Return the described route, cached: FastAPI takes a millisecond to analyse its signature."""
     text = ENDPOINT_TEXTS[path]
     signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
     content: Part = {"application/json": {"schema": {"$ref": PLACE + text.answer}}}
@@ -207,20 +204,20 @@ def _body(text: EndpointText, kind: EndpointKind) -> Part:
 
 
 def _events(text: EndpointText) -> Part:
-    """Say what an event is: OpenAPI 3.2 has ``itemSchema`` for it, which generators of 3.1
-    refuse.
+    """Return the schema of events; OpenAPI 3.2 has ``itemSchema`` for them, which generators for
+    3.1 refuse.
     """
     data: Part = {"type": "string"}
     if text.event:
-        said: Part = {
+        event_schema: Part = {
             "anyOf": [{"$ref": PLACE + text.event}, {"$ref": PLACE + ErrorResponse.__name__}]
         }
-        written: Part = {
+        data_schema: Part = {
             "type": "string",
             "contentMediaType": "application/json",
-            "contentSchema": said,
+            "contentSchema": event_schema,
         }
-        data = {"anyOf": [written, {"const": "[DONE]", "description": "The last event"}]}
+        data = {"anyOf": [data_schema, {"const": "[DONE]", "description": "The last event"}]}
     fields: Part = {"event": {"type": "string"}, "data": data}
     return {
         "schema": {

@@ -1,8 +1,8 @@
-"""What a document says of errors, and the schemas that it names for them.
+"""The document's errors, and their schemas.
 
-FastAPI makes a pydantic adapter for each answer of each route that has a model: 600 in a router, a
-third of the time in which it starts. Errors are written by the router itself, so routes only name
-their schema, and the document has it.
+FastAPI makes a pydantic adapter for each answer with a model of each route: 600 in a router, a
+third of its start time. The router itself writes errors, so routes only name their schema, and the
+document has it.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from pdrelay_proxy.api.text_schemas import named_in
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]  # of a route, by status: as FastAPI takes them
 PLACE: Final = "#/components/schemas/"
-# What each route may answer, whoever asks.
+# Answers that every route may give.
 ANY_ROUTE: Final[Mapping[int | str, str]] = {
     421: "The router has no such name: the Host header",
     500: "The router failed",
@@ -31,8 +31,8 @@ _MODELS: Final = (ErrorResponse, AnthropicErrorResponse, OperatorError)
 
 
 def error_answers(model: type[BaseModel], described: Mapping[int | str, str]) -> Answers:
-    """Describe answers with the body of a model, which must be one of the models here: status ->
-    what it means.
+    """Return descriptions of answers, by status, with a model as body, which must be one of the
+    models here.
     """
     if model not in _MODELS:
         raise ValueError(
@@ -54,14 +54,14 @@ def error_answers(model: type[BaseModel], described: Mapping[int | str, str]) ->
 
 
 def add_schemas(document: dict[str, Any]) -> None:
-    """Add the schemas that the routes of a document name, and those that these name."""
+    """Add the schemas that a document's routes name, and those that these name."""
     text = str(document["paths"])
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for model in _MODELS:
         if f"'{PLACE}{model.__name__}'" in text:
             schema = model.model_json_schema(mode="serialization", ref_template=PLACE + "{model}")
-            for name, each in (*schema.pop("$defs", {}).items(), (model.__name__, schema)):
-                schemas.setdefault(name, each)
+            for name, definition in (*schema.pop("$defs", {}).items(), (model.__name__, schema)):
+                schemas.setdefault(name, definition)
     for name, shape in SHAPES.items():
         if f"'{PLACE}{name}'" in text:
             schemas.setdefault(name, shape)

@@ -1,4 +1,4 @@
-"""Errors of the routes that FastAPI serves."""
+"""The error answers of routes that FastAPI serves."""
 
 from urllib.parse import quote
 
@@ -16,7 +16,7 @@ from pdrelay_proxy.settings import OverloadStatus
 
 
 def install(app: FastAPI) -> None:
-    """Give an application our error answers."""
+    """Install the router's error answers in an application."""
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -25,9 +25,11 @@ def install(app: FastAPI) -> None:
 def response_to(
     error: Exception, scope: Scope, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
 ) -> Response:
-    """Return the whole answer to an error, and note it in the request's line of the log."""
+    """Return the whole answer to an error, and note the error in the request's log line."""
     note_fault(scope, error)
-    error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
+    error.with_traceback(
+        None
+    )  # its frames refer to the request, and that to the error: a reference cycle
     status, content_type, body = error_body(error, scope["path"], overload)
     return Response(body, status, {"content-type": content_type, **error_headers(error, overload)})
 
@@ -37,12 +39,10 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own
-    format.
-    """
+    """Answer for an unknown path or method; the admin routes use FastAPI's own format."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 404 and (place := _without_slash(request)) is not None:
-        return Response(status_code=307, headers={"location": place})
+    if error.status_code == 404 and (location := _without_slash(request)) is not None:
+        return Response(status_code=307, headers={"location": location})
     if is_for_operators(request.url.path):
         return await http_exception_handler(request, error)
     path = request.url.path
@@ -51,24 +51,22 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _without_slash(request: Request) -> str | None:
-    """Return where a path leads without the slash at its end, if that is a route: FastAPI redirects
-    there, and so vLLM.
+    """Return a path without the slash at its end, if that is a route: FastAPI redirects there, and
+    so does vLLM.
 
-    The place names no host: in front of TLS it would be the wrong one.
+    The location has no host, which would be wrong behind a TLS proxy.
     """
     path = request.scope["path"].rstrip("/")
     if not path or path == request.scope["path"]:
         return None
-    there = {**request.scope, "path": path}
-    if all(route.matches(there)[0] is Match.NONE for route in request.app.routes):
+    without_slash = {**request.scope, "path": path}
+    if all(route.matches(without_slash)[0] is Match.NONE for route in request.app.routes):
         return None
     query = request.scope["query_string"].decode("latin-1")
     return quote(path) + ("?" + query if query else "")
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Answer for what should not have happened, from outside of the middleware; the server logs the
-    traceback.
-    """
+    """Answer for a bug, outside of the middleware; the server logs the traceback."""
     status, content_type, body = error_body(error, request.url.path)
     return Response(body, status, id_headers(request.scope), media_type=content_type)

@@ -1,10 +1,10 @@
-"""The connections of clients: one whole head at a time, one request at a time, and an end to all of
-it in time.
+"""The connections of clients: one head at a time, one request at a time, and deadlines for all of
+it.
 
-core/http/request_reader.py reads heads and bodies, and nothing else does: nothing behind it can
-understand them differently. What waits, is charged, is refused or takes too long is decided here.
-uvicorn's server makes these connections, and ends them; what it calls is ``__init__``, the methods
-of an ``asyncio.Protocol`` and ``shutdown``.
+core/http/request_reader.py alone reads heads and bodies, so nothing behind it can understand them
+differently. This module decides which bytes wait, are charged or are refused, and what takes too
+long. uvicorn's server makes and ends these connections; it calls ``__init__``, the methods of an
+``asyncio.Protocol`` and ``shutdown``.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     UriTooLong: RefusalReason.URI,
     NotServed: RefusalReason.METHOD,
 }
-_LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
-# bytes of a chunked body that are read at a time: they may be 2,700 chunks
+_LEAST_RATE: Final = 16 * 1024  # bytes of a body that give a client another second
+# bytes of a chunked body read at a time: they may be 2,700 chunks
 _CHUNKED_MOST: Final = 16 * 1024
-# requests of one client that are begun in a turn: each may be refused there and then
+# requests of one connection begun in one iteration: each may be refused at once
 _AT_ONCE: Final = 8
-# seconds in which a client that is refused may go on sending, so that it reads why
+# seconds in which a refused client may go on sending, so that it reads the reason
 _LINGER_S: Final = 5.0
-_LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is before that
+_LINGER_MOST_S: Final = 60.0  # the same for a client that has not yet read the answers before
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +59,7 @@ class Exchange(Protocol):
 
     @property
     def keep_alive(self) -> bool:
-        """Tell whether the connection stays open behind it."""
+        """Whether the connection stays open behind it."""
         ...
 
     @keep_alive.setter
@@ -67,42 +67,42 @@ class Exchange(Protocol):
 
     @property
     def response_started(self) -> bool:
-        """Tell whether some of the answer was written."""
+        """Whether some of the answer was written."""
         ...
 
     @property
     def response_complete(self) -> bool:
-        """Tell whether all of it was."""
+        """Whether all of the answer was written."""
         ...
 
     def leave(self) -> None:
-        """Give it up: nobody reads the answer."""
+        """Give it up: the client does not read the answer."""
         ...
 
 
 class GuardedProtocol(asyncio.Protocol):
-    """A connection, for clients that mean harm. Its requests go to the ASGI application."""
+    """A connection of a client that may be hostile. Its requests go to the ASGI application."""
 
     clients: Clients
-    # seconds in which a client must read some of what was written; None: no limit
+    # seconds in which a client must read some of the written bytes; None: no limit
     write_timeout_s: float | None = None
-    on_write_timeout: Callable[[], None]  # called for each client that has not
+    on_write_timeout: Callable[[], None]  # called for each client that does not
     transport: asyncio.Transport
     flow: FlowControl
-    exchange: Exchange | None = None  # that was begun last
-    # nothing of a request has come, all before it have come to their ends, and one more may come
+    exchange: Exchange | None = None  # the latest
+    # the connection is between two requests: no byte of the next one has come, and it may come
     between = True
 
-    _asgi: AsgiExchange | None = None  # the same, if the application answers it
+    _asgi: AsgiExchange | None = None  # the latest exchange, if the application answers it
     _client: tuple[str, int] | None = None  # its address
-    _network: str | None = None  # the name under which it is counted
-    _over = False  # it is refused: what still comes is dropped
+    _network: str | None = None  # the network under which it is counted
+    _over = False  # it is refused: further bytes are dropped
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
     _reader: RequestReader
-    _target = b""  # of the request that is refused, as far as it is known; of one whose body comes
-    _left: bytearray | None = None  # what came behind a request that is not answered yet
-    _held = 0  # bytes that are charged for what this connection has sent
-    # the headers that the server puts into every head, and their lines
+    _target = b""  # target of a refused request, if known, or of one whose body is coming
+    _pending: bytearray | None = None  # bytes behind a request that is not answered yet
+    _held = 0  # bytes charged for this connection
+    # the headers that the server adds to every head, and their lines
     _default: tuple[object, bytes] = None, b""
     _idle_since = 0.0  # on the loop's clock
     _idle_timer: asyncio.TimerHandle | None = None
@@ -114,10 +114,10 @@ class GuardedProtocol(asyncio.Protocol):
         app_state: Mapping[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Begin as uvicorn's server begins each: ``config`` is loaded."""
+        """Start as uvicorn's server starts each connection: ``config`` is loaded."""
         self.loop = _loop or asyncio.get_running_loop()
         self.server_state = server_state
-        # it lists uvicorn's own classes
+        # the set's type names uvicorn's own classes
         self._connections = cast("set[GuardedProtocol]", server_state.connections)
         self._app = cast("App", config.loaded_app)  # pyright: ignore[reportUnknownMemberType] -- of any kind of ASGI
         self._keepalive_s = config.timeout_keep_alive
@@ -131,13 +131,13 @@ class GuardedProtocol(asyncio.Protocol):
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it; one over a limit is refused at once."""
+        """Count the connection; one over a limit is refused at once."""
         self.transport = transport
         self._connections.add(self)
-        # What each request looks at is found in an object in a fifth of the time that it takes to
-        # find it in a class.
+        # Attributes that each request reads: a lookup in the object takes a fifth of one in the
+        # class.
         self._over = False
-        self._left = self.exchange = self._idle_timer = None
+        self._pending = self.exchange = self._idle_timer = None
         self.flow = FlowControl(transport)
         self._reader = RequestReader()
         self._since = self.loop.time()
@@ -156,7 +156,7 @@ class GuardedProtocol(asyncio.Protocol):
         transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give back what it held."""
+        """Release everything that the connection held."""
         if isinstance(exc, TimeoutError):
             logger.warning(
                 "a client (%s) has read nothing of its answer for %g s: its connection is closed",
@@ -168,7 +168,7 @@ class GuardedProtocol(asyncio.Protocol):
         try:
             if self.exchange is not None:
                 self.exchange.leave()
-                self.exchange = self._asgi = None  # which hold us
+                self.exchange = self._asgi = None  # these refer to this object
             self.flow.resume_writing()
             if exc is None:
                 self.transport.close()
@@ -179,42 +179,40 @@ class GuardedProtocol(asyncio.Protocol):
             self.free()
 
     def _limit_writes(self, transport: asyncio.Transport) -> None:
-        """Have the kernel reset the connection of a client that takes nothing for too long (RFC
+        """Have the kernel reset the connection of a client that reads nothing for too long (RFC
         5482; Linux, tcp(7)).
 
-        An engine and a place at the gate wait with it. The time runs while bytes are unacknowledged
+        An engine and a place at the gate wait for it. The time runs while bytes are unacknowledged
         or the client's window is closed.
         """
         if self.write_timeout_s is None:
             return
         sock = transport.get_extra_info("socket")
-        # it has just been closed, or the system has no such option
+        # the socket is closed, or the system has no such option
         with suppress(OSError, AttributeError):
             sock.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.write_timeout_s * 1000)
             )
 
     def _charge(self, size: int) -> None:
-        """Take bytes of those that all requests together may hold, whether they are left or not:
-        they are few.
-        """
+        """Charge bytes to the limit of all requests, whether or not it has room: they are few."""
         self._held += size
         self.clients.charge(size)
 
     def free(self, size: int | None = None) -> None:
-        """Give them back, so many or all."""
+        """Give back charged bytes, some or all."""
         size = self._held if size is None else size
         if size:
             self._held -= size
             self.clients.charge(-size)
 
-    # What it sends
+    # Called with the client's data
 
     def data_received(self, data: bytes) -> None:
-        """Read what has come, as far as it is good."""
+        """Read the received bytes, as far as they are valid."""
         if self._over:
             return
-        if self._left is not None:
+        if self._pending is not None:
             self._keep(data)
             return
         try:
@@ -226,9 +224,7 @@ class GuardedProtocol(asyncio.Protocol):
             self.clients.watch(self)
 
     def _read(self, data: bytes) -> None:
-        """Read one request after another, as long as each is answered before the next one is looked
-        at.
-        """
+        """Read one request after another, as long as each is answered before the next is read."""
         reader = self._reader
         begun = 0
         while data and not self._over and not self.transport.is_closing():
@@ -237,7 +233,7 @@ class GuardedProtocol(asyncio.Protocol):
                 data = self._read_body(data)
             elif begun == _AT_ONCE:
                 self._keep(data)
-                self.loop.call_soon(self._go_on)
+                self.loop.call_soon(self._read_pending)
                 return
             elif (exchange is None or exchange.response_complete) and not self.flow.write_paused:
                 # as in _is_next
@@ -253,16 +249,16 @@ class GuardedProtocol(asyncio.Protocol):
 
     @property
     def _is_next(self) -> bool:
-        """Tell whether another request may begin: the one before is answered, and the client reads
-        its answers.
+        """Whether another request may begin: the one before is answered, and the client reads its
+        answers.
         """
         return (
             self.exchange is None or self.exchange.response_complete
         ) and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
-        """Begin a request if its head is complete; return what is behind it, or behind all of the
-        request.
+        """Begin a request if its head is complete; return the bytes behind the head, or behind the
+        whole request.
         """
         reader = self._reader
         size = reader.head_size
@@ -271,7 +267,7 @@ class GuardedProtocol(asyncio.Protocol):
             self._charge(len(data))
             if not size:
                 self.between = False
-                # the first one had to come since the connection was made
+                # the first head is timed from the connection's beginning
                 if self.exchange is not None:
                     self._since = self.loop.time()
             return b""
@@ -280,7 +276,7 @@ class GuardedProtocol(asyncio.Protocol):
         rest = reader.rest
         self.between = head.length == 0
         self.begin(head)
-        if head.length == len(rest):  # all of the request is here, and nothing else
+        if head.length == len(rest):  # exactly the whole request is here
             self.between = True
             self.serve(rest)
             return b""
@@ -293,40 +289,40 @@ class GuardedProtocol(asyncio.Protocol):
         return rest
 
     def _read_body(self, data: bytes) -> bytes:
-        """Take some of a body; return what is behind it."""
+        """Read a piece of a body; return the bytes behind the body."""
         reader = self._reader
         is_chunked = reader.is_chunked
         if is_chunked and len(data) > _CHUNKED_MOST:
             self._keep(data[_CHUNKED_MOST:])
-            self.loop.call_soon(self._go_on)
+            self.loop.call_soon(self._read_pending)
             data = data[:_CHUNKED_MOST]
-        kept = reader.line_size
+        line_size = reader.line_size
         piece = reader.read_body(data)
         if is_chunked:
-            self._charge(reader.line_size - kept)
+            self._charge(reader.line_size - line_size)
         if piece:
-            self.take(
+            self.receive_body(
                 piece, is_all=not (is_chunked or reader.in_body) and reader.received == len(piece)
             )
         if reader.in_body:
             return b""
         self._end()
-        if self._left is None:
+        if self._pending is None:
             return reader.rest
-        self._left[:0] = reader.rest
+        self._pending[:0] = reader.rest
         self._charge(len(reader.rest))
         return b""
 
     def _end(self) -> None:
-        """A request has come to its end."""
+        """Serve a request that is complete."""
         self.between = True
-        # before all of it had come
+        # answered before its whole body had come
         is_answered = self.exchange is not None and self.exchange.response_complete
         self.serve()
         if is_answered and not self.transport.is_closing():
             self.rest()
 
-    # Where its requests go
+    # Its requests
 
     def begin(self, head: Head) -> None:
         """Begin a request: its head has come."""
@@ -342,47 +338,49 @@ class GuardedProtocol(asyncio.Protocol):
         self.server_state.tasks.add(task)
         task.add_done_callback(self.server_state.tasks.discard)
 
-    def take(self, piece: bytes, *, is_all: bool = False) -> None:
-        """Take a piece of its body; ``is_all``: there is nothing else of it, before or behind."""
+    def receive_body(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Add a piece of the body; ``is_all``: it is the whole body."""
         del is_all
         if self._asgi is not None:
-            self._asgi.take(piece)
+            self._asgi.receive_body(piece)
 
     def serve(self, body: bytes = b"") -> None:
-        """It is complete; ``body``: all of it, if none was taken before."""
+        """Serve the complete request; ``body``: the whole body, if no piece came before."""
         if self._asgi is not None:
             if body:
-                self._asgi.take(body)
+                self._asgi.receive_body(body)
             self._asgi.end()
 
     def default_lines(self) -> bytes:
-        """Return what is in every head; uvicorn's server makes it anew once a second."""
+        """Return the lines in every head; uvicorn's server renews them once a second."""
         headers = self.server_state.default_headers
-        of, lines = self._default
-        if of is not headers:
+        known_headers, lines = self._default
+        if known_headers is not headers:
             lines = b"".join([b"%b: %b\r\n" % header for header in headers])
             self._default = headers, lines
         return lines
 
     def rest(self) -> None:
-        """Nothing is under way: one timer for many requests sees whether that lasts too long."""
+        """Note that nothing is under way; one timer for many requests checks whether that lasts too
+        long.
+        """
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self._keepalive_s, self._look_idle)
+            self._idle_timer = self.loop.call_later(self._keepalive_s, self._close_if_idle)
 
-    def _look_idle(self) -> None:
+    def _close_if_idle(self) -> None:
         """Close a connection that has been idle for too long."""
         self._idle_timer = None
         if not self.between or not self.is_idle():
-            return  # the end of what is under way sees to it
+            return  # the end of the present request starts the timer again
         left = self._idle_since + self._keepalive_s - self.loop.time()
         if left > 0:
-            self._idle_timer = self.loop.call_later(left, self._look_idle)
+            self._idle_timer = self.loop.call_later(left, self._close_if_idle)
         elif not self.transport.is_closing():
             self.transport.close()
 
     def is_idle(self) -> bool:
-        """Tell whether no request is under way."""
+        """Return whether no request is under way."""
         return self.exchange is None or self.exchange.response_complete
 
     def is_unread(self) -> bool:
@@ -400,30 +398,30 @@ class GuardedProtocol(asyncio.Protocol):
         return any(count)
 
     def shutdown(self) -> None:
-        """End the connection behind the answer that is being written: the server ends."""
+        """End the connection behind the present answer: the server ends."""
         if self.exchange is None or self.exchange.response_complete:
             self.transport.close()
         else:
             self.exchange.keep_alive = False
 
-    # What comes behind a request that is not answered yet
+    # Bytes behind a request that is not answered yet
 
     def _keep(self, data: bytes) -> None:
-        """Keep it for later, and read no more if it is much."""
+        """Keep bytes for later, and stop reading if they are many."""
         self._charge(len(data))
-        if self._left is None:
-            self._left = bytearray(data)
+        if self._pending is None:
+            self._pending = bytearray(data)
         else:
-            self._left += data
-        if len(self._left) > HIGH_WATER:
+            self._pending += data
+        if len(self._pending) > HIGH_WATER:
             self.flow.fill()
 
     def answered(self, *, keep_alive: bool) -> None:
-        """Go on with what is behind the request: all of its answer is written."""
+        """Continue with the bytes behind the request: its whole answer is written."""
         self._asgi = None
         self.server_state.total_requests += 1
         if not keep_alive and not self.between:
-            # Some of its body is to come, and the client has yet to read the answer.
+            # Some of its body is still to come, and the client has to read the answer.
             self._stop()
             self._linger()
             return
@@ -432,32 +430,32 @@ class GuardedProtocol(asyncio.Protocol):
         if not self.transport.is_closing():
             self.flow.resume_reading()
             self.rest()
-        if self._left is not None:
-            self.loop.call_soon(self._go_on)
+        if self._pending is not None:
+            self.loop.call_soon(self._read_pending)
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to."""
+        """Note that the client reads more slowly than is written."""
         self.flow.pause_writing()
 
     def resume_writing(self) -> None:
-        """Go on with it: the client has read its answers."""
+        """Resume: the client has read its answers."""
         self.flow.resume_writing()
-        if self._left is not None and self._is_next:
-            self.loop.call_soon(self._go_on)
+        if self._pending is not None and self._is_next:
+            self.loop.call_soon(self._read_pending)
 
-    def _go_on(self) -> None:
-        left = self._left
-        self._left = None
-        if left is None or self._over or self.transport.is_closing():
+    def _read_pending(self) -> None:
+        pending = self._pending
+        self._pending = None
+        if pending is None or self._over or self.transport.is_closing():
             return
-        self.free(len(left))
+        self.free(len(pending))
         self.flow.empty()
-        self.data_received(bytes(left))
+        self.data_received(bytes(pending))
 
     # Its end
 
     def due(self, *, elapsed: float) -> float | None:
-        """Return when there was time enough for what it is about; see Timed."""
+        """Return the deadline of the present head, body or closing; see Timed."""
         bounds = self.clients.bounds
         if self._over:
             has_read = not self.transport.get_write_buffer_size()
@@ -465,27 +463,27 @@ class GuardedProtocol(asyncio.Protocol):
         reader = self._reader
         if reader.in_body:
             if self.flow.read_paused or self.flow.is_full:
-                self._since += elapsed  # it may not send
+                self._since += elapsed  # the client is not allowed to send
             return self._since + bounds.body_s + reader.received / _LEAST_RATE
         if reader.head_size or self.exchange is None:
             return self._since + bounds.head_s
         return None
 
     def on_overdue(self) -> None:
-        """Give it up."""
+        """Refuse or close a connection past its deadline."""
         bounds = self.clients.bounds
         reader = self._reader
         if self._over:
             self.transport.abort()
         elif reader.in_body:
             passed_s = self.loop.time() - self._since
-            said = (
+            text = (
                 f"{reader.received} bytes of the body came in {passed_s:.0f} s, which is too slow"
             )
             self._refuse(
                 RefusalReason.BODY_TIMEOUT,
                 TooSlow(
-                    f"{said}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} "
+                    f"{text}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} "
                     f"bytes"
                 ),
             )
@@ -494,21 +492,23 @@ class GuardedProtocol(asyncio.Protocol):
             self._target = reader.target()
             self._refuse(RefusalReason.HEAD_TIMEOUT, error)
         else:
-            # it has asked for nothing, and so gets no answer that it could take for another one's
+            # it has sent no request: an answer could be taken for the next one's
             self._stop()
             self.clients.on_refused(RefusalReason.HEAD_TIMEOUT)
             self.transport.close()
 
     def _stop(self) -> None:
-        """Take nothing more that it sends, on whichever way."""
+        """Read nothing more from the connection."""
         self._over = True
         self.between = False
 
     def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
-        """Answer what will not be served, if it has no answer yet, and read no more of it."""
+        """Answer a request that will not be served, if it has no answer yet, and read no more of
+        it.
+        """
         self._stop()
         self.clients.on_refused(fault)
-        # a crowd is counted
+        # refusals of a crowd are only counted
         level = logging.DEBUG if isinstance(error, TooManyConnections) else logging.INFO
         logger.log(
             level,
@@ -517,13 +517,13 @@ class GuardedProtocol(asyncio.Protocol):
             error,
         )
         self._reader.drop_head()
-        self._left = None
+        self._pending = None
         self.free()
         exchange = self.exchange
-        # Of this request: none is read behind another.
+        # It is the exchange of this request: none is read behind an unanswered one.
         is_open = exchange is not None and not exchange.response_complete
         if is_open and exchange is not None and exchange.response_started:
-            self.transport.close()  # half of an answer has no other end
+            self.transport.close()  # half an answer cannot be ended otherwise
         elif is_open or not self._reader.in_body:
             self.transport.write(self._answer(error))
         if is_open and exchange is not None:
@@ -549,8 +549,8 @@ class GuardedProtocol(asyncio.Protocol):
         )
 
     def _linger(self) -> None:
-        """Close such that the client reads the answer: what it still sends would make the kernel
-        take it back.
+        """Close so that the client can read the answer: unread bytes would make the kernel reset
+        the connection (RFC 9112, 9.6).
         """
         if self.transport.is_closing():
             return
@@ -560,14 +560,14 @@ class GuardedProtocol(asyncio.Protocol):
             self.transport.write_eof()
             self.flow.is_full = False
             self.transport.resume_reading()
-        else:  # TLS says goodbye, and reads on until that is answered
+        else:  # TLS sends close_notify, and reads until the client's (RFC 8446, 6.1)
             self.transport.close()
 
 
 def _address(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
-    """Return the host and port of one end; None for a socket that has none."""
-    found: object = transport.get_extra_info(name)
-    if not isinstance(found, (tuple, list)):
+    """Return the host and port of one end; None: the socket has none."""
+    address: object = transport.get_extra_info(name)
+    if not isinstance(address, (tuple, list)):
         return None
-    parts = cast("Sequence[str | int]", found)
+    parts = cast("Sequence[str | int]", address)
     return (str(parts[0]), int(parts[1])) if len(parts) >= 2 else None

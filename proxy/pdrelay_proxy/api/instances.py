@@ -1,4 +1,4 @@
-"""Routes for operators beyond vLLM's demo: who is there, who leaves, and what would become of a
+"""Routes for operators beyond vLLM's demo: list, drain, remove and turn engines, and explain a
 request.
 """
 
@@ -31,7 +31,7 @@ from pdrelay_proxy.api.schemas import (
     InstanceRow,
     TurnedInstance,
 )
-from pdrelay_proxy.api.stepped import in_steps, in_turns
+from pdrelay_proxy.api.stepped import finish_in_steps, in_steps
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
@@ -57,7 +57,7 @@ from pdrelay_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from pdrelay_proxy.io.discovery.stores import StoreDown
 
 _ROWS_AT_ONCE: Final = 50
-_RESTING_MOST: Final = 20  # pairs that are named
+_RESTING_MOST: Final = 20  # pairs that are listed
 _NONE_LONE: Final[Mapping[InstanceId, str]] = {}
 _NEEDS_IDS: Final = (
     "streams can only move while the router knows their tokens: set resume_streams "
@@ -70,42 +70,45 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InstanceAdmin:
-    """What the routes use."""
+    """The services of these routes."""
 
     registry: Registry
     explainer: Explainer
-    clock: Callable[[], float]  # seconds; the one of the registry's times
+    clock: Callable[[], float]  # seconds; the registry's clock
     discovery: Discovery
     own: OwnEngines
-    # streams may change their engines, by the settings of now
+    # whether the present settings let streams change their engines
     resumes: Callable[[], bool] = lambda: False
     has_other_routers: bool = False  # other routers send requests to the same engines
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
     preference: PairPreference | None = None  # among engines that fit
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
-        """Describe engines; to a host that has joined without the sentences, which may name engines
-        of others.
-        """
+        """Describe engines; to a joining host without sentences, which may name engines of others."""
         rows = [self._row(member, self.clock(), _NONE_LONE) for member in members]
         if host is not None:
             rows = [row.model_copy(update={"why": "", "warning": None}) for row in rows]
         return InstanceList(instances=rows)
 
     async def rows_of(self, host: str) -> InstanceList:
-        """Describe the engines of a host that has joined."""
+        """Describe the engines of a joining host."""
         return self.rows(await self.own.among(host, self.registry.members()), host=host)
 
     async def lone(self) -> Mapping[InstanceId, str]:
-        """Say why engines share no request with any other.
+        """Return why engines share no request with any other.
 
-        One that alone has its model may be meant to.
+        An engine that alone has its model is left out: that may be intended.
         """
-        found = await in_turns(lone_engines_in_steps(self.registry))
-        return {name: each.text for each in found if each.have_model for name in each.engines}
+        lone_engines = await finish_in_steps(lone_engines_in_steps(self.registry))
+        return {
+            name: lone_group.text
+            for lone_group in lone_engines
+            if lone_group.have_model
+            for name in lone_group.engines
+        }
 
     def pieces(self, lone: Mapping[InstanceId, str] = _NONE_LONE) -> Iterator[bytes]:
-        """Describe all engines, in JSON and in pieces of some engines each: ten thousand have
+        """Describe all engines in JSON, in pieces of some engines each: ten thousand take
         megabytes.
         """
         before = b'{"instances":['
@@ -161,10 +164,10 @@ class InstanceAdmin:
             or None,
         )
 
-    def slices(self, found: Explanation, call: GenerationRequest) -> dict[str, str | None]:
-        """Say of which slices the engines of a request are, and why of two, if one is preferred."""
-        prefill = found.prefill
-        decode = found.decode
+    def slices(self, explanation: Explanation, call: GenerationRequest) -> dict[str, str | None]:
+        """Return the slices of a request's engines, and the reason for two, if one is preferred."""
+        prefill = explanation.prefill
+        decode = explanation.decode
         crossing = None
         if prefill is not None and self.preference is not None:
             crossing = self.preference.reason(prefill, decode, hints_of_call(call))
@@ -175,7 +178,7 @@ class InstanceAdmin:
         }
 
     def resting(self) -> list[dict[str, str]]:
-        """Name pairs that rest."""
+        """List pairs that rest."""
         pairs = self.registry.pair_history.resting()
         return [
             {"prefill": prefill, "decode": decode, "reason": reason}
@@ -183,23 +186,22 @@ class InstanceAdmin:
         ]
 
     def check_movable(self, members: Sequence[Member], host: str | None) -> None:
-        """Raise HTTPException if the streams of engines cannot move, or the caller may not move
-        them.
-        """
+        """Raise HTTPException if the engines' streams cannot move, or the caller may not move them."""
         if host is not None:
             raise HTTPException(403, _NO_MOVE)
         if not self.resumes():
             raise HTTPException(409, _NEEDS_IDS)
         for member in members:
-            one = member.instance
+            instance = member.instance
             if member.as_role(Role.DECODE) is None:
                 raise HTTPException(
-                    400, f"{one.id} is a prefill engine: it has no streams, drain it without move"
+                    400,
+                    f"{instance.id} is a prefill engine: it has no streams, drain it without move",
                 )
 
-    def found(self, named: InstanceName) -> Sequence[Member]:
-        """Return the engines that are meant; raises UnknownInstance, or AddressError: the address
-        is none.
+    def members_named(self, named: InstanceName) -> Sequence[Member]:
+        """Return the named engines; raises UnknownInstance, or AddressError: the address is
+        invalid.
         """
         if named.id is not None:
             return [self.registry.member(InstanceId(named.id))]
@@ -209,26 +211,26 @@ class InstanceAdmin:
                 '"host:port"}'
             )
         key = Key(named.type, Target.parse(named.instance).address.authority)
-        found = self.registry.members_at([key])
-        if not found:  # what it serves is what is seen of it
-            found = [
+        members = self.registry.members_at([key])
+        if not members:  # by its present role, which operators see
+            members = [
                 member
                 for member in self.registry.members()
                 if member.as_role(key.role) is not None
                 and member.instance.address.authority == key.authority
             ]
-        if not found:
+        if not members:
             raise UnknownInstance(f"there is no {named.type} instance at {named.instance}")
-        return found
+        return members
 
     async def permitted(self, named: InstanceName, host: str | None) -> Sequence[Member]:
-        """Do as ``found``; raises HTTPException, too: they are not at the host that has joined."""
+        """Do as ``members_named``; also raises HTTPException: they are not at the joining host."""
         if host is None:
-            return self.found(named)
+            return self.members_named(named)
         try:
-            members = self.found(named)
+            members = self.members_named(named)
         except UnknownInstance:
-            # Only of its own address a host may learn that no engine is there.
+            # A host may learn only about its own address that no engine is there.
             is_address = named.id is None and named.instance is not None
             if not is_address or not await self.own.are_at(
                 host, [Target.parse(named.instance or "").address]
@@ -240,7 +242,7 @@ class InstanceAdmin:
 
 
 def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
-    """Build the routes; all of them want the operator's key, or some the join key."""
+    """Build the routes; all need the operator's key, or some the join key."""
     router = _new_router(access.route(takes_join_key=True))
     turning = _new_router(access.route())
     explaining = _new_router(access.route(is_large=True))
@@ -256,12 +258,14 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             in_steps(admin.pieces(await admin.lone())), media_type="application/json"
         )
 
-    def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
+    def act(
+        verb: str, change_engine: Callable[[InstanceId], Awaitable[None]], summary: str
+    ) -> None:
         @router.post(f"/{verb}", responses=CHANGE_ERRORS, summary=summary)
         async def change(request: Request, named: InstanceName) -> InstanceList:
             request.state.target = named.id or f"{named.type} {named.instance}"
             host = joining_host(request)
-            return admin.rows(await _carried_out(admin, named, on, host=host), host=host)
+            return admin.rows(await _carried_out(admin, named, change_engine, host=host), host=host)
 
     act("remove", admin.discovery.remove, "Forget engines at once")
     act("undrain", admin.discovery.undrain, "Send engines requests again")
@@ -309,25 +313,28 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             fields = parse(bytes(question.body))
             rank = rank_of(first_header(headers, b"x-data-parallel-rank"))
             call = GenerationRequest(Api(question.path), fields, headers, rank=rank)
-            found = admin.explainer.explain(call)
+            explanation = admin.explainer.explain(call)
         except (BadRequest, UnknownModel, PathNotServed, NoInstance) as exc:
             raise HTTPException(400, f"The request would be refused: {exc}") from exc
         answer = {
-            "rule": found.rule,
-            "prefill": None if found.prefill is None else found.prefill.id,
-            "decode": found.decode.id,
-            **admin.slices(found, call),
-            "prefill_body": None if found.prefill_body is None else msgspec.Raw(found.prefill_body),
-            "decode_body": msgspec.Raw(found.decode_body),
+            "rule": explanation.rule,
+            "prefill": None if explanation.prefill is None else explanation.prefill.id,
+            "decode": explanation.decode.id,
+            **admin.slices(explanation, call),
+            "prefill_body": None
+            if explanation.prefill_body is None
+            else msgspec.Raw(explanation.prefill_body),
+            "decode_body": msgspec.Raw(explanation.decode_body),
             **admin.explainer.terms(call),
-            "lone_prompt_bound": found.bound,
+            "lone_prompt_bound": explanation.bound,
             "resting_pairs": admin.resting(),
-            "expected_ms": None if found.expected is None else found.expected.milliseconds,
-        }  # the bodies in it are the bytes that engines would get
+            "expected_ms": None
+            if explanation.expected is None
+            else explanation.expected.milliseconds,
+        }  # its bodies are the bytes for the engines
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    # include_router of FastAPI 0.165 gives them no tag of their own: anybody would see them in the
-    # document.
+    # include_router of FastAPI 0.165 drops their tag: the document would show them to everybody.
     router.routes.extend((*turning.routes, *explaining.routes))
     return router
 
@@ -341,21 +348,21 @@ def _new_router(route_class: type[APIRoute]) -> APIRouter:
 async def _carried_out(
     admin: InstanceAdmin,
     named: InstanceName,
-    on: Callable[[InstanceId], Awaitable[None]],
+    change: Callable[[InstanceId], Awaitable[None]],
     *,
     host: str | None = None,
     moves: bool = False,
 ) -> Sequence[Member]:
-    """Change the engines that are meant, and return them; ``host``: of a caller with the join
-    key.
-    """
+    """Change the named engines, and return them; ``host``: of a caller with the join key."""
     try:
         members = await admin.permitted(named, host)
         if moves:
             admin.check_movable(members, host)
         for member in members:
-            if admin.registry.get(member.instance.id) is member:  # else it went with another rank
-                await on(member.instance.id)
+            if (
+                admin.registry.get(member.instance.id) is member
+            ):  # otherwise it was removed with another rank
+                await change(member.instance.id)
                 logger.info("%s is %s: %s", member.instance.id, member.life.state, member.life.why)
     except UnknownInstance as exc:
         raise HTTPException(404, str(exc)) from exc

@@ -1,4 +1,4 @@
-"""Which model the engines serve."""
+"""The models that the engines serve."""
 
 import asyncio
 from collections.abc import Callable, Sequence, Set
@@ -29,17 +29,17 @@ _ERRORS: Final[dict[int | str, str]] = {
     **ANY_ROUTE,
 }
 _WANTS_A_KEY: Final = (401, 403)
-_KEPT_S: Final = 3.0  # for which a list is given again: whoever asks often costs no more
-# engines of one set that are asked until one tells its models: some may have died just now
+_KEPT_S: Final = 3.0  # for which a list is reused, however often clients ask
+# engines of one set that are tried until one lists its models: some may have just died
 _TRIES: Final = 16
-_NEXT_S: Final = 1.0  # without an answer, until another one of the set is asked as well
-_AT_ONCE: Final = 32  # engines that are asked at the same time, for all clients
+_NEXT_S: Final = 1.0  # without an answer, until another engine of the set is tried as well
+_AT_ONCE: Final = 32  # concurrent requests to engines, for all clients
 
 
 class _ModelId(msgspec.Struct):
     id: str
     parent: str | None = None  # of a LoRA adapter: the model it belongs to
-    root: str | None = None  # where its files lie
+    root: str | None = None  # the path of its files
 
 
 class _ModelList(msgspec.Struct):
@@ -47,18 +47,18 @@ class _ModelList(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Found:
-    """What the engines said."""
+class _Listing:
+    """The engines' latest answer."""
 
-    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    rounds: int = 0  # in which they were asked
-    at: float = 0.0  # seconds; the end of the latest one
-    sets: frozenset[object] = frozenset()  # of models that were known then
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rounds: int = 0  # rounds of requests
+    at: float = 0.0  # seconds; the end of the latest round
+    sets: frozenset[object] = frozenset()  # the sets of models known then
     answer: EngineResponse | None = None  # None: no engine answered
 
 
 class ModelCatalog:
-    """Asks engines for their models."""
+    """Requests the engines' models."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class ModelCatalog:
         self._registry = registry
         self._engines = engines
         self._clock = clock  # seconds; only differences count
-        self._found = _Found()
-        self._counted = -1  # changes of the registry when these were sorted
+        self._listing = _Listing()
+        self._counted = -1  # the registry's generation when ``_known`` was built
         self._known = dict[object, list[Instance]]()
         self._places = asyncio.Semaphore(_AT_ONCE)
 
@@ -78,57 +78,71 @@ class ModelCatalog:
         """Return all engines' models, each once, as decode engines describe them; raises
         NoInstance: none answers.
 
-        Calls at the same time share one answer, as do those of some seconds.
+        Concurrent calls share one answer, and so do those of some seconds.
         """
-        found = self._found
-        rounds = found.rounds
-        async with found.asking:
+        listing = self._listing
+        rounds = listing.rounds
+        async with listing.lock:
             sets = self._sets()
             is_kept = (
-                found.answer is not None
-                and self._clock() < found.at + _KEPT_S
-                and found.sets == sets.keys()
+                listing.answer is not None
+                and self._clock() < listing.at + _KEPT_S
+                and listing.sets == sets.keys()
             )
-            # else they were asked while this call waited
-            if not is_kept and found.rounds == rounds:
-                found.answer = await self._ask_all(list(sets.values()))
-                found.rounds = rounds + 1
-                found.at = self._clock()
-                found.sets = frozenset(sets)
-            if found.answer is None:
+            # if the round changed, another call has asked them meanwhile
+            if not is_kept and listing.rounds == rounds:
+                listing.answer = await self._request_all(list(sets.values()))
+                listing.rounds = rounds + 1
+                listing.at = self._clock()
+                listing.sets = frozenset(sets)
+            if listing.answer is None:
                 raise NoInstance("no engine answers: the router cannot tell the models they serve")
-            return found.answer
+            return listing.answer
 
     def _sets(self) -> dict[object, list[Instance]]:
-        """Return the engines of each set of models, the one to ask first; one whose models are not
-        known by itself.
+        """Return the engines of each set of models, in the order to try; one with unknown models by
+        itself.
 
-        Decode engines come first, and those that seem to be well.
+        Decode engines come first, and engines that seem to be well.
         """
         if self._counted == self._registry.changes.count:
             return self._known
         self._counted = self._registry.changes.count
         members = self._registry.members()
-        decodes = [one for one in members if one.role.serves(Role.DECODE)]
-        found = dict[object, list[Member]]()
-        for one in (*decodes, *[one for one in members if not one.role.serves(Role.DECODE)]):
-            models = one.facts.models
+        decodes = [member for member in members if member.role.serves(Role.DECODE)]
+        members_by_models = dict[object, list[Member]]()
+        for member in (
+            *decodes,
+            *[member for member in members if not member.role.serves(Role.DECODE)],
+        ):
+            models = member.facts.models
             name: object = (
-                models if models is not None else one.instance.id if _is_well(one) else "not up"
+                models
+                if models is not None
+                else member.instance.id
+                if _is_well(member)
+                else "not up"
             )
-            found.setdefault(name, []).append(one)
+            members_by_models.setdefault(name, []).append(member)
         self._known = {
-            name: [one.instance for one in sorted(some, key=lambda one: not _is_well(one))[:_TRIES]]
-            for name, some in found.items()
+            name: [
+                member.instance
+                for member in sorted(members_of_set, key=lambda member: not _is_well(member))[
+                    :_TRIES
+                ]
+            ]
+            for name, members_of_set in members_by_models.items()
         }
         return self._known
 
-    async def _ask_all(self, sets: Sequence[Sequence[Instance]]) -> EngineResponse | None:
-        asked = await asyncio.gather(*[self._ask_some(some) for some in sets])
-        answers = [answer for answer in asked if answer is not None]
-        lists = [found for answer in answers if (found := _cards(answer)) is not None]
+    async def _request_all(self, sets: Sequence[Sequence[Instance]]) -> EngineResponse | None:
+        results = await asyncio.gather(*[self._request_some(engines) for engines in sets])
+        answers = [answer for answer in results if answer is not None]
+        lists = [
+            cards_of_answer for answer in answers if (cards_of_answer := _cards(answer)) is not None
+        ]
         if not lists:
-            # an engine's words: it may want a key, for example
+            # an engine's own error, for instance a missing key
             return answers[0] if answers else None
         cards: dict[str, msgspec.Raw] = {}
         refused = self._refused()
@@ -141,24 +155,26 @@ class ModelCatalog:
     def _refused(self) -> Set[str]:
         """Return the models that no decode engine serves, so that requests for them are refused."""
         decodes = [
-            one.facts.models for one in self._registry.members() if one.role.serves(Role.DECODE)
+            member.facts.models
+            for member in self._registry.members()
+            if member.role.serves(Role.DECODE)
         ]
         known = [models for models in decodes if models is not None]
         if not decodes or len(known) < len(decodes):
-            return frozenset()  # one of those that have not said may serve anything
+            return frozenset()  # an engine whose models are unknown may serve any
         return self._registry.models.names.difference(*known)
 
-    async def _ask_some(self, engines: Sequence[Instance]) -> EngineResponse | None:
-        """Return the first list of some engines; without one, what one of them says; None: none of
-        them answers.
+    async def _request_some(self, engines: Sequence[Instance]) -> EngineResponse | None:
+        """Return the first list of some engines; otherwise another answer of one of them; None:
+        none answers.
         """
-        said: EngineResponse | None = None
+        other_answer: EngineResponse | None = None
         waiting = list(engines)
         asking = set[asyncio.Task[EngineResponse | None]]()
         try:
             while waiting or asking:
                 if waiting:
-                    asking.add(asyncio.create_task(self._ask_in_turn(waiting.pop(0))))
+                    asking.add(asyncio.create_task(self._request_when_free(waiting.pop(0))))
                 patience_s = _NEXT_S if waiting else None
                 done, asking = await asyncio.wait(
                     asking, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
@@ -166,21 +182,21 @@ class ModelCatalog:
                 for answer in [task.result() for task in done]:
                     if answer is not None and _cards(answer) is not None:
                         return answer
-                    said = said or answer
+                    other_answer = other_answer or answer
         finally:
             for task in asking:
                 task.cancel()
             if asking:
                 await asyncio.wait(asking)
-        return said
+        return other_answer
 
-    async def _ask_in_turn(self, instance: Instance) -> EngineResponse | None:
+    async def _request_when_free(self, instance: Instance) -> EngineResponse | None:
         async with self._places:
-            answer = await self._ask(instance)
+            answer = await self._request(instance)
         return None if answer is None or answer.status >= 500 else answer
 
     async def accepted(self, candidate: Instance, headers: Headers) -> EngineCapabilities:
-        """Return which models an engine serves; it is shown a key only if it wants one.
+        """Return the models that an engine serves; it gets a key only if it wants one.
 
         Raises NotAccepted: it cannot be reached, or serves nothing.
         """
@@ -191,16 +207,16 @@ class ModelCatalog:
         except EngineError as exc:
             raise NotAccepted(str(exc)) from exc
         ids = [decode(card, _ModelId) for _, card in _cards(answer) or ()]
-        names = [each.id for each in ids]
+        names = [model.id for model in ids]
         if not names:
             raise NotAccepted(
                 f"{candidate.id} answers /v1/models with status {answer.status}, and names no model"
             )
-        adapters = frozenset([each.id for each in ids if each.parent is not None])
-        root = next((each.root for each in ids if each.parent is None), None)
+        adapters = frozenset([model.id for model in ids if model.parent is not None])
+        root = next((model.root for model in ids if model.parent is None), None)
         return EngineCapabilities(frozenset(names), adapters=adapters, root=root)
 
-    async def _ask(self, instance: Instance) -> EngineResponse | None:
+    async def _request(self, instance: Instance) -> EngineResponse | None:
         try:
             return await self._engines.models(instance, ())
         except EngineError:
@@ -208,7 +224,7 @@ class ModelCatalog:
 
 
 def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
-    """Build GET /v1/models; ``keys``: CLIENT_KEYS, if clients must show one."""
+    """Build GET /v1/models; ``keys``: CLIENT_KEYS, if clients need one."""
     router = APIRouter(tags=["models"], dependencies=keys)
 
     @router.get(
@@ -230,7 +246,7 @@ def _is_well(member: Member) -> bool:
 
 
 def _cards(answer: EngineResponse) -> list[tuple[str, msgspec.Raw]] | None:
-    """Return the ids and the descriptions in a list; None when it is no such list."""
+    """Return the ids and descriptions in a list; None: it is not such a list."""
     try:
         cards = decode(answer.body, _ModelList).data if answer.status == 200 else None
         return None if cards is None else [(decode(card, _ModelId).id, card) for card in cards]

@@ -1,8 +1,9 @@
-"""The way into every route that wants the operator's key: the key, then the size of the body, then
-FastAPI.
+"""The class of routes that need the operator's key: checks the key, then the size of the body, then
+calls FastAPI.
 
-FastAPI reads a body of any size before it looks at dependencies. Here an unknown caller has nothing
-read, and a known one no more than the route takes. Each call ends in a line of the audit log.
+FastAPI reads a body of any size before it checks dependencies. Here nothing is read from an unknown
+caller, and from a known one no more than the route accepts. Each call ends in a line of the audit
+log.
 """
 
 import base64
@@ -37,10 +38,10 @@ from pdrelay_proxy.errors import (
 )
 from pdrelay_proxy.requests.intake import PASSED_ON, check_json, check_length
 
-OPERATORS: Final = "operators"  # the tag of routes that are shown to who has the operator's key
+OPERATORS: Final = "operators"  # the tag of routes that need the operator's key in the document
 SMALL_BODY: Final = 64 * 1024  # bytes: the name of an engine
-_RAW: Final = "body"  # of a request to explain: it is repeated as it came
-_SHOWN: Final = 100  # characters of what a caller has written
+_RAW: Final = "body"  # of a request to explain: it stays as it came
+_SHOWN: Final = 100  # characters of a caller's text
 _JSON: Final = (b"content-type", b"application/json")
 _STATUSES: Final[Mapping[int | str, str]] = {
     400: "The request is not what the route takes, or it cannot be done",
@@ -54,7 +55,7 @@ _STATUSES: Final[Mapping[int | str, str]] = {
     "default": "What is wrong, in one sentence",
 }
 _ALWAYS: Final[tuple[int | str, ...]] = (401, 403, 404, "default")
-_ASKS: Final = {"www-authenticate": "X-Api-Key"}
+_KEY_HEADERS: Final = {"www-authenticate": "X-Api-Key"}
 _MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
 _UNCONFIGURED: Final = (
     "This router has no admin key, so nobody may do this: start it with --admin-key-file or "
@@ -70,7 +71,7 @@ _BEHIND_PROXY: Final = (
 _PROXIED: Final = frozenset(
     {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"}
 )
-# For the document; the routes that want the key look at it before FastAPI reads a body.
+# For the document; routes check the key before FastAPI reads a body.
 OPERATOR_KEY: Final[Any] = Security(
     APIKeyHeader(
         name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False
@@ -79,7 +80,7 @@ OPERATOR_KEY: Final[Any] = Security(
 
 
 def operator_errors(*statuses: int) -> Answers:
-    """Describe the errors of a route for operators: these, and those that all of them have."""
+    """Describe the errors of a route for operators: these, and those of all such routes."""
     return error_answers(
         OperatorError, {status: _STATUSES[status] for status in (*statuses, *_ALWAYS)}
     )
@@ -95,7 +96,7 @@ def _worded(field: str, fault: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OperatorAccess:
-    """Who may call the routes, and what is written about it."""
+    """Who may call the routes, and the audit of the calls."""
 
     admin_key: AdminKey
     join_key: AdminKey
@@ -103,10 +104,10 @@ class OperatorAccess:
     max_body_bytes: int
 
     def authenticate(self, request: Request, *, takes_join_key: bool = False) -> None:
-        """Let only those pass who show the key; keys are compared in constant time.
+        """Accept callers with the key; keys are compared in constant time.
 
-        ``takes_join_key``: also those with the join key, for the engines of the address from which
-        they call (``own_engines.joining_host``).
+        ``takes_join_key``: also those with the join key, for the engines of their own address
+        (``own_engines.joining_host``).
         """
         shown = request.headers.get("x-api-key")
         if not self.admin_key.exists and not (takes_join_key and self.join_key.exists):
@@ -114,7 +115,7 @@ class OperatorAccess:
             raise HTTPException(404, _UNCONFIGURED)
         if shown is None:
             self.audit.refused(request, "no X-Api-Key")
-            raise HTTPException(401, _MISSING, _ASKS)
+            raise HTTPException(401, _MISSING, _KEY_HEADERS)
         key = shown.encode("latin-1")
         joins = self.join_key.matches(key)
         if self.admin_key.matches(key):
@@ -123,21 +124,20 @@ class OperatorAccess:
             return
         if not joins:
             self.audit.refused(request, "a wrong X-Api-Key")
-            # vLLM's demo says so, with 403
-            raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)
+            # the text of vLLM's demo, which answers 403
+            raise HTTPException(401, "Forbidden: Invalid API Key.", _KEY_HEADERS)
         request.state.admin = f"join:{fingerprint(key)}"
         if not takes_join_key:
             self.audit.refused(request, "the join key, which is not for this")
             raise HTTPException(403, _NOT_FOR_ENGINES)
-        # The address is that of a proxy then, or, if uvicorn trusts the proxy, what the header
-        # says.
+        # Otherwise the address would be the proxy's, or, if uvicorn trusts it, the header's.
         if request.client is None or not _PROXIED.isdisjoint(request.headers.keys()):
             self.audit.refused(request, "the join key, behind a proxy")
             raise HTTPException(403, _BEHIND_PROXY)
         request.state.joining_host = request.client.host
 
     async def require(self, request: Request) -> None:
-        """Do the same, as a dependency of a route that has no body."""
+        """Authenticate, as a dependency of a route without a body."""
         self.authenticate(request)
 
     def route(
@@ -148,11 +148,11 @@ class OperatorAccess:
         any_media: bool = False,
         takes_join_key: bool = False,
     ) -> type[APIRoute]:
-        """Return the class of routes whose bodies are the name of an engine, or as large as a
-        client's (``is_large``).
+        """Return the class of routes whose bodies name an engine, or are as large as a client's
+        (``is_large``).
 
-        ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the
-        fault. ``any_media``: a body may be declared as anything. ``takes_join_key``: as in
+        ``sentence``: builds the error for a wrong body from the field (empty: the whole body) and
+        the fault. ``any_media``: accept any content type. ``takes_join_key``: as in
         ``authenticate``.
         """
         authenticate = partial(self.authenticate, takes_join_key=takes_join_key)
@@ -185,7 +185,7 @@ class OperatorAccess:
 async def _serve_plain(
     serve: Callable[[Request], Coroutine[Any, Any, Response]], request: Request
 ) -> Response:
-    """Serve a request without a body; what is wrong with its path or its query is one sentence."""
+    """Serve a request without a body; a wrong path or query is answered in one sentence."""
     try:
         return await serve(request)
     except RequestValidationError as exc:
@@ -194,14 +194,14 @@ async def _serve_plain(
 
 
 def _first_fault(error: RequestValidationError) -> tuple[str, str]:
-    """Return the field that is wrong first, and why."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
-    return "".join(letter if letter.isprintable() else "?" for letter in place), str(first["msg"])
+    """Return the first wrong field, and why it is wrong."""
+    fault = error.errors()[0]
+    field = ".".join(map(str, fault["loc"][1:]))[:_SHOWN]
+    return "".join(letter if letter.isprintable() else "?" for letter in field), str(fault["msg"])
 
 
 class _JsonRequest(Request):
-    """A request whose body has been read already, whatever it is declared as."""
+    """A request whose body has been parsed already, whatever its content type."""
 
     def __init__(self, request: Request, fields: Mapping[str, object]) -> None:
         headers = [header for header in request.scope["headers"] if header[0] != _JSON[0]]
@@ -209,7 +209,7 @@ class _JsonRequest(Request):
         self._fields = fields
 
     async def body(self) -> bytes:
-        """Return something: FastAPI asks for the bytes before it asks for what they say."""
+        """Return a placeholder: FastAPI calls this before ``json``."""
         return b"{}"
 
     async def json(self) -> Any:  # noqa: ANN401 (as in Starlette)
@@ -232,33 +232,33 @@ async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
 
 
 def _parsed(body: bytes) -> Mapping[str, object]:
-    """Read an object, but one value; raises NotJson, or BadRequest: it has too many names, or a
-    long value.
+    """Parse an object, except the value of ``body``; raises NotJson, or BadRequest: it has too many
+    names, or a long value.
     """
     check_names(body)
     fields = decode(body, Fields)
-    found: dict[str, object] = {**fields}
+    values: dict[str, object] = {**fields}
     for name, raw in fields.items():
         if name != _RAW:
             if len(memoryview(raw)) > SMALL_BODY:
                 raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
-            found[name] = decode(raw, object)
-    return found
+            values[name] = decode(raw, object)
+    return values
 
 
 def is_admin(request: Request, admin_key: AdminKey) -> bool:
-    """Tell whether a request shows the operator's key."""
+    """Return whether a request has the operator's key."""
     return admin_key.matches(request.headers.get("x-api-key", "").encode("latin-1"))
 
 
 def require_any_key(
     admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool = False
 ) -> Callable[[Request], None]:
-    """Return a dependency for what shows the fleet: where clients need a key, one of theirs or the
-    operator's.
+    """Return a dependency for routes that show the fleet: if clients need a key, it accepts theirs
+    or the operator's.
 
-    ``by_browsers``: also as the password of Basic (RFC 7617), for which browsers ask; the name
-    plays no part.
+    ``by_browsers``: also as the password of Basic authentication (RFC 7617), for which browsers
+    prompt; the user name is ignored.
     """
     asks = 'Basic realm="pdrelay", Bearer' if by_browsers else "Bearer"
 
@@ -286,7 +286,7 @@ def require_any_key(
 
 
 def _password(headers: Headers) -> bytes | None:
-    """Return the password of Basic; None: there is none."""
+    """Return the password of Basic authentication; None: there is none."""
     value = first_header(headers, b"authorization") or b""
     if value[:6].lower() != b"basic ":
         return None
@@ -297,14 +297,14 @@ def _password(headers: Headers) -> bytes | None:
 
 
 def passed_on(scope: Scope) -> Headers:
-    """Return the headers that go to the engines, as they came."""
+    """Return the headers for engines, as they came."""
     headers: Headers = tuple(scope["headers"])  # ASGI: names are in lower case
     return tuple((name, value) for name, value in headers if name in PASSED_ON)
 
 
 async def read_body(request: Request, *, limit: int) -> bytes:
-    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: it hung up before the
-    end.
+    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: the client hung up
+    before the end.
     """
     check_length(request.headers.get("content-length", "").encode("latin-1"), limit)
     too_long = BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")

@@ -1,5 +1,5 @@
-"""Which engines a caller may change and see: with the admin key all, with the join key those at its
-own address.
+"""The engines that a caller may change and see: all with the admin key, those at its own address
+with the join key.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pdrelay_proxy.core.http.own_address import is_own_address
 
 
 def joining_host(request: Request) -> str | None:
-    """Return the address from which a holder of the join key calls; None: it has the admin key.
+    """Return the address of a caller with the join key; None: it has the admin key.
 
     ``OperatorAccess.authenticate`` has set it: a route that does not authenticate fails here.
     """
@@ -23,7 +23,7 @@ def joining_host(request: Request) -> str | None:
 
 
 def not_own(host: str) -> HTTPException:
-    """Return the same refusal for all engines of others, whether they exist or not."""
+    """Return the one refusal for all engines of others, whether they exist or not."""
     return HTTPException(
         403,
         f"The join key is for engines at the caller's own address alone, and you call from {host}.",
@@ -42,20 +42,22 @@ class OwnEngines:
             raise not_own(host)
 
     async def are_at(self, host: str, addresses: Sequence[Address]) -> bool:
-        """Tell whether all engines at these addresses are at a host."""
+        """Return whether all engines at these addresses are at a host."""
         return all(
             await asyncio.gather(*[self._is_at(host, address) for address in set(addresses)])
         )
 
     async def among(self, host: str, members: Sequence[Member]) -> Sequence[Member]:
-        """Return the engines that are at a host."""
+        """Return the engines at a host."""
         addresses = list({member.instance.address for member in members})
-        own = await asyncio.gather(*[self._is_at(host, address) for address in addresses])
-        found = {address for address, is_own in zip(addresses, own, strict=True) if is_own}
-        return [member for member in members if member.instance.address in found]
+        results = await asyncio.gather(*[self._is_at(host, address) for address in addresses])
+        own_addresses = {
+            address for address, is_own in zip(addresses, results, strict=True) if is_own
+        }
+        return [member for member in members if member.instance.address in own_addresses]
 
     async def _is_at(self, host: str, address: Address) -> bool:
         try:
             return is_own_address(host, await self.leads_to(address))
-        except OSError:  # a name that leads nowhere
+        except OSError:  # a name that does not resolve
             return False

@@ -1,6 +1,6 @@
-"""What people and machines look at: the status page, the numbers behind it, and the metrics.
+"""The status page, its numbers, and the metrics.
 
-Ids, never addresses.
+They show ids, never addresses.
 """
 
 import base64
@@ -17,7 +17,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
 from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
 from pdrelay_proxy.api.schemas import ErrorResponse
-from pdrelay_proxy.api.stepped import in_steps, in_turns
+from pdrelay_proxy.api.stepped import finish_in_steps, in_steps
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.status import Snapshot, Status
 
@@ -35,22 +35,22 @@ PAGE_HEADERS: Final = {
 
 
 def anybody(_: Request) -> None:
-    """Let everybody see it."""
+    """Accept every caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Onlookers:
-    """Who may see the metrics, and the page with its numbers: the checks raise Unauthorized for
+    """Who may see the metrics, and the page with its numbers; the checks raise Unauthorized for
     others.
     """
 
     scrapers: Callable[[Request], Awaitable[None] | None] = anybody
     browsers: Callable[[Request], None] = anybody
-    keys: Sequence[Any] = ()  # what the document says of it
+    keys: Sequence[Any] = ()  # the document's security entries
 
 
 def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlookers()) -> APIRouter:
-    """Build the routes; the page is read once, here."""
+    """Build the routes; the page's file is read once, here."""
     router = APIRouter(tags=["status"], dependencies=onlookers.keys)
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
     headers = PAGE_HEADERS | {"content-security-policy": content_policy(html)}
@@ -73,7 +73,7 @@ def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlooke
     )
     async def stats() -> Response:
         """Give the numbers of the status page."""
-        body = msgspec.json.encode(await in_turns(status.in_steps()))
+        body = msgspec.json.encode(await finish_in_steps(status.in_steps()))
         return Response(body, headers=PAGE_HEADERS, media_type="application/json")
 
     @router.get(
@@ -91,8 +91,8 @@ def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlooke
 
 
 def content_policy(html: str) -> str:
-    """Allow a page nothing but its own style, its own script, the icon in it, and requests to where
-    it came from.
+    """Allow a page only its own style, its own script, its inline icon, and requests to its own
+    origin.
     """
     digests = {kind: hashlib.sha256(text.encode()).digest() for kind, text in _INLINE.findall(html)}
     sources = {

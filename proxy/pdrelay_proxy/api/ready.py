@@ -1,4 +1,4 @@
-"""Routes for probes: whether the process lives, has engines, and should be sent requests."""
+"""Routes for probes: whether the process lives, has engines, and should get requests."""
 
 from typing import Final
 
@@ -20,7 +20,7 @@ VERSION_HEADER: Final = b"x-pdrelay-version"
 
 
 class _VersionedRoute(APIRoute):
-    """Says in a header of each answer, also of an error, what runs here."""
+    """Adds a header with the router's version to each answer, also of an error."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with one more header."""
@@ -39,12 +39,12 @@ def probe_routes(
 ) -> APIRouter:
     """Build GET /health, and GET /ready for the load balancer in front of the router.
 
-    /ready is 200 from when every source of engines was heard until SIGTERM, else 503. It does not
-    depend on engines: all routers lose those at once, and with the routers out of their Service
-    clients would get refused connections in place of a 503 that says why.
+    /ready is 200 from the first view of every source of engines until SIGTERM, otherwise 503. It
+    does not depend on engines: all routers lose those at once, and with all routers out of their
+    Service clients would get refused connections in place of a 503 with a reason.
     """
     router = APIRouter(tags=["probes"], route_class=_VersionedRoute)
-    find_build()  # which may ask git: not while somebody waits
+    find_build()  # fills its cache now: it may run git
 
     @router.get(
         "/health",
@@ -81,7 +81,7 @@ def probe_routes(
 
 
 def liveness_routes() -> APIRouter:
-    """Build GET /live: a router that does not answer it stands still, and a restart helps.
+    """Build GET /live: a router that does not answer it hangs, and a restart helps.
 
     Engines play no part.
     """

@@ -1,6 +1,4 @@
-"""What every /v1 request that no engine is chosen for gets, whatever becomes of it: an id, and one
-line in the log.
-"""
+"""The request id and the log line of every /v1 request for which no engine is chosen."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,13 +24,13 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 def note_fault(scope: Scope, error: Exception) -> None:
-    """Put what went wrong with a request into its line of the log."""
+    """Put the failure of a request into its log line."""
     if _KEY in scope:
         record_of(scope).error = str(error)
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers that name a request, for an answer that :class:`RequestContextMiddleware`
+    """Return the headers with a request's id, for an answer that :class:`RequestContextMiddleware`
     does not see.
     """
     return record_of(scope).id_headers() if _KEY in scope else {}
@@ -40,7 +38,7 @@ def id_headers(scope: Scope) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _SendWithHeaders:
-    """Adds the headers to an answer, and remembers its status."""
+    """Adds the headers to an answer, and keeps its status."""
 
     send: Send
     record: RequestRecord
@@ -52,7 +50,7 @@ class _SendWithHeaders:
             headers = [
                 (name.encode(), value.encode()) for name, value in self.record.id_headers().items()
             ]
-            # a browser takes an answer for what its type says
+            # browsers must trust the content type
             headers.append((b"x-content-type-options", b"nosniff"))
             message["headers"] = [*message.get("headers", ()), *headers]
         await self.send(message)
@@ -79,7 +77,7 @@ class RequestContextMiddleware:
         self._request_over = request_over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Follow a request of a client; let everything else pass."""
+        """Record a client's request; let everything else pass."""
         path = scope.get("path", "")
         is_followed = path.startswith("/v1/") or path in ENDPOINTS
         if not is_followed or scope["type"] != "http" or is_endpoint(scope):
@@ -97,7 +95,7 @@ class RequestContextMiddleware:
         try:
             await self._app(scope, receive, outgoing)
             status = None
-        except ClientDisconnect:  # there is nobody left to answer
+        except ClientDisconnect:  # no client is left to answer
             status = CLIENT_CLOSED_REQUEST
         finally:
             record.over(status or outgoing.status or _BUG, self._clock() - record.began_at)

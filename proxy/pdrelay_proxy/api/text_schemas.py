@@ -1,6 +1,6 @@
 """vLLM's own schemas of the requests and answers of the two text endpoints, for the document.
 
-They are in a file that ``tests/support/text_schemas.py`` writes: the router has no vLLM, and checks
+``tests/support/text_schemas.py`` writes their file: the router does not have vLLM, and checks
 nothing by them.
 """
 
@@ -23,17 +23,17 @@ class _File(msgspec.Struct, frozen=True):
 _FILE: Final = msgspec.json.decode(
     Path(__file__).with_name("text_schemas.json").read_bytes(), type=_File
 )
-VLLM: Final = _FILE.vllm  # the version that they are of
+VLLM: Final = _FILE.vllm  # the version of the schemas
 TEXT_SCHEMAS: Final = _FILE.schemas
 
 
 def named_in(part: object) -> dict[str, Part]:
-    """Return the schemas of the file that a part of a document names, and those that these name."""
-    found: dict[str, Part] = {}
+    """Return the file's schemas that a part of a document names, and those that these name."""
+    schemas: dict[str, Part] = {}
     waiting = [part]
     while waiting:
         for name in _REFERENCE.findall(str(waiting.pop())):
-            if name in TEXT_SCHEMAS and name not in found:
-                found[name] = TEXT_SCHEMAS[name]
-                waiting.append(found[name])
-    return found
+            if name in TEXT_SCHEMAS and name not in schemas:
+                schemas[name] = TEXT_SCHEMAS[name]
+                waiting.append(schemas[name])
+    return schemas

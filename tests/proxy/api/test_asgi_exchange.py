@@ -191,12 +191,12 @@ async def test_a_body_is_heard_piece_by_piece_and_then_that_the_client_has_gone(
             heard.append(await receive())
 
     connection, made, task = exchange(app, ["Content-Length: 90000"], method="POST")
-    made.take(b"a" * (HIGH_WATER + 1))
+    made.receive_body(b"a" * (HIGH_WATER + 1))
     assert not connection.transport.reads
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert connection.transport.reads
-    made.take(b"b")
+    made.receive_body(b"b")
     made.end()
     await asyncio.sleep(0)
     made.leave()
@@ -219,7 +219,7 @@ async def test_a_client_is_asked_for_its_body_when_somebody_wants_it(reads):
 
     connection, made, task = exchange(app, ["Content-Length: 2", "Expect: 100-continue"], method="POST")
     await asyncio.sleep(0)
-    made.take(b"hi")
+    made.receive_body(b"hi")
     made.end()
     await task
 
@@ -234,9 +234,9 @@ async def test_of_a_request_that_is_answered_nothing_is_left():
     app = answering(start((b"content-length", b"0")), body())
     tracemalloc.start()
     _connection, made, task = exchange(app, ["X-A: " + "a" * 50_000, "Content-Length: 1000000"], method="POST")
-    made.take(bytearray(500_000))
+    made.receive_body(bytearray(500_000))
     await task
-    made.take(bytearray(500_000))
+    made.receive_body(bytearray(500_000))
     del task
     left, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from pdrelay_proxy.api.stepped import in_steps, in_turns
+from pdrelay_proxy.api.stepped import finish_in_steps, in_steps
 
 
 class Steps:
@@ -75,7 +75,7 @@ async def test_a_result_of_many_steps_lets_others_have_their_turn():
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    result = await in_turns(work(), clock=lambda: steps.now)
+    result = await finish_in_steps(work(), clock=lambda: steps.now)
     task.cancel()
 
     assert result == 100

@@ -1,4 +1,4 @@
-"""``GET /pairs``: what was seen of the pairs of engines, for operators (docs/faults.md)."""
+"""``GET /pairs``: the observed pairs of engines, for operators (docs/faults.md)."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -25,7 +25,7 @@ _ROWS_AT_ONCE: Final = 50
 def pair_routes(
     pairs: Callable[[], PairNotes], clock: Callable[[], float], access: OperatorAccess
 ) -> APIRouter:
-    """Build the route; it wants the operator's key."""
+    """Build the route; it needs the operator's key."""
     router = APIRouter(
         prefix="/pairs", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route()
     )
@@ -39,7 +39,7 @@ def pair_routes(
 
 
 def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
-    """Write all pairs as JSON, in pieces of some pairs each."""
+    """Return all pairs as JSON, in pieces of some pairs each."""
     matrix = pairs.matrix
     health = pairs.health
     modes = pairs.modes
@@ -52,7 +52,7 @@ def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
     yield msgspec.json.encode(head)[:-1] + b',"pairs":['
     rows = pair_rows(matrix, health, modes, pairs.find, now=now)
     before = b""
-    while some := list(islice(rows, _ROWS_AT_ONCE)):
-        yield before + msgspec.json.encode(some)[1:-1]
+    while page := list(islice(rows, _ROWS_AT_ONCE)):
+        yield before + msgspec.json.encode(page)[1:-1]
         before = b","
     yield b"]}"

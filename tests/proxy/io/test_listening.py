@@ -82,7 +82,7 @@ def test_the_wildcard_of_ipv6_takes_clients_of_both_families(is_shared):
 
 def test_where_the_kernel_does_not_spread_connections_workers_are_refused(monkeypatch):
     """All would go to one of them, or none could listen."""
-    monkeypatch.setattr(listening, "_SPREADS", False)
+    monkeypatch.setattr(listening, "_CAN_SHARE_PORTS", False)
 
     with pytest.raises(ConfigError, match="workers above 1 need Linux"):
         reserved("127.0.0.1", 0).__enter__()

@@ -141,7 +141,7 @@ def registry_of(count, case="one revision"):
 
 def sliced(count, slices, pairing):
     """Engines of one revision in so many slices of equal sizes."""
-    registry = Registry(Settings(), pairs_within(Settings().having(SliceSettings(pairing))))
+    registry = Registry(Settings(), pairs_within(Settings().with_features(SliceSettings(pairing))))
     for number in range(count):
         role = Role.PREFILL if number % 2 == 0 else Role.DECODE
         one = replace(target(number, role, "r1"), slice=f"s{number // 2 % slices}")

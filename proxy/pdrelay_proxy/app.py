@@ -1,7 +1,4 @@
-"""The composition root: the one place where objects are built and connected.
-
-Its parts are in ``building``.
-"""
+"""The composition root: objects are built and connected here alone, in the parts of ``building``."""
 
 import logging
 import socket
@@ -41,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router that is built, and what its process needs of it."""
+    """A built router, with the parts that its process needs."""
 
     app: FastAPI
-    admin_app: FastAPI | None  # that of the admin port; None: ``app`` has its routes, too
+    admin_app: FastAPI | None  # the admin port's; None: ``app`` has its routes, too
     requests: RequestSet
     lifetime: Lifetime
     live: Live
     telemetry: Telemetry
-    tls: ssl.SSLContext | None  # what it serves https with; None: http
-    admin_tls: ssl.SSLContext | None  # the same at the admin port
+    tls: ssl.SSLContext | None  # the main port's; None: it serves http
+    admin_tls: ssl.SSLContext | None  # the admin port's
 
 
 def build(
@@ -60,27 +57,32 @@ def build(
     place: WorkerPlace | None = None,
     make_features: Sequence[Callable[[Ground], Feature]] | None = None,
 ) -> Router:
-    """Build the router. Tests pass a fabric, and other features than all of them.
+    """Build the router. Tests pass a fabric, and a choice of features.
 
-    ``place``: that of one of several workers.
+    ``place``: the worker's place, if this is one of several.
 
     Raises:
-        AddressError: an address in the settings cannot be one.
+        AddressError: an address in the settings is not valid.
         AlreadyKnown: an address occurs twice under one role.
         ConfigError: a file cannot be read, settings contradict each other, the router would be open
-            to others, or spans are asked for and their library is missing.
+            to others, or the library for spans is missing.
     """
     check(settings)
-    # The wall clock is the only one that hosts have in common.
+    # Only the wall clock is common to several hosts.
     wall = time.time if fabric is None else fabric.clock  # noqa: TID251
     fabric = fabric or Fabric()
     clock = fabric.clock
     has_others = place is not None or has_other_routers(settings)
     engines = build_engines(settings, fabric, pairs_within(settings), has_other_routers=has_others)
     ground = Ground(settings, engines, clock, place)
-    added = [make(ground) for make in (features() if make_features is None else make_features)]
-    ended = [hear for feature in added if (hear := feature.hears_ended()) is not None]
-    spans = next((found for feature in added if (found := feature.spans()) is not None), None)
+    added = [
+        make_feature(ground)
+        for make_feature in (features() if make_features is None else make_features)
+    ]
+    ended = [observer for feature in added if (observer := feature.hears_ended()) is not None]
+    spans = next(
+        (feature_spans for feature in added if (feature_spans := feature.spans()) is not None), None
+    )
     claims = next((own for feature in added if (own := feature.claims()) is not None), None)
     fleet = build_fleet(settings, engines, clock, [feature.routing() for feature in added])
     serving = build_requests(
@@ -128,12 +130,13 @@ def build(
             serving.releaser,
             reloads.running(),
             *background.running(),
-            *[each() for part in parts for each in part.running],
+            *[part_item() for part in parts for part_item in part.running],
             requests,
         )
 
     extra = FeatureRoutes(
-        [each for part in parts for each in part.routes], [part.families for part in parts]
+        [part_item for part in parts for part_item in part.routes],
+        [part.families for part in parts],
     )
     routes = build_routes(
         settings,
@@ -184,13 +187,13 @@ def build(
 def _lifespan(
     registry: Registry, running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return what starts and ends with the server: what is named last ends first."""
+    """Return the lifespan of the server: its parts end in reverse order."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         for role in Role:
             for instance in registry.known(role):
-                # everything else says only the id
+                # all other lines have only the id
                 logger.info("%s is at %s", instance.id, instance.address.url)
         async with AsyncExitStack() as opened:
             for part in running():

@@ -1,4 +1,4 @@
-"""``pdrelay``: the command line, to a subcommand, whose modules are loaded only then."""
+"""``pdrelay``: from the command line to a subcommand, whose modules are loaded only then."""
 
 import argparse
 import difflib
@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 from pdrelay_proxy.commands.interrupts import INTERRUPTED, ctrl_c_ends_at_once
 from pdrelay_proxy.features import feature_commands
 
-# of the router: the module that declares the flags, what it does
+# the router's own commands: the module that declares the flags, a summary
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "serve": ("pdrelay_proxy.commands.serve", "run the router in front of running engines"),
     "instances": (
@@ -20,7 +20,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
         "list, add, drain, change and remove the engines of a running router",
     ),
 }
-# beside the router: the extra that brings it, what it does
+# commands of other packages: the extra that has it, a summary
 _TOOLS: Final[Mapping[str, tuple[str, str]]] = {
     "check": (
         "tools",
@@ -34,15 +34,15 @@ _TOOLS: Final[Mapping[str, tuple[str, str]]] = {
     "prove": ("tools", "test running engines from outside and report what is wrong"),
     "doctor": ("connector", "examine the network between two engine hosts"),
 }
-# of entry points: a tool is the module behind the one with its name
+# of entry points: a tool's module is the entry point with its name
 _GROUP: Final = "pdrelay.commands"
 _INSTALL: Final = {
     "tools": "pip install 'pdrelay[tools]' or, in a checkout, pip install . ./tools",
     "connector": "pip install 'pdrelay[connector]' or, in a checkout, pip install '.[connector]'",
 }
-# their flags are written in full
+# commands whose flags cannot be abbreviated
 _EXACT: Final = ("serve", "up", "check", "chat", "prove", "doctor")
-# What the extra named proxy brings (pyproject.toml).
+# Packages of the extra named proxy (pyproject.toml).
 _ROUTER_PACKAGES: Final = frozenset(
     {
         "fastapi",
@@ -59,7 +59,7 @@ _ROUTER_PACKAGES: Final = frozenset(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one sentence; the usage is a page that hides it."""
+    """Reports errors in one sentence, without the page of usage that would hide it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -67,8 +67,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # (argparse's has overloads)
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Name an unknown flag first: argparse would take its value for a command, or ask for the
-        right flag.
+        """Report an unknown flag first: argparse would take its value for a command, or miss a
+        required flag.
         """
         self._check_flags(args or ())
         return super().parse_known_args(args, namespace or argparse.Namespace())
@@ -77,15 +77,15 @@ class _Parser(argparse.ArgumentParser):
         flags = self._option_string_actions
         commands = {
             name
-            for one in self._actions
-            if one.nargs == argparse.PARSER
-            for name in one.choices or ()
+            for option in self._actions
+            if option.nargs == argparse.PARSER
+            for name in option.choices or ()
         }
         for word in words:
             flag = word.partition("=")[0]
-            if flag == "--" or word in commands:  # what follows is no flag, or one of the command
+            if flag == "--" or word in commands:  # the following words belong to the command
                 return
-            is_abbreviation = self.allow_abbrev and any(one.startswith(flag) for one in flags)
+            is_abbreviation = self.allow_abbrev and any(option.startswith(flag) for option in flags)
             if (
                 flag.startswith("--")
                 and " " not in word
@@ -100,10 +100,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ShowVersion(argparse.Action):
-    """Prints what runs here, and ends: neither router nor engine need be installed for it."""
+    """Prints the version and ends; neither router nor engine need be installed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from pdrelay_proxy.io.build import find_build  # noqa: PLC0415 (it asks git)
+        from pdrelay_proxy.io.build import find_build  # noqa: PLC0415 (it may run git)
 
         sys.stdout.write(f"pdrelay {find_build()}\n")
         parser.exit()
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with ctrl_c_ends_at_once():
-            # a shell asks what could follow, and has the extra of its hook
+            # a shell completes the command line; its hook needs the package argcomplete
             if "_ARGCOMPLETE" in os.environ:
                 import argcomplete  # noqa: PLC0415
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split_passed_on(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Cut off what `pdrelay up` passes on to engines, which stands behind the first --."""
+    """Split off the arguments that `pdrelay up` passes to engines, behind the first --."""
     if arguments[:1] != ["up"] or "--" not in arguments:
         return arguments, ()
     end = arguments.index("--")
@@ -148,28 +148,28 @@ def _split_passed_on(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Declare the subcommands; only the one that is asked for loads its modules and has its
-    flags.
-    """
+    """Declare the subcommands; only the given one loads its modules and has its flags."""
     parser = _Parser(
         prog="pdrelay",
         description="A prefill/decode router for vLLM, and tools for its engines.",
         allow_abbrev=False,
     )
-    said = "print the version, the commit, and whether the request path is compiled"
-    parser.add_argument("-V", "--version", action=_ShowVersion, nargs=0, help=said)
+    version_help = "print the version, the commit, and whether the request path is compiled"
+    parser.add_argument("-V", "--version", action=_ShowVersion, nargs=0, help=version_help)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    of_features = feature_commands()
-    own = {**_COMMANDS, **of_features}
+    feature_modules = feature_commands()
+    own = {**_COMMANDS, **feature_modules}
     everything = {**own, **_TOOLS}
-    asked = next((word for word in arguments if word in everything), None)
-    for name, (place, what) in everything.items():
+    chosen = next((word for word in arguments if word in everything), None)
+    for name, (location, summary) in everything.items():
         command = commands.add_parser(
-            name, help=what, allow_abbrev=name not in {*_EXACT, *of_features}
+            name, help=summary, allow_abbrev=name not in {*_EXACT, *feature_modules}
         )
-        if name == asked:
+        if name == chosen:
             module = (
-                importlib.import_module(place) if name in own else _load_tool(name, command, place)
+                importlib.import_module(location)
+                if name in own
+                else _load_tool(name, command, location)
             )
             add_arguments: Callable[[argparse.ArgumentParser], None] = module.add_arguments
             add_arguments(command)
@@ -177,8 +177,8 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _load_tool(name: str, command: argparse.ArgumentParser, extra: str) -> ModuleType:
-    """Return the module behind a tool's entry point, or end and say what to install."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 (the router's own commands do without)
+    """Return the module of a tool's entry point, or end with the command that installs it."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 (the router's own commands do not need it)
 
     missing = "this command"
     try:

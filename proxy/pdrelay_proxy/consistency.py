@@ -1,6 +1,4 @@
-"""Whether settings contradict each other, or their files are wrong: those of the router, and those
-of its features.
-"""
+"""Checks settings for contradictions and wrong files: the router's own, and its features'."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -26,21 +24,19 @@ def check(settings: Settings) -> None:
     """Raise ConfigError if the router would be open to others, or two settings contradict each
     other.
     """
-    for look in _checks():
-        look(settings)
+    for check_settings in _checks():
+        check_settings(settings)
 
 
 def faults(settings: Settings) -> Sequence[str]:
-    """Return what ``check`` would raise and what is wrong with the files of the settings: all of
-    it, each once.
-    """
-    found = dict[str, None]()
-    for look in (*_checks(), *_FILES):
+    """Return all that ``check`` would raise, and the faults of the settings' files, each once."""
+    sentences = dict[str, None]()
+    for check_settings in (*_checks(), *_FILES):
         try:
-            look(settings)
+            check_settings(settings)
         except ConfigError as exc:
-            found[str(exc)] = None
-    return [*found]
+            sentences[str(exc)] = None
+    return [*sentences]
 
 
 def _check_limits(settings: Settings) -> None:
@@ -53,12 +49,12 @@ def _check_limits(settings: Settings) -> None:
 
 
 def _check_key_limits(settings: Settings) -> None:
-    of_keys = (
+    key_limits = (
         settings.max_key_concurrency,
         settings.max_key_rate,
         settings.max_key_tokens_per_minute,
     )
-    if settings.api_keys_file is None and any(of_keys):
+    if settings.api_keys_file is None and any(key_limits):
         raise ConfigError(
             "max_key_concurrency, max_key_rate and max_key_tokens_per_minute need api_keys_file: "
             "without keys all clients are one"
@@ -88,9 +84,7 @@ def _check_moves(settings: Settings) -> None:
 
 
 def check_admin_port(settings: Settings) -> None:
-    """Raise ConfigError if the settings of the admin port contradict those of the main one, or have
-    no port.
-    """
+    """Raise ConfigError if the admin port's settings contradict the main port's, or have no port."""
     if settings.admin_port is None:
         if settings.admin_host:
             raise ConfigError(

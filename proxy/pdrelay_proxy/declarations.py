@@ -1,7 +1,6 @@
-"""How a setting is declared: its type and kind, and what stands beside it in help, documents and
-the chart.
+"""Declares settings: type and kind, and their texts in help, documents and the chart.
 
-``settings.py`` has those of the router itself, and each folder of ``features`` may have its own.
+``settings.py`` declares the router's own, and each folder of ``features`` may declare its own.
 """
 
 from dataclasses import dataclass, field
@@ -13,42 +12,42 @@ ENDLESS: Final = 1 << 62  # above every sensible number, and below infinity
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One sort of value, as it is written in the file and as an argument."""
+    """A sort of value, as it is written in the file and as an argument."""
 
-    # ends the sentence about a wrong one: "'soon' is not a time: write a number of seconds above 0"
+    # the end of an error: "'soon' is not a time: write a number of seconds above 0"
     right: str
-    metavar: str  # of a text: what options.py checks it for
-    value_type: type = str  # in TOML, where a whole number may stand for a float
+    metavar: str  # for a string: the name of its check in options.py
+    value_type: type = str  # in TOML, where a float may be written as a whole number
     least: float = -ENDLESS
-    above: float | None = None  # less than any value
+    above: float | None = None  # every value must be greater
     most: float = ENDLESS
     choices: tuple[str, ...] = ()
-    is_open: bool = False  # there may be more choices: options.py checks for them by the metavar
+    is_open: bool = False  # there may be more choices, which options.py checks by the metavar
     unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReusedKv:
-    """What ``reuse_kv`` does to a setting of a feature, where a policy goes by what engines have
-    cached.
+    """The effect of ``reuse_kv`` on a setting of a feature, with a policy that uses engines'
+    caches.
     """
 
-    value: object  # that it gets, unless it is set
-    unused: str  # what is said of a router where it has its default
+    value: object  # the value that it gets, unless it is set
+    unused: str  # the log's text about a router with its default
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is declared of a setting, beside its name, type and default."""
+    """The declaration of a setting, beside its name, type and default."""
 
     group: "Group"
     help: str  # the meaning
-    unset: str = "none"  # what holds without a value
-    # takes effect when the file is read again (SIGHUP); the others need a restart
+    unset: str = "none"  # the meaning of no value
+    # takes effect on SIGHUP; other settings need a restart
     live: bool = False
     chart: str = ""  # the chart's value that sets it; empty: router.settings
     environment: str = ""  # the variable of a secret, which is neither flag nor key
-    # one that other programs read, too: it holds where neither flag nor file says anything
+    # a variable that other programs read, too; flag and file take precedence
     variable: str = ""
     reused: ReusedKv | None = None
 
@@ -75,11 +74,11 @@ class Group:
         return field(default=default, metadata={"option": declared})
 
     def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
-        """Declare one that comes from the environment alone: ps shows flags, and people show files
-        around.
+        """Declare a secret, which comes from the environment alone: ps shows flags, and people
+        share files.
         """
-        said = Option(self, help, unset, chart=chart, environment=environment)
-        return field(default=None, repr=False, metadata={"option": said})
+        option = Option(self, help, unset, chart=chart, environment=environment)
+        return field(default=None, repr=False, metadata={"option": option})
 
 
 Switch = Annotated[

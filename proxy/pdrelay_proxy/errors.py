@@ -2,27 +2,25 @@
 
 * :exc:`ProxyError`
     * :exc:`ClientError` -- the client
-        * :exc:`BadRequest` -- the body is not something we can split or pass on
-            * :exc:`BadFraming` -- what came is no request, or readers could disagree about where it
-              ends
+        * :exc:`BadRequest` -- the body can be neither split nor passed on
+            * :exc:`BadFraming` -- it is not an HTTP request, or parsers could disagree about its end
         * :exc:`HeadTooLarge` -- the head, or the trailers, have more bytes or lines than we accept
         * :exc:`UriTooLong` -- the request line has more bytes than we accept
-        * :exc:`NotServed` -- the method is one that no path here has
+        * :exc:`NotServed` -- no path has this method
         * :exc:`TooSlow` -- the request was not complete in time
         * :exc:`BodyTooLarge` -- the body is longer than we accept
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
-            * :exc:`UnsupportedCoding` -- the body is compressed in a way that is not read here
+            * :exc:`UnsupportedCoding` -- the body is compressed in a way that is not supported
         * :exc:`Misdirected` -- the router has no such name
         * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no
           keys
-        * :exc:`PathNotServed` -- each engine that serves the model has said that it has no such
-          path
-        * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names
-          those that are served
-    * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
+        * :exc:`PathNotServed` -- no engine that serves the model has this path
+        * :exc:`UnknownModel` -- no engine serves the requested model; the message names the
+          served ones
+    * :exc:`Refused` -- the client, by the error of an engine, which reaches the client
         * :exc:`NoSuchPath` -- the client: the engine has no such path
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
-    * :exc:`TurnedAway` -- there is more to do than may be done at once
+    * :exc:`TurnedAway` -- more requests than the limits allow
         * :exc:`KeyOverLimit` -- the client: its key sends more than it may
         * :exc:`RouterFull` -- nobody: all clients together send more than the router takes
         * :exc:`TooManyConnections` -- nobody, or the client: it, or all together, have too many
@@ -37,7 +35,7 @@
         * :exc:`EngineBusy` -- an engine: it has no room now
         * :exc:`NoKvParams` -- nobody: a prefill engine keeps no KV of a request, for it keeps as
           much as it may
-        * :exc:`KeyRefused` -- the operator: an engine wants another key than the router shows
+        * :exc:`KeyRefused` -- the operator: an engine does not accept the router's key
         * :exc:`AnswerRefused` -- nobody: the answer is above a limit of the router, or its filter
           cannot clean it
         * :exc:`ConnectionStale` -- nobody: an idle connection was closed as a request was written
@@ -45,7 +43,7 @@
         * :exc:`RouterLacks` -- the router: it has no descriptor, port or memory for a connection
         * :exc:`NetworkFault` -- the network: an engine's name does not resolve, or there is no way
           to it
-        * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
+        * :exc:`Moved` -- a prefill engine: it is not the one that the decode leg named
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but outside 1..65535
         * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
@@ -55,8 +53,8 @@
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
     * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of
       another
-    * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message
-      names the place
+    * :exc:`ConfigError` -- the operator: a file cannot be read, or is invalid; the message names the
+      place
 
 Messages name instances by id and never by address, because clients read them.
 """
@@ -69,7 +67,7 @@ class ClientError(ProxyError): ...
 
 
 class BadRequest(ClientError):
-    """The body is wrong; ``param`` names the field at fault, if it is one field."""
+    """The body is wrong; ``param`` names the wrong field, if it is one field."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -113,7 +111,7 @@ class UnknownModel(ClientError): ...
 
 
 class Refused(ProxyError):
-    """An engine refused the request before any token; the client gets its words, in the shape of
+    """An engine refused the request before any token; the client gets its error, in the shape of
     its API.
     """
 
@@ -129,9 +127,7 @@ class NoSuchPath(Refused):
 
 
 class Unauthorized(ProxyError):
-    """The client has shown no key, or one that is not known here; ``asks`` is what
-    ``WWW-Authenticate`` says.
-    """
+    """The client has no key, or an unknown one; ``asks`` is the value of ``WWW-Authenticate``."""
 
     def __init__(self, message: str, *, asks: str = "Bearer") -> None:
         super().__init__(message)
@@ -139,7 +135,7 @@ class Unauthorized(ProxyError):
 
 
 class TurnedAway(ProxyError):
-    """The request was not let in; after ``retry_after_s`` seconds it is worth another try."""
+    """The request was refused; it is worth another try after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
@@ -162,7 +158,7 @@ class OutOfTime(ProxyError): ...
 
 
 class NoInstance(ProxyError):
-    """After ``retry_after_s`` seconds an engine may be there; None: nobody can tell."""
+    """An engine may be there after ``retry_after_s`` seconds; None: unknown."""
 
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -170,13 +166,13 @@ class NoInstance(ProxyError):
 
 
 class NoMatchingInstance(NoInstance):
-    """There are prefill and decode engines, and no two of them can share a request."""
+    """There are prefill and decode engines, but no two of them can share a request."""
 
 
 class EngineError(ProxyError):
-    """An engine cannot be reached, failed, or answered with something we do not understand.
+    """An engine cannot be reached, failed, or gave an answer that cannot be understood.
 
-    ``reached`` is False when not a byte of the request can have arrived there.
+    ``reached`` is False if no byte of the request can have arrived there.
     """
 
     def __init__(self, message: str, *, reached: bool = True) -> None:
@@ -206,7 +202,7 @@ class AnswerRefused(EngineError): ...
 
 
 class ConnectionStale(EngineError):
-    """The engine has closed a connection of before; not ``was_sent``: it cannot have had all of the
+    """The engine has closed a reused connection; not ``was_sent``: it cannot have got the whole
     request.
     """
 
@@ -216,14 +212,14 @@ class ConnectionStale(EngineError):
 
 
 class RouterLacks(EngineError):
-    """Not a byte of the request has left the router."""
+    """No byte of the request has left the router."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reached=False)
 
 
 class NetworkFault(EngineError):
-    """Not a byte of the request has arrived."""
+    """No byte of the request has arrived."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reached=False)

@@ -1,5 +1,5 @@
-"""What the process listens with: uvicorn's configuration for each port, and the second port beside
-its server.
+"""The process's listeners: uvicorn's configuration for each port, and the second port beside its
+server.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
 from pdrelay_proxy.io.listening import bound, url_of
 from pdrelay_proxy.settings import CONNECTIONS, Settings
 
-# in which a client must read some of its response; then the kernel resets it
+# seconds in which a client must read some of its response; then the kernel resets the connection
 WRITE_TIMEOUT_S: Final = 300.0
-# of an idle connection of a client: longer than load balancers keep theirs, usually 60 s
+# seconds of an idle client connection: longer than load balancers keep theirs, usually 60 s
 KEEPALIVE_S: Final = 75
 _ADMIN_CONNECTIONS: Final = 256  # of the admin port: the kubelet, some Prometheus, some operators
-_ADMIN_PER_ADDRESS: Final = 64  # one of them that holds its connections leaves the kubelet its own
+_ADMIN_PER_ADDRESS: Final = 64  # a caller that holds its connections leaves some for the kubelet
 logger = logging.getLogger(__name__)
 
 
 def main_protocol(
     router: Router, settings: Settings, *, write_timeout_s: float = WRITE_TIMEOUT_S
 ) -> type[asyncio.Protocol]:
-    """Return what serves the connections of the main port."""
+    """Return the protocol class for connections of the main port."""
     admission = router.live.gate.admission
     telemetry = router.telemetry
     bounds = Bounds(
@@ -59,7 +59,7 @@ def main_config(
     write_timeout_s: float = WRITE_TIMEOUT_S,
     keepalive_s: float = KEEPALIVE_S,
 ) -> uvicorn.Config:
-    """Return what uvicorn serves the main port by."""
+    """Return uvicorn's configuration for the main port."""
     tls = router.tls
     return uvicorn.Config(
         router.app,
@@ -74,7 +74,7 @@ def main_config(
 class AdminListener:
     """The admin port.
 
-    It is bound when this is made, so that a port that is taken is noticed before anything begins.
+    It is bound when this is built, so a port that is taken is noticed before anything starts.
     """
 
     def __init__(self, router: Router, settings: Settings) -> None:
@@ -98,18 +98,20 @@ class AdminListener:
         self._sockets = bound(self._host, settings.admin_port or 0, shared=False)
 
     async def listen(self, state: ServerState) -> Sequence[asyncio.Server]:
-        """Begin; ``state`` is that of the main port's server, which ends the connections of
-        both.
+        """Start listening; ``state`` is that of the main port's server, which ends the connections
+        of both.
         """
         self._config.load()
         loop = asyncio.get_running_loop()
-        kind = cast("Any", self._config.http_protocol_class)
-        made: Callable[[], asyncio.Protocol] = partial(
-            kind, config=self._config, server_state=state, app_state={}
+        protocol_class = cast("Any", self._config.http_protocol_class)
+        make_protocol: Callable[[], asyncio.Protocol] = partial(
+            protocol_class, config=self._config, server_state=state, app_state={}
         )
         servers = [
-            await loop.create_server(made, sock=one, ssl=self._tls, backlog=self._config.backlog)
-            for one in self._sockets
+            await loop.create_server(
+                make_protocol, sock=listener, ssl=self._tls, backlog=self._config.backlog
+            )
+            for listener in self._sockets
         ]
         logger.info(
             "the admin port is %s", url_of(self._host, self._port, is_tls=self._tls is not None)
@@ -128,34 +130,33 @@ def _common(keepalive_s: float) -> dict[str, Any]:
         "access_log": False,  # the router writes its own line for every request
         "server_header": False,
         "timeout_keep_alive": keepalive_s,
-        "timeout_graceful_shutdown": 1,  # by then we have waited; this is for connections to close
+        "timeout_graceful_shutdown": 1,  # requests had their time before; this is for connections to close
     }
 
 
 def _connections(settings: Settings) -> int:
-    """Return how many connections of clients there may be, of which each may need one to an engine.
+    """Return the limit of clients' connections, each of which may need one to an engine.
 
-    Too few descriptors are worth a warning only where the operator asks for a number of
-    connections.
+    Too few descriptors are worth a warning only if the operator asks for a number of connections.
     """
     wanted = _wanted(settings)
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = OWN_DESCRIPTORS + (0 if settings.admin_port is None else min(_ADMIN_CONNECTIONS, wanted))
-    most = max(1, (descriptors - own) // 2)
-    if descriptors == resource.RLIM_INFINITY or wanted <= most:
+    limit = max(1, (descriptors - own) // 2)
+    if descriptors == resource.RLIM_INFINITY or wanted <= limit:
         return wanted
-    said = (
+    text = (
         "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise "
         "ulimit -n)"
     )
     logger.log(
         logging.DEBUG if settings.max_connections is None else logging.WARNING,
-        said,
+        text,
         wanted,
         descriptors,
-        most,
+        limit,
     )
-    return most
+    return limit
 
 
 def _wanted(settings: Settings) -> int:
@@ -167,9 +168,7 @@ def _wanted(settings: Settings) -> int:
 def main_sockets(settings: Settings, *, is_shared: bool) -> list[socket.socket]:
     """Bind the sockets of the main port, which workers share.
 
-    Raises ConfigError: it cannot listen there.
-
-    Not uvicorn: it would end the process with a line of its own, and take clients of IPv6 alone at
-    ``::``.
+    Raises ConfigError: it cannot listen there. uvicorn itself would end the process with a line of
+    its own, and accept only IPv6 clients at ``::``.
     """
     return list(bound(settings.host, settings.port, shared=is_shared))

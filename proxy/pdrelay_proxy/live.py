@@ -1,5 +1,5 @@
-"""What can be changed while the router serves: engines, keys and limits, all of them or, if one is
-wrong, none.
+"""Changes while the router serves: engines, keys and limits, all together or, if one is wrong,
+none.
 """
 
 import logging
@@ -32,7 +32,7 @@ _Addresses: TypeAlias = Mapping[Role, Mapping[str, Target]]
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The objects that a change concerns."""
+    """The objects that a change affects."""
 
     registry: Registry
     settings: LiveSettings
@@ -45,18 +45,18 @@ class Live:
     check: Callable[[Settings], None]  # raises ConfigError
 
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
-        """Check a change, and return what makes it: nothing can be wrong with it any more.
+        """Check a change, and return a function that makes it, which cannot fail any more.
 
-        Engines that were added by hand stay, whatever the settings say. One that is no longer
-        listed gets nothing new, and is forgotten when it has nothing left.
+        Engines that operators added stay, whatever the settings say. One that is no longer listed
+        is drained, and then forgotten.
 
         Raises:
-            ConfigError: something is wrong with the new settings.
-            AddressError: an address cannot be one.
+            ConfigError: the new settings are wrong.
+            AddressError: an address is not valid.
         """
         stamps = key_stamps(new)
         keys = client_keys(new)
-        shown = engine_keys(new)
+        engine_keys_read = engine_keys(new)
         admin_key = operator_key(new)
         join = join_key(new)
         half = {
@@ -66,7 +66,7 @@ class Live:
             keys = _kept("api_keys_file", keys, self.keyring.keys)
         for name, role in _ENGINE_KEYS.items():
             if name in half and (known := self.outbound.key_of(role)) is not None:
-                shown[role] = _kept(name, shown[role], known)
+                engine_keys_read[role] = _kept(name, engine_keys_read[role], known)
         if "admin_key_file" in half:
             admin_key = _kept("admin_key_file", admin_key, self.admin_key.text)
         if "join_key_file" in half:
@@ -77,7 +77,7 @@ class Live:
 
         def change() -> None:
             self.keyring.keys = keys
-            self.outbound.change(shown)
+            self.outbound.change(engine_keys_read)
             self.admin_key.change(admin_key)
             self.join_key.change(join)
             self.gate.change(new)
@@ -89,18 +89,20 @@ class Live:
     def _exchange(self, before: _Addresses, after: _Addresses) -> None:
         for role in Role:
             gone = {authority for authority, _ in before[role].items() - after[role].items()}
-            # also those that have turned: the settings name what they were
+            # also engines whose role has changed: the settings name their declared role
             for member in self.registry.members():
-                one = member.instance
-                if one.pool is role and one.address.authority in gone:
-                    self.registry.departures.retire(one.id, now=self.clock())
-                    logger.info("%s is no longer listed: it is drained, and then forgotten", one.id)
+                engine = member.instance
+                if engine.pool is role and engine.address.authority in gone:
+                    self.registry.departures.retire(engine.id, now=self.clock())
+                    logger.info(
+                        "%s is no longer listed: it is drained, and then forgotten", engine.id
+                    )
             for authority, target in after[role].items():
                 if before[role].get(authority) == target:
                     continue
                 try:
                     added = self.registry.add_target(role, target, now=self.clock())
-                except AlreadyKnown as exc:  # by hand, before, or as a pod
+                except AlreadyKnown as exc:  # an operator added it before, or it is a pod
                     logger.info("%s", exc)
                     self.registry.claim(role, authority)
                 else:
@@ -108,16 +110,16 @@ class Live:
                         logger.info("%s is at %s", instance.id, target.address.url)
 
 
-def _kept(name: str, read: T, known: T) -> T:
-    """Return what was read from a file before it may have been half written; io/reloads.py reads it
-    once it rests.
+def _kept(name: str, new: T, known: T) -> T:
+    """Return the old content of a file that may be half written; io/reloads.py reads it once it is
+    complete.
     """
-    if read != known:
-        said = (
+    if new != known:
+        text = (
             "%s has no line break at its end, or is being written: what was read before stays "
             "until it rests"
         )
-        logger.warning(said, name)
+        logger.warning(text, name)
     return known
 
 
@@ -125,11 +127,11 @@ def addresses_of(settings: Settings) -> _Addresses:
     """Return the engines by host:port; raises AddressError, or ConfigError: one occurs twice under
     one role.
     """
-    found: dict[Role, dict[str, Target]] = {role: {} for role in Role}
+    targets: dict[Role, dict[str, Target]] = {role: {} for role in Role}
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for target in map(Target.parse, texts):
             name = target.address.authority
-            if name in found[role]:
+            if name in targets[role]:
                 raise ConfigError(f"{name} stands twice among the {role} engines: name each once")
-            found[role][name] = target
-    return found
+            targets[role][name] = target
+    return targets

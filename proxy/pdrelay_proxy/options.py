@@ -1,6 +1,6 @@
-"""The settings as people write them: flags, a configuration file and the environment.
+"""Reads the settings that people write: environment, configuration file and flags.
 
-The later ones win.
+Later ones take precedence.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _SESSION_NAME: Final = re.compile(
     r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?"
 )
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# of Kubernetes (RFC 1123)
+# of Kubernetes objects (RFC 1123)
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
@@ -51,7 +51,7 @@ _WORDS: Final[Mapping[type, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field of Settings, or of those of a feature."""
+    """A field of Settings, or of a feature's settings."""
 
     owner: type[object]
     name: str
@@ -65,11 +65,11 @@ class Setting:
         return "--" + self.name.removesuffix("_s").replace("_", "-")
 
     def value(self, settings: Settings) -> object:
-        """Return its value in all settings of a router."""
-        found: object = getattr(
-            settings if self.owner is Settings else settings.of(self.owner), self.name
+        """Return its value in a router's settings."""
+        setting_value: object = getattr(
+            settings if self.owner is Settings else settings.for_feature(self.owner), self.name
         )
-        return found
+        return setting_value
 
     @property
     def is_list(self) -> bool:
@@ -93,65 +93,63 @@ class Setting:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for every option.
 
-    What is not given stays out of the namespace: the file may say it.
+    An absent flag stays out of the namespace: the file may have the setting.
     """
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=36)
     parser.usage = (
         "pdrelay serve --prefill URL... --decode URL... [--config FILE] [OPTION VALUE]..."
     )
     parser.epilog = "Secrets are never flags. From the environment: " + "; ".join(
-        f"{one.option.environment} ({one.option.help})" for one in SECRETS.values()
+        f"{setting.option.environment} ({setting.option.help})" for setting in SECRETS.values()
     )
     file = (
         "TOML file with options as keys, such as connect_timeout_s = 5; flags override it "
         "(default: none)"
     )
-    for group, options in itertools.groupby(OPTIONS.values(), lambda one: one.option.group):
+    for group, options in itertools.groupby(OPTIONS.values(), lambda setting: setting.option.group):
         part = parser.add_argument_group(group.title)
-        for one in options:
-            _add_flag(part.add_argument, one)
+        for setting in options:
+            _add_flag(part.add_argument, setting)
         if group is FIRST:
             part.add_argument("--config", metavar="FILE", help=file)
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Declare the flags of some options, for another command that goes by them."""
+    """Declare the flags of some options, for another command that uses them."""
     for name in names:
         _add_flag(parser.add_argument, OPTIONS[name])
 
 
-def _add_flag(add: Callable[..., argparse.Action], one: Setting) -> None:
-    more: dict[str, Any] = {"nargs": "+", "action": "extend"} if one.is_list else {}
+def _add_flag(add: Callable[..., argparse.Action], setting: Setting) -> None:
+    more: dict[str, Any] = {"nargs": "+", "action": "extend"} if setting.is_list else {}
     action = add(
-        one.flag,
-        dest=one.name,
-        type=partial(_read_flag, one),
+        setting.flag,
+        dest=setting.name,
+        type=partial(_read_flag, setting),
         default=argparse.SUPPRESS,
-        metavar=one.kind.metavar,
-        help=f"{one.option.help}{_open_choices(one.kind)} (default: {one.default_text})",
+        metavar=setting.kind.metavar,
+        help=f"{setting.option.help}{_open_choices(setting.kind)} (default: {setting.default_text})",
         **more,
     )
-    if choices := one.kind.choices:
+    if choices := setting.kind.choices:
         action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
 
 
 def _open_choices(kind: Kind) -> str:
-    """Name the choices where there may be more; others are the metavar."""
+    """Name the choices if there may be more; otherwise the metavar has them."""
     return f": {', '.join(kind.choices)}, or one that is installed" if kind.is_open else ""
 
 
 @dataclass(frozen=True, slots=True)
 class WrongFlag:
-    """What stands in the place of a flag's value that is none: all that is wrong can be said at
-    once.
-    """
+    """Takes the place of an invalid value of a flag, so that all errors are reported at once."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a setting, and where."""
+    """The chosen value of a setting, and its source."""
 
     value: object
     source: str  # a flag, a file or a variable
@@ -159,7 +157,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Everything that was chosen; other settings have their defaults.
+    """All chosen values; other settings have their defaults.
 
     ``wrong``: sentences, by the name in the file.
     """
@@ -168,14 +166,12 @@ class Choices:
     wrong: Mapping[str, str]
 
     def settings(self) -> Settings:
-        """Return the settings, without what is wrong."""
+        """Return the settings, with defaults in place of wrong values."""
         return with_values(Settings(), {name: choice.value for name, choice in self.right.items()})
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
-    """Put the settings together; raises ConfigError: the file cannot be read, or something says
-    what is not allowed.
-    """
+    """Build the settings; raises ConfigError: the file cannot be read, or a value is not allowed."""
     choices = choose(args)
     for sentence in choices.wrong.values():
         raise ConfigError(sentence)
@@ -183,13 +179,13 @@ def serve_settings(args: argparse.Namespace) -> Settings:
 
 
 def choose(args: argparse.Namespace) -> Choices:
-    """Read environment, file and flags, of which the later ones win; raises ConfigError: the file
-    is none.
+    """Read environment, file and flags, of which later ones take precedence; raises ConfigError:
+    the file is not TOML.
     """
     right = dict[str, Choice]()
     wrong = dict[str, str]()
-    for name, one in OPTIONS.items():
-        variable = one.option.variable
+    for name, setting in OPTIONS.items():
+        variable = setting.option.variable
         if variable and (text := os.environ.get(variable)):
             right[name] = Choice(text, variable)
     file: str | None = args.config
@@ -207,49 +203,53 @@ def choose(args: argparse.Namespace) -> Choices:
         source = f"reuse_kv ({right['reuse_kv'].source})"
         more = reused_kv(chosen, reused_of_features(), feature_policies())
         right |= {name: Choice(value, source) for name, value in more.items() if name not in wrong}
-    for name, one in SECRETS.items():  # never arguments: ps would show those
-        if secret := os.environ.get(one.option.environment):
-            right[name] = Choice(secret, one.option.environment)
+    for name, setting in SECRETS.items():  # never arguments, which ps shows
+        if secret := os.environ.get(setting.option.environment):
+            right[name] = Choice(secret, setting.option.environment)
     return Choices(right, wrong)
 
 
 def reused_of_features() -> Mapping[str, object]:
-    """Return what ``reuse_kv`` sets of the settings of features."""
+    """Return the values that ``reuse_kv`` gives to settings of features."""
     return {
-        name: one.option.reused.value
-        for name, one in OPTIONS.items()
-        if one.option.reused is not None
+        name: setting.option.reused.value
+        for name, setting in OPTIONS.items()
+        if setting.option.reused is not None
     }
 
 
 def unused_of_features(settings: Settings) -> Sequence[str]:
-    """Say which of these have their defaults, and what a router does not use because of that."""
+    """Return sentences about those with their defaults: the KV that a router does not use."""
     return [
-        f"{one.option.reused.unused} ({name})"
-        for name, one in OPTIONS.items()
-        if one.option.reused is not None and one.value(settings) == one.default
+        f"{setting.option.reused.unused} ({name})"
+        for name, setting in OPTIONS.items()
+        if setting.option.reused is not None and setting.value(settings) == setting.default
     ]
 
 
 def _choices_of_file(path: str) -> Mapping[str, Choice | str]:
-    """Read a file: what it chooses by the names of settings, or what is wrong with that."""
-    found = dict[str, Choice | str]()
+    """Read a file; return choices or errors by the names of settings."""
+    choices = dict[str, Choice | str]()
     for name, value in _file_values(path).items():
         try:
-            found[name] = _choice(name, _line(path, name, value), path)
+            choices[name] = _choice(name, _line(path, name, value), path)
         except ConfigError as exc:
-            found[name] = str(exc)
-    return found
+            choices[name] = str(exc)
+    return choices
 
 
 def _choices_of_flags(args: argparse.Namespace) -> Mapping[str, Choice | str]:
-    found = dict[str, Choice | str]()
+    choices = dict[str, Choice | str]()
     given: Mapping[str, object] = vars(args)
     for name in [name for name in OPTIONS if name in given]:
         value = given[name]
-        wrong = [each.sentence for each in _several(value) if isinstance(each, WrongFlag)]
-        found[name] = wrong[0] if wrong else _choice(name, value, OPTIONS[name].flag)
-    return found
+        wrong = [
+            flag_value.sentence
+            for flag_value in _several(value)
+            if isinstance(flag_value, WrongFlag)
+        ]
+        choices[name] = wrong[0] if wrong else _choice(name, value, OPTIONS[name].flag)
+    return choices
 
 
 def _choice(name: str, value: object, source: str) -> Choice:
@@ -261,19 +261,19 @@ def _several(value: object) -> list[object]:
 
 
 def read_file(path: str) -> Mapping[str, object]:
-    """Read a file: values by the names of settings.
+    """Read a file; return values by the names of settings.
 
-    Raises ConfigError: it is no TOML, or a key or value is wrong.
+    Raises ConfigError: it is not TOML, or a key or value is wrong.
     """
     return {name: _line(path, name, value) for name, value in _file_values(path).items()}
 
 
 def _file_values(path: str) -> Mapping[str, object]:
     try:
-        found: dict[str, object] = tomllib.loads(read_text(path))
+        values: dict[str, object] = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{path} is not TOML: {exc}") from exc
-    return found
+    return values
 
 
 def _line(path: str, name: str, value: object) -> object:
@@ -299,11 +299,11 @@ def _line(path: str, name: str, value: object) -> object:
         return _one(path, name, value)
     if not isinstance(value, list):
         raise ConfigError(f"{path}: {name} is {value!r}: write a list")
-    return [_one(path, name, one) for one in cast("list[object]", value)]
+    return [_one(path, name, item) for item in cast("list[object]", value)]
 
 
 def _is_table(value: object) -> bool:
-    """Tell whether it is a table, or an array of tables."""
+    """Return whether a value is a table, or an array of tables."""
     if isinstance(value, list):
         items = cast("list[object]", value)
         return bool(items) and isinstance(items[0], dict)
@@ -312,7 +312,9 @@ def _is_table(value: object) -> bool:
 
 def _one(path: str, name: str, value: object) -> object:
     kind = OPTIONS[name].kind
-    written = kind.value_type if kind.value_type in _WORDS else str  # an enum is a string
+    written = (
+        kind.value_type if kind.value_type in _WORDS else str
+    )  # TOML writes an enum as a string
     if type(value) is not written and (written, type(value)) != (float, int):
         raise ConfigError(f"{path}: {name} is {value!r}: write {_WORDS[written]}")
     try:
@@ -322,14 +324,14 @@ def _one(path: str, name: str, value: object) -> object:
 
 
 def needs_restart(old: Settings, new: Settings) -> list[str]:
-    """Name the settings that differ and take effect only when the router is started."""
-    fixed = [name for name, one in OPTIONS.items() if not one.option.live]
+    """Return the names of differing settings that take effect only at a restart."""
+    fixed = [name for name, setting in OPTIONS.items() if not setting.option.live]
     return [name for name in fixed if OPTIONS[name].value(old) != OPTIONS[name].value(new)]
 
 
 def without_restart(old: Settings, new: Settings) -> tuple[Settings, Sequence[str]]:
-    """Return the new settings as far as a running router can go by them, and name those that need a
-    restart.
+    """Return the new settings as far as a running router can apply them, and the names of those
+    that need a restart.
     """
     fixed = needs_restart(old, new)
     return with_values(new, {name: OPTIONS[name].value(old) for name in fixed}), fixed
@@ -341,13 +343,15 @@ def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
     for name, value in values.items():
         by_owner.setdefault(_BY_NAME[name].owner, {})[name] = value
     changed = replace(settings, **by_owner.pop(Settings, {}))
-    chosen = [_replaced(changed.of(owner), some) for owner, some in by_owner.items()]
-    return changed.having(*chosen) if chosen else changed
+    chosen = [
+        _replaced(changed.for_feature(owner), new_values) for owner, new_values in by_owner.items()
+    ]
+    return changed.with_features(*chosen) if chosen else changed
 
 
-def _replaced(one: object, values: Mapping[str, Any]) -> object:
+def _replaced(feature_settings_value: object, values: Mapping[str, Any]) -> object:
     """Return the settings of a feature with other values."""
-    return replace(cast("Any", one), **values)
+    return replace(cast("Any", feature_settings_value), **values)
 
 
 def check_engines(settings: Settings, config: str | None) -> None:
@@ -368,15 +372,15 @@ def check_engines(settings: Settings, config: str | None) -> None:
 def warn_without_engines(settings: Settings, config: str | None) -> None:
     """Warn if only the configuration file can bring engines, by SIGHUP."""
     if not _has_engines(settings):
-        said = (
+        text = (
             "there are no engines, and requests get 503: write prefill and decode into %s and send "
             "SIGHUP"
         )
-        logger.warning(said, config)
+        logger.warning(text, config)
 
 
 def _has_engines(settings: Settings) -> bool:
-    """Tell whether there are engines, or some may come by themselves or by hand."""
+    """Return whether there are engines, or some may come from discovery or operators."""
     keys = settings.admin_key, settings.admin_key_file, settings.join_key_file
     is_added_by_hand = any(key is not None for key in keys)
     finds_engines = any(feature.finds_engines(settings) for feature in features())
@@ -385,27 +389,23 @@ def _has_engines(settings: Settings) -> bool:
 
 
 def read(kind: Kind, text: str) -> object:
-    """Return what a text stands for; raises ArgumentTypeError: the sentence names it and what would
-    be right.
-    """
+    """Parse a value; raises ArgumentTypeError, with the text and the expected form."""
     try:
         value = _value(kind, text)
     except (AddressError, ValueError) as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
     if value is None:
-        said = (
+        sentence = (
             f"{text!r} is not {kind.right}"
             if kind.right
             else "it is empty: leave it out or write a value"
         )
-        raise argparse.ArgumentTypeError(said)
+        raise argparse.ArgumentTypeError(sentence)
     return value
 
 
 def _read_flag(setting: Setting, text: str) -> object:
-    """Do the same for a flag; what is wrong is said when the settings are put together, in
-    argparse's words.
-    """
+    """Parse a flag's value; an error is reported later, in argparse's format."""
     try:
         return read(setting.kind, text)
     except argparse.ArgumentTypeError as exc:
@@ -491,12 +491,10 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
 
 
 def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type)
-    """Return how a field's type is written: it says so (Annotated), or it is a switch, a choice or
-    a text.
-    """
+    """Return the kind of a field: its annotation (Annotated), a switch, a choice or a string."""
     for part in (annotation, *get_args(annotation)):
-        if found := getattr(part, "__metadata__", ()):
-            kind = cast("Kind", found[0])
+        if metadata := getattr(part, "__metadata__", ()):
+            kind = cast("Kind", metadata[0])
             return (
                 policy_kind((*PolicyName, *feature_policies()))
                 if kind.metavar == "POLICY"
@@ -522,9 +520,9 @@ def _declared(owner: Any) -> Sequence[Setting]:  # noqa: ANN401 (dataclasses hav
 
 
 def _grouped(declared: Sequence[Setting]) -> Sequence[Setting]:
-    """Have the settings of a group follow each other, whoever declares them."""
-    groups = [*dict.fromkeys([one.option.group for one in declared])]
-    return sorted(declared, key=lambda one: groups.index(one.option.group))
+    """Sort settings so that those of a group follow each other, whatever declares them."""
+    groups = [*dict.fromkeys([setting.option.group for setting in declared])]
+    return sorted(declared, key=lambda setting: groups.index(setting.option.group))
 
 
 DECLARED: Final = _grouped(

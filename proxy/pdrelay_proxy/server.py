@@ -1,4 +1,4 @@
-"""The process: a listening server, what signals mean to it, and how it comes to its end."""
+"""The process: a listening server, its signals, and its shutdown."""
 
 import asyncio
 import contextlib
@@ -27,24 +27,22 @@ from pdrelay_proxy.listeners import AdminListener, main_config, main_sockets
 from pdrelay_proxy.options import without_restart
 from pdrelay_proxy.settings import Settings
 
-# objects made, less those that have gone, before the garbage collector looks at them
+# new objects, less freed ones, before the garbage collector traverses them
 _YOUNG_MOST: Final = 5_000
-_TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
+_TICK_S: Final = 0.05  # seconds between two checks of requests in flight
 _DATE_S: Final = 1.0  # seconds between two Date headers
 logger = logging.getLogger(__name__)
 
 
 class _Loop(uvloop.Loop):
-    """uvloop's, which has no other place for the time that a TLS handshake may take."""
+    """uvloop's event loop, with a limit for TLS handshakes, which has no other place."""
 
     def __init__(self, handshake_s: float) -> None:
         super().__init__()
         self._handshake_s = handshake_s
 
     async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:  # noqa: ANN401 (asyncio's signature)
-        """Listen; a client that does not get on with its handshake is closed like one that sends no
-        head.
-        """
+        """Listen; a client with a slow handshake is closed like one with a slow head."""
         if kwargs.get("ssl") is not None:
             kwargs.setdefault("ssl_handshake_timeout", self._handshake_s)
         return cast("asyncio.Server", await super().create_server(*args, **kwargs))
@@ -53,7 +51,7 @@ class _Loop(uvloop.Loop):
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would stop listening at the first.
 
-    ``line`` tells a supervisor that this listens; without one a log line says where (``url``).
+    ``line`` tells a supervisor that this listens; without one a log line has the address (``url``).
     """
 
     def __init__(
@@ -76,27 +74,27 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        """Make the Date header anew once a second; uvicorn wakes ten times for it, to see whether
-        it shall end.
+        """Renew the Date header once a second; uvicorn's own loop wakes ten times a second, to
+        check whether to end.
         """
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), _DATE_S)
 
     def end(self) -> None:
-        """Stop listening, and serve to the end what has begun."""
+        """Stop listening, and finish the requests under way."""
         self.should_exit = True
         self._ending.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, and report it."""
         await super().startup(sockets)
         if self._admin is not None:
             self.servers.extend(await self._admin.listen(self.server_state))
         if self._line is None:
             logger.info("running on %s", self._url)
             return
-        with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
+        with contextlib.suppress(OSError):  # _on_line notices that the supervisor has ended
             self._line.send(READY)
 
 
@@ -106,24 +104,22 @@ def run(
     again: Callable[[], Settings],
     place: WorkerPlace | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit
-    code.
+    """Serve until SIGTERM or SIGINT, then finish the requests in flight; return the exit code.
 
-    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: that of
-    one of several workers, which listen at one address, and which the end of their supervisor tells
-    to end, too.
+    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: of one of
+    several workers, which listen at one address and end with their supervisor.
 
     Raises:
-        ConfigError: the router cannot listen where it should.
+        ConfigError: the router cannot listen at its address.
     """
     if place is not None:
         logger.info("worker %d is process %d", place.number, os.getpid())
     raise_descriptors()
     sockets = main_sockets(settings, is_shared=place is not None)
     admin = None if router.admin_app is None else AdminListener(router, settings)
-    # The garbage collector looks at what is made from now on, and seldom: what waits to be told of
-    # the requests of one moment (io/request_path/deferred.py) is more than it takes to call it, and
-    # soon gone without it.
+    # The garbage collector traverses only objects made from now on, and seldom: the deferred calls
+    # of one moment's requests (io/request_path/deferred.py) exceed its usual threshold, and are soon
+    # freed without it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
@@ -138,13 +134,13 @@ def run(
 
 
 def raise_descriptors() -> None:
-    """Let this process have as many descriptors as it may; the usual soft limit is for programs
-    that call select.
+    """Raise the limit of descriptors to the hard limit; the usual soft limit is for programs that
+    call select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError) as exc:  # macOS says infinity, and does not mean it
+    except (ValueError, OSError) as exc:  # macOS reports infinity, and refuses it
         logger.warning("the limit of descriptors stays at %d: %s", soft, exc)
 
 
@@ -167,57 +163,55 @@ class _Process:
         self._tls = router.tls
         self._admin_tls = router.admin_tls
         self._settings = settings
-        self._again = again
-        self._told = asyncio.Event()
+        self._read_settings = again
+        self._end_asked = asyncio.Event()
         self._signalled = False
-        self._hurried = asyncio.Event()
+        self._hurry_asked = asyncio.Event()
 
     async def run(self, line: socket.socket | None) -> None:
-        """Serve to the end; ``line``: to a supervisor, whose end is this one's."""
+        """Serve to the end; ``line``: to a supervisor, whose end ends this process, too."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_end)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         if line is not None:
             loop.add_reader(line, self._on_line, line)
-        async with meanwhile(self._end_when_told()):
+        async with meanwhile(self._end_when_asked()):
             await self._server.serve(self._sockets)
 
     def _on_end(self) -> None:
         if self._signalled:
             self._hurry()
         self._signalled = True
-        self._told.set()
+        self._end_asked.set()
 
     def _hurry(self) -> None:
         logger.warning(
             "second signal: shutting down now; %d requests are cut off", self._lifetime.in_flight
         )
-        self._hurried.set()
+        self._hurry_asked.set()
 
     def _on_line(self, line: socket.socket) -> None:
-        """Hear the supervisor.
+        """Read messages of the supervisor.
 
-        A signal may say the same to all processes at once: the two of them are one order.
+        A signal to all processes may ask for the same: the two count as one request to end.
         """
-        said = received(line)
-        if said is None:
+        message = received(line)
+        if message is None:
             asyncio.get_running_loop().remove_reader(line)
             logger.warning("the supervisor has gone: this worker ends, too")
-            self._told.set()
+            self._end_asked.set()
             return
-        if END in said:
-            self._told.set()
-        if HURRY in said:
+        if END in message:
+            self._end_asked.set()
+        if HURRY in message:
             self._hurry()
 
     def _on_reload(self) -> None:
-        """Go by the settings as they are now; what needs a restart stays as it was, and is
-        named.
-        """
+        """Apply the present settings; those that need a restart keep their values, and are named."""
         old = self._settings
         try:
-            new, fixed = without_restart(old, self._again())
+            new, fixed = without_restart(old, self._read_settings())
             change = self._live.prepared(old, new)
             if self._tls is not None:
                 renew_server_tls(self._tls, old)
@@ -233,8 +227,8 @@ class _Process:
         )
         logging.getLogger().setLevel(new.log_level.upper())
 
-    async def _end_when_told(self) -> None:
-        await self._told.wait()
+    async def _end_when_asked(self) -> None:
+        await self._end_asked.wait()
         settings = self._settings
         lifetime = self._lifetime
         lifetime.on(Step.SHUTDOWN)
@@ -260,7 +254,7 @@ class _Process:
         self._server.end()
 
     async def _idle(self, seconds: float) -> None:
-        """Wait until nothing is in flight and clients have read their answers, at most so long."""
+        """Wait until nothing is in flight, at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._lifetime.in_flight or self._unread():  # noqa: ASYNC110 (nobody tells of either)
@@ -276,5 +270,5 @@ class _Process:
         return sum(connection.is_unread() for connection in connections)
 
     async def _unless_hurried(self, waiting: Awaitable[None]) -> None:
-        async with meanwhile(waiting) as task, meanwhile(self._hurried.wait()) as hurried:
+        async with meanwhile(waiting) as task, meanwhile(self._hurry_asked.wait()) as hurried:
             await asyncio.wait((task, hurried), return_when=asyncio.FIRST_COMPLETED)

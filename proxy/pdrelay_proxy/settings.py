@@ -1,5 +1,5 @@
-"""What a user of the router can choose, each declared once: type, default, kind, meaning, chart
-value, SIGHUP.
+"""The choices of an operator, each declared once: type, default, kind, meaning, chart value,
+SIGHUP.
 
 The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the
 flag. ``options.py`` reads the declarations for the command line, the file and SIGHUP,
@@ -39,7 +39,7 @@ from pdrelay_proxy.declarations import (
 )
 
 T = TypeVar("T")
-CONNECTIONS: Final = 16384  # of clients, where the operator sets no number
+CONNECTIONS: Final = 16384  # of clients, unless the operator sets a number
 
 
 class KvTransferMode(StrEnum):
@@ -47,21 +47,21 @@ class KvTransferMode(StrEnum):
     (pull).
     """
 
-    AUTO = "auto"  # as each prefill engine says in its answers
+    AUTO = "auto"  # as each prefill engine reports in its answers
     PULL = "pull"  # always one leg after the other
-    PUSH = "push"  # every prefill engine pushes; one that says it does not is an error
+    PUSH = "push"  # every prefill engine pushes; one that reports pull is an error
 
 
 class FirstTokenFrom(StrEnum):
-    """Which engine makes the first token that the client of a stream gets."""
+    """Which engine generates the first token that the client of a stream gets."""
 
     DECODE = "decode"  # always the decode engine
-    # where the decode engine can go on behind it exactly; else the decode engine
+    # if the decode engine can continue it exactly; otherwise the decode engine
     PREFILL = "prefill"
 
 
 class LogLevel(StrEnum):
-    """The least severe records that the log shows."""
+    """The lowest severity that the log shows."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -70,7 +70,7 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How the log looks."""
+    """The form of the log."""
 
     TEXT = "text"  # lines for people
     JSON = "json"  # one object for each event
@@ -79,37 +79,37 @@ class LogFormat(StrEnum):
 class PolicyName(StrEnum):
     """How the engine of one leg is chosen."""
 
-    # in turn; if both legs are, every prefill engine meets every decode engine
+    # in turn; with both legs, every prefill engine is paired with every decode engine
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
-    POWER_OF_TWO = "power_of_two"  # the less loaded of two that chance picks
+    POWER_OF_TWO = "power_of_two"  # the less loaded of two random engines
     # the same engine for all requests of a session; without one, the least loaded
     SESSION = "session"
-    # the engine that has seen the longest beginning of the prompt, unless it is overloaded
+    # the engine that has had the longest beginning of the prompt, unless it is overloaded
     PREFIX = "prefix"
 
 
 class QueueOrder(StrEnum):
-    """Which request of a priority is next when there is a place for one that waits."""
+    """Which waiting request of a priority gets the next free place."""
 
     ARRIVAL = "arrival"
     FAIR = "fair"  # one of the key that was served the fewest tokens
 
 
 class OverloadStatus(StrEnum):
-    """What a request gets that comes while the router or all engines have no room."""
+    """The status of requests that come while the router or all engines have no room."""
 
     SERVICE_UNAVAILABLE = "503"
-    TOO_MANY_REQUESTS = "429"  # meshes and load balancers eject who answers 503
+    TOO_MANY_REQUESTS = "429"  # meshes and load balancers eject backends that answer 503
 
 
 def policy_kind(names: tuple[str, ...]) -> Kind:
-    """Return how a policy is written; ``names``: those that need no other package."""
+    """Return the kind of a policy's name; ``names``: policies that need no other package."""
     right = f"a policy: write {', '.join(names)}, or the name of one that is installed"
     return Kind(right, "POLICY", choices=names, is_open=True)
 
 
-PolicyChoice = Annotated[str, policy_kind(tuple(PolicyName))]  # those of features come behind these
+PolicyChoice = Annotated[str, policy_kind(tuple(PolicyName))]  # features add theirs
 
 FIRST: Final = Group("what most routers need")
 ENGINES: Final = Group("engines, and how a request is split between them")
@@ -314,21 +314,30 @@ class Settings:
 
     # fmt: on
 
-    # What nobody had a reason to choose. Tests change it; it is no option.
+    # No operator had a reason to choose these: tests change them, and they are no options.
     health_check_timeout_s: float = 5.0  # for one health check
     # before an ejected engine's trial; doubled after each that fails, up to 60 s
     ejection_time_s: float = 5.0
-    # prefill engines are asked for their load, if the prefill policy uses it
+    # prefill legs request the engine's load, if the prefill policy uses it
     load_reports: bool = True
     # settings of features that differ from their defaults, one a class
     features: tuple[object, ...] = ()
 
-    def of(self, feature: type[T]) -> T:
+    def for_feature(self, feature: type[T]) -> T:
         """Return the settings of a feature, by their class."""
-        return next((one for one in self.features if isinstance(one, feature)), None) or feature()
+        return (
+            next((settings for settings in self.features if isinstance(settings, feature)), None)
+            or feature()
+        )
 
-    def having(self, *chosen: object) -> "Settings":
-        """Return these settings, with others of some features."""
-        kinds = {type(one) for one in chosen}
-        kept = [one for one in self.features if type(one) not in kinds]
-        return replace(self, features=(*kept, *[one for one in chosen if one != type(one)()]))
+    def with_features(self, *feature_settings: object) -> "Settings":
+        """Return these settings, with other settings of some features."""
+        classes = {type(settings) for settings in feature_settings}
+        kept = [settings for settings in self.features if type(settings) not in classes]
+        return replace(
+            self,
+            features=(
+                *kept,
+                *[settings for settings in feature_settings if settings != type(settings)()],
+            ),
+        )

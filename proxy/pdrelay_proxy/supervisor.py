@@ -1,10 +1,8 @@
-"""Starts the workers of one machine, starts again those that die, and ends when they do.
+"""Starts the workers of one machine, replaces those that die, and ends with them.
 
-No request comes here.
-
-A worker is a fork of this process, which has imported what a router needs. So a worker starts at
-once, and what all of them have imported is in memory once. Only a process with one thread can be
-forked safely: this one starts none.
+It serves no request itself. A worker is a fork of this process, which has imported all modules of a
+router. So a worker starts at once, and the modules are in memory once. Only a process with one
+thread can be forked safely: this one starts none.
 """
 
 import asyncio
@@ -33,10 +31,10 @@ from pdrelay_proxy.io.worker_place import (
 )
 from pdrelay_proxy.settings import Settings
 
-# seconds before a worker that died is started again; doubled every time
+# seconds before a dead worker is replaced; doubled every time
 _FIRST_PAUSE_S: Final = 0.2
 _PAUSE_MOST_S: Final = 30.0
-_PROVEN_S: Final = 60.0  # seconds after which a worker's death is the first one again
+_PROVEN_S: Final = 60.0  # seconds after which a worker's death counts as the first again
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 logger = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ def run(settings: Settings, serve: Serve) -> int:
         peer_sockets = [stack.enter_context(_peer_socket()) for _ in range(settings.workers)]
         url = url_of(settings.host, port, is_tls=settings.tls_cert is not None)
         gc.collect()
-        gc.freeze()  # else a collection in a worker would copy what it shares with the others
+        gc.freeze()  # otherwise a collection in a worker would copy the pages that it shares with the others
         return asyncio.run(
             _Crew(serve, settings, peer_sockets, port=port, store=store, url=url).run()
         )
@@ -69,7 +67,7 @@ def run(settings: Settings, serve: Serve) -> int:
 
 @contextmanager
 def _folder() -> Generator[str]:
-    """Make a folder for this user alone, where the workers keep engines that are added at run
+    """Make a folder for this user alone, for the workers' store of engines that are added at run
     time.
     """
     try:
@@ -83,8 +81,8 @@ def _folder() -> Generator[str]:
 
 
 def _peer_socket() -> socket.socket:
-    """Bind a socket at a port that the system chooses; it outlives the worker that has it, and so
-    does its port.
+    """Bind a socket to a port that the system chooses; socket and port outlive the worker that uses
+    them.
     """
     peer_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     peer_socket.setblocking(False)  # noqa: FBT003
@@ -93,7 +91,7 @@ def _peer_socket() -> socket.socket:
 
 
 def _check_admin_ports(settings: Settings) -> None:
-    """Raise ConfigError if one is taken, before any worker starts."""
+    """Raise ConfigError if an admin port is taken, before any worker starts."""
     host = settings.admin_host or settings.host
     for number in range(settings.workers):
         for admin_socket in bound(host, admin_port_of(settings, number) or 0, shared=False):
@@ -103,7 +101,7 @@ def _check_admin_ports(settings: Settings) -> None:
 @dataclass(slots=True)
 class _Worker:
     pid: int
-    # its end says when this process has ended, and the end of the worker's that it has
+    # to the worker; either side notices the other's end by it
     line: socket.socket
     is_ready: bool = False
 
@@ -112,24 +110,26 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def say(self, word: bytes) -> None:
-        """Send it a word, if it is still there."""
+    def send(self, word: bytes) -> None:
+        """Send it a message, if it is still there."""
         with suppress(OSError):
             self.line.send(word)
 
-    async def begun(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until it serves, or has ended."""
-        self.is_ready = await self._said() == READY
+        self.is_ready = await self._next_byte() == READY
 
-    async def ended(self) -> int:
-        """Wait until it has ended; return its exit code, or the number of a signal below 0."""
-        while await self._said():
+    async def wait_ended(self) -> int:
+        """Wait until it has ended; return its exit code, or minus the number of the signal that
+        killed it.
+        """
+        while await self._next_byte():
             pass
         self.line.close()
-        _, status = os.waitpid(self.pid, 0)  # noqa: ASYNC222 (it has closed its files: this takes no more than a moment)
+        _, status = os.waitpid(self.pid, 0)  # noqa: ASYNC222 (it has closed its files, so this takes a moment)
         return os.waitstatus_to_exitcode(status)
 
-    async def _said(self) -> bytes:
+    async def _next_byte(self) -> bytes:
         try:
             return await asyncio.get_running_loop().sock_recv(self.line, 1)
         except OSError:
@@ -151,7 +151,7 @@ class _Crew:
     ) -> None:
         self._serve = serve
         self._settings = settings
-        self._peer_sockets = peer_sockets  # of each worker, by its number
+        self._peer_sockets = peer_sockets  # of the workers, by their numbers
         self._port = port
         self._store = store
         self._url = url
@@ -161,56 +161,58 @@ class _Crew:
         self._has_begun = False
 
     async def run(self) -> int:
-        """Run until all have ended; return 0 if each of them did well."""
+        """Run until all workers have ended; return 0 if each of them succeeded."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_end)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
-        first = self._forked(0)
-        await first.begun()  # alone: what is wrong with the settings is said once
+        first = self._fork(0)
+        await first.wait_ready()  # alone, so that an error of the settings is reported once
         if not first.is_ready or self._shall_end.is_set():
-            code = await self._ended(first)
+            code = await self._exit_code(first)
             if code >= 0:
                 return code
             logger.error("worker 0 has ended before it served (%s)", _cause(code))
             return 1
-        others = [self._forked(number) for number in range(1, len(self._workers))]
+        others = [self._fork(number) for number in range(1, len(self._workers))]
         codes = await asyncio.gather(
-            *(self._keep(number, one) for number, one in enumerate((first, *others)))
+            *(self._keep_running(number, worker) for number, worker in enumerate((first, *others)))
         )
         return 1 if any(codes) else 0
 
     def _on_end(self) -> None:
-        """Pass it on, by word: some send the signal to all processes at once, and a second one
-        means to hurry.
+        """Tell the workers by messages, as a signal may go to all processes at once; a second
+        signal means to hurry.
         """
         word = HURRY if self._shall_end.is_set() else END
         self._shall_end.set()
         for worker in filter(None, self._workers):
             if worker.is_ready:
-                worker.say(word)
+                worker.send(word)
             else:
                 worker.signal(signal.SIGTERM)
 
     def _on_reload(self) -> None:
-        """Pass it on to those that serve: one that starts reads the settings anyway, and a signal
+        """Send SIGHUP to serving workers: a starting one reads the settings anyway, and the signal
         would kill it.
         """
         for worker in filter(None, self._workers):
             if worker.is_ready:
                 worker.signal(signal.SIGHUP)
 
-    async def _keep(self, number: int, first: _Worker) -> int:
-        """Have a worker of this number until all shall end; return how the last one did."""
+    async def _keep_running(self, number: int, first: _Worker) -> int:
+        """Replace a worker of this number until all shall end; return the exit code of the last
+        one.
+        """
         loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         worker = first
         while True:
             began = loop.time()
             if not worker.is_ready:
-                await worker.begun()
+                await worker.wait_ready()
             self._note_beginning()
-            code = await self._ended(worker)
+            code = await self._exit_code(worker)
             if self._shall_end.is_set():
                 return code
             if loop.time() - began > _PROVEN_S:
@@ -229,59 +231,59 @@ class _Crew:
                     return 0
                 pause_s = min(pause_s * 2, _PAUSE_MOST_S)
                 try:
-                    successor = self._forked(number)
+                    successor = self._fork(number)
                 except OSError as exc:  # the machine has no room for it now
                     logger.warning("worker %d cannot be started: %s", number, exc.strerror)
             worker = successor
 
     def _note_beginning(self) -> None:
         if not self._has_begun and all(
-            each is not None and each.is_ready for each in self._workers
+            worker is not None and worker.is_ready for worker in self._workers
         ):
             self._has_begun = True
             logger.info("running on %s with %d workers", self._url, len(self._workers))
 
-    async def _ended(self, worker: _Worker) -> int:
+    async def _exit_code(self, worker: _Worker) -> int:
         """Wait for its end; return the exit code.
 
-        One that was told to end before it served has done nothing wrong.
+        A worker that was asked to end before it served counts as successful.
         """
-        code = await worker.ended()
+        code = await worker.wait_ended()
         return 0 if self._shall_end.is_set() and not worker.is_ready and code < 0 else code
 
-    def _forked(self, number: int) -> _Worker:
+    def _fork(self, number: int) -> _Worker:
         """Start a worker; raises OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            for end in (ours, theirs):
+        own_end, worker_end = socket.socketpair()
+        with worker_end:
+            for end in (own_end, worker_end):
                 end.setblocking(False)  # noqa: FBT003
             # until the worker has its own handlers
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
                 pid = os.fork()
                 if pid == 0:
-                    ours.close()
-                    self._be_worker(number, theirs)
+                    own_end.close()
+                    self._be_worker(number, worker_end)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        worker = self._workers[number] = _Worker(pid, ours)
+        worker = self._workers[number] = _Worker(pid, own_end)
         return worker
 
     def _be_worker(self, number: int, line: socket.socket) -> NoReturn:
-        """Serve as a worker, in its own process, and end that."""
+        """Serve as a worker in its own process, and end that."""
         code = 1
         try:
-            signal.set_wakeup_fd(-1)  # it is the supervisor's loop's
-            for each in _SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)  # it belongs to the supervisor's event loop
+            for number_of_signal in _SIGNALS:
+                signal.signal(number_of_signal, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the supervisor, which passes it on once
             for worker in self._workers:
                 if worker is not None:
-                    worker.line.close()  # or its owner would not notice the end of the supervisor
+                    worker.line.close()  # otherwise its owner would not notice the supervisor's end
             logging.getLogger().handlers.clear()  # the worker's log has a thread
             code = self._serve(self._place(number, line))
-        except BaseException:  # a bug, of which nobody else would hear
+        except BaseException:  # a bug that nothing else would report
             logger.exception("worker %d has failed", number)
         finally:
             logging.shutdown()
@@ -304,5 +306,5 @@ class _Crew:
 
 
 def _cause(code: int) -> str:
-    """Say what an exit code means; one below 0 is the number of a signal."""
+    """Describe an exit code; a negative one is the number of a signal."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

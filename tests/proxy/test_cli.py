@@ -224,8 +224,8 @@ def test_serve_starts_the_server(monkeypatch):
         Settings(admin_key="sesame"),
         Settings(admin_key_file="key"),
         Settings(store="file:/tmp/engines"),
-        Settings().having(PodSettings("app=pdrelay")),
-        Settings().having(PodSettings(kubernetes_inference_pool="pool")),
+        Settings().with_features(PodSettings("app=pdrelay")),
+        Settings().with_features(PodSettings(kubernetes_inference_pool="pool")),
     ],
 )
 def test_a_router_that_engines_can_come_to_may_start_without(settings, caplog):

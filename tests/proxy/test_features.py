@@ -32,7 +32,7 @@ from pdrelay_proxy.settings import Settings
 from support.sim import router, sims
 
 async def main():
-    async with router(sims(), Settings().having(SlowSettings(1e-9))) as client:
+    async with router(sims(), Settings().with_features(SlowSettings(1e-9))) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
         print((await client.get("/metrics")).text)
         print((await client.get("/stats")).json()["features"])

@@ -314,7 +314,7 @@ async def test_explain_shows_what_a_decode_engine_computes_alone_and_what_follow
 @pytest.mark.parametrize(("itl_s", "alone"), [(10.0, [True] * 3), (1e-9, [False] * 3)])
 async def test_measured_times_bound_what_decode_engines_serve_alone_with_prefix_too(itl_s, alone):
     """However few bytes are new."""
-    async with router(sims(1, 1, prefill_s=0.01), STICKY.having(ExpectedTtftSettings(itl_s))) as client:
+    async with router(sims(1, 1, prefill_s=0.01), STICKY.with_features(ExpectedTtftSettings(itl_s))) as client:
         chat = Chat(client, streams=True)
         await chat.turn()
         timings = [await chat.turn() for _ in alone]

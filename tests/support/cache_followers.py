@@ -12,7 +12,7 @@ FOLLOWING = Settings(
     admin_key="sesame",
     health_check_interval_s=0.2,
     allowed_hosts=("*",),
-).having(KvEventSettings(KvEvents.AUTO))
+).with_features(KvEventSettings(KvEvents.AUTO))
 
 
 def explained(router, path, body):

@@ -153,7 +153,7 @@ def router_args(objects):
         return ["the router listens on localhost only"]
     ports = {port["name"]: port["containerPort"] for port in container(templates(router(objects))[0])["ports"]}
     own = {"http": settings.port} | ({} if settings.admin_port is None else {"admin": settings.admin_port})
-    peers = settings.of(PeerSettings)
+    peers = settings.for_feature(PeerSettings)
     own |= {"peers": peers.peer_port} if peers.peers else {}
     return [] if own == ports else [f"the router listens on {own}, its container says {ports}"]
 

@@ -23,7 +23,7 @@ class ExpectedTtftFeature(Feature):
     @staticmethod
     def check(settings: Settings, /) -> None:
         """Raise ConfigError if max_decode_itl_s is set and no policy can price prompts."""
-        is_bound = settings.of(ExpectedTtftSettings).max_decode_itl_s > 0
+        is_bound = settings.for_feature(ExpectedTtftSettings).max_decode_itl_s > 0
         if is_bound and settings.decode_policy not in (PolicyName.PREFIX, EXPECTED_TTFT):
             raise ConfigError(
                 "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what "

@@ -41,7 +41,7 @@ def _weigh(
     Raises ConfigError: only one leg names the policy.
     """
     names = settings.prefill_policy, settings.decode_policy
-    itl_s = settings.of(ExpectedTtftSettings).max_decode_itl_s or None
+    itl_s = settings.for_feature(ExpectedTtftSettings).max_decode_itl_s or None
     if EXPECTED_TTFT not in names and (
         itl_s is None or settings.decode_policy != PolicyName.PREFIX
     ):

@@ -30,14 +30,14 @@ class KvEventFeature(Feature):
         self._index = CacheIndex()
         self._known_prompts = KnownPrompts(PREFIX_LIFETIME_S)
         self._counts = EventCounts()
-        self._is_on = ground.settings.of(KvEventSettings).kv_events is not KvEvents.OFF
+        self._is_on = ground.settings.for_feature(KvEventSettings).kv_events is not KvEvents.OFF
 
     @staticmethod
     def check(settings: Settings, /) -> None:
         """Raise ConfigError if kv_events is auto and no policy uses it."""
         policies = {settings.prefill_policy, settings.decode_policy}
         by_cache = {PolicyName.PREFIX, *feature_policies()}
-        if settings.of(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(
+        if settings.for_feature(KvEventSettings).kv_events is KvEvents.AUTO and policies.isdisjoint(
             by_cache
         ):
             raise ConfigError(

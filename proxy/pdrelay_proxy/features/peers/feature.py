@@ -24,7 +24,7 @@ class PeersFeature(Feature):
     @staticmethod
     def check(settings: Settings, /) -> None:
         """Raise ConfigError if the settings of the exchange contradict each other."""
-        chosen = settings.of(PeerSettings)
+        chosen = settings.for_feature(PeerSettings)
         if not chosen.peers:
             return
         if settings.workers > 1:
@@ -42,7 +42,7 @@ class PeersFeature(Feature):
     @staticmethod
     def has_other_routers(settings: Settings, /) -> bool:
         """Tell whether there are peers, or several workers."""
-        return bool(settings.of(PeerSettings).peers) or settings.workers > 1
+        return bool(settings.for_feature(PeerSettings).peers) or settings.workers > 1
 
     def parts(self, core: Core) -> FeatureParts:
         """Return the task of the exchange, and its metrics. Raises AddressError."""
@@ -69,7 +69,7 @@ class PeersFeature(Feature):
         if place is not None:
             addresses = [Address("http", LOOPBACK, port) for port in place.peer_ports]
             return Meeting(addresses, place.secret.encode(), place.peer_socket)
-        chosen = settings.of(PeerSettings)
+        chosen = settings.for_feature(PeerSettings)
         if not chosen.peers:
             return None
         addresses = [Address.parse(text) for text in chosen.peers]

@@ -22,7 +22,7 @@ class PodsFeature(Feature):
     @staticmethod
     def check(settings: Settings, /) -> None:
         """Raise ConfigError if both a selector and a pool name the pods."""
-        chosen = settings.of(PodSettings)
+        chosen = settings.for_feature(PodSettings)
         if chosen.kubernetes_selector is not None and chosen.kubernetes_inference_pool is not None:
             raise ConfigError(
                 "kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector"
@@ -31,7 +31,7 @@ class PodsFeature(Feature):
     @staticmethod
     def finds_engines(settings: Settings, /) -> bool:
         """Tell whether pods are to be followed."""
-        chosen = settings.of(PodSettings)
+        chosen = settings.for_feature(PodSettings)
         return (
             chosen.kubernetes_selector is not None or chosen.kubernetes_inference_pool is not None
         )
@@ -47,7 +47,7 @@ class PodsFeature(Feature):
         """
         settings = self.ground.settings
         clock = self.ground.clock
-        chosen = settings.of(PodSettings)
+        chosen = settings.for_feature(PodSettings)
         cluster = Cluster.around(chosen.kubernetes_namespace)
         pods = Pods(reconciler)
         if chosen.kubernetes_inference_pool is not None:

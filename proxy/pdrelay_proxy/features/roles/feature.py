@@ -30,7 +30,7 @@ class RolesFeature(Feature):
     @staticmethod
     def check(settings: Settings, /) -> None:
         """Raise ConfigError if targets are missing, or several routers cannot agree who decides."""
-        chosen = settings.of(RoleSettings)
+        chosen = settings.for_feature(RoleSettings)
         if chosen.roles is not RolesMode.OFF and (
             chosen.target_ttft_s is None or chosen.target_itl_s is None
         ):
@@ -52,7 +52,7 @@ class RolesFeature(Feature):
         settings = self.ground.settings
         engines = self.ground.engines
         clock = self.ground.clock
-        chosen = settings.of(RoleSettings)
+        chosen = settings.for_feature(RoleSettings)
         if (
             chosen.roles is RolesMode.OFF
             or chosen.target_ttft_s is None

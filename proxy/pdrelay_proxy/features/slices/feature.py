@@ -18,14 +18,14 @@ class SlicesFeature(Feature):
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
-        self._pairing = ground.settings.of(SliceSettings).slice_pairing
+        self._pairing = ground.settings.for_feature(SliceSettings).slice_pairing
         prefers = self._pairing is SlicePairing.PREFER
         self._preference = SlicePreference(ground.engines.registry) if prefers else None
 
     @staticmethod
     def pairs_within(settings: Settings, /) -> PairsWithin | None:
         """Return the rule of ``require``; engines without a slice count as a slice."""
-        requires = settings.of(SliceSettings).slice_pairing is SlicePairing.REQUIRE
+        requires = settings.for_feature(SliceSettings).slice_pairing is SlicePairing.REQUIRE
         return (lambda name: name or NO_SLICE) if requires else None
 
     def routing(self) -> RoutingParts:

@@ -32,7 +32,7 @@ class WhyFeature(Feature):
     ) -> None:
         """``make_traces``: for a test; None: by the settings. Raises ConfigError."""
         super().__init__(ground)
-        chosen = ground.settings.of(WhySettings)
+        chosen = ground.settings.for_feature(WhySettings)
         self._timelines = Timelines(ground.engines.registry, ground.engines.checks, ground.clock)
         self._history = RequestHistory(chosen.request_history)
         self._engine_spans = EngineSpans(self._rows, ground.clock)

@@ -121,7 +121,9 @@ async def test_a_slow_engine_gets_less():
 async def test_a_decode_engine_serves_what_it_has_alone_only_where_it_may(itl_s):
     """The prefill engine takes 50 ms for anything, and the pause that streams may have decides."""
     clock = Clock()
-    async with router(timed(clock, p0=0.05, d0=0.001), WEIGHING.having(ExpectedTtftSettings(itl_s)), clock) as client:
+    async with router(
+        timed(clock, p0=0.05, d0=0.001), WEIGHING.with_features(ExpectedTtftSettings(itl_s)), clock
+    ) as client:
         messages = [{"role": "user", "content": LONG}]
         timings = [await turn(client, messages) for _ in range(4)]
         question = {"path": Api.CHAT, "body": {"model": "sim", "messages": messages}}
@@ -139,7 +141,7 @@ async def test_a_turn_whose_engine_is_gone_is_routed_anew():
     clock = Clock()
     engines = timed(clock, p0=0.05, d0=0.001, d1=0.001)
     network = InMemory(engines, clock)
-    weighing = WEIGHING.having(ExpectedTtftSettings(10.0))
+    weighing = WEIGHING.with_features(ExpectedTtftSettings(10.0))
     settings = replace(weighing, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",))
     app = build(settings, fabric=network.fabric).app
     transport = httpx.ASGITransport(app)
@@ -229,7 +231,7 @@ async def idle(client):
 async def test_whatever_happens_to_legs_nothing_is_left_in_the_queues(mode):
     """Failures, retries and clients that hang up: tokens that stay would keep an engine from requests for ever."""
     engines = sims(2, 2, mode=mode, prefill_s=0.01)
-    settings = replace(WEIGHING, circuit_breaker_failures=0).having(ExpectedTtftSettings(0.05))
+    settings = replace(WEIGHING, circuit_breaker_failures=0).with_features(ExpectedTtftSettings(0.05))
     faults = [("p0", FaultKind.STATUS), ("d1", FaultKind.DROP), ("d0", FaultKind.END), ("p1", FaultKind.DROP)]
     async with router(engines, settings) as client:
         for name, kind in faults:

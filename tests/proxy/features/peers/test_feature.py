@@ -39,7 +39,7 @@ def test_a_worker_meets_the_others_on_loopback(place):
 
 def test_a_router_meets_those_of_its_settings():
     """It listens at its own host."""
-    found = meeting(Settings(host="::").having(PEERS))
+    found = meeting(Settings(host="::").with_features(PEERS))
 
     assert [other.authority for other in found.routers] == ["router-2:8001", "10.0.0.3:9001"]
     assert (found.secret, found.listen) == (b"s" * 32, ("::", 8002))
@@ -51,7 +51,7 @@ def test_a_router_alone_meets_none():
 
 
 @pytest.mark.parametrize(
-    ("settings", "has_others"), [(Settings(), False), (Settings().having(PEERS), True), (SEVERAL, True)]
+    ("settings", "has_others"), [(Settings(), False), (Settings().with_features(PEERS), True), (SEVERAL, True)]
 )
 def test_peers_and_workers_are_other_routers(settings, has_others):
     """Loads and limits are those of all."""

@@ -94,7 +94,7 @@ async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=Non
                 **more,
             )
             secret = SECRET if secrets is None else secrets[number]
-            settings = settings.having(PeerSettings(tuple(f"127.0.0.1:{each}" for each in ports), port, secret))
+            settings = settings.with_features(PeerSettings(tuple(f"127.0.0.1:{each}" for each in ports), port, secret))
             router = build(settings, fabric=network.fabric, make_features=[found.peers])
             await stack.enter_async_context(network.running(router.app))
             transport = httpx.ASGITransport(router.app, raise_app_exceptions=False)
@@ -201,10 +201,10 @@ async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings().having(PeerSettings(("router:8001",))), "PDRELAY_PEER_SECRET"),
-        (Settings().having(PeerSettings(("router:8001",), peer_secret="short")), "PDRELAY_PEER_SECRET"),
+        (Settings().with_features(PeerSettings(("router:8001",))), "PDRELAY_PEER_SECRET"),
+        (Settings().with_features(PeerSettings(("router:8001",), peer_secret="short")), "PDRELAY_PEER_SECRET"),
         (
-            Settings(workers=2, admin_port=9000).having(PeerSettings(("router:8001",), peer_secret=SECRET)),
+            Settings(workers=2, admin_port=9000).with_features(PeerSettings(("router:8001",), peer_secret=SECRET)),
             "peers needs workers 1, not 2: run more routers in place of workers",
         ),
     ],

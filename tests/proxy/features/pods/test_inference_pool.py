@@ -175,7 +175,7 @@ def test_names_that_kubernetes_would_refuse_are_refused_at_the_start(name, good,
 
 def test_a_pool_and_a_selector_are_one_too_many():
     with pytest.raises(ConfigError, match="kubernetes_inference_pool has a selector of its own"):
-        check(Settings().having(PodSettings("app=x", "llm")))
+        check(Settings().with_features(PodSettings("app=x", "llm")))
 
 
 async def test_pods_of_a_pool_have_slices_too():

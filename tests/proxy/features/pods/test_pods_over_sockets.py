@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
-OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2).having(PodSettings("app=pdrelay"))
+OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2).with_features(PodSettings("app=pdrelay"))
 
 
 def engine_pod(address, role, **said):
@@ -188,7 +188,7 @@ async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(acco
 async def test_pods_and_store_may_be_in_other_namespaces(account, monkeypatch):
     """Each names its own; neither has to be the router's."""
     there = PodSettings("app=pdrelay", kubernetes_namespace="engines")
-    settings = replace(OPEN, store="kubernetes:fleet/pdrelay-instances").having(there)
+    settings = replace(OPEN, store="kubernetes:fleet/pdrelay-instances").with_features(there)
     async with cluster(account, monkeypatch, settings, x=0, y=0) as (api, _, _, client):
         api.put("configmaps", "pdrelay-instances", {"metadata": {}}, "fleet")
         async with asyncio.timeout(20):

@@ -42,7 +42,7 @@ async def test_the_prompts_of_one_request_are_one_request():
 
 async def test_a_request_with_many_prompts_is_one_entry():
     """It leaves the requests before it in the history; its notes name prompts that can be asked for."""
-    async with router(sims(), OPEN.having(WhySettings(request_history=4))) as client:
+    async with router(sims(), OPEN.with_features(WhySettings(request_history=4))) as client:
         before = (await client.post("/v1/completions", json=PROMPT)).headers["x-request-id"]
         response = await client.post("/v1/completions", json=PROMPT | {"prompt": ["hello"] * 20})
         name = response.headers["x-request-id"]

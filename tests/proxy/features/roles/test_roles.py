@@ -24,8 +24,8 @@ pytestmark = pytest.mark.edges
 
 WATCHES = RoleSettings(RolesMode.DRY_RUN, target_ttft_s=2.0, target_itl_s=0.05, roles_interval_s=0.01)
 TURNS = replace(WATCHES, roles=RolesMode.AUTO)
-DRY_RUN = Settings(health_check_interval_s=0.0).having(WATCHES)
-AUTO = replace(DRY_RUN, admin_key="sesame").having(TURNS)
+DRY_RUN = Settings(health_check_interval_s=0.0).with_features(WATCHES)
+AUTO = replace(DRY_RUN, admin_key="sesame").with_features(TURNS)
 KEY = {"X-Api-Key": "sesame"}
 
 
@@ -188,12 +188,12 @@ def test_roles_without_a_target_are_refused(missing):
     targets = {"target_ttft_s": 2.0, "target_itl_s": 0.05} | {missing: None}
 
     with pytest.raises(ConfigError, match="roles is dry-run, and what is wanted is not known"):
-        check(Settings().having(RoleSettings(RolesMode.DRY_RUN, **targets)))
+        check(Settings().with_features(RoleSettings(RolesMode.DRY_RUN, **targets)))
 
 
 def test_several_routers_without_a_shared_store_are_refused():
     """Each would turn engines by itself, and none would know of the others' turns."""
-    settings = AUTO.having(PeerSettings(("router-2:8001",), peer_secret="s" * 32))
+    settings = AUTO.with_features(PeerSettings(("router-2:8001",), peer_secret="s" * 32))
 
     with pytest.raises(ConfigError, match=r"several routers .peers. would decide at the same time"):
         check(settings)

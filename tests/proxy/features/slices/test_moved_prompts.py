@@ -10,7 +10,7 @@ from support.greedy import events
 from support.scripted import Scripted, call, pulled_prefill, request_id, router_of, until
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "prompt": "hi"}
-PREFERRING = Settings().having(SliceSettings(SlicePairing.PREFER))
+PREFERRING = Settings().with_features(SliceSettings(SlicePairing.PREFER))
 DECODES = ("decode-0", "decode-1", "decode-2")
 
 

@@ -27,7 +27,7 @@ async def sliced(pairing, *names, away=(), **settings):
     prefill, decode = (tuple(f"{name}:80#slice={name[0]}" for name in names if name[2] == part) for part in ROLES)
     chosen = replace(OPEN, prefill=prefill, decode=decode, allowed_hosts=("*",), **settings)
     network = InMemory(engines)
-    app = build(chosen.having(SliceSettings(pairing)), fabric=network.fabric).app
+    app = build(chosen.with_features(SliceSettings(pairing)), fabric=network.fabric).app
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with network.running(app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         yield client, engines

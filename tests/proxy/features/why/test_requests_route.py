@@ -114,7 +114,7 @@ async def test_a_request_under_way_is_shown_as_far_as_it_has_come():
 
 async def test_only_the_latest_requests_are_kept():
     """The router forgets the others."""
-    settings = Settings(admin_key="sesame", health_check_interval_s=0.0).having(WhySettings(request_history=0))
+    settings = Settings(admin_key="sesame", health_check_interval_s=0.0).with_features(WhySettings(request_history=0))
     async with router(sims(), settings) as client:
         response = await client.post("/v1/completions", json=PROMPT)
         status, found = await ask(client, response.headers["x-request-id"])

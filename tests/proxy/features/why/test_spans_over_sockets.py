@@ -57,7 +57,7 @@ def test_spans_reach_a_collector_and_engines_join_the_trace():
     """What is left is sent when the router ends."""
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     with collector() as (url, spans):
-        with cluster(settings=Settings().having(WhySettings(url))) as fleet:
+        with cluster(settings=Settings().with_features(WhySettings(url))) as fleet:
             response = httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers=headers)
         by_name = {span.name: span for span in spans}
 
@@ -75,7 +75,7 @@ def test_spans_without_their_library_are_refused_in_one_sentence(monkeypatch):
     monkeypatch.delitem(sys.modules, "pdrelay_proxy.features.why.traces", raising=False)
 
     with pytest.raises(ConfigError, match=r"OpenTelemetry is not installed: pip install 'pdrelay\[tracing\]'"):
-        build(Settings().having(WhySettings("http://collector:4318")))
+        build(Settings().with_features(WhySettings("http://collector:4318")))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_collector_is_named_as_for_every_other_program(monkeypatch, argument
     parsed = build_parser(["serve"]).parse_args(["serve", *arguments, "--log-format", "json"])
 
     settings = serve_settings(parsed)
-    assert settings.of(WhySettings).otlp_endpoint == endpoint
+    assert settings.for_feature(WhySettings).otlp_endpoint == endpoint
     assert settings.log_format is LogFormat.JSON
 
 
@@ -103,7 +103,7 @@ def test_a_collector_that_is_no_url_is_refused():
 async def test_an_address_that_no_collector_has_does_not_stop_the_router(monkeypatch):
     """Spans are lost then, and nothing else; the end waits for the collector no longer than the operator says."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    settings = Settings().having(WhySettings("http://127.0.0.1:1"))
+    settings = Settings().with_features(WhySettings("http://127.0.0.1:1"))
     async with router(sims(), settings) as client:
         response = await client.post("/v1/completions", json=TEXT)
 

@@ -151,7 +151,9 @@ class ReplayRouter:
         """
         names, least, itl_s = _parsed(choice)
         self._index = CacheIndex() if kv_events else None
-        self._settings = Settings(min_split_new_bytes=least).having(ExpectedTtftSettings(itl_s))
+        self._settings = Settings(min_split_new_bytes=least).with_features(
+            ExpectedTtftSettings(itl_s)
+        )
         self.fleet = _fleet(names, clock, Random(seed).randrange, self._index, self._settings)
         facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):

@@ -36,7 +36,7 @@ class World:
     def __init__(self, pairing=REQUIRE, policy=PolicyName.ROUND_ROBIN, decode_policy=None):
         self.now = 0.0
         chosen = replace(BRITTLE, prefill_policy=policy, decode_policy=decode_policy or policy)
-        self.settings = chosen.having(SliceSettings(pairing))
+        self.settings = chosen.with_features(SliceSettings(pairing))
         self.registry, self.ports = Registry(self.settings, pairs_within(self.settings)), itertools.count(1)
         learned = PushCoordinates(at_once=True)
         added = routing_of_features(self.settings, self.registry, lambda: self.now)

@@ -22,23 +22,23 @@
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
     * :exc:`TurnedAway` -- more requests than the limits allow
         * :exc:`KeyOverLimit` -- the client: its key sends more than it may
-        * :exc:`RouterFull` -- nobody: all clients together send more than the router takes
-        * :exc:`TooManyConnections` -- nobody, or the client: it, or all together, have too many
+        * :exc:`RouterFull` -- no fault: all clients together send more than the router takes
+        * :exc:`TooManyConnections` -- no fault, or the client: it, or all together, have too many
           connections
-        * :exc:`ClosingDown` -- nobody: the router takes no new requests, and ends when those it has
+        * :exc:`ClosingDown` -- no fault: the router takes no new requests, and ends when those it has
           are finished
-    * :exc:`OutOfTime` -- nobody: the request as a whole has taken longer than the operator wants
-    * :exc:`NoInstance` -- nobody: there is no engine to send the request to (yet)
+    * :exc:`OutOfTime` -- no fault: the request as a whole has taken longer than the operator wants
+    * :exc:`NoInstance` -- no fault: there is no engine to send the request to (yet)
     * :exc:`EngineError` -- an engine: unreachable, broken, or not making sense
         * :exc:`EngineTimeout` -- an engine: it did not answer in time
         * :exc:`EngineFault` -- an engine: it lives, and failed this request
         * :exc:`EngineBusy` -- an engine: it has no room now
-        * :exc:`NoKvParams` -- nobody: a prefill engine keeps no KV of a request, for it keeps as
+        * :exc:`NoKvParams` -- no fault: a prefill engine keeps no KV of a request, for it keeps as
           much as it may
         * :exc:`KeyRefused` -- the operator: an engine does not accept the router's key
-        * :exc:`AnswerRefused` -- nobody: the answer is above a limit of the router, or its filter
+        * :exc:`AnswerRefused` -- no fault: the answer is above a limit of the router, or its filter
           cannot clean it
-        * :exc:`ConnectionStale` -- nobody: an idle connection was closed as a request was written
+        * :exc:`ConnectionStale` -- no fault: an idle connection was closed as a request was written
           to it
         * :exc:`RouterLacks` -- the router: it has no descriptor, port or memory for a connection
         * :exc:`NetworkFault` -- the network: an engine's name does not resolve, or there is no way

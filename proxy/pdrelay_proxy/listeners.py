@@ -130,7 +130,8 @@ def _common(keepalive_s: float) -> dict[str, Any]:
         "access_log": False,  # the router writes its own line for every request
         "server_header": False,
         "timeout_keep_alive": keepalive_s,
-        "timeout_graceful_shutdown": 1,  # requests had their time before; this is for connections to close
+        # requests had their time before; this is for connections to close
+        "timeout_graceful_shutdown": 1,
     }
 
 

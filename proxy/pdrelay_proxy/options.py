@@ -240,9 +240,9 @@ def _choices_of_file(path: str) -> Mapping[str, Choice | str]:
 
 def _choices_of_flags(args: argparse.Namespace) -> Mapping[str, Choice | str]:
     choices = dict[str, Choice | str]()
-    given: Mapping[str, object] = vars(args)
-    for name in [name for name in OPTIONS if name in given]:
-        value = given[name]
+    flag_values: Mapping[str, object] = vars(args)
+    for name in [name for name in OPTIONS if name in flag_values]:
+        value = flag_values[name]
         wrong = [
             flag_value.sentence
             for flag_value in _several(value)
@@ -296,10 +296,10 @@ def _line(path: str, name: str, value: object) -> object:
             f"{path}: {name} is not a setting{f': did you mean {close[0]}?' if close else ''}"
         )
     if not OPTIONS[name].is_list:
-        return _one(path, name, value)
+        return _checked(path, name, value)
     if not isinstance(value, list):
         raise ConfigError(f"{path}: {name} is {value!r}: write a list")
-    return [_one(path, name, item) for item in cast("list[object]", value)]
+    return [_checked(path, name, item) for item in cast("list[object]", value)]
 
 
 def _is_table(value: object) -> bool:
@@ -310,11 +310,10 @@ def _is_table(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _one(path: str, name: str, value: object) -> object:
+def _checked(path: str, name: str, value: object) -> object:
     kind = OPTIONS[name].kind
-    written = (
-        kind.value_type if kind.value_type in _WORDS else str
-    )  # TOML writes an enum as a string
+    # TOML writes an enum as a string
+    written = kind.value_type if kind.value_type in _WORDS else str
     if type(value) is not written and (written, type(value)) != (float, int):
         raise ConfigError(f"{path}: {name} is {value!r}: write {_WORDS[written]}")
     try:

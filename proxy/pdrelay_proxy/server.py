@@ -118,8 +118,8 @@ def run(
     sockets = main_sockets(settings, is_shared=place is not None)
     admin = None if router.admin_app is None else AdminListener(router, settings)
     # The garbage collector traverses only objects made from now on, and seldom: the deferred calls
-    # of one moment's requests (io/request_path/deferred.py) exceed its usual threshold, and are soon
-    # freed without it.
+    # of one moment's requests (io/request_path/deferred.py) exceed its usual threshold, and are
+    # soon freed without it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
@@ -257,7 +257,7 @@ class _Process:
         """Wait until nothing is in flight, at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._lifetime.in_flight or self._unread():  # noqa: ASYNC110 (nobody tells of either)
+                while self._lifetime.in_flight or self._unread():  # noqa: ASYNC110 (neither has an event)
                     await asyncio.sleep(_TICK_S)
 
     def _unread(self) -> int:

@@ -59,7 +59,7 @@ def run(settings: Settings, serve: Serve) -> int:
         peer_sockets = [stack.enter_context(_peer_socket()) for _ in range(settings.workers)]
         url = url_of(settings.host, port, is_tls=settings.tls_cert is not None)
         gc.collect()
-        gc.freeze()  # otherwise a collection in a worker would copy the pages that it shares with the others
+        gc.freeze()  # otherwise a collection in a worker would copy its shared pages
         return asyncio.run(
             _Crew(serve, settings, peer_sockets, port=port, store=store, url=url).run()
         )
@@ -181,8 +181,8 @@ class _Crew:
         return 1 if any(codes) else 0
 
     def _on_end(self) -> None:
-        """Tell the workers by messages, as a signal may go to all processes at once; a second
-        signal means to hurry.
+        """Send the workers a message, as a signal may go to all processes at once; a second signal
+        means to hurry.
         """
         word = HURRY if self._shall_end.is_set() else END
         self._shall_end.set()

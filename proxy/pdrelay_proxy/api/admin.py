@@ -92,9 +92,8 @@ def admin_routes(
         try:
             target = Target.parse(text)
             await own.check(host, [target.address])
-            await guard.places(
-                target.address
-            )  # checks its IP addresses before anything is sent there
+            # checks its IP addresses before anything is sent there
+            await guard.ips_of(target.address)
         except BadPort as exc:
             raise HTTPException(400, "Invalid port number.") from exc
         except NotAllowed as exc:

@@ -30,10 +30,8 @@ App: TypeAlias = Callable[
 ]
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY: Final = (204, 304)
-_OURS: Final = (
-    b"connection",
-    b"transfer-encoding",
-)  # headers about the connection, which the router sets itself
+# headers about the connection, which the router sets itself
+_OURS: Final = (b"connection", b"transfer-encoding")
 _FAILED: Final = b"Internal Server Error"
 logger = logging.getLogger(__name__)
 

@@ -76,7 +76,8 @@ class AuthMiddleware:
             except asyncio.CancelledError:
                 if self._lifetime.stage is not Stage.CLOSED:
                     raise
-                # The server cancels requests that took too long to finish, and ignores what they raise.
+                # The server cancels requests that took too long to finish, and ignores what they
+                # raise.
                 if answer.start is None:  # otherwise half an answer has been sent
                     await response_to(cut_short(), scope)(scope, receive, send)
 

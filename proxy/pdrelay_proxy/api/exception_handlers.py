@@ -27,9 +27,8 @@ def response_to(
 ) -> Response:
     """Return the whole answer to an error, and note the error in the request's log line."""
     note_fault(scope, error)
-    error.with_traceback(
-        None
-    )  # its frames refer to the request, and that to the error: a reference cycle
+    # its frames refer to the request, and that to the error: a reference cycle
+    error.with_traceback(None)
     status, content_type, body = error_body(error, scope["path"], overload)
     return Response(body, status, {"content-type": content_type, **error_headers(error, overload)})
 

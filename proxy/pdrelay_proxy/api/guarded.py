@@ -384,10 +384,10 @@ class GuardedProtocol(asyncio.Protocol):
         return self.exchange is None or self.exchange.response_complete
 
     def is_unread(self) -> bool:
-        """Tell whether the client has yet to read some of what was written, as far as is known.
+        """Return whether the client seems to have unread bytes of an answer.
 
-        Under TLS the encrypted bytes wait in a transport that nobody else can ask; there are some
-        for as long as the kernel has bytes that are not acknowledged (Linux, tcp(7): SIOCOUTQ).
+        Under TLS the transport hides its encrypted bytes; some wait there for as long as the kernel
+        has unacknowledged bytes (Linux, tcp(7): SIOCOUTQ).
         """
         transport = self.transport
         if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is None:

@@ -283,7 +283,7 @@ class ServedModels(BaseModel):
     data: list[ServedModel]
 
 
-# What clients send: the fields that the router looks at, and any other
+# What clients send: the fields that the router reads, and any other
 
 
 class ForwardedHeaders(BaseModel):

@@ -105,25 +105,25 @@ class RouterClient:
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
             reason = str(exc) or type(exc).__name__
             text = f"the router at {self.url} cannot be asked: {reason}"
-            if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
+            if match := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
                 text = (
-                    f"the certificate of {self.url} is not trusted ({found[1]}): see --ca, --pin "
+                    f"the certificate of {self.url} is not trusted ({match[1]}): see --ca, --pin "
                     f"and --server-name"
                 )
             raise CommandFailed(text) from exc
         try:
-            found = json.loads(content)
+            answer = json.loads(content)
         except (ValueError, RecursionError) as exc:
             raise CommandFailed(
                 f"{self.url} answers {response.status_code} without JSON: is it a router?"
             ) from exc
         if response.status_code != 200:
-            text = _error_text(found) or f"the router answers with status {response.status_code}"
+            text = _error_text(answer) or f"the router answers with status {response.status_code}"
             reason = response.headers.get(_REASON)
             raise CommandFailed(f"{text.rstrip('.')}: {reason}" if reason else text)
-        if not isinstance(found, dict):
+        if not isinstance(answer, dict):
             raise CommandFailed(f"{self.url} answers something else than a router does")
-        return cast("Json", found)
+        return cast("Json", answer)
 
     async def _exchange(
         self, path: str, body: Mapping[str, object] | None

@@ -250,7 +250,7 @@ class EngineResponse:
     status: int
     content_type: str
     body: bytes
-    load: bytes  # its endpoint-load-metrics header: how busy the engine is; empty: it has none
+    load: bytes  # its endpoint-load-metrics header (ORCA, vllm/entrypoints/serve/utils/orca_metrics.py)
 
     def __init__(self, status: int, content_type: str, body: bytes, load: bytes = b"") -> None:
         self.status = status

@@ -78,8 +78,8 @@ class LegRecord:
         self.tokens: int | None = None  # of the prompt, counted by a prefill engine
         # of a decode leg: the expected time by which its engines were chosen, if they were
         self.expected: ExpectedTime | None = None
-        # Of a decode leg: events, or an answer, with its engine's own usage, if the client got another
-        # one.
+        # Of a decode leg: events, or an answer, with its engine's own usage, if the client got
+        # another one.
         self.own_usage: bytes | None = None
 
 

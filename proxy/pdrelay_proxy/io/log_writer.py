@@ -35,7 +35,7 @@ class LogWriter:
         self._close_s = close_s
         self._news = threading.Condition()
         self._lines: deque[str] = deque()
-        self._size = 0  # characters in the queue, and of what is being written
+        self._size = 0  # characters in the queue and of the present write
         self._thread: threading.Thread | None = None
         self._is_at_line = True  # the last write ended with a line
         self._reported = 0  # dropped lines that the log has reported
@@ -113,7 +113,8 @@ class LogWriter:
             try:
                 written = self._write(data[:_WRITE_MOST])
             except OSError:
-                # the disk is full, or the other end of the pipe is closed: there is nowhere to report it
+                # the disk is full, or the other end of the pipe is closed: there is nowhere to
+                # report it
                 with self._news:
                     self.dropped += bytes(data).count(b"\n")
                 return False

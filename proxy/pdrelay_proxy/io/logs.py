@@ -19,7 +19,7 @@ from pdrelay_proxy.settings import LogFormat
 
 T = TypeVar("T")
 _TIME: Final = "%Y-%m-%d %H:%M:%S"  # logging's
-FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
+FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): the line's facts, by name
 
 
 class JsonFormatter(logging.Formatter):
@@ -233,7 +233,7 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
         """Write events, or add their lines to the batch."""
         formatter = self.formatter
         assert isinstance(formatter, _OURS)
-        now = time.time()  # noqa: TID251 (what a log says is the time of day)
+        now = time.time()  # noqa: TID251 (a log has the time of day)
         lines = self.terminator.join([*formatter.lines(now, name, events, fields, text), ""])
         with self._own:
             if self._batch is not None:

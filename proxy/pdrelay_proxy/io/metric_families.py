@@ -23,7 +23,8 @@ class CountedFamilies:
 
     def __init__(self, counters: Counters, known: frozenset[str]) -> None:
         self._counters = counters
-        # engines in the fleet; series of engines that are gone are left out, though their last legs may run
+        # engines in the fleet; series of engines that are gone are left out, though their last
+        # legs may run
         self._known = known
 
     def counter(

@@ -16,7 +16,8 @@ HEAD_MOST: Final = 64 * 1024
 LINES_MOST: Final = 256  # header lines, or lines of trailers
 _EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
 _SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
-# A chunk takes the same time whatever its size: megabytes in chunks of two bytes would take seconds.
+# A chunk takes the same time whatever its size: megabytes in chunks of two bytes would take
+# seconds.
 _SMALL_CHUNKS_MOST: Final = 64 * 1024  # bytes of a body whose chunks may be of any size
 _MEAN_CHUNK_LEAST: Final = 64  # bytes of a chunk, on average, of a longer body
 LENGTH_DIGITS_MOST: Final = 15

@@ -33,9 +33,8 @@ _MESSAGES: Final = frozenset(
     }
 )
 _LISTS: Final = ("images", "audio", "videos")  # fields of requests that are lists of URLs
-_URLS: Final = frozenset(
-    {"image_url", "audio_url", "video_url", "file_url"}
-)  # of a part: a string, or an object with url
+# of a part: a string, or an object with url
+_URLS: Final = frozenset({"image_url", "audio_url", "video_url", "file_url"})
 # The types of parts and of sources whose ``url`` is fetched; in others, such as search results, it
 # is text.
 _FETCHED: Final = frozenset({"image_url", "audio_url", "video_url", "url"})

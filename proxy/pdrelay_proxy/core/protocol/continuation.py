@@ -20,7 +20,8 @@ _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 class Rest:
     """The request for the rest of a stream, apart from its prompt."""
 
-    fields: Fields  # the client's, with the remaining limits, and without the fields that ``tokens`` replaces
+    # the client's, with the remaining limits, and without the fields that ``tokens`` replaces
+    fields: Fields
     tokens: msgspec.Raw  # the prompt and the generated tokens
 
 

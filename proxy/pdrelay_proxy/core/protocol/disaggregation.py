@@ -234,8 +234,8 @@ def _responses_fit(_: _Values) -> bool:
 
 
 def _messages_fit(values: _Values) -> bool:
-    """Return whether the required limit is there, and that of thinking is below it: the decode
-    engine checks both, prefill neither.
+    """Return whether the required limit is there, and that of thinking is below it
+    (vllm/entrypoints/anthropic/protocol.py): the decode engine checks both, prefill neither.
     """
     limit = values.get("max_tokens")
     thinking = values.get("thinking")

@@ -54,11 +54,11 @@ def refusal(engine: str, status: int, body: bytes) -> Refused:
 
 
 def words_of(error: bytes) -> str | None:
-    """Return the message of an error, as an engine writes it; None: it has none."""
-    said = maybe(error, ErrorBody)
-    if said is None or isinstance(said.error, str):
-        return None if said is None else str(said.error)
-    return maybe(said.error.get("message", NULL), str)
+    """Return the message of an engine's error; None: it has none."""
+    parsed = maybe(error, ErrorBody)
+    if parsed is None or isinstance(parsed.error, str):
+        return None if parsed is None else str(parsed.error)
+    return maybe(parsed.error.get("message", NULL), str)
 
 
 def body_shape(body: bytes) -> BodyShape:

@@ -1,6 +1,6 @@
 """The shape of errors in each API.
 
-The path of a request decides the API, whoever raised the error.
+The path of a request decides the API, wherever the error comes from.
 
 Most paths use OpenAI's shape, also the Responses API until its stream has begun. Clients of the
 Messages API read Anthropic's shape alone. Routes for operators answer as FastAPI does, like vLLM's

@@ -36,9 +36,11 @@ from pdrelay_proxy.errors import (
 BUSY: Final = frozenset({429, 503})  # statuses of a healthy engine without room
 _NO_PATH: Final = frozenset({404, 405})
 _KEY: Final = frozenset({401, 407})
-# vLLM's message, the same in all APIs (``_check_model``).
+# vLLM's message, the same in all APIs (``_check_model`` in
+# vllm/entrypoints/serve/engine/serving.py).
 _NO_MODEL: Final = re.compile(rb"The model [^\n]{1,1000} does not exist")
-# vLLM's NotImplementedError: this model or build does not support the request
+# vLLM's NotImplementedError, in vllm/entrypoints/serve/exception_handling/error_response.py: this
+# model or build does not support the request
 _NOT_IMPLEMENTED: Final = 501
 # The router's own process lacks a resource: descriptors, buffers, memory, ports (connect(2),
 # socket(2)).
@@ -130,7 +132,9 @@ class BodyShape(FastStrEnum):
     """The shape of an answer's body."""
 
     ERROR = auto()  # an object under ``error``: vLLM, OpenAI and Anthropic
-    WORD = auto()  # a string under ``error``: vLLM's check of API keys, in front of its routes
+    # a string under ``error``: vLLM's check of keys, in
+    # vllm/entrypoints/serve/middleware/authenticate.py
+    WORD = auto()
     DETAIL = auto()  # ``detail``: FastAPI and Starlette
     OTHER = auto()  # HTML, plain text, other JSON
     EMPTY = auto()

@@ -91,7 +91,8 @@ TRANSFER_POLICIES: Final[Mapping[KvTransferMode, TransferPolicy]] = {
 }
 
 
-# Engines put these around our X-Request-Id, and append a suffix of their own.
+# Engines put these around our X-Request-Id (``_base_request_id`` in
+# vllm/entrypoints/serve/engine/serving.py), and append a suffix of their own.
 _NAMES: Final[Mapping[Api, str]] = {
     Api.COMPLETIONS: "cmpl-{}-0",
     Api.CHAT: "chatcmpl-{}",

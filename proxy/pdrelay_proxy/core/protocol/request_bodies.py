@@ -109,7 +109,8 @@ _ONE_TOKEN: Final[Mapping[Api, Fields]] = {
     Api.GENERATE: {},  # its limits are in the sampling parameters
 }
 _SAMPLED_ONCE: Final[Fields] = dict.fromkeys(("max_tokens", "min_tokens"), _ONE)
-# Without one of these vLLM 0.32 dies on an assertion or a KeyError, with all of its requests.
+# Without one of these vLLM 0.32 dies on an assertion or a KeyError, with all of its requests
+# (vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py).
 _NEEDED: Final = (
     "remote_engine_id",
     "remote_request_id",
@@ -301,7 +302,8 @@ def with_ids(kv_params: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
     """Add token ids to parameters, an object with members: they are a chat's prompt, in place of
     its messages.
 
-    vLLM removes the key before anything else reads the parameters.
+    vLLM removes the key before anything else reads the parameters
+    (vllm/renderers/online_renderer.py).
     """
     return msgspec.Raw(b"%b%b%b}" % (bytes(kv_params).rstrip()[:-1], _IDS, bytes(ids)))
 

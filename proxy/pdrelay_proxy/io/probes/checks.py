@@ -304,7 +304,7 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
         """
         url = request.url
         try:
-            places = await self._guard.places(
+            places = await self._guard.ips_of(
                 Address(url.scheme, url.host, url.port or _PORTS[url.scheme])
             )
         except (NotAllowed, OSError) as exc:

@@ -38,7 +38,7 @@ class Guard:
         self._is_given = is_given
         self._resolve = resolve
 
-    async def places(self, address: Address) -> Sequence[str]:
+    async def ips_of(self, address: Address) -> Sequence[str]:
         """Return the IP addresses to connect to, the best first; none: connect to the host as it
         is.
 

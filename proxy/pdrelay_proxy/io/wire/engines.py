@@ -16,8 +16,8 @@ from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.io.wire.whole_response import WholeAnswer
 from pdrelay_proxy.settings import Settings
 
-# of an idle connection: vLLM closes it after 5 s (uvicorn's timeout_keep_alive), and a request
-# that comes then would be lost
+# of an idle connection: vLLM closes it after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE in vllm/envs.py),
+# and a request that comes then would be lost
 KEEPALIVE_S: Final = 4.0
 
 

@@ -26,7 +26,9 @@ _LACKING_S: Final = 0.05  # seconds until another try if none could be closed
 _CLEANUPS: Final = 8  # of idle connections, in the time that one may stay idle
 # Opens a connection to a host and a port for a protocol; raises OSError.
 Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol], str, int], Awaitable[object]]
-_CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a round or two
+_CLOSING_S: Final = (
+    5.0  # seconds for the event loop to close open connections; it takes an iteration or two
+)
 
 
 class Pool:
@@ -227,19 +229,19 @@ class Pool:
         return bool(idle)
 
     async def _connect(self, address: Address) -> Connection:
-        places = () if self._guard is None else await self._guard.places(address)
-        for place in places[:-1]:
+        ips = () if self._guard is None else await self._guard.ips_of(address)
+        for ip in ips[:-1]:
             with suppress(OSError):
-                return await self._connect_to(address, place)
-        return await self._connect_to(address, places[-1] if places else address.host)
+                return await self._connect_to(address, ip)
+        return await self._connect_to(address, ips[-1] if ips else address.host)
 
     async def _connect_to(self, address: Address, host: str) -> Connection:
         """Open a connection to one of the hosts that the address leads to."""
-        made: list[Connection] = []
+        connections: list[Connection] = []
 
         def protocol() -> asyncio.Protocol:
-            made.append(Connection(self._peer(address), self))
-            return cast("asyncio.Protocol", made[-1])
+            connections.append(Connection(self._peer(address), self))
+            return cast("asyncio.Protocol", connections[-1])
 
         tls = self._engine_tls() if address.scheme == "https" else None
         context, name = (None, None) if tls is None else (tls.context, tls.name_of(address))
@@ -253,10 +255,10 @@ class Pool:
                 await self._dial(protocol, host, address.port)
         except BaseException:
             # uvloop closes such a socket without a call of connection_lost
-            for connection in made:
+            for connection in connections:
                 connection.dismiss()
             raise
-        return made[-1]
+        return connections[-1]
 
     def _engine_tls(self) -> EngineTls:
         if self._tls is None:

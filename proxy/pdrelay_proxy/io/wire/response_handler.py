@@ -12,7 +12,7 @@ class ResponseSource(Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Tell whether all of the request is on its way."""
+        """Whether all of the request is on its way."""
         ...
 
     def pause_reading(self) -> None:
@@ -38,7 +38,7 @@ class ResponseHandler(ABC):
     __slots__ = ("complete", "engine", "error", "opening", "source")
 
     def __init__(self, engine: str) -> None:
-        self.engine = engine  # its id, for what errors say
+        self.engine = engine  # its id, for errors
         self.complete = False
         self.error: Exception | None = None
         self.source: ResponseSource | None = None  # since the request was sent

@@ -39,18 +39,18 @@ async def test_an_address_is_looked_at_without_a_name_service():
     """It leads nowhere else."""
     looked = guard(Names([]))
 
-    assert await looked.places(at("10.0.0.1")) == ["10.0.0.1"]
+    assert await looked.ips_of(at("10.0.0.1")) == ["10.0.0.1"]
     with pytest.raises(NotAllowed, match=r"169\.254\.169\.254 is not in allowed_instances"):
-        await looked.places(at("169.254.169.254"))
+        await looked.ips_of(at("169.254.169.254"))
 
 
 async def test_only_what_may_be_reached_of_where_a_name_leads_is_connected_to():
     """An attacker's name may have a good address, too."""
     looked = guard(Names(["8.8.8.8", "10.0.0.7"]))
 
-    assert await looked.places(at("d0.example")) == ["10.0.0.7"]
+    assert await looked.ips_of(at("d0.example")) == ["10.0.0.7"]
     with pytest.raises(NotAllowed, match=r"d0\.example leads to 169\.254\.169\.254, which is not in allowed_instances"):
-        await guard(Names(["169.254.169.254"])).places(at("d0.example"))
+        await guard(Names(["169.254.169.254"])).ips_of(at("d0.example"))
 
 
 async def test_what_the_settings_name_may_lead_anywhere():
@@ -58,8 +58,8 @@ async def test_what_the_settings_name_may_lead_anywhere():
     names = Names(["8.8.8.8"])
     looked = guard(names, given={"d0.example", "9.9.9.9"})
 
-    assert await looked.places(at("d0.example")) == ["8.8.8.8"]
-    assert await looked.places(at("9.9.9.9")) == ()
+    assert await looked.ips_of(at("d0.example")) == ["8.8.8.8"]
+    assert await looked.ips_of(at("9.9.9.9")) == ()
     assert names.asked == 1
 
 

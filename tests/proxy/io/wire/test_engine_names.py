@@ -88,11 +88,11 @@ async def test_the_names_of_given_engines_are_remembered_too():
     dns = Dns()
     guard = Guard(AllowList.parse(()), lambda _: True, EngineNames(dns, patience_s=0.01).resolve)
     engine = Address("http", "p0", 80)
-    assert await guard.places(engine) == ["10.0.0.7"]
+    assert await guard.ips_of(engine) == ["10.0.0.7"]
     dns.answer = OSError("away")
 
-    assert await guard.places(engine) == ["10.0.0.7"]
-    assert await guard.places(Address("http", "10.0.0.9", 80)) == ()
+    assert await guard.ips_of(engine) == ["10.0.0.7"]
+    assert await guard.ips_of(Address("http", "10.0.0.9", 80)) == ()
 
 
 @AWAY
@@ -148,7 +148,7 @@ def test_a_name_without_good_addresses_is_a_fault_of_the_network(away):
         guard = Guard(AllowList.parse(()), lambda _: True, EngineNames(dns).resolve)
         pool = Pool(keepalive_s=1, connect_timeout_s=5, guard=guard, dial=dial)
         engine = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "p0", 80))
-        await guard.places(engine.address)
+        await guard.ips_of(engine.address)
         dns.answer = away
         await advance(61)
         with pytest.raises(NetworkFault):

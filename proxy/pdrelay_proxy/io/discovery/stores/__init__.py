@@ -67,7 +67,7 @@ class Store(Protocol):
         ...
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Send views to the observer, whoever makes the changes, while the block lasts."""
+        """Send views to the observer while the block lasts, whichever router makes the changes."""
         ...
 
 

@@ -234,7 +234,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "allowed_origins",
         "tls_client_ca",
         "max_body_bytes",
-        "of",  # the settings of features
+        "for_feature",  # the settings of features
         "move_above",
         *("workers", "admin_port", "admin_host"),
         *SECRETS,

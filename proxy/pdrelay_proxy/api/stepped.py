@@ -31,10 +31,10 @@ class _LoopSlices:
 
     async def give_up(self) -> None:
         """Let other tasks run; the longer that takes, the longer is the next slice."""
-        left = self._clock()
+        released_at = self._clock()
         await asyncio.sleep(0)
         self._began = self._clock()
-        self._length_s = max(_SLICE_S, (self._began - left) * _SHARE)
+        self._length_s = max(_SLICE_S, (self._began - released_at) * _SHARE)
 
 
 async def in_steps(

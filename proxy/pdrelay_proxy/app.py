@@ -1,4 +1,6 @@
-"""The composition root: objects are built and connected here alone, in the parts of ``building``."""
+"""The composition root: objects are built and connected here alone, in the parts of
+``building``.
+"""
 
 import logging
 import socket

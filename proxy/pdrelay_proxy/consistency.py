@@ -84,7 +84,9 @@ def _check_moves(settings: Settings) -> None:
 
 
 def check_admin_port(settings: Settings) -> None:
-    """Raise ConfigError if the admin port's settings contradict the main port's, or have no port."""
+    """Raise ConfigError if the admin port's settings contradict the main port's, or have no
+    port.
+    """
     if settings.admin_port is None:
         if settings.admin_host:
             raise ConfigError(

@@ -3,7 +3,8 @@
 * :exc:`ProxyError`
     * :exc:`ClientError` -- the client
         * :exc:`BadRequest` -- the body can be neither split nor passed on
-            * :exc:`BadFraming` -- it is not an HTTP request, or parsers could disagree about its end
+            * :exc:`BadFraming` -- it is not an HTTP request, or parsers could disagree about its
+              end
         * :exc:`HeadTooLarge` -- the head, or the trailers, have more bytes or lines than we accept
         * :exc:`UriTooLong` -- the request line has more bytes than we accept
         * :exc:`NotServed` -- no path has this method
@@ -25,8 +26,8 @@
         * :exc:`RouterFull` -- no fault: all clients together send more than the router takes
         * :exc:`TooManyConnections` -- no fault, or the client: it, or all together, have too many
           connections
-        * :exc:`ClosingDown` -- no fault: the router takes no new requests, and ends when those it has
-          are finished
+        * :exc:`ClosingDown` -- no fault: the router takes no new requests, and ends when those it
+          has are finished
     * :exc:`OutOfTime` -- no fault: the request as a whole has taken longer than the operator wants
     * :exc:`NoInstance` -- no fault: there is no engine to send the request to (yet)
     * :exc:`EngineError` -- an engine: unreachable, broken, or not making sense
@@ -53,8 +54,8 @@
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
     * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of
       another
-    * :exc:`ConfigError` -- the operator: a file cannot be read, or is invalid; the message names the
-      place
+    * :exc:`ConfigError` -- the operator: a file cannot be read, or is invalid; the message names
+      the place
 
 Messages name instances by id and never by address, because clients read them.
 """

@@ -171,7 +171,9 @@ class Choices:
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
-    """Build the settings; raises ConfigError: the file cannot be read, or a value is not allowed."""
+    """Build the settings; raises ConfigError: the file cannot be read, or a value is not
+    allowed.
+    """
     choices = choose(args)
     for sentence in choices.wrong.values():
         raise ConfigError(sentence)

@@ -237,7 +237,9 @@ def _request_scope(head: Head) -> dict[str, Any]:
 
 
 def path_of(target: bytes) -> str:
-    """Return the path in a request's target, without host, query and escapes; empty: there is none."""
+    """Return the path in a request's target, without host, query and escapes; empty: there is
+    none.
+    """
     try:
         path, _ = _parts_of(target)
     except httptools.HttpParserInvalidURLError:

@@ -110,7 +110,9 @@ def _facts(
 
 
 def _text(facts: Mapping[str, object]) -> str:
-    """Return the facts in one line: text of a caller is quoted, and a line break in it is escaped."""
+    """Return the facts in one line: text of a caller is quoted, and a line break in it is
+    escaped.
+    """
     return " ".join(
         f"{name}={value!r}" if name in ("target", "why") else f"{name}={value}"
         for name, value in facts.items()

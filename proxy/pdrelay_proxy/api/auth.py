@@ -38,7 +38,9 @@ _OPEN: Final = frozenset(
 
 
 class AuthMiddleware:
-    """ASGI middleware. Once the router is asked to end, it closes connections behind their answers."""
+    """ASGI middleware. Once the router is asked to end, it closes connections behind their
+    answers.
+    """
 
     def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring, sites: Sites) -> None:
         self._app = app

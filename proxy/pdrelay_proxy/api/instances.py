@@ -84,7 +84,9 @@ class InstanceAdmin:
     preference: PairPreference | None = None  # among engines that fit
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
-        """Describe engines; to a joining host without sentences, which may name engines of others."""
+        """Describe engines; to a joining host without sentences, which may name engines of
+        others.
+        """
         rows = [self._row(member, self.clock(), _NONE_LONE) for member in members]
         if host is not None:
             rows = [row.model_copy(update={"why": "", "warning": None}) for row in rows]
@@ -186,7 +188,9 @@ class InstanceAdmin:
         ]
 
     def check_movable(self, members: Sequence[Member], host: str | None) -> None:
-        """Raise HTTPException if the engines' streams cannot move, or the caller may not move them."""
+        """Raise HTTPException if the engines' streams cannot move, or the caller may not move
+        them.
+        """
         if host is not None:
             raise HTTPException(403, _NO_MOVE)
         if not self.resumes():

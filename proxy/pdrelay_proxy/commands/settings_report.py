@@ -1,4 +1,6 @@
-"""``pdrelay serve --check`` and ``--print-config``: the faults of the settings, and their values."""
+"""``pdrelay serve --check`` and ``--print-config``: the faults of the settings, and their
+values.
+"""
 
 import argparse
 import json

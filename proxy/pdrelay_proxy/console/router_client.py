@@ -43,7 +43,9 @@ class CommandFailed(Exception):
 def run_command(
     name: str, args: argparse.Namespace, answer: "Callable[[RouterClient], str]"
 ) -> int:
-    """Print a command's answer; return the exit code: 0 done, 1 failed, 2 the request was invalid."""
+    """Print a command's answer; return the exit code: 0 done, 1 failed, 2 the request was
+    invalid.
+    """
     try:
         with RouterClient(args) as router:
             sys.stdout.write(printable(_read(router, answer)))

@@ -46,7 +46,9 @@ def widths_of(rows: Sequence[Sequence[str]]) -> Sequence[int]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows, whose first one has the column names, with columns as wide as their widest cell."""
+    """Format rows, whose first one has the column names, with columns as wide as their widest
+    cell.
+    """
     widths = widths_of(rows)
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -55,7 +55,9 @@ HANDOFF: Final[tuple[float, ...]] = (
 
 
 class Histogram:
-    """Values by size. ``counts`` has one more entry than ``bounds``, for values above all of them."""
+    """Values by size. ``counts`` has one more entry than ``bounds``, for values above all of
+    them.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -70,7 +70,9 @@ class ExpectedTime:
         return {name: round(value * 1e3, 1) for name, value in seconds.items()}
 
     def followed_by(self, decode: "ExpectedTime") -> "ExpectedTime":
-        """Return the terms of a pair: these of the prefill engine, ``decode`` of the decode engine."""
+        """Return the terms of a pair: these of the prefill engine, ``decode`` of the decode
+        engine.
+        """
         return ExpectedTime(
             tokens=self.tokens,
             queue_s=self.queue_s,

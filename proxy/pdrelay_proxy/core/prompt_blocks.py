@@ -82,7 +82,9 @@ class PromptBlocks:
 
     @property
     def has_media(self) -> bool:
-        """Whether a message may have an image or the like, or part of the prompt is not compared."""
+        """Whether a message may have an image or the like, or part of the prompt is not
+        compared.
+        """
         text = self._text
         return text[:1] == b"[" and (not self.is_compared or may_have_media(text))
 

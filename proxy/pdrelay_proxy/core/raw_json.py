@@ -115,7 +115,9 @@ def _encode_long(fields: Fields, last: str, value: msgspec.Raw) -> Pieces:
 
 
 def _encode_shared(fields: Fields, last: str, shared: Sequence[str]) -> Pieces:
-    """Return an object with its short values first, then the shared ones, and ``last`` at the end."""
+    """Return an object with its short values first, then the shared ones, and ``last`` at the
+    end.
+    """
     long = [name for name in (*shared, last) if name in fields]
     short = {name: raw for name, raw in fields.items() if name not in long}
     begin = msgspec.json.encode(short)[:-1] + b"," if short else b"{"

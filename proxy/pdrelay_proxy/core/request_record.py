@@ -252,7 +252,9 @@ class RequestRecord:
         return RequestId(f"{self.request_id}-r{again}") if again else self.request_id
 
     def wrote(self, piece: bytes) -> None:
-        """Keep the end of the answer, for core/protocol/kv_transfer_check.py, and count its bytes."""
+        """Keep the end of the answer, for core/protocol/kv_transfer_check.py, and count its
+        bytes.
+        """
         self.relayed += len(piece)
         self.end = self.end[1], piece
 
@@ -378,7 +380,9 @@ class ClientIds:
 
 
 def client_id(header: bytes) -> str | None:
-    """Return the id in a client's X-Request-Id; None: it is too long or odd for headers and logs."""
+    """Return the id in a client's X-Request-Id; None: it is too long or odd for headers and
+    logs.
+    """
     return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
 
 

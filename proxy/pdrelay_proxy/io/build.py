@@ -1,4 +1,6 @@
-"""The version of the router, the commit it was made from, and whether the request path is compiled."""
+"""The version of the router, the commit it was made from, and whether the request path is
+compiled.
+"""
 
 import importlib.util
 import json

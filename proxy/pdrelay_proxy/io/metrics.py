@@ -146,7 +146,9 @@ def _joined(
 
 
 class _Collector:
-    """Builds metrics from the numbers, in the order in which an operator reads them; None: a pause."""
+    """Builds metrics from the numbers, in the order in which an operator reads them; None: a
+    pause.
+    """
 
     def __init__(
         self,

@@ -146,7 +146,9 @@ class FileReloads:
         self.join_key.change(join)
 
     def _check_unchanged(self, settings: Settings, names: tuple[str, ...]) -> None:
-        """Raise ConfigError if a file was written while it was read: the next check reads it again."""
+        """Raise ConfigError if a file was written while it was read: the next check reads it
+        again.
+        """
         now = stamps_of(settings)
         if any(now.get(name) != self._seen.get(name) for name in names):
             raise ConfigError("it was written meanwhile")

@@ -66,7 +66,9 @@ def received(line: socket.socket) -> bytes | None:
 
 
 def admin_port_of(settings: Settings, number: int) -> int | None:
-    """Return the admin port of a worker: one after the other, unless the system chooses them (0)."""
+    """Return the admin port of a worker: one after the other, unless the system chooses them
+    (0).
+    """
     return settings.admin_port + number if settings.admin_port else settings.admin_port
 
 

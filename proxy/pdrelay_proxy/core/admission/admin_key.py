@@ -42,7 +42,9 @@ class AdminKey:
 
 
 def fingerprint(key: bytes) -> str:
-    """Return what distinguishes keys in a log, and reveals nothing of a key that cannot be guessed."""
+    """Return what distinguishes keys in a log, and reveals nothing of a key that cannot be
+    guessed.
+    """
     return f"sha256:{hashlib.sha256(key).hexdigest()[:8]}"
 
 

@@ -85,7 +85,9 @@ class Keys:
         )
 
     def owner(self, shown: bytes) -> str | None:
-        """Return the owner of a key; None: it is wrong. A wrong key takes as long as a right one."""
+        """Return the owner of a key; None: it is wrong. A wrong key takes as long as a right
+        one.
+        """
         digest = hashlib.sha256(shown).digest()
         owner = None
         for known, name in self.owners.items():

@@ -40,7 +40,9 @@ _WORDS_MOST: Final = 2000  # characters of an engine's message that are put into
 
 
 def is_for_operators(path: str) -> bool:
-    """Return whether a path checks the operator's key itself, and answers in FastAPI's own format."""
+    """Return whether a path checks the operator's key itself, and answers in FastAPI's own
+    format.
+    """
     return path in ("/status", "/instances", "/pairs") or path.startswith(
         ("/instances/", "/requests/")
     )

@@ -103,7 +103,9 @@ _NAMES: Final[Mapping[Api, str]] = {
 
 
 def known_as(api: Api, request: RequestId) -> str:
-    """Return the name under which vLLM's engines know a request, without the suffixes that differ."""
+    """Return the name under which vLLM's engines know a request, without the suffixes that
+    differ.
+    """
     return _NAMES[api].format(request)
 
 

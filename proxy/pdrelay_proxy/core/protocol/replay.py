@@ -357,7 +357,9 @@ def _is_neutral(name: str, value: msgspec.Raw, fields: Fields) -> bool:
 
 
 def _is_text_only(messages: msgspec.Raw) -> bool:
-    """Return whether all messages are plain texts: others are rendered again, and the ids ignored."""
+    """Return whether all messages are plain texts: others are rendered again, and the ids
+    ignored.
+    """
     if len(memoryview(messages)) > _MESSAGES_MOST:
         return False
     return maybe(messages, list[PlainMessage]) is not None

@@ -45,7 +45,9 @@ _LAST: Final = frozenset(
 
 
 def error_status(data: bytes) -> int | None:
-    """Return the HTTP status that an error event names (500 without one); None for any other event."""
+    """Return the HTTP status that an error event names (500 without one); None for any other
+    event.
+    """
     # a name may be in escapes
     if data.find(b'"error"') < 0 and (_BACKSLASH not in data or data.find(b"\\u") < 0):
         return None
@@ -90,7 +92,9 @@ class Beginning:
         return len(self.received) - self._at
 
     def feed(self, piece: bytes) -> bytes | None:
-        """Read a piece; return the data of the first event, or None while its line is incomplete."""
+        """Read a piece; return the data of the first event, or None while its line is
+        incomplete.
+        """
         text = self.received
         text += piece
         if self._at == 0 and text.startswith(_BOM):

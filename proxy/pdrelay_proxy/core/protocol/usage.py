@@ -38,7 +38,9 @@ _AROUND: Final = ("response", "message")  # members of events that have a usage 
 
 
 def prompt_tokens(answer: bytes) -> int | None:
-    """Return the prompt's tokens in an answer, or in the data of one event; None: it has no number."""
+    """Return the prompt's tokens in an answer, or in the data of one event; None: it has no
+    number.
+    """
     parsed = maybe(answer, UsageAnswer)
     if parsed is None:
         return None

@@ -22,7 +22,7 @@ class Engines(Scripted):
         self.go_on, self.sent = asyncio.Event(), 0
         self.stops_in = stops_at
 
-    async def ask(self, leg, *, timeout_s):
+    async def post(self, leg, *, timeout_s):
         return EngineResponse(400, "application/json", b"{}")
 
     async def _decode(self, leg):

@@ -221,7 +221,7 @@ def request_cost(count, spent_s):
         fleet.enter(decode, request)
         for instance in (prefill, decode):
             fleet.enter(instance, request)
-            fleet.answered(instance, request, 0.1)
+            fleet.all_answered(instance, (request,))
             telemetry.legs_over(instance, [0.1], [], 1.0)
             fleet.ended(instance, request, None)
             telemetry.leg_ended(instance, 0.2, None, request, 1.0)

@@ -165,8 +165,9 @@ class World:
         self.hits += self.truth(first.id, body)
         if prefill is not None:
             self.caches[prefill.id].use(ids, salt)
-            if self.fleet.asks_for_ids(call, ask):
-                self.fleet.learn(ask, maybe(self.prefilled(body), TokensAnswer))
+            reader = self.fleet.id_reader
+            if reader is not None and reader.wants_ids(call, ask):
+                reader.ids_told(ask, maybe(self.prefilled(body), TokensAnswer))
         self.caches[decode_engine.id].use(ids, salt)
         self.caches[decode_engine.id].use([*ids, *token_ids(answer)], salt)
         if self.fleet.caches is not None:

@@ -148,7 +148,7 @@ class Fleet:
         """Choose engines for a request."""
         chosen = self.fleet.any_pair(next(self.asks), may_be_alone=True)
         for one in chosen:
-            self.fleet.answered(one, RequestId("r"), 0.1)
+            self.fleet.all_answered(one, (RequestId("r"),))
 
     def look(self):
         """Look at all engines, which always takes as long on an idle machine."""

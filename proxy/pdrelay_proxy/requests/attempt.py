@@ -223,8 +223,9 @@ class Attempt(LegOwner):
             self.decode.cache_usage = self._life.cache_usage
             services.accounts.compare_prompts(self._life.record, leg, self.decode)
         self._life.wake()
-        if leg.learns:  # last: the decode leg does not wait for it
-            services.fleet.learn(self._plan.hints, handover.read)
+        # Last: the decode leg does not wait for it.
+        if leg.learns and (reader := services.fleet.id_reader) is not None:
+            reader.ids_told(self._plan.hints, handover.read)
 
     def _read_handover(
         self, leg: PrefillLeg, call: GenerationRequest, body: bytes

@@ -73,9 +73,8 @@ class LegSending:
         leg.shows = self.shows_token and services.leg_bodies.may_show(call, prefill.id)
         if move is None:
             leg.reuses = reuses
-            leg.learns = services.fleet.id_reader is not None and services.fleet.asks_for_ids(
-                call, self._plan.hints
-            )
+            reader = services.fleet.id_reader
+            leg.learns = reader is not None and reader.wants_ids(call, self._plan.hints)
         self._life.record.prefill = leg.record
         holder: CachedOn | None = None
         ids: msgspec.Raw | None = None

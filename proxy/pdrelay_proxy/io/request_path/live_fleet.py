@@ -30,7 +30,6 @@ from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
 from pdrelay_proxy.core.routing.retries import BrokenAnswer
-from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.io.request_path.cache_learning import CacheLearning
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
@@ -163,10 +162,6 @@ class LiveFleet(FleetChoice):
         if self.preference is not None:
             self.preference.note(prefill, decode, hints.once_more())
 
-    def asks_for_ids(self, call: GenerationRequest, hints: RoutingHints) -> bool:
-        """Tell whether a prefill engine shall tell the tokens of a prompt."""
-        return self.id_reader is not None and self.id_reader.wants_ids(call, hints)
-
     def takes_chat_ids(self, decode: Instance) -> bool:
         """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is
         exact.
@@ -181,17 +176,6 @@ class LiveFleet(FleetChoice):
         return (call.api is not _CHAT or self.takes_chat_ids(decode)) and may_pass_ids(
             call.api, call.fields
         )
-
-    def learn(self, hints: RoutingHints, answer: TokensAnswer | None) -> None:
-        """A prefill engine has answered that was asked for the tokens of the prompt; None: it
-        cannot be read.
-        """
-        if self.id_reader is not None:
-            self.id_reader.ids_told(hints, answer)
-
-    def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
-        """It has a good answer."""
-        self.all_answered(instance, (request,))
 
     def all_answered(self, instance: Instance, requests: Sequence[RequestId], /) -> None:
         """An engine has given some good answers."""

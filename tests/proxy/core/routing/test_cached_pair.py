@@ -202,7 +202,7 @@ class Calm(RuleBasedStateMachine):
             if failure is None:
                 if member.instance.role is Role.PREFILL:
                     side.learned.learn(name, answer)
-                side.fleet.answered(member.instance, request, 0.1)
+                side.fleet.all_answered(member.instance, (request,))
             side.fleet.ended(member.instance, request, failure)
 
     @rule(role=A_ROLE, port=st.integers(1, 5), rank=st.sampled_from([None, None, 0, 1]), facts=FACTS)

@@ -104,7 +104,7 @@ def test_a_trial_that_takes_long_costs_other_requests_nothing():
 
     assert world.pairs.calm(A, world.now) is not None
     assert sick not in {world.fleet.any_pair(A)[1] for _ in range(100)}
-    world.fleet.answered(sick, request, 0.1)
+    world.fleet.all_answered(sick, (request,))
     assert life.state is HealthState.HEALTHY
     assert sick in {world.fleet.any_pair(A)[1] for _ in range(100)}
 

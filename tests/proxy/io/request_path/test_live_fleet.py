@@ -72,7 +72,7 @@ def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
     fleet.enter(d, trial)
     fleet.leave(d, trial)
     if failure is None:
-        fleet.answered(d, trial, 0.1)
+        fleet.all_answered(d, (trial,))
     fleet.ended(d, trial, failure)
 
     assert state(fleet, d) is (HealthState.HEALTHY if failure is None else HealthState.EJECTED)
@@ -93,7 +93,7 @@ def test_legs_of_an_engine_that_was_removed_may_still_end(fleet):
     d = decode(fleet)
     fleet.enter(d, R)
     fleet.registry.remove(d.id, now=0)
-    fleet.answered(d, R, 0.1)
+    fleet.all_answered(d, (R,))
     fleet.reported(d, b'JSON {"named_metrics": {}}')
     fleet.ended(d, R, Failure.UNREACHABLE)
 

@@ -254,7 +254,7 @@ class ReplayRouter:
         self._release(decode, number)
 
     def _release(self, instance: Instance, number: int) -> None:
-        self.fleet.answered(instance, RequestId(str(number)), 0.0)
+        self.fleet.all_answered(instance, (RequestId(str(number)),))
         self.fleet.leave(instance, RequestId(str(number)))
 
 

@@ -87,8 +87,16 @@ def build(
     )
     claims = next((own for feature in added if (own := feature.claims()) is not None), None)
     fleet = build_fleet(settings, engines, clock, [feature.routing() for feature in added])
+    watchers = [make for feature in added if (make := feature.watcher()) is not None]
     serving = build_requests(
-        settings, engines, fleet, clock, ended=ended, spans=spans, claims=claims
+        settings,
+        engines,
+        fleet,
+        clock,
+        ended=ended,
+        spans=spans,
+        claims=claims,
+        watchers=watchers,
     )
     feeds = [feed for feature in added if (feed := feature.feed()) is not None]
     discovery = build_discovery(settings, engines.registry, clock, feeds)

@@ -75,14 +75,6 @@ def _check_workers_meet(settings: Settings) -> None:
         )
 
 
-def _check_moves(settings: Settings) -> None:
-    if settings.move_above is not None and not settings.resume_streams:
-        raise ConfigError(
-            f"move_above is {settings.move_above:g}, and no stream could move: write "
-            f"resume_streams = true, too"
-        )
-
-
 def check_admin_port(settings: Settings) -> None:
     """Raise ConfigError if the admin port's settings contradict the main port's, or have no
     port.
@@ -120,7 +112,6 @@ _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     _check_limits,
     _check_key_limits,
     _check_queue_order,
-    _check_moves,
 )
 _FILES: Final[Sequence[Callable[[Settings], object]]] = (
     addresses_of,

@@ -187,8 +187,6 @@ class Settings:
     retry_budget_ratio: Ratio = RETRIES.option(0.2,
         "limit for the retries of all requests together, as a share of the requests; one a second is always allowed")
     resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
-    move_above: Ratio | None = RETRIES.option(None,
-        "share of a decode engine's KV cache in use from which some of its streams move to engines with room")
 
     max_concurrency: Count = LIMITS.option(4096,
         "requests served at the same time; further ones wait in the queue", live=True)

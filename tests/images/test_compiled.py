@@ -20,9 +20,16 @@ pytestmark = pytest.mark.processes
 SUITES = {
     "core": (
         "tests/proxy/core",
-        *[f"tests/proxy/features/{name}/core" for name in ("expected_ttft", "kv_events", "peers", "prompt_arrays")],
+        *[
+            f"tests/proxy/features/{name}/core"
+            for name in ("expected_ttft", "kv_events", "moving_streams", "peers", "prompt_arrays")
+        ],
     ),
-    "requests": ("tests/proxy/requests", "tests/proxy/features/prompt_arrays/requests"),
+    "requests": (
+        "tests/proxy/requests",
+        "tests/proxy/features/moving_streams/requests",
+        "tests/proxy/features/prompt_arrays/requests",
+    ),
     "features": ("tests/proxy/features/pairs", "tests/proxy/features/peers/core", "tests/proxy/features/slices"),
     "io": (
         "tests/proxy/io/wire/test_engines_contract.py",

@@ -21,8 +21,7 @@ from pdrelay_proxy.requests import (
     gate,
     request,
     request_set,
-    stream_move,
-    stream_moves,
+    terms,
 )
 from pdrelay_proxy.settings import Settings
 
@@ -218,8 +217,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
             request,
             request_set,
             route,
-            stream_move,
-            stream_moves,
+            terms,
         ),
     )
     files = [Path(module.__file__) for module in modules]
@@ -235,7 +233,6 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "tls_client_ca",
         "max_body_bytes",
         "for_feature",  # the settings of features
-        "move_above",
         *("workers", "admin_port", "admin_host"),
         *SECRETS,
     }  # to refuse what is wrong

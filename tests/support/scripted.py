@@ -425,6 +425,11 @@ class Router:
         services = self.requests.services
         return getattr(services if hasattr(services, name) else self.requests, name)
 
+    @property
+    def moves(self):
+        """What moves streams, if a feature does."""
+        return next(each for each in self.requests.watchers if hasattr(each, "cut_streams"))
+
     def start(self, asked=None, name="r", *, sends=True):
         """Send a request, or no more than its head."""
         return Client(self, asked or call(), name, sends=sends)
@@ -456,10 +461,13 @@ def router_of(
     told=(),
     breaking=NEVER_BROKEN,
     asks_for_models=False,
-    moves_at_once=8,
+    watchers=None,
     **rules,
 ):
-    """A router; ``rules``: more of the settings; ``asks_for_models``: what its engines serve decides, as in app.py."""
+    """A router; ``rules``: more of the settings; ``asks_for_models``: what its engines serve decides, as in app.py.
+
+    ``watchers``: in place of those that features make.
+    """
     registry = Registry(breaking)
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
@@ -510,7 +518,9 @@ def router_of(
         request_over=request_over,
         spans=spans,
     )
-    requests = RequestSet(services, claims, moves_at_once=moves_at_once)
+    if watchers is None:
+        watchers = [make for feature in added if (make := feature.watcher()) is not None]
+    requests = RequestSet(services, claims, watchers)
     return Router(requests, registry, names, ended)
 
 

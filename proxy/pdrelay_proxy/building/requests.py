@@ -32,7 +32,7 @@ from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_accounts import LegAccounts
 from pdrelay_proxy.requests.leg_bodies import LegBodies
 from pdrelay_proxy.requests.release import Releaser
-from pdrelay_proxy.requests.request_set import RequestSet
+from pdrelay_proxy.requests.request_set import MakeWatcher, RequestSet
 from pdrelay_proxy.requests.services import LiveSettings, Services, Spans
 from pdrelay_proxy.settings import PolicyName, Settings
 
@@ -63,10 +63,12 @@ def build_requests(
     ended: Sequence[HearEnded] = (),
     spans: Spans | None = None,
     claims: CallClaims | None = None,
+    watchers: Sequence[MakeWatcher] = (),
 ) -> RequestSide:
     """Build it. Raises ConfigError.
 
-    ``ended``: observers of requests that are over; ``claims``: requests that a feature answers.
+    ``ended``: observers of requests that are over; ``claims``: requests that a feature answers;
+    ``watchers``: make what looks at all requests, behind each look at their deadlines.
     """
     wire = engines.wire
     gate = Gate(settings, clock, has_other_routers=engines.has_other_routers)
@@ -119,7 +121,7 @@ def build_requests(
         and not engines.has_other_routers,
         spans=spans,
     )
-    requests = RequestSet(services, claims)
+    requests = RequestSet(services, claims, watchers)
     models = ModelCatalog(engines.registry, wire, clock)
     return RequestSide(
         requests, fleet, gate, lifetime, keyring, models, telemetry, releaser, reader

@@ -128,8 +128,6 @@ class Counters:
     lone_prompts_bound: Counter[Key] = field(default_factory=Counter)
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
-    # MoveReason, MoveOutcome of core/request_record.py
-    streams_moved: Counter[Key] = field(default_factory=Counter)
     # EngineRole, TurnState of core/fleet/turns.py or refused
     turns: Counter[Key] = field(default_factory=Counter)
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
@@ -156,7 +154,6 @@ class Counters:
     # decode instance
     decode_ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))
     handoff: Histogram = field(default_factory=lambda: Histogram(HANDOFF))
-    move_gaps: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
 
     def label(self, path: str) -> str:
         """Return a path with counters of its own, or ``other``: clients can send any number of

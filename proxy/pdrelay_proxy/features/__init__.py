@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FEATURES: Final = (
     "expected_ttft",
     "kv_events",
+    "moving_streams",
     "pairs",
     "peers",
     "pods",

@@ -19,6 +19,7 @@ from pdrelay_proxy.io.probes.metrics_listener import MetricsListener
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
 from pdrelay_proxy.io.worker_place import WorkerPlace
 from pdrelay_proxy.requests.claims import CallClaims
+from pdrelay_proxy.requests.request_set import MakeWatcher
 from pdrelay_proxy.requests.services import Spans
 from pdrelay_proxy.settings import Settings
 
@@ -108,6 +109,10 @@ class Feature:
         """Return what tells requests that it answers itself, by requests of its own; None: it
         answers none.
         """
+        return None
+
+    def watcher(self) -> MakeWatcher | None:
+        """Return what makes its watcher of the requests under way; None: it watches none."""
         return None
 
     def parts(self, core: Core) -> FeatureParts:

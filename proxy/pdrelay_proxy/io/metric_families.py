@@ -40,19 +40,11 @@ class CountedFamilies:
     ) -> Iterator[Family | None]:
         """Build one from a histogram field of Counters, with or without keys."""
         value: Histogram | Histograms = getattr(self._counters, field)
-        bounds = [*map(str, value.bounds), "+Inf"]  # each counts the values at or below it
         histograms: Mapping[Key, Histogram] = (
             {(): value} if isinstance(value, Histogram) else value.by_key
         )
         for part in self._parts(labels, histograms, _HISTOGRAMS_AT_ONCE):
-            family = HistogramMetricFamily(name, text, labels=labels)
-            for key, histogram in part:
-                family.add_metric(
-                    key,
-                    list(zip(bounds, accumulate(histogram.counts), strict=True)),
-                    histogram.total,
-                )
-            yield family
+            yield histogram_family(name, text, labels, part)
 
     def _parts(
         self, labels: Sequence[str], values: Mapping[Key, T], size: int
@@ -83,6 +75,17 @@ def counter_family(
         for key, count in part:
             family.add_metric(key, count)
         yield family
+
+
+def histogram_family(
+    name: str, text: str, labels: Sequence[str], histograms: Sequence[tuple[Key, Histogram]]
+) -> Family:
+    """Make a family of histograms."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for key, one in histograms:
+        bounds = [*map(str, one.bounds), "+Inf"]  # of each how many values are at or below it
+        family.add_metric(key, list(zip(bounds, accumulate(one.counts), strict=True)), one.total)
+    return family
 
 
 def gauge_family(

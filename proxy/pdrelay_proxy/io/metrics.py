@@ -227,15 +227,6 @@ class _Collector:
         )
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield from self._counted.counter("pdrelay_retries", text, ("role", "reason"), "retries")
-        text = (
-            "Streams that were to leave their engine, by why (drain, kv_room) and by what became "
-            "of them."
-        )
-        yield from self._counted.counter(
-            "pdrelay_streams_moved", text, ("reason", "outcome"), "streams_moved"
-        )
-        text = "Seconds from the cut of a stream that moves to its next event."
-        yield from self._counted.histogram("pdrelay_stream_move_seconds", text, (), "move_gaps")
         text = "Turns of engines to a role that are over, or were refused, by what became of them."
         yield from self._counted.counter("pdrelay_turns", text, ("to", "outcome"), "turns")
 

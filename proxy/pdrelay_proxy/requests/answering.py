@@ -1,10 +1,10 @@
 """What is under way at engines for one request, as those see it who look after all requests."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.requests.stream_move import StuckPrompts
+from pdrelay_proxy.requests.engine_choice import EngineChoice
 
 
 class Answering(ABC):
@@ -20,6 +20,11 @@ class Answering(ABC):
     def engines(self) -> Sequence[InstanceId]:
         """List the engines of the legs that are under way."""
 
+    @property
+    @abstractmethod
+    def choices(self) -> Sequence[EngineChoice]:
+        """List the choices of engines of the tries that are under way."""
+
     @abstractmethod
     def pause(self) -> None:
         """Have the engines wait: the client is slow, which is not held against them."""
@@ -31,10 +36,3 @@ class Answering(ABC):
     @abstractmethod
     def check_deadlines(self, now: float, /) -> None:
         """Fail each leg that has taken too long."""
-
-    @abstractmethod
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
-        """Let go of decode engines that are left, while prompts are computed elsewhere.
-
-        ``stuck``: prompts like these were tried a moment ago, and no engine could.
-        """

@@ -15,13 +15,12 @@ from pdrelay_proxy.core.model import (
     InstanceId,
     PrefillResult,
     RequestId,
-    Role,
     TransferId,
 )
 from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens
-from pdrelay_proxy.core.routing.retries import BrokenAnswer, LegFailed, RetryAttempts
+from pdrelay_proxy.core.routing.retries import BrokenAnswer, LegFailed
 from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NoKvParams, Refused, RouterFull
 from pdrelay_proxy.requests.engine_choice import EngineChoice
@@ -31,7 +30,7 @@ from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillL
 from pdrelay_proxy.requests.lent_blocks import LentBlocks
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestState
-from pdrelay_proxy.requests.stream_move import StreamMove, move_timeout
+from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -54,9 +53,8 @@ class Attempt(LegOwner):
         "coordinates",
         "decode",
         "is_streaming",
-        "move",
         "prefill",
-        "retries",
+        "terms",
     )
 
     def __init__(
@@ -64,27 +62,24 @@ class Attempt(LegOwner):
         life: RequestLife,
         plan: RequestPlan,
         settings: Settings,
-        retries: RetryAttempts,
-        shows_token: bool = False,  # noqa: FBT001, FBT002 (by name it costs 1,000 instructions more)
+        terms: Terms,
     ) -> None:
-        """``shows_token``: the client may see the token of a prefill engine whose blocks are
-        read.
-        """
         record = life.record
         request = record.attempt_id if record.retries or record.moves else record.request_id
         self._life = life
         self._plan = plan
         self._settings = settings
-        self.retries = retries
-        self.choice = EngineChoice(life.services.fleet, plan, settings, retries, record, request)
-        self._sending = LegSending(life, plan, settings, self.choice, request, shows_token)
+        self.terms = terms
+        self.choice = EngineChoice(
+            life.services.fleet, plan, settings, terms.retries, record, request
+        )
+        self._sending = LegSending(life, plan, settings, self.choice, request, terms)
         self.body = plan.body  # of the decode leg
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
         # what the decode engine was told of the prefill engine in advance
         self.coordinates: Coordinates | None = None
         self.is_streaming = False  # a stream is being shown
-        self.move: StreamMove | None = None  # the stream comes from an engine that drains
 
     @property
     def id(self) -> RequestId:
@@ -108,7 +103,7 @@ class Attempt(LegOwner):
         self, call: GenerationRequest, prefill: Instance, *, reuses: bool
     ) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
-        leg, body = self._sending.new_prefill(self, call, prefill, self.move, reuses=reuses)
+        leg, body = self._sending.new_prefill(self, call, prefill, reuses=reuses)
         self.prefill = leg
         self.choice.prefill = prefill
         error = self._sending.send(leg, body)
@@ -118,7 +113,7 @@ class Attempt(LegOwner):
 
     def send_decode(self, decode: Instance) -> DecodeLeg:
         """Send a decode leg; the slot that is held at its engine becomes its own."""
-        leg = self._sending.new_decode(self, decode, self.prefill, self.move)
+        leg = self._sending.new_decode(self, decode, self.prefill)
         self.decode = leg
         error = self._sending.send(leg, self.body)
         if error is not None:  # one that cannot be sent has failed
@@ -126,21 +121,12 @@ class Attempt(LegOwner):
         return leg
 
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
-        """Tell whether a leg may be sent again, with so many engines of its role, and count it.
-
-        A stream moves to another decode engine or goes back: what is not sent again must not use up
-        the budget, for all moves to an engine fail at the same time when it dies.
-        """
-        move = self.move
-        needs_other = move is not None and not move.is_alone and failed.instance.role is Role.DECODE
-        may_be_alone = (
-            move is None and self._settings.decode_only_fallback and self._plan.call is not None
-        )
-        if not self.retries.take(
-            failed, others, needs_other=needs_other, may_be_alone=may_be_alone
-        ):
+        """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
+        terms = self.terms
+        may_be_alone = self._settings.decode_only_fallback and self._plan.call is not None
+        if not terms.take_retry(failed, others, may_be_alone=may_be_alone):
             return False
-        return not self.retries.is_charged or self._life.services.budget.grants(
+        return not terms.retries.is_charged or self._life.services.budget.grants(
             now=self._life.services.clock()
         )
 
@@ -200,7 +186,7 @@ class Attempt(LegOwner):
         services.leg_bodies.note_looks_back(
             self._plan.hints.model, leg.instance.id, looks_back=handover.looks_back
         )
-        if self._sending.shows_token:
+        if self.terms.shows_token:
             leg.first = services.leg_bodies.first_token(
                 call,
                 leg.instance.id,
@@ -208,12 +194,14 @@ class Attempt(LegOwner):
                 shows=leg.shows,
                 is_auto=self.choice.mode is not None,
             )
-        if self.move is None:  # an engine that hands a stream over has all of it in its own cache
+        if not self.terms.is_takeover:  # else the engine may have all of it in its own cache
             self._life.cache_usage = (
                 cache_usage(call.api, body) if handover.may_tell_cache else None
             )
         leg.counted = leg.record.tokens = handover.counted
-        services.accounts.prompt_computed(leg, self._plan, self._life.record, self.retries, came)
+        services.accounts.prompt_computed(
+            leg, self._plan, self._life.record, self.terms.retries, came
+        )
         leg.handed_over_at = came
         leg.handover = handover
         if self._life.span is not None and self.decode is None:
@@ -249,8 +237,7 @@ class Attempt(LegOwner):
                 answer=body,
                 reuses=leg.reuses,
                 tells_ids=leg.shows or leg.learns,
-                is_auto=self.choice.mode is not None
-                or self.move is not None,  # a move asks to be lent what might be pushed
+                is_auto=self.choice.mode is not None,
             )
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
@@ -259,7 +246,7 @@ class Attempt(LegOwner):
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
         """Note that a stream has begun well."""
         life = self._life
-        life.services.accounts.answered(leg, self._plan, life.record, self.retries)
+        life.services.accounts.answered(leg, self._plan, life.record, self.terms.retries)
         if counted is not None:
             self.prompt_counted(leg, counted)
         if not leg.is_last:  # else its end follows at once, and all is written in one go
@@ -274,7 +261,7 @@ class Attempt(LegOwner):
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
             return
-        life.services.accounts.answered(leg, self._plan, life.record, self.retries)
+        life.services.accounts.answered(leg, self._plan, life.record, self.terms.retries)
         counted = prompt_tokens(body) if leg.counts else None
         if counted is not None:
             self.prompt_counted(leg, counted)
@@ -382,12 +369,8 @@ class Attempt(LegOwner):
 
     def _late(self, leg: EngineLeg) -> str:
         settings = self._settings
-        decode = self.decode
-        if self.move is not None and not self.is_streaming:
-            seconds = (
-                move_timeout(settings) if leg is decode else self.move.seconds_for(leg.instance)
-            )
-            return f"{leg.engine} did not answer within {seconds:g} s, the time for a move"
+        if self.terms.is_takeover:
+            return f"{leg.engine} did not answer within {self.terms.limit(leg.instance)}"
         if leg is self.prefill:
             return f"{leg.engine} did not answer within {settings.first_token_timeout_s:g} s"
         if self.is_streaming:
@@ -410,7 +393,7 @@ class Attempt(LegOwner):
         if leg.failure is not None and VERDICTS[leg.failure].held is Held.IF_SERVED_ELSEWHERE:
             self._note_broken(leg, leg.failure)
         life.services.accounts.over(
-            leg, self._plan, life.record, self.prefill, self.decode, self.move is not None
+            leg, self._plan, life.record, self.prefill, self.decode, self.terms.is_takeover
         )
         if leg.span is not None or not complete:
             _let_go(leg)

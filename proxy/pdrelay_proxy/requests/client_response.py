@@ -23,7 +23,7 @@ from pdrelay_proxy.requests.error_body import error_body, error_headers, last_ev
 from pdrelay_proxy.requests.legs import DecodeLeg
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.response import NO_SNIFFING, STREAM_LINES, ResponseWriter, head_lines
-from pdrelay_proxy.requests.stream_move import StreamCut, StreamMove
+from pdrelay_proxy.requests.terms import StreamCut
 
 _OK: Final = 200
 _BUG: Final = 500
@@ -58,7 +58,7 @@ class ClientResponse:
         self.writer = writer
         self.added_lines = b""  # of the head, for pages of other sites
         self.is_paused = False  # the client reads slowly: the engine has to wait
-        self.cut: StreamMove | None = None  # the stream is to be cut now
+        self.cut: StreamCut | None = None  # the stream is to be cut now
         # of a stream that another engine continues, or could continue
         self.replay: Continuation | None = None
         self.failure: Exception | None = None  # the error that the client got
@@ -133,10 +133,10 @@ class ClientResponse:
             raise leg.fault.error
         if self.replay is not None and self.replay.broken:
             raise EngineError("the engine sent an error in its stream")
-        move = self.cut
-        if move is not None and not leg.is_over:
+        cut = self.cut
+        if cut is not None and not leg.is_over:
             self.cut = None
-            raise StreamCut(move)
+            raise cut
 
     def was_cut(self) -> bool:
         """Tell whether the stream was cut as it should be; if not, it stays whole."""

@@ -4,10 +4,8 @@ repeated.
 requests/attempt.py is one try. What the client gets of it is up to requests/client_response.py.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
-
-import msgspec
 
 from pdrelay_proxy.core.model import (
     Api,
@@ -17,25 +15,25 @@ from pdrelay_proxy.core.model import (
     LegOrder,
     PrefillResult,
     Role,
-    SingleEngineReason,
+    RoutingHints,
 )
 from pdrelay_proxy.core.protocol import push, request_bodies
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.fault_table import RetryScope
-from pdrelay_proxy.core.raw_json import NULL, Pieces, encode_in_pieces
-from pdrelay_proxy.core.routing.retries import LegFailed, RetryAttempts
-from pdrelay_proxy.core.routing.route import split_reason
+from pdrelay_proxy.core.raw_json import NULL, encode_in_pieces
+from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.routing.routing_hints import with_model
-from pdrelay_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
+from pdrelay_proxy.errors import NoInstance
 from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.client_response import ClientResponse
+from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.leg_bodies import decode_body
 from pdrelay_proxy.requests.legs import DecodeLeg, PrefillLeg
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
-from pdrelay_proxy.requests.stream_move import RequestKind, StreamMove, StuckPrompts
+from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
 
 # Looking a member up takes as long as a call.
@@ -78,10 +76,14 @@ class Dispatch(Answering):
         return () if self._attempt is None else self._attempt.engines
 
     @property
-    def kind(self) -> RequestKind:
-        """Return what decides which engines can serve it."""
-        hints = self._plan.hints
-        return hints.model, hints.rank
+    def choices(self) -> Sequence[EngineChoice]:
+        """List the choices of engines of the tries that are under way."""
+        return () if self._attempt is None else (self._attempt.choice,)
+
+    @property
+    def hints(self) -> RoutingHints:
+        """Return what the choice of engines depends on."""
+        return self._plan.hints
 
     @property
     def looks_back(self) -> bool:
@@ -108,11 +110,6 @@ class Dispatch(Answering):
         if self._attempt is not None:
             self._attempt.check_deadlines(now, paused=self._client.is_paused)
 
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
-        """Let go of a decode engine that is left, while the prefill engine has not answered."""
-        if self._attempt is not None:
-            self._attempt.choice.change_slot(leaving, stuck)
-
     def close_attempt(self) -> Attempt | None:
         """Drop what is under way; return the attempt."""
         attempt = self._attempt
@@ -123,44 +120,29 @@ class Dispatch(Answering):
 
     # ---- tries
 
-    async def answer(
-        self,
-        call: GenerationRequest | None,
-        retries: RetryAttempts,
-        single_body: Pieces | None = None,
-        *,
-        can_split: bool = False,
-        shows_token: bool = False,
-        move: StreamMove | None = None,
-    ) -> None:
-        """Try until an engine has given the whole answer.
-
-        ``single_body``: the body for one decode engine that serves the request alone;
-        ``can_split``: its fields were looked at, and need no engine of their own; ``shows_token``:
-        the client may see the token of the prefill engine; ``move``: it is the rest of a stream
-        that was cut.
-
-        Raises:
-            ProxyError: the error for the client.
+    async def answer(self, terms: Terms) -> None:
+        """Try until an engine has given the whole answer; raises ProxyError: the error for the
+        client.
         """
         failed: LegFailed | None = None
         life = self._life
         while True:
-            attempt = self._attempt = Attempt(life, self._plan, self.settings, retries, shows_token)
-            attempt.move = move
+            attempt = self._attempt = Attempt(life, self._plan, self.settings, terms)
+            choice = attempt.choice
             try:
-                prefill, decode = self._choose(attempt, call, single_body, can_split=can_split)
-                lent_by = self._send_first(attempt, call, prefill, decode)
+                prefill, decode = terms.choose(choice)
+                if prefill is None:
+                    attempt.body = terms.body_alone(choice)
+                lent_by = self._send_first(attempt, terms.call, prefill, decode)
                 if lent_by is not None:
                     while lent_by.handover is None:
                         if lent_by.fault is not None:
                             raise lent_by.fault
                         await life
-                    if move is not None:
-                        move.handed_over(lent_by.instance)
-                    if self._hand_over(attempt, call, lent_by, decode):
+                    terms.handed_over(lent_by.instance)
+                    if self._hand_over(attempt, terms.call, lent_by, decode):
                         return
-                await self._decode(attempt, call, attempt.choice.slot or decode, lent_by)
+                await self._decode(attempt, choice.slot or decode, lent_by)
                 return
             except LegFailed as latest:
                 failed = latest.with_traceback(None)  # it leads here: a circle
@@ -175,9 +157,8 @@ class Dispatch(Answering):
         life = self._life
         attempt = self.close_attempt()
         role = failed.instance.role
-        move = None if attempt is None else attempt.move
-        if move is not None and role is _PREFILL and move.is_lent_by(failed.instance):
-            move.lender_failed()
+        if attempt is not None:
+            attempt.terms.leg_failed(failed.instance)
         if (
             life.state is _CONTINUING
             or attempt is None
@@ -194,114 +175,6 @@ class Dispatch(Answering):
         life.record.set_aside(role, failed.failure)
         life.record.start_over()
         life.on(_RETRY)
-
-    # ---- ROUTING
-
-    def _choose(
-        self,
-        attempt: Attempt,
-        call: GenerationRequest | None,
-        single_body: Pieces | None,
-        *,
-        can_split: bool,
-    ) -> tuple[Instance | None, Instance]:
-        """Choose the prefill engine and the decode engine; None: the latter serves the request
-        alone.
-        """
-        if attempt.move is not None:
-            return self._choose_for_move(attempt, attempt.move, single_body)
-        if call is not None and single_body is not None:
-            attempt.body = single_body
-            source = self._stream_source(attempt) if self._life.record.moves else None
-            return None, attempt.choice.choose_decode(
-                self._life.services.fleet.usable(_DECODE) if source is None else [source]
-            )
-        reason = self._plan.single_reason
-        if attempt.retries.is_alone:
-            reason = SingleEngineReason.PREFILL_FAILED
-        elif reason is None and call is not None and not can_split:
-            reason = split_reason(self._life.services.fleet, call.api, call.fields)
-        found = attempt.choice.route(reason)
-        if found.prefill is None:
-            plan = self._plan
-            attempt.body = (
-                plan.body
-                if call is None
-                else encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
-            )
-        return found.prefill, found.decode
-
-    def pair_for_move(
-        self, source: InstanceId, lender: Instance | None
-    ) -> tuple[Instance, Instance] | None:
-        """Choose two engines that can go on with a stream; None: there are none now."""
-        retries = RetryAttempts(0, {source, *self._life.services.fleet.registry.relief.full()})
-        leg = self._life.record.prefill
-        try:
-            return self._pair_for_move(retries, lender, None if leg is None else leg.instance)
-        except ProxyError:
-            return None
-
-    def _pair_for_move(
-        self, retries: RetryAttempts, lender: Instance | None, prompt_holder: InstanceId | None
-    ) -> tuple[Instance, Instance]:
-        """Choose the engine that the stream leaves, which has its KV cache, and a decode engine
-        that may read from it.
-
-        Without one, a prefill engine computes the prompt and the tokens so far: ``prompt_holder``
-        has the prompt, or else another one.
-        """
-        fleet = self._life.services.fleet
-        hints = self._plan.hints.once_more()
-        decodes = self._with_room(
-            [one for one in fleet.usable(_DECODE) if one.id not in retries.avoided]
-        )
-        if not decodes:
-            raise NoInstance("no other decode engine can go on with the stream")
-        if lender is not None and (readers := fleet.readers(lender, decodes)):
-            return lender, fleet.pair([lender], readers, hints)[1]
-        prefills = retries.among(fleet.usable(_PREFILL))
-        holders = [
-            one for one in prefills if one.id == prompt_holder and fleet.fitting(one, decodes)
-        ]
-        prefill, decode = fleet.pair(holders or prefills, decodes, hints)
-        if prefill is None:
-            raise NoMatchingInstance("no prefill engine can go on with the stream")
-        return prefill, decode
-
-    def _stream_source(self, attempt: Attempt) -> Instance | None:
-        """Return the engine that a stream has moved from, if no other can go on with it now that it
-        broke off.
-        """
-        if any(one.id not in attempt.retries.avoided for one in attempt.choice.usable(_DECODE)):
-            return None
-        member = self._life.services.fleet.registry.get(self._life.record.moves[-1].source)
-        if member is None or member.instance.id in attempt.retries.avoided:
-            return None
-        return member.as_stream_source()
-
-    def _choose_for_move(
-        self, attempt: Attempt, move: StreamMove, single_body: Pieces | None
-    ) -> tuple[Instance | None, Instance]:
-        """Choose the engines that go on with a stream; alone, if all else fails, the one that it
-        came from.
-        """
-        if single_body is None:
-            pair = move.pair
-            move.pair = None
-            pair = pair or self._pair_for_move(attempt.retries, move.lender, move.prompt_holder)
-            attempt.choice.note_expected()
-            return pair
-        attempt.body = single_body
-        others = self._with_room(
-            [one for one in attempt.choice.usable(_DECODE) if one.id not in attempt.retries.avoided]
-        )
-        return None, attempt.choice.choose_decode(others or [move.source])
-
-    def _with_room(self, decodes: Sequence[Instance]) -> Sequence[Instance]:
-        """Leave out the engines that streams leave for want of KV room, if there are others."""
-        full = self._life.services.fleet.registry.relief.full()
-        return ([one for one in decodes if one.id not in full] or decodes) if full else decodes
 
     # ---- PREFILLING, BOTH, DECODING
 
@@ -321,7 +194,7 @@ class Dispatch(Answering):
             return None
         attempt.choice.hold_slot(decode)
         coordinates = None
-        if attempt.move is None and attempt.choice.mode is not _READ:
+        if attempt.choice.mode is not _READ:
             coordinates = life.services.push_coordinates.coordinates(prefill.id)
         if coordinates is not None and self._plan.learns_model:
             self._plan.learn_model(life.services.leg_bodies.model_of(prefill.id))
@@ -382,24 +255,18 @@ class Dispatch(Answering):
     ) -> None:
         """Write a decode leg's body, as its engine can take it."""
         life = self._life
-        ids: msgspec.Raw | None = None
+        ids = attempt.terms.ids
         if self._plan.learns_model and self._plan.hints.model is not None:
             call = self._named(call, self._plan.hints.model)
-        if attempt.move is not None:
-            ids = attempt.move.ids
-        elif handover.ids is not NULL and (
-            call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode)
+        if (
+            ids is None
+            and handover.ids is not NULL
+            and (call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode))
         ):
             ids = handover.ids
         attempt.body = decode_body(call, life.record, attempt.id, handover, leg.first, ids=ids)
 
-    async def _decode(
-        self,
-        attempt: Attempt,
-        call: GenerationRequest | None,
-        decode: Instance,
-        lent_by: PrefillLeg | None,
-    ) -> None:
+    async def _decode(self, attempt: Attempt, decode: Instance, lent_by: PrefillLeg | None) -> None:
         """Get the answer from a decode engine, or from another one if this one got nothing of the
         request.
 
@@ -410,6 +277,7 @@ class Dispatch(Answering):
             EngineError: a stream broke off, or is not complete.
         """
         leg = attempt.send_decode(decode)
+        call = attempt.terms.call
         life = self._life
         try:
             # what ends with its beginning is waited for
@@ -454,16 +322,13 @@ class Dispatch(Answering):
 
     async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Stream an answer to its end; raises EngineError: it broke off, or is not complete;
-        StreamCut: it moves.
+        StreamCut: it is taken over.
         """
         life = self._life
         client = self._client
         life.on(_FIRST_EVENT)
         client.begin_stream(attempt, leg)
-        move = attempt.move
-        attempt.move = None
-        if move is not None:
-            move.goes_on()
+        attempt.terms.begun()
         while not leg.is_over:
             client.check_stream(leg)
             await life

@@ -2,21 +2,20 @@
 leg is sent.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
-from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, SingleEngineReason
+from pdrelay_proxy.core.model import Instance, RequestId, Role, SingleEngineReason
 from pdrelay_proxy.core.protocol.handoff import handoff_timeout
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryAttempts
 from pdrelay_proxy.core.routing.route import Route, choose_decode, route
-from pdrelay_proxy.errors import NoInstance, ProxyError
+from pdrelay_proxy.errors import NoInstance
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.legs import PrefillLeg
-from pdrelay_proxy.requests.stream_move import StuckPrompts
 from pdrelay_proxy.settings import Settings
 
 # what the engine has decided
@@ -28,15 +27,15 @@ class EngineChoice:
     """Chooses them, and remembers what the choice was about."""
 
     __slots__ = (
-        "_fleet",
-        "_plan",
         "_record",
         "_request",
-        "_retries",
         "_settings",
         "expected",
+        "fleet",
         "mode",
+        "plan",
         "prefill",
+        "retries",
         "slot",
     )
 
@@ -50,10 +49,10 @@ class EngineChoice:
         request: RequestId,
     ) -> None:
         """``request``: what engines know this try by."""
-        self._fleet = fleet
-        self._plan = plan
+        self.fleet = fleet
+        self.plan = plan
         self._settings = settings
-        self._retries = retries
+        self.retries = retries
         self._record = record
         self._request = request
         # what the engines were chosen by, until the decode leg is sent
@@ -65,46 +64,16 @@ class EngineChoice:
 
     def hold_slot(self, decode: Instance) -> None:
         """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
-        fleet = self._fleet
+        fleet = self.fleet
         fleet.enter(decode, self._request)
         self.slot = decode
         for listener in fleet.listeners:
             listener.slot_held(decode, self._request)
 
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
-        """Hold the slot at another decode engine, if its engine is left and another can take its
-        place.
-
-        ``stuck``: prompts like these were tried a moment ago, and no engine could.
-        """
-        slot = self.slot
-        prefill = self.prefill
-        if slot is None or prefill is None or slot.id not in leaving:
-            return
-        hints = self._plan.hints
-        avoided = self._retries.avoided
-        kind = slot.id, prefill.id, hints.model, hints.rank, frozenset(avoided)
-        if kind in stuck:
-            return
-        fleet = self._fleet
-        fitting = fleet.fitting(prefill, self.usable(_DECODE))
-        others = fleet.nearest(prefill, [one for one in fitting if one.id not in avoided])
-        try:
-            other = self.choose_decode(others) if others else None
-        except ProxyError:  # none of them serves the model, or is the rank that the client wants
-            other = None
-        if other is None:
-            stuck.add(kind)
-            return
-        self.leave_slot()
-        self.hold_slot(other)
-        self.expected = None
-        fleet.took_over(prefill, other, hints)
-
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get a request now, if any."""
         try:
-            return self._fleet.usable(role)
+            return self.fleet.usable(role)
         except NoInstance:
             return ()
 
@@ -113,9 +82,9 @@ class EngineChoice:
         request says so.
         """
         record = self._record
-        plan = self._plan
+        plan = self.plan
         found = route(
-            self._fleet, plan.hints, plan.path, self._retries, self._settings, reason=reason
+            self.fleet, plan.hints, plan.path, self.retries, self._settings, reason=reason
         )
         record.single_reason = found.reason
         if found.cached is not None:
@@ -126,14 +95,14 @@ class EngineChoice:
 
     def choose_decode(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
-        fleet = self._fleet
-        chosen = choose_decode(fleet, self._plan.hints, self._plan.path, self._retries, among)
+        fleet = self.fleet
+        chosen = choose_decode(fleet, self.plan.hints, self.plan.path, self.retries, among)
         self.note_expected()
         return chosen
 
     def note_expected(self) -> None:
         """Keep what is expected of the engines that were just chosen."""
-        expected = self._fleet.take_expected(self._plan.hints)
+        expected = self.fleet.take_expected(self.plan.hints)
         if expected is not None and self.prefill is None:
             self.expected = expected
 
@@ -145,7 +114,7 @@ class EngineChoice:
         They must be able to read the blocks. None: it is too late for these, or another pair has
         better chances.
         """
-        fleet = self._fleet
+        fleet = self.fleet
         decodes = self.usable(_DECODE)
         prefill = self.prefill
         if prefill is None:
@@ -160,7 +129,7 @@ class EngineChoice:
         fresh = [
             instance
             for instance in fitting
-            if instance.id not in self._retries.avoided | {failed.id}
+            if instance.id not in self.retries.avoided | {failed.id}
         ]
         return fleet.nearest(prefill, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
@@ -172,7 +141,7 @@ class EngineChoice:
         """
         decode = self._record.decode
         tried = None if decode is None else decode.instance
-        fitting = self._retries.first(self._fleet.fitting(prefill, self.usable(_DECODE)))
+        fitting = self.retries.first(self.fleet.fitting(prefill, self.usable(_DECODE)))
         return sorted(fitting, key=lambda instance: instance.id == tried)
 
     def leave_slot(self) -> None:
@@ -180,4 +149,4 @@ class EngineChoice:
         slot = self.slot
         self.slot = None
         if slot is not None:
-            self._fleet.leave(slot, self._request)
+            self.fleet.leave(slot, self._request)

@@ -130,10 +130,10 @@ class LegAccounts:
         record: RequestRecord,
         prefill: PrefillLeg | None,
         decode: DecodeLeg | None,
-        moves: bool,  # noqa: FBT001
+        is_takeover: bool,  # noqa: FBT001
     ) -> None:
-        """A leg is over; ``prefill``, ``decode``: both legs of its try; ``moves``: it was part of a
-        stream's move.
+        """A leg is over; ``prefill``, ``decode``: both legs of its try; ``is_takeover``: of a
+        stream that was taken over.
         """
         fleet = self.fleet
         now = self.clock()
@@ -160,8 +160,8 @@ class LegAccounts:
             self.good_legs.over(instance, plan.path, own.name, answered_s, seconds, now)
         else:
             self._count_end(leg, prefill, seconds, now)
-        if failure is None or (failure is _TIMEOUT and moves):
-            # A move gives an engine little of its time: probes tell whether it lives.
+        if failure is None or (failure is _TIMEOUT and is_takeover):
+            # A takeover gives an engine little of its time: probes tell whether it lives.
             fleet.leave(instance, own.name)
         else:
             fleet.ended(instance, own.name, failure, was_begun=is_stream)

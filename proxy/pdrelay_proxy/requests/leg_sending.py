@@ -5,8 +5,6 @@ What comes back is up to the attempt.
 
 from typing import Final
 
-import msgspec
-
 from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
 from pdrelay_proxy.core.model import GenerationRequest, Instance, RequestId
 from pdrelay_proxy.core.protocol.push import TransferMode
@@ -19,7 +17,7 @@ from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.leg_bodies import prefill_body
 from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from pdrelay_proxy.requests.life import RequestLife
-from pdrelay_proxy.requests.stream_move import StreamMove, move_timeout
+from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
 
 _PUSH: Final = TransferMode.PUSH  # looking a member up takes as long as a call
@@ -28,7 +26,7 @@ _PUSH: Final = TransferMode.PUSH  # looking a member up takes as long as a call
 class LegSending:
     """Of one try. Times are seconds of the request's clock."""
 
-    __slots__ = ("_choice", "_life", "_plan", "_settings", "request", "shows_token", "transfer")
+    __slots__ = ("_choice", "_life", "_plan", "_settings", "_terms", "request", "transfer")
 
     def __init__(  # noqa: PLR0917 (by name it costs more than the rest of it)
         self,
@@ -37,17 +35,14 @@ class LegSending:
         settings: Settings,
         choice: EngineChoice,
         request: RequestId,
-        shows_token: bool,  # noqa: FBT001
+        terms: Terms,
     ) -> None:
-        """``request``: what engines know this try by.
-
-        ``shows_token``: the client may see the token of a prefill engine whose blocks are read.
-        """
+        """``request``: what engines know this try by."""
         self._life = life
         self._plan = plan
         self._settings = settings
         self._choice = choice
-        self.shows_token = shows_token
+        self._terms = terms
         self.request = request
         self.transfer = life.services.new_transfer()
 
@@ -56,7 +51,6 @@ class LegSending:
         owner: LegOwner,
         call: GenerationRequest,
         prefill: Instance,
-        move: StreamMove | None,
         *,
         reuses: bool,
     ) -> tuple[PrefillLeg, Pieces]:
@@ -66,21 +60,19 @@ class LegSending:
         """
         services = self._life.services
         seconds = self._settings.first_token_timeout_s
-        if move is not None:
-            seconds = min(seconds, move.seconds_for(prefill))
+        terms = self._terms
+        if terms.is_takeover:
+            seconds = min(seconds, terms.seconds_for(prefill))
         now = services.clock()
         leg = PrefillLeg(owner, prefill, now, now + seconds)
-        leg.shows = self.shows_token and services.leg_bodies.may_show(call, prefill.id)
-        if move is None:
+        leg.shows = terms.shows_token and services.leg_bodies.may_show(call, prefill.id)
+        if not terms.is_takeover:
             leg.reuses = reuses
             reader = services.fleet.id_reader
             leg.learns = reader is not None and reader.wants_ids(call, self._plan.hints)
         self._life.record.prefill = leg.record
         holder: CachedOn | None = None
-        ids: msgspec.Raw | None = None
-        if move is not None:
-            ids = move.ids
-        elif self._settings.return_kv:
+        if self._settings.return_kv and not terms.is_takeover:
             holder = cached_on(services.fleet, self._plan.hints, prefill.id)
             services.telemetry.kv_return_looked_up(named=holder is not None)
         return leg, prefill_body(
@@ -91,12 +83,12 @@ class LegSending:
             shows=leg.shows,
             learns=leg.learns,
             cached_on=holder,
-            ids=ids,
+            ids=terms.ids,
             pushes=self._choice.mode is _PUSH,
         )
 
     def new_decode(
-        self, owner: LegOwner, decode: Instance, prefill: PrefillLeg | None, move: StreamMove | None
+        self, owner: LegOwner, decode: Instance, prefill: PrefillLeg | None
     ) -> DecodeLeg:
         """Return a decode leg that is to be sent; ``prefill``: the leg before it."""
         life = self._life
@@ -106,8 +98,8 @@ class LegSending:
         record = life.record
         now = services.clock()
         due = now + settings.first_token_timeout_s if self._plan.streams else None
-        if move is not None:
-            due = now + min(settings.first_token_timeout_s, move_timeout(settings))
+        if self._terms.is_takeover:
+            due = now + min(settings.first_token_timeout_s, self._terms.seconds_for(decode))
         leg = DecodeLeg(owner, decode, now, due, services.clock)
         leg.is_alone = prefill is None
         leg.counts = record.single_reason is None

@@ -40,7 +40,9 @@ class RequestEvent(FastStrEnum):
     RETRY = auto()  # a leg has failed: both are sent again under a new id
     FIRST_EVENT = auto()  # of a stream
     RESUME = auto()  # a stream broke off: another decode engine goes on with it
-    MOVE = auto()  # a stream was cut, because its engine drains: two other engines go on with it
+    TAKE_OVER = (
+        auto()
+    )  # a stream was cut, because its engine drains: two other engines go on with it
     END = auto()  # answered, failed, refused, left by its client or cut off by a shutdown
 
 
@@ -85,7 +87,7 @@ TRANSITIONS: Final[Mapping[RequestState, Mapping[RequestEvent, RequestState]]] =
     },
     _STATE.STREAMING: {
         _EVENT.RESUME: _STATE.ROUTING,
-        _EVENT.MOVE: _STATE.ROUTING,
+        _EVENT.TAKE_OVER: _STATE.ROUTING,
         _EVENT.END: _STATE.OVER,
     },
     _STATE.OVER: {},

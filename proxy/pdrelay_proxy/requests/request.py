@@ -9,12 +9,12 @@ without it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
 from pdrelay_proxy.core.admission.ticket import Ticket, TicketState
-from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
+from pdrelay_proxy.core.model import InstanceId, RequestId, RoutingHints
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
@@ -26,6 +26,7 @@ from pdrelay_proxy.requests.body_reader import LARGE
 from pdrelay_proxy.requests.claims import CallClaims, Claim, ClaimedAnswer, PartRequest
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
+from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import Intake, RequestHead, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
@@ -33,7 +34,7 @@ from pdrelay_proxy.requests.response import ResponseWriter
 from pdrelay_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
 from pdrelay_proxy.requests.services import RequestSpan, Services
 from pdrelay_proxy.requests.stream_comments import CommentedResponse
-from pdrelay_proxy.requests.stream_move import RequestKind, StreamMove, StuckPrompts
+from pdrelay_proxy.requests.terms import AnswerTerms, StreamCut, Takeover
 from pdrelay_proxy.requests.upload import Upload
 from pdrelay_proxy.settings import FirstTokenFrom, Settings
 
@@ -235,7 +236,12 @@ class Request(PartRequest):
         """List the engines of the legs that are under way."""
         return () if self._answering is None else self._answering.engines
 
-    # ---- for a stream that is to go on at another engine (requests/stream_moves.py)
+    # ---- for what takes streams over, and changes choices of engines
+
+    @property
+    def choices(self) -> Sequence[EngineChoice]:
+        """List the choices of engines of the tries that are under way."""
+        return () if self._answering is None else self._answering.choices
 
     @property
     def streams_from(self) -> InstanceId | None:
@@ -249,35 +255,18 @@ class Request(PartRequest):
         return self._client.replay
 
     @property
-    def kind(self) -> RequestKind:
-        """Return what decides which engines can serve it, once it was admitted."""
-        return (None, None) if self._dispatch is None else self._dispatch.kind
+    def hints(self) -> RoutingHints | None:
+        """Return what the choice of engines depends on, once it was admitted."""
+        return None if self._dispatch is None else self._dispatch.hints
 
     @property
     def looks_back(self) -> bool:
-        """Tell whether no other engine would go on exactly with the stream, once it was
-        admitted.
-        """
+        """Tell whether no other engine would go on exactly with the stream, once admitted."""
         return self._dispatch is not None and self._dispatch.looks_back
 
-    def pair_for_move(
-        self, source: InstanceId, lender: Instance | None
-    ) -> tuple[Instance, Instance] | None:
-        """Choose two engines that can go on with the stream of ``source``; None: there are none
-        now.
-
-        ``lender``: that engine, if it may be the first of the two.
-        """
-        return None if self._dispatch is None else self._dispatch.pair_for_move(source, lender)
-
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
-        """Let go of a decode engine that is left, while the prompt is computed elsewhere."""
-        if self._answering is not None:
-            self._answering.change_slot(leaving, stuck)
-
-    def cut(self, move: StreamMove) -> bool:
-        """Cut the stream at once; False: it does not wait for more of it."""
-        self._client.cut = move
+    def cut(self, takeover: Takeover) -> bool:
+        """Cut the stream at once, to be taken over; False: it does not wait for more of it."""
+        self._client.cut = StreamCut(takeover)
         self._life.wake()
         return self._client.was_cut()
 
@@ -320,9 +309,9 @@ class Request(PartRequest):
             if claimed is not None:
                 await claimed.answer()
             elif call is not None and continues and may_be_resumed(call):
-                await ResumedStream(self._life, dispatch, self._client).answer(call)
+                await ResumedStream(self._life, dispatch, self._client, call).answer()
             else:
-                await dispatch.answer(call, RetryAttempts(settings.retries))
+                await dispatch.answer(AnswerTerms(call, RetryAttempts(settings.retries)))
         except Exception as error:  # noqa: BLE001 (the client gets each, and what is a bug is logged)
             status = self._client.write_error(error)
         try:

@@ -1,8 +1,9 @@
 """The requests under way. One timer checks the deadlines of all of them."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from typing import Final, Self
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Self, TypeAlias
 
 from pdrelay_proxy.core.admission.lifetime import cut_short
 from pdrelay_proxy.core.model import InstanceId
@@ -10,12 +11,20 @@ from pdrelay_proxy.io.fair_timeout import LateTimer
 from pdrelay_proxy.requests.claims import CallClaims
 from pdrelay_proxy.requests.request import Request, RequestOwner
 from pdrelay_proxy.requests.services import Services
-from pdrelay_proxy.requests.stream_moves import StreamMoves
 
-_MOVES_AT_ONCE: Final = 8
 _TICK_MOST: Final = 0.25  # seconds between two looks at the time of all requests
 _TICK_LEAST: Final = 0.01
 _TICKS: Final = 16  # looks in the shortest time that the rules give
+
+
+class RequestWatcher(ABC):
+    """What a feature watches the requests under way by."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def check_requests(self) -> None:
+        """Look at the requests: the deadlines of all were just checked."""
 
 
 class RequestSet(RequestOwner):
@@ -24,24 +33,20 @@ class RequestSet(RequestOwner):
     Use it as a context manager: at the end it cuts off the requests still under way.
     """
 
-    __slots__ = ("_lateness", "_timer", "_under_way", "moves")
+    __slots__ = ("_lateness", "_timer", "_under_way", "watchers")
 
     def __init__(
         self,
         services: Services,
         claims: CallClaims | None = None,
-        *,
-        moves_at_once: int = _MOVES_AT_ONCE,
+        watchers: "Sequence[MakeWatcher]" = (),
     ) -> None:
-        """``claims``: requests that a feature answers.
-
-        ``moves_at_once``: streams that leave an engine and have not reached the next one.
-        """
+        """``claims``: requests that a feature answers; ``watchers``: make those of features."""
         super().__init__(services, claims)
         self._under_way: dict[Request, None] = {}  # in the order in which they came
         self._timer: asyncio.TimerHandle | None = None
         self._lateness = LateTimer()
-        self.moves = StreamMoves(services, self._under_way, moves_at_once)
+        self.watchers = [watcher(self) for watcher in watchers]
         services.telemetry.count_legs_of(self.engines_of_legs)
 
     async def __aenter__(self) -> Self:
@@ -88,7 +93,8 @@ class RequestSet(RequestOwner):
             if not is_late:
                 for request in self:
                     request.check_deadlines(now)
-            self.moves.cut_streams()
+            for watcher in self.watchers:
+                watcher.check_requests()
         finally:
             if self._under_way and self._timer is None:
                 self._arm_round()
@@ -109,3 +115,6 @@ class RequestSet(RequestOwner):
         )
         shortest = min([seconds for seconds in given if seconds is not None])
         return min(_TICK_MOST, max(_TICK_LEAST, shortest / _TICKS))
+
+
+MakeWatcher: TypeAlias = Callable[[RequestSet], RequestWatcher]

@@ -25,7 +25,7 @@ class Drain:
     since: float  # when it got its last request, or was told to drain
     kept: float | None = None  # as it said last; None: it does not say
     zeros: int = 0  # readings in a row that said that nothing is kept
-    moves: bool = False  # its streams go on at other engines (requests/stream_moves.py)
+    moves: bool = False  # its streams go on at other engines (features/moving_streams)
     moves_by_hand: bool = False  # they shall also when no turn asks for it
     by_turn: bool = False  # for a turn alone: nobody wants it drained when that is over
 
@@ -106,39 +106,14 @@ class Member:
         """Return the engine as it serves a role; None: it does not."""
         return self.instance if self.instance.role is role else self.as_decode
 
-    def as_lender(self) -> Instance | None:
-        """Return the engine as the prefill engine of what it has in its prefix cache; None: it is
-        not asked for that.
-
-        It does not hand KV over (``kv_consumer``), does not answer its probes, or is several ranks
-        behind one address, of which another one would get the request.
-        """
-        facts = self.facts
-        hides_ranks = (
-            facts.connector is not None and facts.engine_id is None and self.instance.rank is None
-        )
-        if (
-            facts.kv_role not in (None, KV_BOTH)
-            or self.life.misses
-            or self.life.is_away
-            or hides_ranks
-        ):
-            return None
-        return self._as(Role.PREFILL)
-
-    def as_stream_source(self) -> Instance:
-        """Return the engine as the decode engine of a stream that it has, or had: it may have
-        turned since.
-        """
-        return self._as(Role.DECODE)
-
     def serve(self, role: EngineRole) -> None:
         """Serve this and nothing else."""
         self.stint += 1
-        self.as_decode = self._as(Role.DECODE) if role is EngineRole.BOTH else None
-        self.instance = self._as(Role.DECODE if role is EngineRole.DECODE else Role.PREFILL)
+        self.as_decode = self.in_role(Role.DECODE) if role is EngineRole.BOTH else None
+        self.instance = self.in_role(Role.DECODE if role is EngineRole.DECODE else Role.PREFILL)
 
-    def _as(self, role: Role) -> Instance:
+    def in_role(self, role: Role) -> Instance:
+        """Return the engine as if it served a role, whether it does or not."""
         instance = self.instance
         return Instance(
             instance.id,

@@ -11,7 +11,6 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, PairsWith
 from pdrelay_proxy.core.fleet.departures import Departures
 from pdrelay_proxy.core.fleet.fleet_models import FleetModels
 from pdrelay_proxy.core.fleet.health import SERVING, WELL, EngineHealth, HealthState
-from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.member_table import MemberTable
@@ -61,7 +60,6 @@ class Registry:
         self.pair_history = (
             PairHistory()
         )  # a feature may have another one (core/routing/routing_parts.py)
-        self.relief: Final = KvRelief(self._settings.move_above)
         self._usable: dict[Role, _Usable] = {}
         # until when nothing but events changes it, and for which changes
         self._steady: tuple[int, float] = (-1, 0.0)

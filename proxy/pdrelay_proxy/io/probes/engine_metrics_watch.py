@@ -73,7 +73,6 @@ class EngineMetricsWatch:
             for one, (_, load) in zip(decodes, readings, strict=True)
             if load is not None
         }
-        self._registry.relief.look(loads)
         for name, load in loads.items():
             member = self._registry.get(name)
             if member is not None and load.kv_usage is not None:

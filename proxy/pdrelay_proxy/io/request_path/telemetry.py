@@ -18,8 +18,6 @@ from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from pdrelay_proxy.core.recent_stats import RecentStats
 from pdrelay_proxy.core.request_record import (
-    MoveOutcome,
-    MoveReason,
     PromptRecord,
     RequestOutcome,
     RequestRecord,
@@ -425,12 +423,6 @@ class Telemetry:
         which none is known.
         """
         self._counters.return_kv_legs[("named" if named else "unknown",)] += 1
-
-    def stream_moved(self, reason: MoveReason, outcome: MoveOutcome, gap_s: float | None) -> None:
-        """A stream has moved, so long after it was cut; or it did not."""
-        self._counters.streams_moved[(reason, outcome)] += 1
-        if gap_s is not None:
-            self._counters.move_gaps.observe(gap_s)
 
     def transfers_missing(self, decode: InstanceId, legs: int) -> None:
         """By its own counters a decode engine got no KV cache for so many legs."""

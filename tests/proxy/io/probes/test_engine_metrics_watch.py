@@ -6,7 +6,6 @@ import logging
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.io.probes.checks import ProbeFailed
@@ -124,12 +123,25 @@ async def test_it_looks_for_as_long_as_the_router_serves(caplog):
     assert "could not be compared" in caplog.text
 
 
-class SeenLoads(KvRelief):
-    """Keeps which engines have shown how busy they are."""
+class Shown:
+    """Implements MetricsListener: keeps which engines have shown something."""
 
-    def look(self, loads):
-        self.seen = set(loads)
-        super().look(loads)
+    def __init__(self):
+        self.decodes = set()
+        self.rounds = 0
+
+    def decode_shown(self, decode, exposition, now, /):
+        self.decodes.add(decode.id)
+
+    def prefills_to_read(self, now, /):
+        return ()
+
+    def prefill_shown(self, prefill, exposition, /):
+        raise NotImplementedError
+
+    def round_over(self):
+        self.rounds += 1
+        return ()
 
 
 def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
@@ -145,12 +157,13 @@ def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
             raise ProbeFailed("does not answer /metrics within 5 s")
         return b'\nvllm:num_requests_running{engine="0"} 3.0\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n'
 
-    watch = EngineMetricsWatch(registry, metrics, Telemetry(Counters(frozenset()), lambda: 1.0), clock=lambda: 7.0)
-    registry.relief = looks = SeenLoads(None)
+    shown = Shown()
+    telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
+    watch = EngineMetricsWatch(registry, metrics, telemetry, [shown], clock=lambda: 7.0)
     took_s, _ = in_simulated_time(watch.read_engines())
 
     in_a_second = max(sum(at <= other < at + 1.0 for other in asked.values()) for at in asked.values())
-    assert (len(asked), looks.seen) == (500, {one.id for one in engines} - silent)
+    assert (len(asked), shown.decodes, shown.rounds) == (500, {one.id for one in engines} - silent, 1)
     assert registry.member(engines[0].id).load.kv_usage(now=8.0) == 0.25
     assert registry.member(engines[120].id).load.kv_usage(now=8.0) is None
     assert took_s < 11.0

@@ -236,7 +236,7 @@ class PairNotes(PairHistory):
     def _lenders(self) -> Mapping[str, Sequence[Instance]]:
         """Return the engines by the ids under which those know them that load from them.
 
-        A decode engine is among them when streams leave it (requests/stream_moves.py).
+        A decode engine is among them when streams leave it (features/moving_streams).
         """
         changes, known = self._engines_by_id
         if changes == self._registry.changes.count:

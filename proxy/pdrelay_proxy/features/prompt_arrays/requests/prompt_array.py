@@ -6,7 +6,7 @@ different engines. What one of them fails with is what all of them fail with; th
 then.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -35,9 +35,9 @@ from pdrelay_proxy.features.prompt_arrays.core.prompt_arrays import (
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.requests.claims import ClaimedAnswer, NewPart, PartRequest
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
+from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import JSON_TYPE, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
-from pdrelay_proxy.requests.stream_move import StuckPrompts
 
 # bytes of a part that is served, but for its prompt and the fields that all share
 _PART_SIZE: Final = 16 * 1024
@@ -220,6 +220,11 @@ class PromptArray(ClaimedAnswer):
         """List the engines of the legs that are under way."""
         return [engine for part in self._parts.values() for engine in part.engines]
 
+    @property
+    def choices(self) -> Sequence[EngineChoice]:
+        """List the choices of engines of the tries that are under way."""
+        return [choice for part in self._parts.values() for choice in part.choices]
+
     def pause(self) -> None:
         """Have the engines wait: the client is slow."""
         for part in self._parts.values():
@@ -238,11 +243,6 @@ class PromptArray(ClaimedAnswer):
             part.check_deadlines(now)
         if self._begun < len(self._prompts) and len(self._parts) < self._at_once:
             self._life.wake()
-
-    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
-        """Let go of decode engines that are left, while the prompts are computed elsewhere."""
-        for part in self._parts.values():
-            part.change_slot(leaving, stuck)
 
     # ---- for the parts
 

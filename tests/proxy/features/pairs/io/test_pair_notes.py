@@ -135,7 +135,7 @@ def test_engines_that_nobody_knows_are_named(world):
 def test_a_stream_that_moves_is_loaded_from_a_decode_engine(world):
     """The two are a pair like any other: the router does not ask all prefill engines who that was."""
     world.registry.learn("decode-1", EngineCapabilities(engine_id="id of decode-1"))
-    lender = world.registry.member("decode-1").as_lender()
+    lender = world.registry.member("decode-1").in_role(Role.PREFILL)
 
     assert world.fleet.fitting(lender, [world.decode()])
     assert world.fails(peer="id of decode-1") == []

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.model import EngineResponse, Role
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import Settings
@@ -197,27 +198,18 @@ async def test_a_stream_that_breaks_off_ends_all():
     assert router.is_idle()
 
 
-async def test_prompts_that_are_still_computed_get_another_decode_engine():
-    """As those of other requests: else the queue of a prefill engine would hold up the engine that is left."""
-    go_on = asyncio.Event()
+@pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": ""}], ids=["absent", "null", "empty"])
+async def test_prompts_without_a_model_mean_the_one_that_all_engines_serve(fields):
+    """Both engines of each get its name, and look at it again: by now they may serve another model."""
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, 2, 2, asks_for_models=True)
+    for member in router.registry.members():
+        router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"a"})))
+    client = await router.serve(call(prompt=PROMPTS, **fields))
 
-    async def prefill(leg):
-        await go_on.wait()
-        return await pulled_prefill(leg)
-
-    router = router_of(engines := Scripted(prefill, decode), 1, 2)
-    client = router.start(call(prompt=PROMPTS))
-    await until(lambda: len(engines.legs) == len(PROMPTS))
-    router.registry.departures.drain("decode-0", now=0.0, moves=True)
-    router.moves.cut_streams()
-    drained = [one.id for one in router.registry.settle(patience_s=60, now=1.0)]
-    go_on.set()
-    await client.end()
-
-    assert drained == ["decode-0"]
-    assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-1"}
-    assert [choice["text"] for choice in json.loads(client.body)["choices"]] == ["<zero>", "<one>", "<two>"]
-    assert router.is_idle()
+    assert client.status == 200
+    assert {leg.instance.role for leg in engines.legs} == set(Role)
+    assert {asked(leg).get("model") for leg in engines.legs} == {"a"}
 
 
 async def test_a_part_is_tried_again_by_itself():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad, shown_load
-from pdrelay_proxy.core.fleet.kv_relief import KvRelief, shares_to_move, streams_to_move
+from pdrelay_proxy.features.moving_streams.core.kv_relief import KvRelief, shares_to_move, streams_to_move
 
 NAMES = st.sampled_from([f"decode-{n}" for n in range(6)])
 USAGE = st.floats(0, 1)
@@ -51,22 +51,22 @@ def test_afterwards_no_engine_is_full_that_was_not(usage, above):
 def test_an_engine_that_has_preempted_is_full_whatever_it_shows():
     """What it preempted has left room, for which it waits again."""
     relief = KvRelief(0.95)
-    relief.look({"a": shown(0.8, 3.0), "b": shown(0.1)})
+    relief.take_loads({"a": shown(0.8, 3.0), "b": shown(0.1)})
     assert relief.full() == set()
 
-    relief.look({"a": shown(0.8, 5.0), "b": shown(0.1)})
+    relief.take_loads({"a": shown(0.8, 5.0), "b": shown(0.1)})
     assert relief.shares == {"a": pytest.approx(0.2)}
 
-    relief.look({"a": shown(0.8, 5.0), "b": shown(0.1)})
+    relief.take_loads({"a": shown(0.8, 5.0), "b": shown(0.1)})
     assert relief.shares == {}
 
 
 def test_an_engine_that_starts_anew_has_not_preempted():
     """Its counter is lower than before."""
     relief = KvRelief(0.95)
-    relief.look({"a": shown(0.8, 3.0), "b": shown(0.1)})
-    relief.look({"b": shown(0.1)})
-    relief.look({"a": shown(0.8, 4.0), "b": shown(0.1)})
+    relief.take_loads({"a": shown(0.8, 3.0), "b": shown(0.1)})
+    relief.take_loads({"b": shown(0.1)})
+    relief.take_loads({"a": shown(0.8, 4.0), "b": shown(0.1)})
 
     assert relief.shares == {}
 
@@ -75,7 +75,7 @@ def test_it_is_off_by_default_and_leaves_out_who_shows_nothing():
     """An engine that does not show its KV cache has neither too much nor room."""
     off, on = KvRelief(None), KvRelief(0.9)
     for relief in (off, on):
-        relief.look({"a": shown(1.0), "b": shown(None)})
+        relief.take_loads({"a": shown(1.0), "b": shown(None)})
 
     assert (off.shares, on.shares) == ({}, {})
 

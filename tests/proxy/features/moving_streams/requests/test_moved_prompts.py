@@ -1,13 +1,17 @@
-"""A prompt whose decode engine is drained while it is computed goes to another one of its slice."""
+"""A prompt whose decode engine is drained while it is computed goes to another one.
+
+The features "slices" and "prompt_arrays" have a part in it.
+"""
 
 import asyncio
 import json
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.model import EngineResponse, Role
 from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
 from pdrelay_proxy.settings import Settings
 from support.greedy import events
-from support.scripted import Scripted, call, pulled_prefill, request_id, router_of, until
+from support.scripted import JSON, Scripted, call, pulled_prefill, request_id, router_of, until
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "prompt": "hi"}
 PREFERRING = Settings().with_features(SliceSettings(SlicePairing.PREFER))
@@ -44,4 +48,32 @@ async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
 
     assert near > 1
     assert after == [0, far, near]
+    assert router.is_idle()
+
+
+async def test_prompts_that_are_still_computed_get_another_decode_engine():
+    """As those of other requests: else the queue of a prefill engine would hold up the engine that is left."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    async def answers(leg):
+        prompt = json.loads(leg.body)["prompt"]
+        said = {"id": "x", "choices": [{"index": 0, "text": f"<{prompt}>"}]}
+        return EngineResponse(200, JSON, json.dumps(said).encode())
+
+    router = router_of(engines := Scripted(prefill, answers), 1, 2)
+    client = router.start(call(prompt=["zero", "one", "two"]))
+    await until(lambda: len(engines.legs) == 3)
+    router.registry.departures.drain("decode-0", now=0.0, moves=True)
+    router.moves.cut_streams()
+    drained = [one.id for one in router.registry.settle(patience_s=60, now=1.0)]
+    go_on.set()
+    await client.end()
+
+    assert drained == ["decode-0"]
+    assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-1"}
+    assert [choice["text"] for choice in json.loads(client.body)["choices"]] == ["<zero>", "<one>", "<two>"]
     assert router.is_idle()

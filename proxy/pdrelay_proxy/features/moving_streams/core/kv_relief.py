@@ -34,7 +34,7 @@ class KvRelief:
         """Return the engines that are to be relieved: no stream goes there."""
         return frozenset(self.shares)
 
-    def look(self, loads: Mapping[InstanceId, ShownLoad]) -> None:
+    def take_loads(self, loads: Mapping[InstanceId, ShownLoad]) -> None:
         """Take in what all engines show that serve; one that does not show its KV cache takes no
         part.
         """

@@ -4,24 +4,17 @@ know of it.
 requests/stream_moves.py decides which streams are cut, and when.
 """
 
-from abc import ABC, abstractmethod
-from typing import Final, TypeAlias
-
-import msgspec
+from abc import abstractmethod
+from collections.abc import Set
+from typing import Final
 
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
 from pdrelay_proxy.core.request_record import MoveOutcome, MoveReason, MoveRecord
+from pdrelay_proxy.features.moving_streams.core.kv_relief import KvRelief
+from pdrelay_proxy.requests.request_set import RequestWatcher
 from pdrelay_proxy.requests.services import Services
 from pdrelay_proxy.settings import Settings
 
-# What decides which engines can serve a request: its model, and the rank that the client wants.
-RequestKind: TypeAlias = tuple[str | None, int | None]
-# By the engine that is left, the prefill engine that fits others or not, the same, and the engines
-# that failed before.
-StuckPrompt: TypeAlias = tuple[
-    InstanceId, InstanceId, str | None, int | None, frozenset[InstanceId]
-]
-StuckPrompts: TypeAlias = set[StuckPrompt]
 # of the longest pause of a stream: there are three parts, and some are tried again
 _SHARE_OF_PAUSE: Final = 1 / 8
 _SHARE_OF_LENDER: Final = 0.25  # of the time for a move
@@ -32,15 +25,17 @@ def move_timeout(settings: Settings) -> float:
     return settings.stream_idle_timeout_s * _SHARE_OF_PAUSE
 
 
-class MoveOwner(ABC):
+class MoveOwner(RequestWatcher):
     """What a move belongs to, and tells what becomes of it.
 
     A class, because a compiled call of a Protocol is slow.
     """
 
-    __slots__ = ("services",)
+    __slots__ = ("relief", "services")
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, relief: KvRelief, services: Services) -> None:
+        """``relief``: which engines have no KV room."""
+        self.relief = relief
         self.services = services
 
     @abstractmethod
@@ -59,7 +54,6 @@ class StreamMove:
         "_hold",
         "_owner",
         "_services",
-        "ids",
         "is_alone",
         "is_over",
         "lender",
@@ -96,11 +90,14 @@ class StreamMove:
         self.lender = lender  # None: it is not asked for the KV cache, or any more
         self.prompt_holder = prompt_holder
         self.pair: tuple[Instance, Instance] | None = pair
-        self.ids: msgspec.Raw | None = None  # of a chat: its prompt and the tokens so far
         self.is_alone = False  # two engines have failed to: one computes the rest anew
         self.is_over = False
         self.record = MoveRecord(source.id, services.clock())
         services.fleet.enter(source, name)  # it is not empty while its KV cache is read
+
+    def full_engines(self) -> Set[InstanceId]:
+        """Return the engines without KV room: no stream goes there."""
+        return self._owner.relief.full()
 
     def is_lent_by(self, prefill: Instance) -> bool:
         """Tell whether a prefill engine is the engine that the stream leaves."""
@@ -146,11 +143,3 @@ class StreamMove:
             self.is_over = True
             self.record.outcome = outcome
             self._owner.ended(self)
-
-
-class StreamCut(Exception):
-    """A stream is cut here, to go on at another engine."""
-
-    def __init__(self, move: StreamMove) -> None:
-        super().__init__(f"the stream leaves {move.source.id}")
-        self.move = move

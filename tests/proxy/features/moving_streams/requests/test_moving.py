@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -17,13 +18,16 @@ from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
 from pdrelay_proxy.core.request_record import MoveOutcome
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.errors import ConfigError, EngineError
+from pdrelay_proxy.features.moving_streams.core.kv_relief import KvRelief
+from pdrelay_proxy.features.moving_streams.move_counts import MoveCounts
+from pdrelay_proxy.features.moving_streams.requests.stream_moves import StreamMoves
+from pdrelay_proxy.features.moving_streams.settings import MoveSettings
 from pdrelay_proxy.features.why.request_timeline import router_timeline
 from pdrelay_proxy.io.request_path.access_log import text
 from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.settings import Settings
 from support.greedy import HALF, event, events, ids_of, read
 from support.scripted import (
-    NEVER_BROKEN,
     Scripted,
     call,
     never,
@@ -53,11 +57,27 @@ class Fleet:
     """Engines that stop behind some events of a stream until they are let go, and the router before them."""
 
     def __init__(
-        self, x=1, y=2, *, holds_at=(8,), prefill=pulled_prefill, per_event=1, then=None, kv_role=None, **options
+        self,
+        x=1,
+        y=2,
+        *,
+        holds_at=(8,),
+        prefill=pulled_prefill,
+        per_event=1,
+        then=None,
+        kv_role=None,
+        above=None,
+        most=8,
+        **options,
     ):
-        """``holds_at``: after how many events the engines stop, one leg after the other; later legs do not stop."""
+        """``holds_at``: after how many events the engines stop, one leg after the other; later legs do not stop.
+
+        ``above``: from which share of its KV cache in use an engine is full; ``most``: moves at the same time.
+        """
         self.engines = Engines(prefill, self._decode)
-        self.router = router_of(self.engines, x, y, **({"resume_streams": True} | options))
+        self.counts = MoveCounts()
+        watchers = [partial(StreamMoves, KvRelief(above), self.counts.count, most=most)]
+        self.router = router_of(self.engines, x, y, watchers=watchers, **({"resume_streams": True} | options))
         self.go_on = asyncio.Event()
         self.sent = 0  # events of the stream that stops now
         self._holds_at, self._per_event, self._then = list(holds_at), per_event, then or {}
@@ -90,8 +110,7 @@ class Fleet:
 
     @property
     def outcomes(self):
-        self.router.telemetry.later.settle()
-        return {(outcome,): n for (_, outcome), n in self.router.telemetry.counters.streams_moved.items()}
+        return {(outcome,): n for (_, outcome), n in self.counts.moved.items()}
 
 
 def whole(api, **fields):
@@ -362,7 +381,7 @@ async def test_so_many_move_at_the_same_time():
             await go_on.wait()
         return await pulled_prefill(leg)
 
-    fleet = Fleet(prefill=prefill, holds_at=[8] * 10, moves_at_once=3, y=1)
+    fleet = Fleet(prefill=prefill, holds_at=[8] * 10, most=3, y=1)
     clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(10)]
     await until(lambda: all(client.request.state is RequestState.STREAMING for client in clients))
     fleet.router.registry.add(Role.DECODE, Address("http", "h", 9))
@@ -493,7 +512,7 @@ async def test_streams_do_not_wait_for_an_engine_that_has_failed_to_hand_one_ove
                 raise EngineError("dead")
         return await pulled_prefill(leg)
 
-    fleet = Fleet(prefill=prefill, holds_at=[8] * 3, moves_at_once=1, y=1)
+    fleet = Fleet(prefill=prefill, holds_at=[8] * 3, most=1, y=1)
     clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(3)]
     await until(lambda: all(client.request.state is RequestState.STREAMING for client in clients))
     fleet.router.registry.add(Role.DECODE, Address("http", "h", 9))
@@ -860,12 +879,12 @@ class TestFullEngines:
     """Streams leave a decode engine that has no KV room, as many as it says, the newest first."""
 
     def test_streams_that_could_not_move_are_told_at_the_start(self):
-        check(Settings(move_above=0.9, resume_streams=True))
+        check(Settings(resume_streams=True).having(MoveSettings(0.9)))
         with pytest.raises(ConfigError, match=r"move_above is 0\.9, and no stream could move"):
-            check(Settings(move_above=0.9))
+            check(Settings().having(MoveSettings(0.9)))
 
     def _stopped(self, count):
-        fleet = Fleet(holds_at=(8,) * count, breaking=replace(NEVER_BROKEN, move_above=0.95))
+        fleet = Fleet(holds_at=(8,) * count, above=0.95)
         fleet.router.registry.departures.drain("decode-1", now=0.0)
         return fleet
 
@@ -881,7 +900,7 @@ class TestFullEngines:
     def _shown(self, fleet, usage, **others):
         loads = {"decode_0": usage} | others
         shown = {name.replace("_", "-"): ShownLoad(0.0, 1, value) for name, value in loads.items()}
-        fleet.router.registry.relief.look(shown)
+        fleet.router.moves.relief.take_loads(shown)
         fleet.router.moves.cut_streams()
 
     async def test_the_newest_leave_and_the_others_stay(self):
@@ -896,7 +915,7 @@ class TestFullEngines:
             await client.end()
 
         assert [bool(client.request.record.moves) for client in clients] == [False] * 4 + [True]
-        assert dict(fleet.router.telemetry.counters.streams_moved) == {("kv_room", "moved"): 1}
+        assert dict(fleet.counts.moved) == {("kv_room", "moved"): 1}
         assert {read(client.body)[0] for client in clients} == {whole(Api.COMPLETIONS)[0]}
 
     async def test_no_stream_goes_to_another_full_engine(self):
@@ -917,7 +936,7 @@ class TestFullEngines:
         async def dead(leg):
             raise EngineError("dead")
 
-        fleet = Fleet(y=4, then={"decode-1": dead}, breaking=replace(NEVER_BROKEN, move_above=0.95))
+        fleet = Fleet(y=4, then={"decode-1": dead}, above=0.95)
         registry = fleet.router.registry
         for name in ("decode-1", "decode-2", "decode-3"):
             registry.departures.drain(name, now=0.0)

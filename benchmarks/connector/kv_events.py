@@ -105,7 +105,7 @@ def filled(hub, payloads):
 
 
 def drain(queue):
-    while queue.take() is not None:
+    while queue.next_frame() is not None:
         pass
 
 

@@ -1,4 +1,4 @@
-"""Everything this package raises on purpose, and who is at fault.
+"""The exceptions of this package, and who is at fault.
 
 * :exc:`ConnectorError`
     * :exc:`IllegalTransition` -- a bug in this package
@@ -46,7 +46,7 @@ class UnreadableCheckpoint(ConnectorError):
 
 
 class HostBufferTooSmall(ConnectorError):
-    """More slots of host memory are asked for than there are."""
+    """A part needs more slots of host memory than there are."""
 
 
 class PeerError(ConnectorError):
@@ -54,8 +54,7 @@ class PeerError(ConnectorError):
 
 
 class IncompatiblePeer(PeerError):
-    """The remote engine stores its KV cache in a way we cannot read, or one of us refuses the
-    other.
+    """The remote engine's KV cache is incompatible, or one engine refuses the other.
 
     ``cause``: as ``vllm:pdrelay_peer_loads`` names it (``core/counters.py``).
     """
@@ -66,9 +65,7 @@ class IncompatiblePeer(PeerError):
 
 
 class AnotherEngine(IncompatiblePeer):
-    """Another engine, or another revision of this package, listens at the remote engine's
-    address.
-    """
+    """Another engine, or another revision of this package, listens at the peer's address."""
 
 
 class ProtocolViolation(PeerError):
@@ -112,4 +109,4 @@ class ExpiredKvParams(InvalidKvParams):
 
 
 class TransferError(ConnectorError):
-    """NIXL could not do what it was asked."""
+    """An operation of NIXL failed."""

@@ -1,6 +1,4 @@
-"""What an operator can choose: ``kv_connector_extra_config`` and four environment variables, read
-once.
-"""
+"""The operator's settings: ``kv_connector_extra_config``, and four environment variables."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +41,7 @@ class Mode(StrEnum):
 
 
 class Backend(NamedTuple):
-    """One of NIXL's backends, with the parameters that its plugin takes, such as ``num_workers`` of
-    UCX.
-    """
+    """A backend of NIXL with its plugin's parameters, such as ``num_workers`` of UCX."""
 
     name: str
     parameters: Mapping[str, str] = {}
@@ -119,28 +115,23 @@ class Settings:
 
     @property
     def sums_timeout(self) -> float:
-        """Seconds a fence result waits for checksums: well below ``transfer_timeout``, in which the
-        load must end.
-        """
+        """Seconds a fence result waits for checksums: well below ``transfer_timeout``."""
         return min(self.transfer_timeout / 4, 5.0)
 
     @property
     def heartbeat_interval(self) -> float:
-        """Seconds between two renewals of the same lease, if this engine's is no longer than the
-        prefill engine's.
+        """Seconds between two renewals of a lease, if the prefill engine's lease is no shorter.
 
-        A sixth of the shorter one, so three may be lost. In push they also tell whether the prefill
-        engine is alive, which must be known within ``transfer_timeout``; in pull they repeat what
-        is being read, which that engine believes for as long.
+        At most a sixth of the lease, so that three renewals may be lost. In push they also check
+        within ``transfer_timeout`` that the prefill engine is alive; in pull they repeat which
+        leases are being read, which that engine believes for as long.
         """
-        # The last: a prefill engine closes what has been silent for an hour.
+        # 300 s: a prefill engine closes a connection that was silent for an hour.
         return min(self.kv_lease_duration / 6, self.transfer_timeout / 4, 300.0)
 
     @property
     def peer_timeout(self) -> float:
-        """Seconds a heartbeat may stay unanswered in push, so that a silence is noticed in
-        ``transfer_timeout``.
-        """
+        """Seconds to wait for a heartbeat's answer in push, to notice silence in time."""
         return self.transfer_timeout - self.heartbeat_interval
 
 
@@ -206,9 +197,7 @@ ALWAYS: Mapping[str, str] = {
 
 
 def remarks(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each setting of vLLM's own connector that is given and changes nothing
-    here.
-    """
+    """Return a sentence for each given setting of vLLM's connector that has no effect here."""
     keys = [
         f"kv_connector_extra_config[{key!r}] is ignored: {INSTEAD[key]}"
         for key in INSTEAD
@@ -224,8 +213,7 @@ def remarks(extra_config: Mapping[str, object], environment: Mapping[str, str]) 
 def read_settings(
     extra_config: Mapping[str, object], environment: Mapping[str, str], connector: str = ""
 ) -> Settings:
-    """Return the settings of this engine, or raise :exc:`SettingsError` naming the key and what
-    would be right.
+    """Return the settings of this engine; raises :exc:`SettingsError` with the key and a remedy.
 
     ``connector``: the name under which vLLM has loaded this connector; some names mean a mode.
     """
@@ -271,10 +259,9 @@ def _mode_of_name(connector: str, chosen: object) -> Mode:
 
 
 def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:
-    """Return the secrets in a text, one a line; raises
-    :exc:`~pdrelay_connector.errors.SettingsError`.
+    """Return the secrets of a text's lines; raises SettingsError.
 
-    ``where`` they come from is named in the error, they are not.
+    The error names their source (``where``), and never the secrets.
     """
     secrets = tuple(line.strip().encode() for line in text.splitlines() if line.strip())
     if len(secrets) > MOST_SECRETS:
@@ -293,7 +280,7 @@ def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:
 
 
 def _in_our_names(extra_config: Mapping[str, object]) -> dict[str, object]:
-    """Return what is set, without what vLLM's own connector alone understands."""
+    """Return the settings without those that only vLLM's own connector has."""
     for key, why in ALWAYS.items():
         if extra_config.get(key, True) is not True:
             raise SettingsError(
@@ -320,9 +307,9 @@ def _choice(key: str, value: object) -> StrEnum:
     try:
         return CHOICES[key](str(value))
     except ValueError:
-        known = " or ".join(repr(choice.value) for choice in CHOICES[key])
+        choices = " or ".join(repr(choice.value) for choice in CHOICES[key])
         raise SettingsError(
-            f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {known}"
+            f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {choices}"
         ) from None
 
 
@@ -348,16 +335,15 @@ def _of_kind(key: str, value: object) -> object:
 
 
 def _backends(key: str, value: object) -> tuple[Backend, ...]:
-    """Read the list of names that vLLM's NixlConnector takes, too, or a mapping of names to their
-    parameters.
-    """
+    """Parse a list of names, as vLLM's NixlConnector has it, or a mapping to their parameters."""
     entries: Mapping[object, object] = {}
     if isinstance(value, Mapping):
         entries = cast("Mapping[object, object]", value)
     elif isinstance(value, (list, tuple)):
         entries = {name: {} for name in cast("Sequence[object]", value)}
     backends = tuple(
-        Backend(str(name), _parameters(key, name, given)) for name, given in entries.items()
+        Backend(str(name), _parameters(key, name, parameters))
+        for name, parameters in entries.items()
     )
     if backends and all(isinstance(name, str) and name for name in entries):
         return backends
@@ -370,11 +356,11 @@ def _backends(key: str, value: object) -> tuple[Backend, ...]:
 
 def _parameters(key: str, name: object, value: object) -> Mapping[str, str]:
     if isinstance(value, Mapping):
-        given = cast("Mapping[object, object]", value)
-        if all(isinstance(each, str) for each in given) and all(
-            isinstance(each, (str, int, float)) for each in given.values()
+        parameters = cast("Mapping[object, object]", value)
+        if all(isinstance(entry, str) for entry in parameters) and all(
+            isinstance(entry, (str, int, float)) for entry in parameters.values()
         ):
-            return {str(each): str(value) for each, value in given.items()}
+            return {str(entry): str(value) for entry, value in parameters.items()}
     raise SettingsError(
         f"kv_connector_extra_config[{key!r}] has {value!r} for {name!r}; it must map names to "
         f"texts or numbers"

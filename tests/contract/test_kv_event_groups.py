@@ -49,7 +49,7 @@ def group(event):
 
 
 def first_batch(hub):
-    return decoded(follow_frames(hub.join(lambda: None).take()).batches[0])
+    return decoded(follow_frames(hub.join(lambda: None).next_frame()).batches[0])
 
 
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)

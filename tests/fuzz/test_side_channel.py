@@ -86,7 +86,7 @@ class Engine:
         self.runner = Runner("fuzzed", control, self.link, self._after_turn)
 
     def _after_turn(self, control):
-        for name, by in control.counters.take().counters.items():
+        for name, by in control.counters.take_report().counters.items():
             self.counters[name] = self.counters.get(name, 0) + by
         control.take_results(now=time.monotonic())
 

@@ -148,11 +148,11 @@ def swap_heads_and_tokens_here(patch):
 
 
 def take_the_next_block(patch):
-    held = transfer_plan._BlockGeometry.held
+    block_ids = transfer_plan._BlockGeometry.block_ids
     patch.setattr(
         transfer_plan._BlockGeometry,
-        "held",
-        lambda self, token_range, blocks: held(self, token_range, blocks) % (self.blocks - 1) + (self.whose != "our"),
+        "block_ids",
+        lambda self, tokens, blocks: block_ids(self, tokens, blocks) % (self.blocks - 1) + (self.whose != "our"),
     )
 
 

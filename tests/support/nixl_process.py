@@ -251,7 +251,7 @@ class Engine:
                 self.tell([ended])
 
     def tell_news(self, control):
-        control.counters.take()
+        control.counters.take_report()
         self.tell(control.take_results(now=time.monotonic()))
 
     def tell(self, news):

@@ -32,7 +32,7 @@ def do_not_wait_for_the_old_attempts_flights(patch):
     def hasty(self, writing, now):
         source = self._sources.get(writing.order.request)
         if source is not None and writing.attempt != source.attempt:
-            writing.attempt, writing.sent = source.attempt, 0
+            writing.attempt, writing.posted = source.attempt, 0
         pump(self, writing, now)
 
     patch.setattr(PushWriter, "_write_computed", hasty)

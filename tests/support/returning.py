@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted, Question
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixLookup, Question
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
 from pdrelay_connector.core.control import ControlPlane
 from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
@@ -150,7 +150,7 @@ class CachingEngine(Engine):
             case LeaseEnded(lease) if lease in self.pinned:
                 self.freed.append(news)
                 del self.pinned[lease]
-            case PrefixWanted():
+            case PrefixLookup():
                 self.wanted.append(news)
             case SearchEnded(request, found):
                 assert request not in self.found, "a search ended twice"

@@ -431,7 +431,8 @@ class ScheduledEngine:
 
     def check(self):
         """Each block has exactly the owners that know of it, and what they have put there."""
-        held = {name: [block.block_id for block in lease.blocks] for name, lease in self.prefills._held._held.items()}
+        leases = self.prefills._held_blocks._leases
+        held = {name: [block.block_id for block in lease.blocks] for name, lease in leases.items()}
         quarantined = {
             name: [block.block_id for block in each.blocks] for name, each in self.decodes._quarantined.items()
         }
@@ -464,7 +465,7 @@ class ScheduledEngine:
         assert not self.scheduler.requests
         assert self.pool.get_num_free_blocks() == BLOCKS - 1, f"{self.name} lost blocks"
         control, writer = self.control, self.writer
-        assert (list(self.prefills._held._held), list(self.leases._leases)) == ([], [])
+        assert (list(self.prefills._held_blocks._leases), list(self.leases._leases)) == ([], [])
         renewed = control.lease_renewer._leases_by_engine
         assert renewed == {}, f"{self.name} still renews {renewed}"
         assert (self.decodes._remote_prefills, self.decodes._quarantined) == ({}, {})

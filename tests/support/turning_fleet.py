@@ -362,7 +362,8 @@ class TurningFleet(Turns):
         """
         engine = place.engine
         for _ in range(2):
-            assert not (held := list(engine.prefills._held._held)), f"{engine.name} is shown as empty, and lends {held}"
+            held = list(engine.prefills._held_blocks._leases)
+            assert not held, f"{engine.name} is shown as empty, and lends {held}"
             assert engine.turn(self.now) == [], f"{engine.name} is shown as empty, and answers"
         assert not (known := list(engine.writer._sources)), f"{engine.name} is shown as empty, and writes {known}"
         assert not [leg for _, leg in self.legs.values() if leg.engine is engine]
@@ -387,5 +388,6 @@ class TurningFleet(Turns):
     def has_mixed_leases(self):
         """Whether one engine lends to be read, and pushes, at the same time."""
         return any(
-            {name.startswith("t") for name in engine.prefills._held._held} == {True, False} for engine in self.living
+            {name.startswith("t") for name in engine.prefills._held_blocks._leases} == {True, False}
+            for engine in self.living
         )

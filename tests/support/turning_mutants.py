@@ -52,8 +52,8 @@ def count_no_pushed_lease(patch):
     """Show an engine as empty that still pushes."""
 
     def gauges(self):
-        pulled = [name for name in self._held._held if name not in self._push_progress]
-        return {"leases_held": float(len(pulled)), "blocks_held": float(self._held.blocks)}
+        pulled = [name for name in self._held_blocks._leases if name not in self._push_progress]
+        return {"leases_held": float(len(pulled)), "blocks_held": float(self._held_blocks.blocks)}
 
     patch.setattr(PrefillRequests, "gauges", property(gauges))
 

@@ -4,10 +4,9 @@ import ipaddress
 
 
 def plain_ip(text: str) -> str:
-    """Return an IP address in one spelling: IPv4 inside IPv6 (``::ffff:1.2.3.4``) is IPv4, without
-    a zone.
+    """Return an IP address in one form: IPv4-mapped IPv6 (RFC 4291) as IPv4, without a zone.
 
-    What is no IP address is returned as it is.
+    Other text is returned unchanged.
     """
     try:
         ip = ipaddress.ip_address(text.partition("%")[0])
@@ -26,9 +25,7 @@ def is_loopback(ip: str) -> bool:
 
 
 def is_own_host(host: str) -> bool:
-    """Whether a host stands for the machine itself: ``localhost``, a loopback address, or all
-    addresses.
-    """
+    """Whether a host is this machine: ``localhost``, a loopback address, or all addresses."""
     name = host.lower().rstrip(".")
     if name in {"localhost", "localhost.localdomain"} or name.endswith(".localhost"):
         return True

@@ -1,9 +1,8 @@
-"""Which bytes of a checkpoint tell it from another one of the same architecture: few, and the same
-on every engine.
+"""Identifies a checkpoint by a few of its bytes, which are the same on every engine.
 
 Two fine-tunes of one architecture have equal headers and equal file sizes, so some bytes of their
-tensors are read. The choice depends on the tensors alone, and not on the files they lie in: a copy
-that was divided into other files is the same checkpoint.
+tensors are read. The choice depends on the tensors alone, not on their files: a copy that is
+divided into other files is the same checkpoint.
 """
 
 import enum
@@ -23,7 +22,7 @@ SLICE: Final = 4096  # bytes
 MOST_OF_TENSOR: Final = 8  # slices of one tensor, if there are few tensors
 MOST_HEADER: Final = 100_000_000  # bytes of a safetensors header, as its library has it
 LENGTH_BYTES: Final = 8  # before the header: its length, little-endian
-# Of a configuration: what does not decide the KV, or is compared by itself.
+# Keys of a configuration that do not affect the KV, or are compared separately.
 _OTHER_KEYS: Final = frozenset(
     {
         "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id",
@@ -45,7 +44,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Tensor(NamedTuple):
-    """One tensor of a checkpoint: what it is, and where its bytes are."""
+    """One tensor of a checkpoint, and the place of its bytes."""
 
     name: str
     dtype: str
@@ -68,8 +67,9 @@ class Slice(NamedTuple):
 
 
 def header_length(first: bytes) -> int:
-    """Return the bytes of a safetensors header; raises
-    :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`.
+    """Return the length of a safetensors header, from the file's first bytes.
+
+    Raises :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`.
     """
     length = int.from_bytes(first, "little")
     if len(first) < LENGTH_BYTES or not 0 < length <= MOST_HEADER:
@@ -82,31 +82,34 @@ def read_header(header: bytes, file: int) -> list[Tensor]:
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop(_METADATA, None)
-        found = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
+        tensors = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
     except ValueError as exc:  # of which msgspec's own errors, and text that is not UTF-8
         raise UnreadableCheckpoint(f"its safetensors header is not valid: {exc}") from exc
     begin = LENGTH_BYTES + len(header)
     return [
         Tensor(
-            name, each.dtype, each.shape, file, begin + each.data_offsets[0], max(0, stop - start)
+            name,
+            entry.dtype,
+            entry.shape,
+            file,
+            begin + entry.data_offsets[0],
+            max(0, stop - start),
         )
-        for name, each in found.items()
-        for start, stop in (each.data_offsets,)
+        for name, entry in tensors.items()
+        for start, stop in (entry.data_offsets,)
     ]
 
 
 def choose_slices(tensors: Sequence[Tensor]) -> list[Slice]:
-    """Choose slices of every tensor; of a checkpoint with very many, the same number of tensors of
-    each kind.
+    """Choose slices of every tensor, or of as many tensors of each kind if there are too many.
 
-    Tensors are of one kind if their names differ in numbers only: layers, and experts, which are
-    most of some models.
+    Tensors are of one kind if their names differ in numbers only (of layers and experts).
     """
     chosen = sorted(tensors)
     if len(chosen) > MOST_SLICES:
         chosen = _of_each_kind(chosen)
-    each = max(1, min(MOST_OF_TENSOR, MOST_SLICES // max(1, len(chosen))))
-    return [piece for tensor in chosen for piece in _slices_of(tensor, each)]
+    slices_each = max(1, min(MOST_OF_TENSOR, MOST_SLICES // max(1, len(chosen))))
+    return [piece for tensor in chosen for piece in _slices_of(tensor, slices_each)]
 
 
 def _of_each_kind(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -114,18 +117,16 @@ def _of_each_kind(tensors: Sequence[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         kinds.setdefault(re.sub(r"\d+", "#", tensor.name), []).append(tensor)
     chosen: list[Tensor] = []
-    left = MOST_SLICES
+    rest = MOST_SLICES
     for number, kind in enumerate(sorted(kinds.values(), key=len)):
-        count = min(len(kind), left // (len(kinds) - number))
+        count = min(len(kind), rest // (len(kinds) - number))
         chosen += [kind[place * len(kind) // count] for place in range(count)]
-        left -= count
+        rest -= count
     return chosen
 
 
 def _slices_of(tensor: Tensor, count: int) -> list[Slice]:
-    """Divide a tensor into ``count`` parts, and take a slice of each from a place that its name
-    decides.
-    """
+    """Return one slice of each of ``count`` equal parts; the tensor's name decides the places."""
     if tensor.length <= count * SLICE:
         return [Slice(f"{tensor.name}@0", tensor.file, tensor.start, tensor.length)]
     part = tensor.length // count
@@ -142,10 +143,9 @@ def _slices_of(tensor: Tensor, count: int) -> list[Slice]:
 
 
 def spread_slices(sizes: Sequence[int], *, head: int = 1 << 16, tail: int = 1 << 20) -> list[Slice]:
-    """Choose slices of files whose tensors are not known: their ends, and places in between at
-    equal distances.
+    """Choose slices of files with unknown tensors: both ends, and places at equal distances.
 
-    The end of a file that torch has written is a directory with a CRC-32 of every tensor.
+    A file of torch.save ends with a zip directory, which has a CRC-32 of every tensor.
     """
     count = max(1, MOST_SLICES // max(1, len(sizes)))
     slices: list[Slice] = []
@@ -162,7 +162,7 @@ def spread_slices(sizes: Sequence[int], *, head: int = 1 << 16, tail: int = 1 <<
 
 
 def digest_of(description: object, pieces: Sequence[tuple[str, bytes]]) -> str:
-    """Return a digest of what a checkpoint says of itself and of the slices that were read."""
+    """Return a digest of a checkpoint's description and of its slices."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(msgspec.msgpack.encode(description))
     for key, content in pieces:
@@ -171,26 +171,22 @@ def digest_of(description: object, pieces: Sequence[tuple[str, bytes]]) -> str:
 
 
 def digest_config(config: Mapping[str, Any]) -> str:
-    """Return a digest of what decides KV in a model's configuration, as its config.json or
-    transformers has it.
-    """
+    """Return a digest of the parts of a model's configuration that affect its KV."""
     return digest_of(_plain(config), ())
 
 
 def _plain(value: object) -> object:
-    """Return a value in types that MessagePack knows, without names of places and without what does
-    not decide KV.
-    """
+    """Return a value in MessagePack's types, without paths, and without keys that do not matter."""
     if isinstance(value, Mapping):
-        items = {str(key): each for key, each in cast("Mapping[object, Any]", value).items()}
-        kept = {
-            key: each
-            for key, each in items.items()
+        items = {str(key): item for key, item in cast("Mapping[object, Any]", value).items()}
+        decisive = {
+            key: item
+            for key, item in items.items()
             if not key.startswith("_") and key not in _OTHER_KEYS
         }
-        return [(key, _plain(kept[key])) for key in sorted(kept)]
+        return [(key, _plain(decisive[key])) for key in sorted(decisive)]
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in cast("Sequence[Any]", value)]
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, cast("set[object]", value)))
     if isinstance(value, enum.Enum):

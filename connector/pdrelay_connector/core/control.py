@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeAlias
 
-from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixLookup
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import ConnId, RequestId
@@ -46,7 +46,7 @@ ControlResult: TypeAlias = (
     | HandshakeEnded
     | PeerLost
     | SearchEnded
-    | PrefixWanted
+    | PrefixLookup
     | NumbersDue
     | FellAsleep
 )
@@ -82,10 +82,10 @@ class ControlPlane:
         has_numbers: Callable[[], bool] = lambda: False,
         close_all: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``takes_reads``: although this engine pushes, others may read what it keeps.
+        """``takes_reads``: other engines may read this one's blocks, although it pushes.
 
-        ``has_numbers`` tells whether something was counted that a step of the engine has not
-        collected. ``close_all`` closes all connections and refuses others, for a reason.
+        ``has_numbers``: whether there are counts that no step of the engine has collected yet.
+        ``close_all`` closes all connections, and refuses new ones, for a reason.
         """
         self._sleep = Sleep()
         self._close_all = close_all
@@ -122,14 +122,14 @@ class ControlPlane:
 
     @property
     def prefix_finder(self) -> PrefixFinder:
-        """Of an engine that asks others for what they have cached."""
+        """The finder of an engine that reads KV from others' prefix caches."""
         if self._prefix_finder is None:
             raise RuntimeError("this engine asks no other for cached blocks")
         return self._prefix_finder
 
     @property
     def prefix_lender(self) -> PrefixLender:
-        """Of an engine that lends what it has cached."""
+        """The lender of an engine that lends blocks of its prefix cache."""
         if self._prefix_lender is None:
             raise RuntimeError("this engine lends no cached blocks")
         return self._prefix_lender
@@ -147,7 +147,7 @@ class ControlPlane:
             self._push_coordinator.granted(request, now=now)
 
     def abandon(self, request: RequestId) -> None:
-        """End a lease whose blocks nobody will come for."""
+        """End a lease whose blocks no engine will read."""
         self.lease_manager.drop((request,))
 
     def revoke(self, candidates: Sequence[RevocableLease], blocks: int, *, now: float) -> None:
@@ -258,10 +258,9 @@ class ControlPlane:
         return min((due for due in dues if due is not None), default=None)
 
     def take_results(self, *, now: float) -> list[ControlResult]:
-        """Return what has ended: leases of this engine and of others, handshakes, searches, and
-        loads in push.
+        """Return the results: ended leases, handshakes, searches, and loads in push.
 
-        And that numbers are due, which an engine without work would keep until its next request.
+        Also a NumbersDue, because an idle engine would report its counts with its next request.
         """
         released = self.lease_manager.take_released()
         if self._push_coordinator is not None:
@@ -270,29 +269,27 @@ class ControlPlane:
             self._staging_coordinator.released(released)
         results = self._push_receiver.take_results() if self._push_receiver is not None else ()
         searches = self._prefix_finder.take_ended() if self._prefix_finder is not None else ()
-        wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
+        lookups = self._prefix_lender.take_lookups() if self._prefix_lender is not None else ()
         renewer = self.lease_renewer
         numbers = [NumbersDue()] * self._are_numbers_due
         self._are_numbers_due = False
         asleep = self._fell_asleep
         self._fell_asleep = []
-        # who is met and lost in one turn is lost
-        met = [*renewer.take_handshakes(), *renewer.take_lost_peers()]
+        # a peer that is met and lost in one iteration ends as lost
+        peer_changes = [*renewer.take_handshakes(), *renewer.take_lost_peers()]
         return [
             *released,
-            *met,
+            *peer_changes,
             *renewer.take_lost(),
             *results,
             *searches,
-            *wanted,
+            *lookups,
             *numbers,
             *asleep,
         ]
 
     def _publish(self, now: float) -> float | None:
-        """Have the engine step for numbers that have waited long enough; return when to look
-        again.
-        """
+        """Note if counts have waited long enough for a step; return when to check again."""
         if not self._has_numbers():
             self._publish_at = None
         elif self._publish_at is None:
@@ -327,9 +324,9 @@ class ControlPlane:
         """Handle a message of an engine with ``return_kv``, whether this one has it or not."""
         if isinstance(message, Reachable):
             if self._prefix_finder is not None:
-                self._prefix_finder.met(conn, message)
+                self._prefix_finder.learn_address(conn, message)
         elif self._prefix_lender is not None:
-            self._prefix_lender.asked(conn, message)
+            self._prefix_lender.receive_question(conn, message)
         else:
             self.counters.count("unknown_transfer_messages")  # we have not said that we lend
 

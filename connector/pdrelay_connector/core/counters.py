@@ -1,6 +1,4 @@
-"""The connector's counters, gauges and transfer samples, which reach vLLM's stats and
-Prometheus.
-"""
+"""The connector's counters, gauges and transfer samples, for vLLM's stats and Prometheus."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,9 +21,7 @@ class TransferSample(msgspec.Struct, frozen=True):
 
 
 class StatsReport(msgspec.Struct):
-    """What has happened since the last report, the current gauges, and engines that were found to
-    differ.
-    """
+    """Counts since the last report, present gauges, and engines found compatible or not."""
 
     counters: dict[str, int] = {}
     gauges: dict[str, float] = {}
@@ -40,10 +36,10 @@ class StatsReport(msgspec.Struct):
     failures: dict[str, str] = {}
 
     def __bool__(self) -> bool:
-        kept = (
+        lasting = (
             self.counters or self.gauges or self.transfers or self.incompatible or self.compatible
         )
-        return bool(kept or self.events or self.peer_loads)  # failures come with their loads
+        return bool(lasting or self.events or self.peer_loads)  # failures come with their loads
 
 
 @dataclass(slots=True)
@@ -66,10 +62,9 @@ class Counters:
             self._counts[name] += by
 
     def count_load(self, name: str, engine: str, *, cause: str = "") -> None:
-        """Count how a load has ended, also by its prefill engine: a router keeps two apart that
-        cannot meet.
+        """Count the end of a load, also by its prefill engine, so that routers avoid bad pairs.
 
-        ``cause``: why the two engines have not met, one of :data:`CAUSES`.
+        ``cause``: why the two engines are not connected, one of :data:`CAUSES`.
         """
         outcome = LOAD_OUTCOMES.get(name)
         if outcome is not None:
@@ -100,7 +95,7 @@ class Counters:
         """Whether something was counted or noted since the last ``take``."""
         return bool(self._counts or self._transfers or self._events or self._peer_loads)
 
-    def take(self) -> StatsReport:
+    def take_report(self) -> StatsReport:
         """Return what was counted and noted since the last call, and start again at zero."""
         report = StatsReport(
             counters=dict(self._counts),
@@ -124,19 +119,21 @@ class ForwardingCounters(Counters):
     the last step for a while: what is counted after that step would wait for the next request.
     """
 
-    def __init__(self, tell: Callable[[StatsReport], None], *, keeps_events: bool = False) -> None:
+    def __init__(
+        self, forward: Callable[[StatsReport], None], *, keeps_events: bool = False
+    ) -> None:
         super().__init__(keeps_events)
-        self._tell = tell
+        self._forward = forward
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
         super().count(name, by)
-        self._tell(self.take())
+        self._forward(self.take_report())
 
     def observe(self, sample: TransferSample) -> None:
         """Record one finished transfer."""
         super().observe(sample)
-        self._tell(self.take())
+        self._forward(self.take_report())
 
     def note(
         self, request: str, step: TimelineStep, at: float, count: int = 0, *, note: str = ""
@@ -144,7 +141,7 @@ class ForwardingCounters(Counters):
         """Note an event."""
         if self.keeps_events:
             super().note(request, step, at, count, note=note)
-            self._tell(self.take())
+            self._forward(self.take_report())
 
 
 LOADED: Final = "loaded"

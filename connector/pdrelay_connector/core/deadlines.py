@@ -1,4 +1,4 @@
-"""Deadlines of many things: which is next, and which have passed, without a look at all of them.
+"""Deadlines by key: the next one, and those that have passed, without a scan of all.
 
 A heap holds one entry for each deadline that was ever the earliest known of its key. A later
 deadline of the same key only changes the index; its entry moves when it comes to the top. Every
@@ -75,9 +75,7 @@ class Deadlines(Generic[KeyT]):
                 heapq.heapreplace(self._heap, (due, next(self._numbers), key))
 
     def _compact(self) -> None:
-        """Drop stale entries when they are twice as many as the true ones: the heap stays as small
-        as its keys.
-        """
+        """Drop stale entries once they are twice as many as the keys: the heap stays small."""
         if len(self._heap) > 3 * len(self._due) + FEW:
             self._heap = [(at, number, key) for number, (key, at) in enumerate(self._due.items())]
             heapq.heapify(self._heap)

@@ -165,9 +165,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a peer must know to reach one rank's memory: its cache, or the host memory it is staged
-    through.
-    """
+    """Describes one rank's memory to peers: its cache, or the host memory it is staged through."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]  # of its engine: tensor parallel size
@@ -248,7 +246,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class Objection(msgspec.Struct, frozen=True, tag="objection"):
-    """D has met P, and will load no KV of it as long as both run."""
+    """D is connected to P, and will not load any KV of it while both run."""
 
     reason: Reason
 
@@ -273,17 +271,13 @@ class LeasesLost(msgspec.Struct, frozen=True, tag="leases_lost"):
 
 
 class ReadsStarted(msgspec.Struct, frozen=True, tag="reads_started"):
-    """D's workers read the blocks of these requests from now on; P revokes other leases first for a
-    while.
-    """
+    """D's workers read these requests' blocks now; for a while P revokes other leases first."""
 
     requests: RequestNames
 
 
 class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
-    """Worker ``rank`` of D's ``ranks`` workers has read what it needs of a request; ``reader`` is
-    D's own id of it.
-    """
+    """Worker ``rank`` of D's ``ranks`` has read its part; ``reader``: D's id of the request."""
 
     request: RequestName
     reader: RequestName
@@ -292,9 +286,7 @@ class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
 
 
 class BlockSum(msgspec.Struct, frozen=True, array_like=True):
-    """The CRC-32 of a block's bytes of the prompt's tokens from ``start`` to ``stop``, in one KV
-    cache group.
-    """
+    """The CRC-32 of a block's bytes for the tokens from ``start`` to ``stop``, in one group."""
 
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
@@ -314,8 +306,7 @@ class RankSums(msgspec.Struct, frozen=True):
 
 
 class FenceResult(msgspec.Struct, frozen=True, tag="fence_result"):
-    """Whether P still held the lease when the ReadDone of ``reader`` arrived: only then the bytes
-    are valid.
+    """Whether P still held the lease when ``reader``'s ReadDone came: only then the KV is valid.
 
     ``sums`` are those of the worker with the reader's number, if P has sampled the request.
     """
@@ -333,18 +324,17 @@ class DropLeases(msgspec.Struct, frozen=True, tag="drop_leases"):
 
 
 class Reachable(msgspec.Struct, frozen=True, tag="reachable"):
-    """D's side channel: P may ask there for what D has in its prefix cache."""
+    """The address of D's side channel, where P may ask for blocks of D's prefix cache."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(gt=0, lt=65536)]
 
 
 class FindPrefix(msgspec.Struct, frozen=True, tag="find_prefix"):
-    """Lease the blocks of your prefix cache that begin this prompt; ``request`` is the sender's own
-    id of it.
+    """Lease the cached blocks that begin this prompt; ``request``: the sender's id of it.
 
-    ``tokens`` are ids of 4 bytes each, little-endian. The prompt has nothing beside its tokens and
-    its cache ``salt`` that decides its KV: no images, no adapter.
+    ``tokens`` are ids of 4 bytes each, little-endian. Only the tokens and the cache ``salt`` decide
+    the KV of the prompt: it has no images and no adapter.
     """
 
     request: RequestName
@@ -353,9 +343,7 @@ class FindPrefix(msgspec.Struct, frozen=True, tag="find_prefix"):
 
 
 class PrefixFound(msgspec.Struct, frozen=True, tag="prefix_found"):
-    """The first ``blocks`` of the prompt are leased to the sender of FindPrefix by the name
-    ``lease``; or none are.
-    """
+    """The first ``blocks`` of the prompt are leased as ``lease``; without blocks nothing is."""
 
     request: RequestName
     lease: RequestName = RequestId("")
@@ -386,8 +374,7 @@ class LentBlocks(msgspec.Struct, frozen=True):
 
 
 class RegisterPush(msgspec.Struct, frozen=True, tag="register_push"):
-    """D lends blocks of each KV cache group for the KV of a transfer, until P sends PushDone or
-    PushStopped.
+    """D lends blocks of each group for a transfer, until P sends PushDone or PushStopped.
 
     ``reader`` is D's own id of the request. ``prompt`` is the prompt's digest and must equal P's;
     None only where the prompt has no token ids.
@@ -412,9 +399,7 @@ class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
 
 
 class CancelPushes(msgspec.Struct, frozen=True, tag="cancel_pushes"):
-    """D aborts the pushes for these readers, or asks for those of a connection that ended: each
-    gets PushStopped.
-    """
+    """D aborts these pushes, or asks about those of an ended connection; each gets PushStopped."""
 
     readers: RequestNames
 
@@ -438,8 +423,7 @@ class PushStalled(msgspec.Struct, frozen=True, tag="push_stalled"):
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello"):
-    """A worker of this engine can write or stage; with ``receives_pushes``, it copies pushed KV
-    into its cache.
+    """A worker of this engine can write or stage (or, with ``receives_pushes``, copy pushed KV in).
 
     ``token`` proves that it is this engine's worker.
     """
@@ -465,9 +449,7 @@ class StartPush(msgspec.Struct, frozen=True, tag="start_push"):
 
 
 class StopPush(msgspec.Struct, frozen=True, tag="stop_push"):
-    """Write no more for this reader; the worker answers with PushAborted when nothing of it is in
-    flight.
-    """
+    """Write no more for this reader; the worker sends PushAborted when no write is in flight."""
 
     peer: ConnId
     reader: RequestName
@@ -516,8 +498,7 @@ PartNumber: TypeAlias = Annotated[PartId, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class StagePart(msgspec.Struct, frozen=True, tag="stage_part"):
-    """One of D's ``ranks`` ranks is ready to read the next ``part`` of a request: ``groups`` are
-    P's blocks of it.
+    """One of D's ``ranks`` is ready to read the next ``part``: ``groups`` are P's blocks of it.
 
     The rank has read all earlier parts. ``reader`` is D's own id; all ranks ask for the same blocks
     and read the same slots.
@@ -532,9 +513,7 @@ class StagePart(msgspec.Struct, frozen=True, tag="stage_part"):
 
 
 class PartStaged(msgspec.Struct, frozen=True, tag="part_staged"):
-    """The part is in these slots on every rank of P, until every rank of the reader goes on or the
-    lease ends.
-    """
+    """The part is in these slots of every rank of P, until D's ranks go on or the lease ends."""
 
     reader: RequestName
     part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
@@ -550,9 +529,7 @@ class PartRefused(msgspec.Struct, frozen=True, tag="part_refused"):
 
 
 class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
-    """Copy these blocks of each KV cache group into these slots of host memory; answered by
-    CopyEnded.
-    """
+    """Copy blocks of each group into slots of host memory; answered by CopyEnded."""
 
     number: PartNumber
     blocks: PartBlocks
@@ -560,9 +537,7 @@ class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
 
 
 class CopyIn(msgspec.Struct, frozen=True, tag="copy_in"):
-    """Copy these slots of host memory into these blocks of each KV cache group; answered by
-    CopyEnded.
-    """
+    """Copy slots of host memory into blocks of each group; answered by CopyEnded."""
 
     number: PartNumber
     slots: PartBlocks
@@ -577,9 +552,7 @@ class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
 
 
 class Examination(msgspec.Struct, frozen=True, tag="examination"):
-    """What the two ends of ``pdrelay doctor`` tell each other (``doctor/examination.py``); engines
-    ignore it.
-    """
+    """A message of ``pdrelay doctor`` (``doctor/examination.py``); engines ignore it."""
 
     content: Annotated[bytes, Meta(max_length=MAX_EXAMINATION)]
 

@@ -61,12 +61,10 @@ class Link(Protocol):
     """Control connections to other engines."""
 
     def connect(self, peer: Address, engine: EngineId) -> ConnId:
-        """Start to connect to an engine; :class:`PeerConnected` or :class:`ConnectFailed`
-        follows.
-        """
+        """Begin to connect to an engine; PeerConnected or ConnectFailed follows."""
         ...
 
-    def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
+    def are_of_one_engine(self, first: ConnId, second: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, which we accepted.
 
         A closed connection counts until its :class:`ConnectionLost` has been handled: ``poll`` may
@@ -75,9 +73,7 @@ class Link(Protocol):
         ...
 
     def engine_of(self, conn: ConnId) -> EngineId | None:
-        """Return the engine that opened a connection, as its Hello proves; None if we opened it, or
-        it is forgotten.
-        """
+        """Return the engine that opened a connection, by its Hello; None: ours, or forgotten."""
         ...
 
     def send(self, conn: ConnId, message: Message) -> None:
@@ -89,9 +85,7 @@ class Link(Protocol):
         ...
 
     def close_all(self, why: str) -> None:
-        """Close every connection, also those that are being opened, and refuse others; no event
-        follows.
-        """
+        """Close every connection, also half-open ones, and refuse new ones; no event follows."""
         ...
 
 
@@ -122,9 +116,7 @@ class TransferAgent(Protocol):
     """Moves bytes between the memory of two engines, as NIXL's agent does. One thread owns it."""
 
     def attach(self, peer: RankInfo) -> str:
-        """Make a remote rank's memory reachable and return a handle for it; raises
-        ``TransferError``.
-        """
+        """Make a remote rank's memory reachable; return its handle. Raises ``TransferError``."""
         ...
 
     def detach(self, handle: str) -> None:
@@ -180,22 +172,17 @@ class CacheReader(Protocol):
 
     @property
     def shape(self) -> str:
-        """A digest of which bytes a block consists of, and of which rank: blocks of one shape are
-        compared.
-        """
+        """A digest of a block's bytes and rank: only blocks of equal shape are compared."""
         ...
 
     def block_size(self, group: int) -> int:
-        """Return the tokens of a block of a KV cache group, 1 for a state; 0 if this rank has no
-        layer of it.
-        """
+        """Return the tokens of a block of a group: 1 for a state; 0: no layer on this rank."""
         ...
 
     def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int | None:
-        """Return the CRC-32 of the block's tokens from ``start`` to ``stop``, rounded outwards to
-        the kernel's rows.
+        """Return the CRC-32 of a block's rows with the tokens from ``start`` to ``stop``.
 
-        None if the block cannot be read now: the device may lack memory for a copy.
+        None: the block cannot be read now, for example because the device lacks memory for a copy.
         """
         ...
 

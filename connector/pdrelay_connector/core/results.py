@@ -9,8 +9,9 @@ from pdrelay_connector.core.messages import RankSums
 
 
 class LoadChecks(NamedTuple):
-    """What each worker must compare before the blocks of a push are used; ``token_ranges`` name
-    ours as local.
+    """The checksums that each worker must compare before the blocks of a push are used.
+
+    ``token_ranges`` name our blocks as local.
     """
 
     engine: EngineId  # the prefill engine
@@ -38,9 +39,7 @@ class BlocksReleased(NamedTuple):
 
 
 class HandshakeEnded(NamedTuple):
-    """P has been met, or answers and has an ``objection`` (or we have), or does not answer
-    (``failure``).
-    """
+    """A handshake's end: P is connected, incompatible (``objection``), or silent (``failure``)."""
 
     engine: EngineId
     objection: str = ""
@@ -51,15 +50,13 @@ class HandshakeEnded(NamedTuple):
 
 
 class PeerLost(NamedTuple):
-    """The connection to P has ended: under the same id another process may answer next, or the same
-    one later.
-    """
+    """The connection to P has ended: another process may answer under its id, or P again."""
 
     engine: EngineId
 
 
 class PeerObjects(NamedTuple):
-    """A decode engine has met this one, and loads no KV of it."""
+    """A decode engine is connected to this one, but loads no KV of it."""
 
     engine: EngineId | None  # absent: its connection is gone
     reason: str
@@ -70,10 +67,9 @@ class NumbersDue(NamedTuple):
 
 
 class FellAsleep(NamedTuple):
-    """Nothing reads this engine's memory or writes into it: it may go away, and no peer is
-    connected.
+    """This engine's memory is not used any more, and may go away; no peer is connected.
 
-    Or something still does, says the ``failure``, and the engine stays awake.
+    With a ``failure`` it is still used, and the engine stays awake.
     """
 
     failure: str = ""

@@ -54,7 +54,7 @@ class ReturningWriter:
         (self._writer if self._writer.owns(event.conn) else self._reader).on(event, now=now)
 
     def advance(self, *, now: float) -> float | None:
-        """Let both look at NIXL and at the clock; return when to be called again at the latest."""
+        """Advance both; return when to be called again at the latest."""
         dues = (self._writer.advance(now=now), self._reader.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
 

@@ -13,9 +13,7 @@ EventT = TypeVar("EventT", bound=Enum)
 def transition(
     table: Mapping[StateT, Mapping[EventT, StateT]], state: StateT, event: EventT, who: str
 ) -> StateT:
-    """Return the state after an event; raises :exc:`~pdrelay_connector.errors.IllegalTransition`
-    naming ``who``.
-    """
+    """Return the next state; raises :exc:`~pdrelay_connector.errors.IllegalTransition`."""
     try:
         return table[state][event]
     except KeyError:

@@ -1,6 +1,4 @@
-"""What happened to one request in this engine, and when: for ``GET /v1/pdrelay/requests/NAME``
-(docs/why.md).
-"""
+"""The events of requests in this engine, for ``GET /v1/pdrelay/requests/NAME`` (docs/why.md)."""
 
 import re
 from collections import OrderedDict
@@ -54,8 +52,8 @@ class TimelineEvent(msgspec.Struct, frozen=True, array_like=True):
 def shifted(events: Iterable[TimelineEvent], by: float) -> list[TimelineEvent]:
     """Return the events on another clock, which shows ``by`` seconds more."""
     return [
-        TimelineEvent(each.request, each.step, each.at + by, each.count, each.note)
-        for each in events
+        TimelineEvent(event.request, event.step, event.at + by, event.count, event.note)
+        for event in events
     ]
 
 
@@ -68,33 +66,36 @@ class TimelineStore:
     def __init__(self, *, requests: int = 4096, events: int = 256) -> None:
         self._most = requests
         self._most_events = events
-        self._kept: OrderedDict[str, list[tuple[int, TimelineEvent]]] = OrderedDict()
+        self._events: OrderedDict[str, list[tuple[int, TimelineEvent]]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._events)
 
     def add(self, engine: int, events: Iterable[TimelineEvent]) -> None:
-        """Keep events of an engine, of which an API server may have several (``engine``: the data
-        parallel rank).
-        """
+        """Keep events of an engine: an API server may have several data-parallel ranks."""
         for event in events:
-            kept = self._kept.get(event.request)
-            if kept is None:
-                kept = self._kept[event.request] = []
-                if len(self._kept) > self._most:
-                    self._kept.popitem(last=False)
-            if len(kept) == self._most_events:  # of many parts those in the middle say least
-                del kept[self._most_events // 2]
-            kept.append((engine, event))
+            entries = self._events.get(event.request)
+            if entries is None:
+                entries = self._events[event.request] = []
+                if len(self._events) > self._most:
+                    self._events.popitem(last=False)
+            if len(entries) == self._most_events:  # of many parts those in the middle say least
+                del entries[self._most_events // 2]
+            entries.append((engine, event))
 
     def find(self, name: str) -> dict[str, list[tuple[int, TimelineEvent]]]:
-        """Return the events of requests with this name, in order, by the id that the engine gave
-        them.
+        """Return the events of requests with this name, in order, by the engine's ids.
 
-        vLLM puts a word before the ``X-Request-Id`` of a request, a number behind that of each
-        prompt, and eight random digits (``entrypoints/openai``, ``v1/engine/input_processor.py``).
-        In push the name may be a transfer's.
+        The engine's id is the ``X-Request-Id`` with a prefix, the number of the prompt, and eight
+        random digits (``entrypoints/openai`` and ``v1/engine/input_processor.py`` of vLLM). In push
+        the name may be a transfer's.
         """
         ends = re.compile(rf"(?:^|-){re.escape(name)}(?:-\d+)?(?:-[0-9a-f]{{8}})?$")
-        found = {key: kept for key, kept in self._kept.items() if name in key and ends.search(key)}
-        return {key: sorted(kept, key=lambda each: each[1].at) for key, kept in found.items()}
+        matches = {
+            key: entries
+            for key, entries in self._events.items()
+            if name in key and ends.search(key)
+        }
+        return {
+            key: sorted(entries, key=lambda entry: entry[1].at) for key, entries in matches.items()
+        }

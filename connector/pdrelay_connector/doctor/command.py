@@ -1,6 +1,4 @@
-"""The command line of ``pdrelay doctor``: 0 all is well, 1 there are findings, 2 it could not
-run.
-"""
+"""The command line of ``pdrelay doctor``: returns 0 (no findings), 1 (findings) or 2 (an error)."""
 
 import argparse
 import json
@@ -239,9 +237,9 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
         shown.append(text.pair_text(facts))
         findings += diagnose(facts)
     if args.engine:
-        looks = [engines.look_at(*_engine(each), settings) for each in args.engine]
-        report["engines"] = [each for each, _ in looks]
-        shown += [text.engine_text(each) for each, _ in looks]
+        looks = [engines.look_at(*_engine(flag), settings) for flag in args.engine]
+        report["engines"] = [facts for facts, _ in looks]
+        shown += [text.engine_text(facts) for facts, _ in looks]
         findings += engines.diagnose_engines(looks)
     if args.router:
         times = router.read_router(args.router, lease=args.lease_seconds)
@@ -308,9 +306,7 @@ def _shape(args: argparse.Namespace) -> ModelShape | None:
 
 
 def _fingerprint(args: argparse.Namespace, shape: ModelShape | None) -> Fingerprint | None:
-    """Return what an engine with these flags would state, as far as a config.json says it; None
-    without a model.
-    """
+    """Return the fingerprint of an engine with these flags, by its config.json, if given."""
     from pdrelay_connector.doctor.machine import package_version  # noqa: PLC0415 (as above)
 
     if shape is None:
@@ -339,9 +335,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _weights(path: Path) -> str:
-    """Return the digest that an engine with these weights states; nothing, if the folder has
-    none.
-    """
+    """Return the digest of the weights as an engine states it; empty: the folder has none."""
     files = weight_files(path, WEIGHT_PATTERNS) if path.is_dir() else []
     try:
         return digest_weights(files) if files else ""

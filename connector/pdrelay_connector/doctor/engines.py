@@ -1,6 +1,4 @@
-"""Running engines: how far a peer that knows the secret comes at their side channels, without
-touching KV.
-"""
+"""Examines running engines: connects to their side channels as a peer would, without moving KV."""
 
 import uuid
 from collections.abc import Sequence
@@ -78,31 +76,31 @@ def look_at(
 
 
 def diagnose_engines(looks: Sequence[tuple[EngineFacts, Welcome | None]]) -> list[Finding]:
-    """Name what keeps each engine from being met, and what keeps two of them from each other."""
-    found = [refusal(facts.failure) for facts, _ in looks if facts.failure]
-    met = [(facts, welcome) for facts, welcome in looks if welcome is not None]
-    for (one, ours), (other, theirs) in pairwise(met):
+    """Return findings that keep peers from an engine, or two engines from each other."""
+    findings = [refusal(facts.failure) for facts, _ in looks if facts.failure]
+    reached = [(facts, welcome) for facts, welcome in looks if welcome is not None]
+    for (engine, ours), (other_engine, theirs) in pairwise(reached):
         if reason := mismatch(ours.fingerprint, theirs.fingerprint) or _difference(
             ours.ranks, theirs.ranks
         ):
-            found.append(
+            findings.append(
                 Finding(
                     "fingerprint",
-                    f"the engines at {other.address} and {one.address} refuse each other: of "
-                    f"{other.address}, {reason}",
+                    f"the engines at {other_engine.address} and {engine.address} refuse each other: of "
+                    f"{other_engine.address}, {reason}",
                     "start both with the same vLLM, model, revision, types and connector mode",
                 )
             )
-    return found
+    return findings
 
 
 def _difference(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> str | None:
     """Return why caches of these shapes do not fit together."""
     try:
         check_layers(ours, theirs)
-        for one in ours:
-            for other in theirs:
-                check_shapes(one, other)
+        for our_rank in ours:
+            for their_rank in theirs:
+                check_shapes(our_rank, their_rank)
     except IncompatiblePeer as exc:
         return str(exc)
     return None

@@ -23,11 +23,9 @@ MOST_VARIABLES: Final = 64
 
 
 def read_machine(address: str, environment: Mapping[str, str]) -> EndFacts:
-    """Return what can be known before NIXL is loaded; ``address``: ours on the way to the other
-    end.
-    """
+    """Return the facts known before NIXL is loaded; ``address``: ours, to the other end."""
     interface = next(
-        (name for name, found in interfaces().items() if plain_ip(address) in found), ""
+        (name for name, addresses in interfaces().items() if plain_ip(address) in addresses), ""
     )
     stats = psutil.net_if_stats().get(interface)
     return EndFacts(
@@ -63,14 +61,14 @@ def ucx_version() -> str:
 
 
 def _variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what changes UCX and NIXL; what the doctor itself sets is left out."""
+    """Return the variables of UCX and NIXL, without those that the doctor itself sets."""
     ours = ("UCX_PROTO_INFO", "UCX_LOG_FILE")
-    found = sorted(
+    variables = sorted(
         f"{name}={value}"
         for name, value in environment.items()
         if name.startswith(("UCX_", "NIXL_")) and name not in ours
     )
-    return tuple(each[:255] for each in found[:MOST_VARIABLES])
+    return tuple(variable[:255] for variable in variables[:MOST_VARIABLES])
 
 
 def package_version(package: str) -> str:

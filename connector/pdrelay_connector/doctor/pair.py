@@ -35,7 +35,7 @@ NO_MODEL: Final = Fingerprint("", "", "", 0, 0, 0, "", "")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one end was asked to do."""
+    """The order to one end."""
 
     settings: Settings
     address: Address  # to listen at, or to dial
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """What the dialling end was asked beside that."""
+    """The further order to the dialling end."""
 
     block_bytes: int
     seconds: float
@@ -141,9 +141,7 @@ def examine(request: Request, order: Examine) -> PairFacts:
 
 
 def check_open(host: str, secrets: tuple[bytes, ...], settings: Settings) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.SettingsError` if other machines may reach this end
-    without a secret.
-    """
+    """Raise :exc:`~pdrelay_connector.errors.SettingsError`: reachable without a secret."""
     if secrets or settings.tls_ca or is_loopback(own_address(host, 1)):
         return
     raise SettingsError(

@@ -1,6 +1,4 @@
-"""What a running router has measured of its hand-overs: ``pdrelay_handoff_gap_seconds`` at
-``/metrics``.
-"""
+"""Reads a router's hand-over times: the histogram ``pdrelay_handoff_gap_seconds``."""
 
 import re
 import threading
@@ -21,9 +19,9 @@ _BOUND: Final = re.compile(r'[{,]le="([^"]*)"')
 
 
 def read_router(url: str, *, lease: float, timeout: float = TIMEOUT) -> RouterTimes:
-    """Ask a router; raises :exc:`~pdrelay_connector.errors.Unreachable`.
+    """Read a router's metrics; raises :exc:`~pdrelay_connector.errors.Unreachable`.
 
-    No endpoint of it shows its settings.
+    ``lease``: of the engines, because no endpoint of the router shows it.
     """
     if not url.startswith(("http://", "https://")):
         raise Unreachable(f"--router is {url!r}; it must be a URL such as http://router:8000")
@@ -34,16 +32,14 @@ def read_router(url: str, *, lease: float, timeout: float = TIMEOUT) -> RouterTi
 
 
 def _fetch(address: str, url: str, timeout: float) -> str:
-    """Read a whole answer in a thread, which dies with this process: urllib's time limit is one for
-    each read.
-    """
-    found = list[bytes]()
+    """Read a whole answer in a daemon thread: urllib's timeout only limits each single read."""
+    contents = list[bytes]()
     failed = list[Exception]()
 
     def fetch() -> None:
         try:
             with urllib.request.urlopen(address, timeout=timeout) as answer:
-                found.append(answer.read(MOST_BYTES + 1))
+                contents.append(answer.read(MOST_BYTES + 1))
         except (OSError, ValueError, HTTPException) as exc:  # URLError is an OSError
             failed.append(exc)
             if isinstance(exc, HTTPError):  # it is the response, too
@@ -56,17 +52,15 @@ def _fetch(address: str, url: str, timeout: float) -> str:
         raise Unreachable(
             f"the router at {url} does not show its metrics: {failed[0]}"
         ) from failed[0]
-    if not found:
+    if not contents:
         raise Unreachable(f"the router at {url} gave no whole answer within {timeout:g} s")
-    if len(found[0]) > MOST_BYTES:
+    if len(contents[0]) > MOST_BYTES:
         raise Unreachable(f"the metrics of {url} are more than {MOST_BYTES} bytes: is it a router?")
-    return found[0].decode(errors="replace")
+    return contents[0].decode(errors="replace")
 
 
 def times_in(text: str, *, lease: float) -> RouterTimes:
-    """Count the hand-overs that left a decode engine less than a step of the lease (Prometheus text
-    format).
-    """
+    """Count the hand-overs after which less than a decode step was left of the lease."""
     buckets = sorted(_buckets(text))
     if not buckets:
         return RouterTimes(lease)
@@ -79,15 +73,15 @@ def times_in(text: str, *, lease: float) -> RouterTimes:
 
 
 def _buckets(text: str) -> Generator[tuple[float, float]]:
-    """Find the buckets of the histogram: their bounds (s) and counts."""
+    """Yield the bounds (s) and counts of the histogram's buckets."""
     for line in text.splitlines():
         if not line.startswith(f"{_NAME}_bucket{{"):
             continue
         labels, _, number = line.rpartition("} ")
-        if (found := _BOUND.search(labels)) is None:
+        if (match := _BOUND.search(labels)) is None:
             continue
         try:
-            bound = float(found[1])
+            bound = float(match[1])
             count = float(number)
         except ValueError:
             continue

@@ -90,11 +90,11 @@ def _table(facts: PairFacts) -> Iterable[str]:
     block = facts.measurements[0].measurement.block_bytes
     yield f"descriptors of {block} bytes"
     yield "operation        bytes go       GB/s   latency   posting of one   first contact"
-    for each in facts.measurements:
-        moves_out = (each.end == "here") == (each.measurement.operation == "WRITE")
+    for result in facts.measurements:
+        moves_out = (result.end == "here") == (result.measurement.operation == "WRITE")
         way = "here -> there" if moves_out else "there -> here"
         yield (
-            f"{each.measurement.operation:<5} by {each.end:<6}  {way}  {_numbers(each.measurement)}"
+            f"{result.measurement.operation:<5} by {result.end:<6}  {way}  {_numbers(result.measurement)}"
         )
 
 

@@ -1,6 +1,4 @@
-"""Reads from the files of a checkpoint what tells it from another one; at most some MiB, however
-large it is.
-"""
+"""Reads the bytes that identify a checkpoint from its files: at most some MiB of any size."""
 
 import json
 import os
@@ -33,8 +31,9 @@ Result = TypeVar("Result")
 
 
 def digest_weights(files: Sequence[Path]) -> str:
-    """Return a digest of a checkpoint's tensors; raises
-    :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`.
+    """Return a digest of a checkpoint's tensors.
+
+    Raises :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`.
     """
     ordered = sorted(files, key=lambda file: file.name)
     with _reading(ordered) as descriptors:
@@ -45,33 +44,30 @@ def digest_weights(files: Sequence[Path]) -> str:
 
 
 def digest_whole(files: Sequence[Path]) -> str:
-    """Return a digest of small files, by their names and whole contents; raises as
-    :func:`digest_weights`.
-    """
+    """Return a digest of small files' names and contents; raises as :func:`digest_weights`."""
     with _reading(files) as descriptors:
         pieces = [
-            (file.name, _read(one, 0, MOST_TOKENIZER))
-            for file, one in zip(files, descriptors, strict=True)
+            (file.name, _read(descriptor, 0, MOST_TOKENIZER))
+            for file, descriptor in zip(files, descriptors, strict=True)
         ]
     return digest_of([name for name, _ in pieces], pieces)
 
 
 def weight_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """Return the files that the first pattern finds which finds any, without those that the index
-    leaves out.
+    """Return the files of the first pattern that matches any, without those not in the index.
 
-    As vLLM's loader chooses (``model_executor/model_loader/default_loader.py``).
+    As vLLM's loader does (``model_executor/model_loader/default_loader.py``).
     """
     for pattern in patterns:
-        found = sorted(
+        files = sorted(
             file for file in folder.glob(pattern) if file.is_file() and not _is_of_training(file)
         )
-        if found:
+        if files:
             prefix = "consolidated" if pattern.startswith("consolidated") else "model"
             listed = set[str]()
             if pattern.endswith(SAFETENSORS):
                 listed = _listed(folder / f"{prefix}{SAFETENSORS}.index.json")
-            return [file for file in found if file.name in listed] or found
+            return [file for file in files if file.name in listed] or files
     return []
 
 
@@ -79,12 +75,12 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object; raises :exc:`~pdrelay_connector.errors.UnreadableCheckpoint`."""
     try:
         with file.open("rb") as opened:
-            found = json.loads(opened.read(MOST_JSON))
+            content = json.loads(opened.read(MOST_JSON))
     except (OSError, ValueError) as exc:
         raise UnreadableCheckpoint(f"{file} cannot be read: {exc}") from exc
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UnreadableCheckpoint(f"{file} is no JSON object")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", content)
 
 
 def stamp_of(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
@@ -95,10 +91,10 @@ def stamp_of(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
     stamps: list[tuple[str, int, int, int]] = []
     for file in files:
         try:
-            found = file.stat()
+            status = file.stat()
         except OSError:
             continue
-        stamps.append((file.name, found.st_size, found.st_ino, found.st_mtime_ns))
+        stamps.append((file.name, status.st_size, status.st_ino, status.st_mtime_ns))
     return tuple(stamps)
 
 
@@ -108,7 +104,9 @@ def _digest_tensors(descriptors: Sequence[int]) -> str:
         return read_header(_read(descriptors[number], LENGTH_BYTES, length), number)
 
     tensors = [
-        tensor for found in _in_parallel(tensors_of, range(len(descriptors))) for tensor in found
+        tensor
+        for tensors_of_file in _in_parallel(tensors_of, range(len(descriptors)))
+        for tensor in tensors_of_file
     ]
     description = sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return digest_of(description, _read_slices(descriptors, choose_slices(tensors)))
@@ -116,9 +114,9 @@ def _digest_tensors(descriptors: Sequence[int]) -> str:
 
 def _read_slices(descriptors: Sequence[int], slices: Sequence[Slice]) -> list[tuple[str, bytes]]:
     contents = _in_parallel(
-        lambda each: _read(descriptors[each.file], each.start, each.length), slices
+        lambda piece: _read(descriptors[piece.file], piece.start, piece.length), slices
     )
-    return [(each.key, content) for each, content in zip(slices, contents, strict=True)]
+    return [(piece.key, content) for piece, content in zip(slices, contents, strict=True)]
 
 
 def _in_parallel(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

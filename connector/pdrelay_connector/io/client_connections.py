@@ -1,6 +1,4 @@
-"""The connections that a listener has accepted, before and after authentication, and the limits for
-both.
-"""
+"""The accepted connections of a listener, before and after authentication, and their limits."""
 
 import itertools
 import time
@@ -40,8 +38,7 @@ class UnauthenticatedConnections:
         return list(itertools.takewhile(lambda conn: now >= conn.hello_by, self._conns.values()))
 
     def to_evict(self, ip: str) -> Connection | None:
-        """Return the connection that must go before one from ``ip`` is accepted; None while there
-        is room.
+        """Return the connection to close before one from ``ip`` is accepted; None: there is room.
 
         It is the oldest of ``ip`` if that address is at its limit, else the oldest of the address
         with the most connections: a flood from one address then cannot keep out an engine at
@@ -84,7 +81,7 @@ class ClientConnections:
 
     @property
     def deadline(self) -> float | None:
-        """When the least recently heard engine has been idle for too long; None without engines."""
+        """When the engine with the oldest message will have been idle for too long; None: none."""
         return next((engine.heard_at + IDLE_TIMEOUT for engine in self._engines.values()), None)
 
     def idle(self, now: float) -> Sequence[Connection]:
@@ -110,9 +107,9 @@ class ClientConnections:
         self._open.add(conn.id)
         if not is_own_engine:
             self._engines.setdefault(hello.engine, _EngineConnections()).conns[conn.id] = conn
-            self.heard(conn)
+            self.note_message(conn)
 
-    def heard(self, conn: Connection) -> None:
+    def note_message(self, conn: Connection) -> None:
         """Note that a message has arrived."""
         if (
             conn.hello is not None
@@ -138,10 +135,10 @@ class ClientConnections:
         hello = self._hellos.get(conn)
         return None if hello is None else hello.engine
 
-    def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
+    def are_of_one_engine(self, first: ConnId, second: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, as their Hellos prove."""
-        ours = self._hellos.get(one)
-        theirs = self._hellos.get(other)
-        if one == other or ours is None or theirs is None:
-            return one == other
+        ours = self._hellos.get(first)
+        theirs = self._hellos.get(second)
+        if first == second or ours is None or theirs is None:
+            return first == second
         return are_of_one_engine(ours, theirs)

@@ -170,10 +170,10 @@ def _reason_of(exc: OSError) -> str:
     return "it closed the connection" if is_closed else str(exc)
 
 
-def _left(deadline: float) -> float:
-    if (left := deadline - time.monotonic()) <= 0:
+def _remaining_s(deadline: float) -> float:
+    if (remaining := deadline - time.monotonic()) <= 0:
         raise TimeoutError("timed out")
-    return left
+    return remaining
 
 
 def _receive_record(
@@ -182,7 +182,7 @@ def _receive_record(
     """Return the content of the next TLS record; empty for TLS's own records."""
     # Before every record: a peer that sends a byte or a key update now and then must not occupy the
     # thread for ever.
-    encrypted.sock.settimeout(_left(deadline))
+    encrypted.sock.settimeout(_remaining_s(deadline))
     data = encrypted.recv()
     if encrypted.records > MAX_UNAUTHENTICATED_RECORDS and not is_proven:
         raise ProtocolViolation(
@@ -194,5 +194,5 @@ def _receive_record(
 def _send(encrypted: TlsRecords, data: bytes, deadline: float) -> None:
     encrypted.write(data)
     while encrypted.wants_write:
-        encrypted.sock.settimeout(_left(deadline))
+        encrypted.sock.settimeout(_remaining_s(deadline))
         encrypted.send()

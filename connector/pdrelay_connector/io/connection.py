@@ -30,7 +30,7 @@ class Connection:
 
 
 def set_socket_options(sock: socket.socket) -> None:
-    """Make a socket non-blocking, and have the kernel detect a peer that is gone."""
+    """Make a socket non-blocking, and let the kernel detect a dead peer (keepalive)."""
     sock.settimeout(0)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -75,13 +75,11 @@ class InMemoryNetwork:
     def post(self, link: "InMemoryLink", conn: ConnId, message: Message) -> None:
         """Put a message on its way; it is encoded and decoded as on a real wire."""
         for wire in self._wires_of(link, conn):
-            (other,) = wire.links - {link.number}
-            wire.queue.append((other, encode(message)))
+            (receiver,) = wire.links - {link.number}
+            wire.queue.append((receiver, encode(message)))
 
     def caller(self, link: "InMemoryLink", conn: ConnId) -> str | None:
-        """Return the memory of the engine that opened a connection to a link: what it would prove
-        in a handshake.
-        """
+        """Return the memory of the engine that opened a connection, in place of a handshake."""
         memory = self._callers.get((link.number, conn), "")
         return self.aliases.get(memory, memory) or None
 
@@ -119,9 +117,7 @@ class InMemoryNetwork:
         self._break(own, ConnectionLost(ConnId(0), "connection reset"))
 
     def time_out(self) -> None:
-        """Have everybody who is cut off notice it, as TCP does after a while; neither end knows if
-        the other lives.
-        """
+        """End all cut connections, as TCP does in time; neither end knows if the other lives."""
         cut = [wire for wire in self._wires if self._cut & wire.links and not wire.is_local]
         self._break(cut, ConnectionLost(ConnId(0), "connection timed out", silent=True))
 
@@ -239,10 +235,10 @@ class InMemoryLink:
         """Start connecting."""
         return self.network.call(self, peer)
 
-    def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
+    def are_of_one_engine(self, first: ConnId, second: ConnId) -> bool:
         """Whether the links at the other ends belong, or belonged, to one engine."""
-        whose = self.network.caller(self, one)
-        return one == other or (whose is not None and whose == self.network.caller(self, other))
+        whose = self.network.caller(self, first)
+        return first == second or (whose is not None and whose == self.network.caller(self, second))
 
     def engine_of(self, conn: ConnId) -> EngineId | None:
         """Return the engine that opened a connection: its memory has its name."""
@@ -279,9 +275,7 @@ class _InMemoryXfer:
 
 
 class InMemoryTransferAgent:
-    """Implements :class:`~pdrelay_connector.core.ports.TransferAgent`: copies when ``poll`` reaches
-    the peer.
-    """
+    """A :class:`~pdrelay_connector.core.ports.TransferAgent` that copies in ``poll``."""
 
     def __init__(self, network: InMemoryNetwork, memory: str) -> None:
         self._network = network
@@ -326,10 +320,12 @@ class InMemoryTransferAgent:
         """Move what can move, and report what ended."""
         ended: list[XferEnded] = []
         for number, flight in list(self._xfers.items()):
-            gone = flight.memory not in self._network.memories or flight.memory not in self._peers
+            is_gone = (
+                flight.memory not in self._network.memories or flight.memory not in self._peers
+            )
             if flight.cancelled and self.clinging:
                 flight.landing = True
-            elif flight.cancelled or gone:
+            elif flight.cancelled or is_gone:
                 if flight.landing and flight.memory in self._network.memories:
                     self._copy(flight)
                 ended.append(

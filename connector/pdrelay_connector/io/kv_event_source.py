@@ -1,5 +1,4 @@
-"""The batches of KV events that one rank of the engine publishes over ZMQ, in order, with replay of
-what was missed.
+"""The KV event batches that one rank publishes over ZMQ, in order, with replay of missed ones.
 
 The only importer of ZMQ. vLLM's side is ``ZmqEventPublisher`` (``vllm/distributed/kv_events.py``):
 a PUB socket, whose messages are topic, number (8 bytes, big endian) and batch, and a ROUTER socket,
@@ -30,9 +29,7 @@ _WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::")
 
 @dataclass(frozen=True, slots=True)
 class KVEventSource:
-    """Where a rank publishes, as ``EngineClient.get_kv_event_sources`` has it: the rank's number is
-    in it already.
-    """
+    """The endpoints of a rank, as from ``EngineClient.get_kv_event_sources``, with its number."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -40,27 +37,25 @@ class KVEventSource:
 
     @property
     def exposures(self) -> tuple[str, ...]:
-        """Return the endpoints that the network may reach, for neither ZMQ nor vLLM asks for a
-        key.
-        """
+        """Return the endpoints on the network: neither ZMQ nor vLLM requires a key there."""
         return tuple(
-            each for each in self._endpoints if not each.startswith(("ipc://", "inproc://"))
+            endpoint
+            for endpoint in self._endpoints
+            if not endpoint.startswith(("ipc://", "inproc://"))
         )
 
     @property
     def open_directories(self) -> tuple[str, ...]:
-        """Return the ipc:// endpoints that others on this machine may reach, or replace by their
-        own.
-        """
+        """Return the ipc:// endpoints that other users of this machine may reach or replace."""
         return tuple(
-            each
-            for each in self._endpoints
-            if each.startswith("ipc://") and not _is_private(each[6:])
+            endpoint
+            for endpoint in self._endpoints
+            if endpoint.startswith("ipc://") and not _is_private(endpoint[6:])
         )
 
     @property
     def _endpoints(self) -> tuple[str, ...]:
-        return tuple(each for each in (self.endpoint, self.replay_endpoint) if each)
+        return tuple(endpoint for endpoint in (self.endpoint, self.replay_endpoint) if endpoint)
 
 
 def _is_private(address: str) -> bool:
@@ -72,16 +67,14 @@ def _is_private(address: str) -> bool:
 
 def _is_own(folder: Path) -> bool:
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return False
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def reachable(endpoint: str) -> str:
-    """Return where to connect to what was bound: a wildcard is every address, loopback among
-    them.
-    """
+    """Return the address to connect to for a bound endpoint: loopback for a wildcard."""
     for wildcard in _WILDCARDS:
         if endpoint.startswith(wildcard):
             return f"tcp://127.0.0.1:{endpoint.removeprefix(wildcard)}"
@@ -91,8 +84,7 @@ def reachable(endpoint: str) -> str:
 async def follow(
     source: KVEventSource, publish: Callable[[bytes], None], forget: Callable[[], None]
 ) -> None:
-    """Call ``publish`` with every batch in order, and ``forget`` where batches are lost, until it
-    is cancelled.
+    """Call ``publish`` with every batch in order, and ``forget`` after a gap, until cancelled.
 
     Raises :exc:`~pdrelay_connector.errors.Unreachable` if ZMQ refuses an endpoint.
     """
@@ -165,7 +157,7 @@ class _Follower:
         await self._pass_on()
 
     async def _pass_on(self) -> None:
-        for step in self._sequence.take():
+        for step in self._sequence.take_steps():
             self._passed += 1
             if step is GAP:
                 self._forget()

@@ -147,21 +147,21 @@ class SocketLink:
 
     def send(self, conn: ConnId, message: Message) -> None:
         """Queue a message, and send as much as the socket takes now."""
-        if (found := self._conns.get(conn)) is None:
+        if (connection := self._conns.get(conn)) is None:
             return  # its ConnectionLost is queued or handled
         # checked before this message: a Welcome alone may be larger
-        if found.tls.unsent > MAX_UNSENT:
-            self._lose(found, f"it left {found.tls.unsent} bytes unread", silent=True)
+        if connection.tls.unsent > MAX_UNSENT:
+            self._lose(connection, f"it left {connection.tls.unsent} bytes unread", silent=True)
             return
-        found.tls.write(frame(encode(message)))
-        self._flush(found)
+        connection.tls.write(frame(encode(message)))
+        self._flush(connection)
 
     def close(self, conn: ConnId) -> None:
         """Close a connection, or stop to open it."""
         self._opener.cancel(conn)
         self._clients.forget(conn)
-        if (found := self._conns.get(conn)) is not None:
-            self._drop(found)
+        if (connection := self._conns.get(conn)) is not None:
+            self._drop(connection)
         self._events = deque(event for event in self._events if event.conn != conn)
 
     def close_all(self, why: str) -> None:
@@ -175,13 +175,13 @@ class SocketLink:
         if self._server is not None:
             self._server = replace(self._server, closed=why)
 
-    def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
+    def are_of_one_engine(self, first: ConnId, second: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, as their Hellos prove.
 
         A closed connection counts until its :class:`ConnectionLost` has been handled, for its last
         messages.
         """
-        return self._clients.are_of_one_engine(one, other)
+        return self._clients.are_of_one_engine(first, second)
 
     def engine_of(self, conn: ConnId) -> EngineId | None:
         """Return the engine that opened a connection, as its Hello proves."""
@@ -236,11 +236,13 @@ class SocketLink:
     def _bounded(self, timeout: float | None) -> float | None:
         """Return how long to wait at most, so that :meth:`_check_deadlines` runs in time."""
         deadlines = (self._unauthenticated.deadline, self._clients.deadline, self._accept_at)
-        next_deadline = min((each for each in deadlines if each is not None), default=None)
+        next_deadline = min(
+            (deadline for deadline in deadlines if deadline is not None), default=None
+        )
         if next_deadline is None:
             return timeout
-        left = max(0.0, next_deadline - time.monotonic())
-        return left if timeout is None else min(timeout, left)
+        remaining = max(0.0, next_deadline - time.monotonic())
+        return remaining if timeout is None else min(timeout, remaining)
 
     def _check_deadlines(self, now: float) -> None:
         for conn in self._unauthenticated.expired(now):
@@ -402,7 +404,7 @@ class SocketLink:
 
     def _received(self, conn: Connection, message: Message) -> None:
         if conn.server_connection is None:
-            self._clients.heard(conn)
+            self._clients.note_message(conn)
             self._events.append(MessageReceived(conn.id, message))
         elif self._server is not None and not conn.closing:
             # a refused client stays unauthenticated
@@ -420,9 +422,9 @@ class SocketLink:
         if conn.closing and not conn.tls.unsent:
             self._drop(conn)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if conn.tls.wants_write else 0)
-        if self._selector.get_key(conn.tls.sock).events != wanted:
-            self._selector.modify(conn.tls.sock, wanted, conn)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if conn.tls.wants_write else 0)
+        if self._selector.get_key(conn.tls.sock).events != events:
+            self._selector.modify(conn.tls.sock, events, conn)
 
     def _lose(
         self, conn: Connection, reason: str, *, silent: bool = False, reset: bool = False

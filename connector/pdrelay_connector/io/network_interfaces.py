@@ -1,4 +1,4 @@
-"""What this machine's network looks like."""
+"""The network interfaces of this machine."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,7 @@ RDMA = Path("/sys/class/infiniband")
 
 
 def read_network_interfaces(host: str, port: int) -> NetworkInterfaces:
-    """Return what this machine uses towards ``host``, or raise
-    :exc:`~pdrelay_connector.errors.SettingsError`.
-    """
+    """Return the interfaces towards ``host``; raises SettingsError."""
     return NetworkInterfaces(own_address(host, port), interfaces(), rdma_ports(RDMA))
 
 
@@ -24,15 +22,15 @@ def interfaces() -> Mapping[str, frozenset[str]]:
     """Return the IP addresses of each network interface."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
-        name: frozenset(plain_ip(each.address) for each in addresses if each.family in families)
+        name: frozenset(
+            plain_ip(address.address) for address in addresses if address.family in families
+        )
         for name, addresses in psutil.net_if_addrs().items()
     }
 
 
 def rdma_ports(folder: Path) -> Sequence[str]:
-    """Return the active ports of RDMA devices, as UCX names them; ``folder`` is Linux's list of the
-    devices.
-    """
+    """Return the active ports of RDMA devices by UCX's names; ``folder``: of Linux's devices."""
     ports = sorted(folder.glob("*/ports/*/state"))
     return [f"{path.parts[-4]}:{path.parts[-2]}" for path in ports if "ACTIVE" in _text(path)]
 
@@ -45,14 +43,13 @@ def _text(path: Path) -> str:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return our IP address on the way to a host: that host itself, if it is an address of this
-    machine.
+    """Return our IP address on the way to a host (the host itself if it is ours).
 
-    Raises :exc:`~pdrelay_connector.errors.SettingsError` if there is no way.
+    Raises :exc:`~pdrelay_connector.errors.SettingsError`: no route.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, _, _, _, address = found[0]
+        results = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, _, _, _, address = results[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect(address)  # sends nothing
             return plain_ip(str(sock.getsockname()[0]))

@@ -92,10 +92,10 @@ def make_agent(
         try:
             agent.create_backend(backend, dict(parameters))
         except NIXL_ERRORS as exc:
-            known = ", ".join(sorted(agent.get_plugin_list()))
+            plugins = ", ".join(sorted(agent.get_plugin_list()))
             raise TransferError(
                 f"NIXL cannot start its backend {backend} with {dict(parameters)}: {exc}; its "
-                f"plugins are {known}, and "
+                f"plugins are {plugins}, and "
                 f"UCX_NET_DEVICES is {os.environ.get('UCX_NET_DEVICES', 'not set')}"
             ) from exc
     return agent
@@ -258,12 +258,12 @@ class NixlTransferAgent:
         return self._agent.get_xfer_descs(rows, memory)
 
     def cancel(self, xfer: XferId) -> None:
-        """Give a transfer up: it ends as failed, but only when NIXL says that it is over."""
+        """Give a transfer up: it ends as failed, but only when NIXL reports its end."""
         if (flight := self._xfers.get(xfer)) is not None:
             flight.cancelled = True
 
     def poll(self) -> Sequence[XferEnded]:
-        """Look at every transfer in flight."""
+        """Check every transfer in flight."""
         for number, flight in list(self._xfers.items()):
             try:
                 state = self._agent.check_xfer_state(flight.handle)

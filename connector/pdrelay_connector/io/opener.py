@@ -1,6 +1,4 @@
-"""Connections that are being opened: each on a thread of a pool, because every step of it may block
-for seconds.
-"""
+"""Opens connections, each on a thread of a pool, because every step may block for seconds."""
 
 import queue
 from collections.abc import Callable, Sequence

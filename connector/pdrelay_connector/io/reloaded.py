@@ -28,7 +28,7 @@ class ReloadedFiles(Generic[ValueT]):
         self._paths = paths
         self._load = load
         # before they are read: what changes meanwhile is read again
-        self._seen: Sequence[object] = self._look()
+        self._last_identities: Sequence[object] = self._identities()
         self._look_at = time.monotonic() + LOOK_AGAIN
         self._value = load()
 
@@ -48,11 +48,11 @@ class ReloadedFiles(Generic[ValueT]):
         if not self._paths or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_AGAIN
-        before = self._seen
-        self._seen = self._look()
-        return self._seen != before
+        before = self._last_identities
+        self._last_identities = self._identities()
+        return self._last_identities != before
 
-    def _look(self) -> Sequence[object]:
+    def _identities(self) -> Sequence[object]:
         return [_identity(path) for path in self._paths]
 
 

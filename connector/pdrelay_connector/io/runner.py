@@ -57,8 +57,7 @@ class Runner(Generic[CoreT]):
         self._thread.start()
 
     def post(self, command: Command[CoreT]) -> None:
-        """Have the thread call ``command(core, now)`` soon, before it looks at any message that
-        arrives later.
+        """Have the thread call ``command(core, now)`` before it handles any later message.
 
         Raises :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died of a bug: the
         engine must not go on as if KV were still moving.
@@ -68,9 +67,7 @@ class Runner(Generic[CoreT]):
         self._link.wake()
 
     def ask(self, question: Callable[[CoreT], AnswerT], *, timeout: float) -> AnswerT:
-        """Return what the thread answers; raises ``ConnectorError`` if it does not within so many
-        seconds.
-        """
+        """Return ``question(core)`` from the thread; raises ``ConnectorError`` on a timeout."""
         answers: queue.SimpleQueue[AnswerT] = queue.SimpleQueue()
         self.post(lambda core, _: answers.put(question(core)))
         try:
@@ -80,9 +77,7 @@ class Runner(Generic[CoreT]):
             raise ConnectorError(f"thread {self._thread.name} does not answer") from None
 
     def check(self) -> None:
-        """Raise :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died: nothing
-        more will come.
-        """
+        """Raise :exc:`~pdrelay_connector.errors.ConnectorError` if the thread has died."""
         if self._died is not None:
             raise ConnectorError(f"thread {self._thread.name} died: {self._died!r}") from self._died
 
@@ -97,14 +92,14 @@ class Runner(Generic[CoreT]):
             # the first turn does not wait: a core may have something to begin
             due: float | None = 0.0
             while not self._stopping:
-                due = self._turn(due)
+                due = self._iterate(due)
         except BaseException as exc:
             self._died = exc
             raise
         finally:
             self._link.stop()
 
-    def _turn(self, due: float | None) -> float | None:
+    def _iterate(self, due: float | None) -> float | None:
         events = self._link.poll(self._wait(due))
         # Commands first: what the engine did before its reply left must be known before the peer's
         # answer to it.
@@ -119,7 +114,7 @@ class Runner(Generic[CoreT]):
     def _wait(self, due: float | None) -> float | None:
         if due is None:
             return None
-        left = due - time.monotonic()
-        if 0 < left < FINE:
-            time.sleep(left)
-        return 0.0 if left < FINE else min(left, LONGEST)
+        remaining = due - time.monotonic()
+        if 0 < remaining < FINE:
+            time.sleep(remaining)
+        return 0.0 if remaining < FINE else min(remaining, LONGEST)

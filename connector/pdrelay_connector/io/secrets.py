@@ -11,7 +11,7 @@ MAX_FILE = 4096  # bytes
 
 
 def secrets_in_force(settings: Settings) -> Secrets:
-    """Return what tells the secrets in force, the one to use first; none if none is set.
+    """Return a function that returns the present secrets, the one to use first; or none.
 
     Raises :exc:`~pdrelay_connector.errors.SettingsError` if their file cannot be used.
     """
@@ -22,9 +22,7 @@ def secrets_in_force(settings: Settings) -> Secrets:
 
 
 def read_secret_file(path: str) -> tuple[bytes, ...]:
-    """Return the secrets in a file, one a line; raises
-    :exc:`~pdrelay_connector.errors.SettingsError`.
-    """
+    """Return the secrets of a file's lines; raises SettingsError."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE + 1)

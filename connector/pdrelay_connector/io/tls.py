@@ -37,9 +37,7 @@ class Tls:
 
 
 def digest_of(certificate: bytes | None) -> bytes:
-    """Return what stands for a certificate (DER) in proofs; it is the one of RFC 5929's
-    "tls-server-end-point".
-    """
+    """Return the channel binding of a certificate (DER): "tls-server-end-point" of RFC 5929."""
     return hashlib.sha256(certificate or b"").digest()
 
 
@@ -86,21 +84,17 @@ def _trust(server: ssl.SSLContext, client: ssl.SSLContext, settings: Settings) -
 
 
 def _first(text: str) -> str:
-    """Return the first certificate of a PEM file: the server's own, those that vouch for it
-    follow.
-    """
+    """Return the first certificate of a PEM file: the server's own; its issuers follow."""
     end = "-----END CERTIFICATE-----"
     start = text.find("-----BEGIN CERTIFICATE-----")
-    found = text.find(end)
-    if start < 0 or found < start:
+    end_at = text.find(end)
+    if start < 0 or end_at < start:
         raise ValueError("there is no certificate in it")
-    return text[start : found + len(end)] + "\n"
+    return text[start : end_at + len(end)] + "\n"
 
 
 def _load_new(context: ssl.SSLContext) -> bytes:
-    """Make a key and a certificate for it, load both into the context and return the certificate
-    (DER).
-    """
+    """Load a new key and its certificate into the context; return the certificate (DER)."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pdrelay side channel")])
     now = datetime.datetime.now(datetime.UTC)

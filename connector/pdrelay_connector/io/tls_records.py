@@ -74,8 +74,7 @@ class TlsRecords:
         return self._tls.getpeercert(binary_form=True)
 
     def recv(self) -> bytes:
-        """Take in one record at most and return what it says: nothing, if it is part of the
-        handshake or the like.
+        """Read at most one record; return its data, or nothing if it belongs to the handshake.
 
         Raises ``ConnectionResetError`` if the peer has closed the connection, and what the socket
         raises if it has nothing: ``BlockingIOError`` or ``TimeoutError``.
@@ -123,9 +122,9 @@ class TlsRecords:
                 self.is_shaking = False
                 return b""
             self._is_stalled = False
-            if not (said := self._tls.read(MAX_RECORD)):
+            if not (data := self._tls.read(MAX_RECORD)):
                 raise ConnectionResetError(_CLOSED)
-            return said
+            return data
         except ssl.SSLWantReadError:
             return b""
         except ssl.SSLError:

@@ -1,6 +1,4 @@
-"""What a LoRA adapter is: its KV differs from the base model's, and from that of other weights
-under the same name.
-"""
+"""Identifies a LoRA adapter: its KV differs from the base model's, and from other weights' KV."""
 
 import os
 from dataclasses import dataclass
@@ -51,14 +49,12 @@ class AdapterIdentities:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], _Known] = {}
+        self._read_adapters: dict[tuple[str, str], _Known] = {}
         self._changed: set[tuple[str, str]] = set()
         self._own_mark = os.urandom(8).hex()  # equal to no other engine's
 
-    def of(self, adapter: Adapter) -> str:
-        """Return the name and what the adapter is; engines exchange KV of requests for which these
-        are equal.
-        """
+    def identity_of(self, adapter: Adapter) -> str:
+        """Return an adapter's name and digest: engines exchange KV only if both are equal."""
         return f"{adapter.lora_name}:{self._identity(adapter)}"
 
     def has_changed(self, adapter: Adapter) -> bool:
@@ -73,11 +69,11 @@ class AdapterIdentities:
             stamp = (
                 () if folder is None else stamp_of(folder / name for name in (_CONFIG, *_WEIGHTS))
             )
-            known = self._known.get(key)
-            if known is not None and known.stamp == stamp:
-                return known.identity
+            entry = self._read_adapters.get(key)
+            if entry is not None and entry.stamp == stamp:
+                return entry.identity
             identity = f"of {adapter.lora_path}, not read" if folder is None else _read(folder)
-            if known is None or known.identity == identity:
+            if entry is None or entry.identity == identity:
                 self._keep(key, _Known(identity, stamp))
                 return identity
             self._changed.add(key)
@@ -88,19 +84,19 @@ class AdapterIdentities:
                 "path",
                 adapter.lora_name,
                 adapter.lora_path,
-                known.identity,
+                entry.identity,
                 identity,
             )
         return f"changed since it was loaded, {self._own_mark}"
 
-    def _keep(self, key: tuple[str, str], known: _Known) -> None:
-        if key not in self._known:
+    def _keep(self, key: tuple[str, str], entry: _Known) -> None:
+        if key not in self._read_adapters:
             logger.info(
-                "pdrelay: the adapter %s is %s, whatever it is called", key[0], known.identity
+                "pdrelay: the adapter %s is %s, whatever it is called", key[0], entry.identity
             )
-            if len(self._known) >= MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-        self._known[key] = known
+            if len(self._read_adapters) >= MOST_KNOWN:
+                del self._read_adapters[next(iter(self._read_adapters))]
+        self._read_adapters[key] = entry
 
 
 ADAPTERS: Final = AdapterIdentities()  # of this process, where it is a scheduler's

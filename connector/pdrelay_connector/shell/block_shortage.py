@@ -85,8 +85,10 @@ def cached_free_blocks(
     for number, group in enumerate(groups if computed else ()):
         if group.block_size != pool.hash_block_size:
             continue  # vLLM joins hashes for it; without them its blocks count as room
-        for each in request.block_hashes[group.blocks_of(group.first_needed(computed), computed)]:
-            blocks = pool.get_cached_block(each, [number])
+        for block_hash in request.block_hashes[
+            group.blocks_of(group.first_needed(computed), computed)
+        ]:
+            blocks = pool.get_cached_block(block_hash, [number])
             cached += blocks is not None and blocks[0].ref_cnt == 0
     return cached
 
@@ -94,21 +96,20 @@ def cached_free_blocks(
 def takes_the_last_blocks(
     pool: BlockPool, groups: Sequence[CacheGroup], request: Request, computed: int, tokens: int
 ) -> bool:
-    """Tell whether a load of a request's first ``tokens`` would fit, and leave less than a block
-    for each group.
+    """Tell whether a load of ``tokens`` would fit, but leave less than a block for each group.
 
-    Then no request may be able to compute its next token: loaded ones keep their blocks (vLLM
-    preempts only what runs), and vLLM looks at none behind the first that lacks one. Not told of an
-    engine that has nothing else in its blocks.
+    Then no request might be able to compute its next token: loaded requests keep their blocks, as
+    vLLM preempts only running ones, and it schedules none behind the first that lacks a block.
+    False if the engine has no other blocks in use.
     """
     free: int = pool.get_num_free_blocks()
     if free == pool.num_gpu_blocks - 1:
         return False
-    left = free - sum(group.loaded_blocks(tokens, computed) for group in groups)
+    free_after = free - sum(group.loaded_blocks(tokens, computed) for group in groups)
     if (
         not 0
-        <= left
+        <= free_after
         < len(groups) * (1 + -(-computed // min(group.block_size for group in groups)))
     ):
         return False  # without a look at each cached block
-    return 0 <= left - cached_free_blocks(pool, groups, request, computed) < len(groups)
+    return 0 <= free_after - cached_free_blocks(pool, groups, request, computed) < len(groups)

@@ -1,6 +1,4 @@
-"""The engine of vLLM that builds a connector: vLLM does not name it to its scheduler's
-connector.
-"""
+"""Finds the vLLM engine that builds a connector: the scheduler's connector does not get it."""
 
 import inspect
 

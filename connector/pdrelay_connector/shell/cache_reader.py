@@ -53,9 +53,7 @@ class TensorReader:
     """Implements :class:`~pdrelay_connector.core.ports.CacheReader` for torch's tensors."""
 
     def __init__(self, caches: Tensors, regions: Sequence[Region], key: tuple[int, ...]) -> None:
-        """``regions`` describe the tensors, in the order in which all engines of this shape have
-        them.
-        """
+        """``regions`` describe the tensors, in the order of all engines of this shape."""
         by_storage = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in caches.values()
@@ -67,7 +65,7 @@ class TensorReader:
         storages = sorted(flat, reverse=True)
         self._groups: dict[int, list[_ReadableRegion]] = {}
         for region in regions:
-            address = next(each for each in storages if each <= region.base)
+            address = next(start for start in storages if start <= region.base)
             readable = _ReadableRegion(
                 region, flat[address], region.base - address, row_runs(region)
             )
@@ -77,9 +75,7 @@ class TensorReader:
 
     @property
     def shape(self) -> str:
-        """A digest of all that decides which bytes a block has: not of addresses, nor of how many
-        blocks there are.
-        """
+        """A digest of all that decides a block's bytes, without addresses and numbers of blocks."""
         return self._shape
 
     def block_size(self, group: int) -> int:
@@ -88,8 +84,7 @@ class TensorReader:
         return regions[0].region.block_size if regions else 0
 
     def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int | None:
-        """Return the CRC-32 of the block's rows of these tokens, in all layers of the group; None
-        if torch fails.
+        """Return the CRC-32 of the block's rows of these tokens in all layers; None: torch failed.
 
         Of memory on a device, they are copied to the host in one piece, on the stream of the
         calling thread: it may be out of memory, which must not end the engine. The first failure is
@@ -120,9 +115,7 @@ class TensorReader:
 def reader_of(
     caches: Tensors, describe: Callable[[], Sequence[Region]], key: tuple[int, ...]
 ) -> TensorReader | None:
-    """Return the reader of a cache; None, and say so, if checksums of it cannot be taken: no load
-    is compared then.
-    """
+    """Return the reader of a cache; None, with a log line, if checksums cannot be taken."""
     try:
         return TensorReader(caches, describe(), key)
     except (UnsupportedCache, RuntimeError) as exc:

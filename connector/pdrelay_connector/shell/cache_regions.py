@@ -28,11 +28,10 @@ class KernelLayout(Enum):
 def own_caches(
     caches: Mapping[str, torch.Tensor], layers: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Return the caches of ``layers``, those of the KV cache groups that vLLM made the connector
-    with.
+    """Return the caches of ``layers``, which are in the KV cache groups at the connector's start.
 
-    vLLM passes more: layers that use the cache of another one, as Gemma 3n's last ones do, join the
-    groups later (``maybe_add_kv_sharing_layers_to_kv_cache_groups`` in
+    vLLM passes more: layers that share the cache of another one (as in Gemma 3n) join the groups
+    later (``maybe_add_kv_sharing_layers_to_kv_cache_groups`` in
     ``vllm/v1/worker/gpu_model_runner.py``). Raises
     :exc:`~pdrelay_connector.errors.UnsupportedCache` for any other layer: its KV would not be
     moved.
@@ -53,8 +52,7 @@ def describe_caches(
     blocks: int,
     kernel_layout: KernelLayout,
 ) -> tuple[Region, ...]:
-    """Return the regions of each layer, in the order of the layers, for a cache of ``blocks``
-    blocks.
+    """Return the regions of all layers in order, for a cache of ``blocks`` blocks.
 
     vLLM 0.32 passes every layer as ``(rows, heads, tokens, content)``; its strides express the
     layout (``create_kv_cache_views`` in ``vllm/v1/kv_cache_interface.py``). Raises
@@ -88,9 +86,7 @@ def _described(
 
 
 def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
-    """Return the region of a layer that keeps a state: all of its tensors side by side, one row per
-    block.
-    """
+    """Return the region of a layer with a state: its tensors side by side, one row a block."""
     if cache.shape[:3] != (blocks, 1, 1) or cache.stride(3) != 1:
         raise UnsupportedCache(
             f"layer {name} keeps its states with shape {tuple(cache.shape)} and strides "
@@ -101,9 +97,7 @@ def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: 
 
 
 def _ring(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
-    """Return the region of a layer that keeps a ring of the last tokens: each block is one entry,
-    in one piece.
-    """
+    """Return the region of a layer with a ring of the last tokens: each block is one entry."""
     extent = 1 + sum(
         (number - 1) * stride
         for number, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True)
@@ -127,10 +121,10 @@ def _state_region(
     width: int,
     strides: tuple[int, int],
 ) -> Region:
-    """Return the region of a layer whose blocks are one entry each; ``width`` and ``strides`` are
-    in elements.
+    """Return the region of a layer with one entry a block; ``width`` is in elements.
 
-    ``strides``: of heads and of tokens within the entry, which two engines must have alike.
+    ``strides`` (in elements): of heads and tokens within the entry; they must be equal on both
+    engines.
     """
     item = cache.element_size()
     return Region(
@@ -165,9 +159,7 @@ def _halves(region: Region, item: int) -> tuple[Region, Region]:
 def _mark_opaque(
     region: Region, engine_config: EngineConfig, kernel_layout: KernelLayout
 ) -> Region:
-    """Mark a region opaque if its kernel layout is unknown, or if its heads are not KV heads (but K
-    and V).
-    """
+    """Mark a region opaque if its kernel layout is unknown, or its heads are K and V."""
     heads = max(1, engine_config.all_heads // engine_config.ranks)
     is_cut = kernel_layout is KernelLayout.ENTRIES or (
         kernel_layout is KernelLayout.TRANSPOSED and region.token_stride == region.width
@@ -177,9 +169,7 @@ def _mark_opaque(
 
 
 def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[MemoryKind, int]:
-    """Return NIXL's name of the memory, and the device number; raises ``UnsupportedCache`` for
-    other devices.
-    """
+    """Return NIXL's name of the memory, and the device number; raises ``UnsupportedCache``."""
     devices = {tensor.device for tensor in caches.values()}
     device = next(iter(devices))
     if len(devices) != 1 or device.type not in MEMORY:

@@ -1,9 +1,8 @@
-"""Resets of vLLM's prefix cache: what was computed before must not be used any more, by another
-engine neither.
+"""Resets of vLLM's prefix cache: earlier blocks must not be used any more, also by other engines.
 
-An operator resets it when weights have changed in place (``/reset_prefix_cache``, ``/pause``); vLLM
-does before it sleeps. Its block pool refuses that while blocks are in use (``reset_prefix_cache``
-in ``v1/core/block_pool.py``), also leased ones, and no hook of a connector comes before.
+An operator resets it when weights have changed in place (``/reset_prefix_cache``, ``/pause``), and
+vLLM itself before it sleeps. Its block pool refuses that while blocks are in use, also by leases
+(``reset_prefix_cache`` in ``v1/core/block_pool.py``), and a connector has no hook before.
 """
 
 from collections.abc import Callable

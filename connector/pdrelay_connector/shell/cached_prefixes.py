@@ -1,4 +1,4 @@
-"""What a decode engine's prefix cache has of the prompts that prefill engines ask for.
+"""Looks prompts of prefill engines up in a decode engine's prefix cache.
 
 Everything here runs on the engine thread, which owns vLLM's block pool.
 """
@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLookup, Question
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId, RequestId
 from pdrelay_connector.shell.block_shortage import BlockShortage
@@ -56,14 +56,14 @@ class CachedPrefixes:
         self._pool = pool
         self._counters = counters
         self._shortage = BlockShortage(engine_config.groups, threshold=0.0)
-        self._wanted: list[PrefixWanted] = []
+        self._lookups: list[PrefixLookup] = []
         self._pinned: deque[_PinnedPrefix] = deque()
         self._scheduled = 0  # number of the last step that computes tokens
         self._ended = 0  # number of the last one that has ended
 
-    def add(self, wanted: PrefixWanted) -> None:
-        """Take a question in, for the next :meth:`look_up`."""
-        self._wanted.append(wanted)
+    def add(self, lookup: PrefixLookup) -> None:
+        """Queue a prompt for the next :meth:`look_up`."""
+        self._lookups.append(lookup)
 
     def considered(self, request: Request, computed: int) -> None:
         """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
@@ -95,38 +95,38 @@ class CachedPrefixes:
         self._answer()
 
     def look_up(self) -> None:
-        """Pin what there is of the prompts.
+        """Pin the cached blocks of the queued prompts.
 
         Call it after :meth:`scheduled` only, never while vLLM schedules.
         """
-        wanted = self._wanted
-        self._wanted = []
-        for each in wanted:
-            self._pin(each.question, self._find(each.hashes))
+        lookups = self._lookups
+        self._lookups = []
+        for lookup in lookups:
+            self._pin(lookup.question, self._find(lookup.hashes))
         self._answer()
 
     def _find(self, hashes: Sequence[bytes]) -> list[KVCacheBlock]:
-        """Return the longest beginning of a prompt that is in the prefix cache."""
+        """Return the blocks of the longest cached prefix of a prompt."""
         pool = self._pool()
-        found: list[KVCacheBlock] = []
+        cached: list[KVCacheBlock] = []
         if pool.hash_block_size != self._block_size:
-            return found  # hashes of another size: none of these is in the cache
-        for each in hashes:
-            blocks = pool.get_cached_block(BlockHash(each), [0])
+            return cached  # hashes of another size: none of these is in the cache
+        for block_hash in hashes:
+            blocks = pool.get_cached_block(BlockHash(block_hash), [0])
             if blocks is None:
                 break
-            found.append(blocks[0])
-        return found
+            cached.append(blocks[0])
+        return cached
 
-    def _pin(self, question: Question, found: list[KVCacheBlock]) -> None:
+    def _pin(self, question: Question, cached: list[KVCacheBlock]) -> None:
         lease = RequestId(f"cached-{uuid4().hex}")
-        if not found:
+        if not cached:
             self._counters.count("prefixes_missed")
-        elif not self._prefills.hold(lease, found, LEAST_IMPORTANT):
+        elif not self._prefills.hold(lease, cached, LEAST_IMPORTANT):
             self._counters.count("prefixes_refused")
         else:
             self._post(lambda control, now: control.prefix_lender.lend(question, lease, now=now))
-            blocks = [BlockId(block.block_id) for block in found]
+            blocks = [BlockId(block.block_id) for block in cached]
             self._pinned.append(_PinnedPrefix(question, lease, blocks, self._scheduled))
             return
         self._send(_PinnedPrefix(question, lease, (), 0))

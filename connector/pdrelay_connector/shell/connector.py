@@ -54,9 +54,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Request the order layers, blocks, heads, tokens, content, as vLLM's NixlConnector does;
-        MLA has no heads.
-        """
+        """Request the layout LBHNC, as vLLM's NixlConnector does; MLA has no heads."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
@@ -100,12 +98,15 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDRelayStats:
-        """Rebuild stats from the data of another process, for vLLM's log line: without the events
-        of timelines.
+        """Rebuild stats from another process's data for vLLM's log line, without timeline events.
 
-        The log line adds up all reports of its interval, and would copy all events with each step.
+        The log line merges all reports of its interval, and would copy all events with each step.
         """
-        return PDRelayStats(data={**data, "events": []}) if data else PDRelayStats.of(StatsReport())
+        return (
+            PDRelayStats(data={**data, "events": []})
+            if data
+            else PDRelayStats.from_report(StatsReport())
+        )
 
     @classmethod
     def build_prom_metrics(
@@ -142,9 +143,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Start the control thread: the workers have registered their memory, at start or after a
-        sleep.
-        """
+        """Start the control thread, now that the workers have registered their memory."""
         ours = {md.rank.worker: md for md in metadata.values() if isinstance(md, RankHandshake)}
         if not ours:
             raise UnsupportedCache(
@@ -230,8 +229,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Push the blocks of earlier steps while this step runs; take checksums before it writes
-        into freed blocks.
+        """Push the blocks of earlier steps, and take checksums before this step reuses blocks.
 
         vLLM calls this before the forward (``v1/worker/kv_connector_model_runner_mixin.py``, 0.32).
         """
@@ -241,9 +239,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
             self._worker.add_computed(connector_metadata.pieces)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; vLLM 0.32 calls this after the forward, because our loads are
-        asynchronous.
-        """
+        """Start this step's loads; vLLM 0.32 calls it after the forward for asynchronous loads."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
             self._worker.load(metadata)
@@ -264,9 +260,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> QuarantineMetadata | None:
-        """Report quarantined blocks to the scheduler; vLLM calls this after
-        :meth:`get_transfer_results`.
-        """
+        """Report quarantined blocks to the scheduler; called after get_transfer_results."""
         return self._worker.take_quarantined()
 
 

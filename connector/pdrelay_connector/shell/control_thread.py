@@ -1,6 +1,4 @@
-"""The control thread of a scheduler process: built from the settings, started once, and reached
-through commands.
-"""
+"""The control thread of a scheduler process: builds its objects, and passes commands to it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -74,23 +72,22 @@ class ControlThread:
         self._secrets = secrets
         self._clock = clock
         self._has_loop = has_loop
-        self._last_turn = clock()  # of vLLM's engine loop; the control thread reads it
+        self._last_turn = clock()  # the last iteration of vLLM's loop; the control thread reads it
         self._has_warned = False  # that leases are not renewed
         self._runner: Runner[ControlPlane] | None = None  # absent before start()
-        # while the engine sleeps: what it orders meanwhile
-        self._kept: list[Command[ControlPlane]] | None = None
+        # commands while the engine sleeps
+        self._kept_commands: list[Command[ControlPlane]] | None = None
         self._outbox: Outbox[ControlResult] = Outbox(on_news=on_news)
 
     def start(self, handshakes: Handshakes, fingerprint: Fingerprint, engine: EngineId) -> None:
-        """Start the thread as ``engine``, and listen if other engines or our own workers connect to
-        this one.
+        """Start the thread as ``engine``, and listen if engines or our own workers connect to it.
 
-        After a sleep it takes the place of the one before.
+        After a sleep it replaces the one before.
         """
         self.stop()
         settings = self._settings
         engine_config = self._engine_config
-        ranks = tuple(each.rank for each in _ordered(handshakes))
+        ranks = tuple(handshake.rank for handshake in _ordered(handshakes))
         welcome = Welcome(PROTOCOL, engine, fingerprint, ranks, settings.kv_lease_duration)
         counters = Counters(are_wanted())
         workers = tuple(hash_of(badge_of(handshake.token)) for handshake in handshakes.values())
@@ -128,14 +125,14 @@ class ControlThread:
     def _run(self, runner: Runner[ControlPlane]) -> None:
         self._runner = runner
         runner.start()
-        kept = self._kept or ()
-        self._kept = None
-        for command in kept:
+        commands = self._kept_commands or ()
+        self._kept_commands = None
+        for command in commands:
             runner.post(command)
 
     def keep_commands(self) -> None:
-        """The engine sleeps: keep what it orders for the thread that takes this one's place."""
-        self._kept = []
+        """Keep the commands of a sleeping engine for the next thread."""
+        self._kept_commands = []
 
     def stop(self) -> None:
         """End the thread and close the listener."""
@@ -150,8 +147,8 @@ class ControlThread:
             raise RuntimeError(
                 "vLLM scheduled a request before it passed the workers' handshake metadata"
             )
-        if self._kept is not None:
-            self._kept.append(command)
+        if self._kept_commands is not None:
+            self._kept_commands.append(command)
         else:
             self._runner.post(command)
 
@@ -161,9 +158,9 @@ class ControlThread:
             self._runner.check()
 
     def note_turn(self) -> None:
-        """VLLM's engine loop turns.
+        """Note an iteration of vLLM's engine loop.
 
-        Leases of a loop that does not turn for engine_loop_timeout are not renewed.
+        Without one for engine_loop_timeout, the leases of waiting requests are not renewed.
         """
         self._last_turn = self._clock()
 
@@ -173,19 +170,19 @@ class ControlThread:
         return bool(self._outbox)
 
     def wait_for_results(self, seconds: float) -> None:
-        """Wait at most so long for results."""
+        """Wait for results, at most so long."""
         self._outbox.wait(seconds)
 
     def take_results(self) -> Sequence[ControlResult]:
         """Return the results since the last call."""
-        return self._outbox.take()
+        return self._outbox.take_items()
 
     def take_report(self) -> StatsReport:
         """Return the numbers since the last call."""
         return self._outbox.take_report()
 
     def _after_turn(self, control: ControlPlane) -> None:
-        """On the control thread: hand the results over."""
+        """Pass the results on; called on the control thread after each iteration."""
         if control.lease_renewer.is_withholding != self._has_warned:
             self._has_warned = control.lease_renewer.is_withholding
             if self._has_warned:
@@ -197,23 +194,23 @@ class ControlThread:
             else:
                 logger.info("pdrelay: the engine's loop turns again: leases are renewed")
         for engine, reason in control.lease_manager.take_objections():
-            said = (
+            text = (
                 "pdrelay: engine %s loads no KV of this engine and computes its prompts itself; "
                 "of this engine it says: %s"
             )
-            logger.warning(said, engine, reason)
-        self._outbox.put(control.take_results(now=self._clock()), control.counters.take())
+            logger.warning(text, engine, reason)
+        self._outbox.put(control.take_results(now=self._clock()), control.counters.take_report())
 
 
 def common_fingerprint(handshakes: Handshakes) -> Fingerprint:
     """Return the fingerprint of all workers; raises ``UnsupportedCache`` if they differ."""
-    found = {handshake.fingerprint for handshake in handshakes.values()}
-    if len(found) > 1:
-        attention = " and ".join(sorted(each.attention for each in found))
+    fingerprints = {handshake.fingerprint for handshake in handshakes.values()}
+    if len(fingerprints) > 1:
+        attention = " and ".join(sorted(fingerprint.attention for fingerprint in fingerprints))
         raise UnsupportedCache(
             f"pipeline stages with different attention backends ({attention}) are not supported"
         )
-    return found.pop()
+    return fingerprints.pop()
 
 
 def _ordered(handshakes: Handshakes) -> list[RankHandshake]:
@@ -231,7 +228,7 @@ def _build_control_plane(
     last_turn: Callable[[], float],
     has_numbers: Callable[[], bool] = lambda: False,
 ) -> ControlPlane:
-    landing = [each.landing for each in _ordered(handshakes)]
+    landing = [handshake.landing for handshake in _ordered(handshakes)]
     peers = PeerTable(link, fingerprint, counters, retry_after=settings.retry_after, ranks=landing)
     leases = LeaseTable(
         duration=settings.kv_lease_duration,
@@ -300,7 +297,7 @@ def _build_control_plane(
         peers,
         lease_renewer,
         counters,
-        tuple(each.landing for each in _ordered(handshakes)),
+        tuple(handshake.landing for handshake in _ordered(handshakes)),
         timeout=settings.registration_timeout,
         peer_timeout=settings.peer_timeout,
         contention_timeout=settings.transfer_timeout,

@@ -284,7 +284,7 @@ def _check(engine_config: EngineConfig, request: Request) -> None:
 
 def adapter_of(request: Request) -> str | None:
     """Return the LoRA adapter of a request, by its name and by what it is."""
-    return ADAPTERS.of(request.lora_request) if request.lora_request is not None else None
+    return ADAPTERS.identity_of(request.lora_request) if request.lora_request is not None else None
 
 
 def has_changed_adapter(request: Request) -> bool:

@@ -16,8 +16,7 @@ _COPIES = (
 
 
 def check_copies(device: str, platform: Any) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless vLLM copies KV between that
-    device and the host.
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless vLLM can copy KV to the host.
 
     ``platform`` is vLLM's. KV on the CPU needs no support: we copy it ourselves.
     """
@@ -36,9 +35,7 @@ def check_copies(device: str, platform: Any) -> None:
 
 
 def check_events(device: str) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless torch has events for that
-    device.
-    """
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless torch has events for it."""
     if device != HOST and not hasattr(_module(device), "Event"):
         raise UnsupportedCache(
             f"the mode pushes, and torch has no events for {device!r} that tell when a part of a "
@@ -48,10 +45,9 @@ def check_events(device: str) -> None:
 
 
 def computed(device: torch.device) -> Ready | None:
-    """Return a check whether the device has run all kernels launched so far; None if there is no
-    need to wait.
+    """Return a check whether the device has run all kernels so far; None: no need to wait.
 
-    On a device without events the caller must know that the kernels have run: :func:`check_events`.
+    A device without events needs :func:`check_events` before.
     """
     event_type = getattr(_module(device.type), "Event", None)
     if device.type == HOST or event_type is None:

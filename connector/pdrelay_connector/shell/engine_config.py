@@ -102,9 +102,7 @@ class EngineConfig:
         return left_out_tokens(self.groups, self.lookahead)
 
     def loaded_tokens(self, prompt_tokens: int) -> int:
-        """Return up to which token a prompt's KV may come from another engine: logits need at least
-        the last one.
-        """
+        """Return up to which token KV may be loaded: the logits need the last one computed."""
         return max(0, prompt_tokens - max(1, self.left_out_tokens))
 
 
@@ -130,10 +128,10 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
             'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all '
             "engines"
         )
-    others = [backend.name for backend in settings.backends if backend.name != "UCX"]
-    if config.model_config.enable_sleep_mode and others:
+    other_backends = [backend.name for backend in settings.backends if backend.name != "UCX"]
+    if config.model_config.enable_sleep_mode and other_backends:
         raise SettingsError(
-            f"enable_sleep_mode is on, and NIXL's backend {others[0]} may keep the memory that "
+            f"enable_sleep_mode is on, and NIXL's backend {other_backends[0]} may keep the memory that "
             f"goes away; use UCX alone"
         )
     if transfer.is_kv_producer and settings.mode.pushes:
@@ -191,12 +189,11 @@ def _check_stages(engine_config: EngineConfig) -> None:
 
 
 def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGroup, ...]) -> str:
-    """Return the hash of cached blocks if this engine can lend them (``return_kv``); raises
-    ``SettingsError``.
+    """Return the hash of cached blocks if this engine can lend them (``return_kv``).
 
-    With ``auto`` an engine that cannot starts without. Refused is what was not tried, groups that
-    do not keep all tokens and drafts among it. In push, workers stage what they write, and nothing
-    that is read.
+    With ``auto`` an engine that cannot lend starts without; otherwise it raises ``SettingsError``.
+    Untested combinations are refused, such as groups that do not keep all tokens, and drafts. In
+    push, workers stage only the blocks that they write, not those that are read.
     """
     if not settings.return_kv:
         return ""
@@ -364,11 +361,10 @@ def _specs_by_layer(group: KVCacheGroupSpec) -> list[tuple[str, KVCacheSpec]]:
 
 
 def _is_packed(spec: KVCacheSpec) -> bool:
-    """Tell whether a kernel may keep the entries of a block in several pieces, values and then
-    scales, for example.
+    """Tell whether a kernel may keep a block's entries in several pieces, as values and scales.
 
-    So do indexers (``v1/attention/ops/...indexer_k_quant_and_cache``), DeepSeek-V4's caches and
-    NVFP4's: bytes, or quantized in another way than with one scale for a tensor.
+    Indexers do (``v1/attention/ops/...indexer_k_quant_and_cache``), and the caches of DeepSeek-V4
+    and NVFP4: their type is bytes, or quantized with more than one scale for a tensor.
     """
     if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
         return False
@@ -384,29 +380,27 @@ def _is_packed(spec: KVCacheSpec) -> bool:
 
 def _group(spec: KVCacheSpec) -> CacheGroup:
     specs = _specs(spec)
-    one = specs[0]
-    if isinstance(one, MambaSpec):
+    first = specs[0]
+    if isinstance(first, MambaSpec):
         return CacheGroup(spec.block_size, state=", ".join(dict.fromkeys(map(_state, specs))))
-    if isinstance(one, CircularBufferSpec):
+    if isinstance(first, CircularBufferSpec):
         return CacheGroup(
             spec.block_size, state=", ".join(dict.fromkeys(map(_ring, specs))), is_ring=True
         )
-    retained = getattr(one, "extra_retained_tokens", 0)
-    window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
-    chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
+    retained = getattr(first, "extra_retained_tokens", 0)
+    window = first.sliding_window + retained if isinstance(first, SlidingWindowSpec) else 0
+    chunk = first.attention_chunk_size if isinstance(first, ChunkedLocalAttentionSpec) else 0
     return CacheGroup(
         spec.block_size,
         window,
         chunk,
-        forgets_answers=isinstance(one, RSWASpec),
-        is_replayed=vllm_versions.replays_window(one),
+        forgets_answers=isinstance(first, RSWASpec),
+        is_replayed=vllm_versions.replays_window(first),
     )
 
 
 def _ring(spec: KVCacheSpec) -> str:
-    """Return what a ring of tokens consists of: each token is at its number modulo the ring's
-    size.
-    """
+    """Describe a ring of tokens: each token is at its number modulo the ring's size."""
     if not isinstance(spec, CircularBufferSpec):
         raise TypeError(f"{type(spec).__name__} among rings")
     return f"ring of {spec.block_size} tokens of {spec.num_heads} x {spec.state_content_size_bytes} bytes {spec.dtype}"

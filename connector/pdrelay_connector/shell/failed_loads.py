@@ -1,12 +1,12 @@
-"""Requests whose load has failed, and that let loads pass which have ended.
+"""Requests with a failed load, which must let requests with a finished load pass.
 
-vLLM keeps requests that wait with blocks in a queue of their own, which comes first
-(``kv_holding_waiting`` in ``v1/core/sched/scheduler.py``, 0.32 and 0.33). A request whose load has
-failed loses its blocks there and keeps its place. If there are too few blocks for it, vLLM looks at
-no request behind it: not at those whose load has ended, which hold the blocks. If nothing else
-runs, that is for ever. vLLM passes over a request of which it is not known yet how many tokens can
-be loaded, so this is said of it each second time. How many blocks it needs is vLLM's to know: that
-it lacks some shows when it gets none.
+vLLM keeps waiting requests that have blocks in a queue of their own, which comes first
+(``kv_holding_waiting`` in ``v1/core/sched/scheduler.py``, 0.32 and 0.33). A request with a failed
+load loses its blocks, but keeps its place there. If there are too few blocks for it, vLLM schedules
+no request behind it, not even those with a finished load, which hold the blocks. If no other
+request runs, that is a deadlock. But vLLM skips a request while the number of tokens to load is not
+known. So the connector answers that for such a request every second time. Only vLLM knows how many
+blocks the request needs: that some are missing shows when it gets none.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -25,9 +25,7 @@ class FailedLoads:
     def ended(
         self, requests: Iterable[str], failed: Container[str], live: Mapping[str, Request]
     ) -> None:
-        """VLLM has received the end of these requests' loads; ``failed``: of those that did not
-        succeed.
-        """
+        """Note the loads whose end vLLM has received; ``failed``: those that failed."""
         for name in requests:
             if name in live:
                 self._ended[name] = live[name]
@@ -35,14 +33,17 @@ class FailedLoads:
                     self._failed.add(name)
 
     def gives_way(self, request: Request) -> bool:
-        """Tell whether a request that vLLM considers lets those behind it pass whose loads have
-        ended: it got no blocks the last time, and they hold some.
+        """Tell whether a request must let requests with finished loads behind it pass.
+
+        It must if it got no blocks the last time, and they hold some.
         """
         name = request.request_id
         if name not in self._failed:
             return False
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self._ended = {name: each for name, each in self._ended.items() if each.status == waiting}
+        self._ended = {
+            name: loaded for name, loaded in self._ended.items() if loaded.status == waiting
+        }
         if name in self._tried and self._ended:
             self._tried.discard(name)
             return True

@@ -1,6 +1,4 @@
-"""The properties that two engines must share for interchangeable KV: for the handshake, and as a
-hash for routers.
-"""
+"""The properties that two engines must share to exchange KV: for handshakes, and as a hash."""
 
 import hashlib
 
@@ -53,8 +51,7 @@ def with_model(workers: Fingerprint, config: VllmConfig) -> Fingerprint:
 
 
 def info_labels(config: VllmConfig) -> dict[str, str]:
-    """Return the labels that a router compares before it pairs two engines: unequal labels mean
-    incompatible KV.
+    """Return labels that a router compares before it pairs two engines: they must be equal.
 
     They cover the part of the fingerprint that an API server knows without a worker, and nothing
     that may differ between P and D (tensor parallelism, block size, cache size). The handshake
@@ -63,13 +60,13 @@ def info_labels(config: VllmConfig) -> dict[str, str]:
     transfer = config.kv_transfer_config
     mode = read_settings(transfer.kv_connector_extra_config, {}, transfer.kv_connector).mode
     identity = identify(config.model_config, config.load_config)
-    known = (
+    facts = (
         PROTOCOL,
         *msgspec.structs.astuple(_from_config(config, mode)),
         _draft_model(config),
         *identity,
     )
-    digest = hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()
+    digest = hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()
     return {"protocol": str(PROTOCOL), "fingerprint": digest[:16], "mode": mode.value}
 
 
@@ -91,8 +88,7 @@ def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
 
 
 def _draft_model(config: VllmConfig) -> str:
-    """Return the properties of a draft model's KV, which is transferred with the target model's;
-    n-grams have none.
+    """Return the properties of a draft model's KV, which is transferred with the target's KV.
 
     The same properties as in vLLM 0.32 (``kv_connector/v1/nixl/metadata.py``). The number of draft
     tokens does not change the KV; its effect on the groups' windows is part of the groups.

@@ -1,9 +1,8 @@
-"""What a prefill engine tells routers about streams that another engine goes on with.
+"""Tells routers whether another engine may continue this engine's streams.
 
-A router that shows the token which this engine makes has a decode engine go on behind it, with a
-prompt that is longer by this token. That is right where the token and the limits are those that one
-engine would have had, which only this engine knows. So it is with streams that are resumed or that
-move, whose prompt is longer by all that was made.
+A router that shows this engine's first token appends it to the prompt of the decode leg. That is
+right only if the token and the limits are those of a single engine, which only this engine knows.
+The same holds for streams that are resumed or moved: all generated tokens are appended.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ _LOOK_BACK: Final = frozenset({"max_tokens", "presence_penalty", "frequency_pena
 
 
 def first_token(config: VllmConfig, left_out: int) -> Mapping[str, Any]:
-    """Return the params that say for which APIs the token may be shown; empty if for none.
+    """Return the params that name the APIs for which the token may be shown; empty: none.
 
     An engine that leaves out the last tokens of a prompt makes its token of a shorter one. A
     reasoning parser may call the token of a chat something else in a stream than in a whole answer.
@@ -40,11 +39,10 @@ def first_token(config: VllmConfig, left_out: int) -> Mapping[str, Any]:
 
 
 def looks_back(config: VllmConfig) -> Mapping[str, Any]:
-    """Return the params that say that no stream of this engine may be gone on with elsewhere; empty
-    if it may.
+    """Return the params that forbid other engines to continue a stream; empty: they may.
 
-    Its defaults, or its logits processors, look back at the tokens made so far: they would begin
-    anew.
+    They are set if default sampling penalties or logits processors depend on the generated tokens,
+    because these would begin anew.
     """
     return {LOOKS_BACK: True} if _looks_back(config.model_config) else {}
 

@@ -19,9 +19,7 @@ CANDIDATE_FACTOR = 4
 
 @dataclass(frozen=True, slots=True)
 class _HeldLease:
-    """One lease's blocks, and its request's priority in vLLM (a higher number is less
-    important).
-    """
+    """One lease's blocks, and its request's priority in vLLM (higher: less important)."""
 
     blocks: list[KVCacheBlock]
     priority: int
@@ -34,15 +32,15 @@ class HeldBlocks:
     """
 
     def __init__(self) -> None:
-        self._held: dict[RequestId, _HeldLease] = {}
+        self._leases: dict[RequestId, _HeldLease] = {}
         self._by_priority: dict[int, dict[RequestId, None]] = {}  # oldest first
         self._leases_of: Counter[int] = Counter()  # number of leases by block
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._leases)
 
     def __contains__(self, request: RequestId) -> bool:
-        return request in self._held
+        return request in self._leases
 
     @property
     def blocks(self) -> int:
@@ -55,45 +53,44 @@ class HeldBlocks:
 
     def add(self, request: RequestId, blocks: list[KVCacheBlock], priority: int) -> None:
         """Hold the blocks of a lease."""
-        self._held[request] = _HeldLease(blocks, priority)
+        self._leases[request] = _HeldLease(blocks, priority)
         self._by_priority.setdefault(priority, {})[request] = None
         self._leases_of.update(block.block_id for block in blocks)
 
-    def take(self, request: RequestId) -> list[KVCacheBlock]:
+    def remove(self, request: RequestId) -> list[KVCacheBlock]:
         """Remove a lease, and return its blocks."""
-        held = self._held.pop(request)
-        same = self._by_priority[held.priority]
+        lease = self._leases.pop(request)
+        same = self._by_priority[lease.priority]
         del same[request]
         if not same:
-            del self._by_priority[held.priority]
-        for block in held.blocks:
+            del self._by_priority[lease.priority]
+        for block in lease.blocks:
             self._leases_of[block.block_id] -= 1
             if not self._leases_of[block.block_id]:
                 del self._leases_of[block.block_id]
-        return held.blocks
+        return lease.blocks
 
     def candidates(self, blocks: int, priority: int) -> list[RevocableLease]:
-        """Return leases whose end frees at least ``blocks`` blocks, to be revoked for a request of
-        a ``priority``.
+        """Return leases to revoke for a request of a ``priority``, to free ``blocks`` blocks.
 
-        Least important first, then oldest first; no lease is more important than the request. A
+        The least important come first, then the oldest; none is more important than the request. A
         block counts as freed only if no running request and no other lease uses it.
         """
-        found: list[RevocableLease] = []
-        gone: Counter[int] = Counter()
+        leases: list[RevocableLease] = []
+        released: Counter[int] = Counter()
         gain = 0
         for request in self._in_order(priority):
-            if gain >= CANDIDATE_FACTOR * blocks or len(found) == MAX_CANDIDATES:
+            if gain >= CANDIDATE_FACTOR * blocks or len(leases) == MAX_CANDIDATES:
                 break
-            ours = self._held[request].blocks
-            gone.update(block.block_id for block in ours)
-            free = sum(block.ref_cnt == gone[block.block_id] for block in ours)
-            found.append(RevocableLease(request, free))
+            ours = self._leases[request].blocks
+            released.update(block.block_id for block in ours)
+            free = sum(block.ref_cnt == released[block.block_id] for block in ours)
+            leases.append(RevocableLease(request, free))
             gain += free
-        return found
+        return leases
 
     def _in_order(self, priority: int) -> Iterator[RequestId]:
-        for each in sorted(self._by_priority, reverse=True):
-            if each < priority:
+        for level in sorted(self._by_priority, reverse=True):
+            if level < priority:
                 return
-            yield from self._by_priority[each]
+            yield from self._by_priority[level]

@@ -1,5 +1,4 @@
-"""What the plugin of KV events counts, on the engine's own ``/metrics``
-(``vllm:pdrelay_kv_events_...``).
+"""The metrics of the KV event plugin, on the engine's ``/metrics`` (vllm:pdrelay_kv_events_...).
 
 Each API server process follows the events itself. With several (``--api-server-count``)
 prometheus_client keeps their numbers in files, and ``/metrics`` of any of them adds the counters
@@ -84,6 +83,6 @@ class KVEventMetrics:
         # files of several processes keep a rank: 0 is true of it, too
         for rank in self._ranks - blocks.keys():
             self._blocks.labels(str(rank)).set(0)
-        for rank, known in blocks.items():
-            self._blocks.labels(str(rank)).set(known)
+        for rank, count in blocks.items():
+            self._blocks.labels(str(rank)).set(count)
         self._ranks |= blocks.keys()

@@ -1,6 +1,4 @@
-"""Follows the KV events of an engine's ranks into a hub, for as long as its API server process
-runs.
-"""
+"""Follows the KV events of an engine's ranks into a hub, while its API server process runs."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -34,9 +32,7 @@ class KVEventService:
         is_closed: bool,
         groups: Sequence[BlockStored] = (),
     ) -> None:
-        """``sources`` returns vLLM's KVEventsConfig of each rank, ``groups`` are those of every
-        rank.
-        """
+        """``sources`` returns vLLM's KVEventsConfig by rank; ``groups``: of every rank."""
         self.hub = KVEventHub()
         self.is_closed = is_closed  # only those who may read prompts reach the route
         self._metrics = KVEventMetrics(self.hub)
@@ -51,18 +47,17 @@ class KVEventService:
         return bool(self._followed)
 
     def start(self) -> None:
-        """Follow the ranks that there are, and look for others from now on, until the event loop
-        ends.
+        """Follow the present ranks, and check for others until the event loop ends.
 
         Raises :exc:`~pdrelay_connector.errors.SettingsError` for an endpoint in a directory that
         others may enter.
         """
-        for source in self._found().values():
+        for source in self._current_sources().values():
             if open_to_others := source.open_directories:
                 raise SettingsError(_open_directory(open_to_others[0]))
         self._follow_ranks()
         self._metrics.open()
-        self._looking = asyncio.create_task(self._look(), name="pdrelay-kv-events")
+        self._looking = asyncio.create_task(self._poll_ranks(), name="pdrelay-kv-events")
 
     async def stop(self) -> None:
         """Follow nothing any more."""
@@ -72,13 +67,13 @@ class KVEventService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _poll_ranks(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self._follow_ranks()
             self._metrics.update()
 
-    def _found(self) -> dict[int, KVEventSource]:
+    def _current_sources(self) -> dict[int, KVEventSource]:
         return {
             rank: KVEventSource(config.endpoint, config.replay_endpoint, config.topic)
             for rank, config in self._sources().items()
@@ -86,16 +81,16 @@ class KVEventService:
         }
 
     def _follow_ranks(self) -> None:
-        found = self._found()
+        sources = self._current_sources()
         for rank, (source, task) in list(self._followed.items()):
             if task.done():
                 self._log_end(rank, task)
-            if task.done() or found.get(rank) != source:
+            if task.done() or sources.get(rank) != source:
                 task.cancel()
                 del self._followed[rank]
                 self.hub.remove_rank(rank)
-        for rank in found.keys() - self._followed.keys():
-            self._follow(rank, found[rank])
+        for rank in sources.keys() - self._followed.keys():
+            self._follow(rank, sources[rank])
 
     def _follow(self, rank: int, source: KVEventSource) -> None:
         if source.open_directories:
@@ -148,18 +143,18 @@ def _open_directory(endpoint: str) -> str:
     )
 
 
-async def ask_for_groups(ask: GroupQuestion | None) -> tuple[BlockStored, ...]:
-    """Return the announcements of the KV cache groups that the engine says it has; none if it
-    cannot say.
+async def ask_for_groups(call_engine: GroupQuestion | None) -> tuple[BlockStored, ...]:
+    """Return announcements of the engine's KV cache groups; none if it cannot list them.
 
-    ``ask`` calls a method of EngineCore, of every rank, and returns the answer of the first: their
-    groups are those of one model. Without an answer each group is known from its first block on.
+    ``call_engine`` calls a method of EngineCore on every rank, and returns the first rank's answer:
+    all ranks have the groups of one model. Without an answer a group is announced by its first
+    block.
     """
-    if ask is None:
+    if call_engine is None:
         return ()
     try:
         async with asyncio.timeout(GROUPS_WITHIN_S):
-            return read_group_metadata(await ask(GROUPS))
+            return read_group_metadata(await call_engine(GROUPS))
     # Whatever failed in the engine comes as Exception (core_client.py), and the events can be
     # followed without.
     except Exception as exc:  # noqa: BLE001

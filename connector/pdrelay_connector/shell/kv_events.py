@@ -1,9 +1,8 @@
-"""The entry point ``vllm.endpoint_plugins``: ``GET /v1/pdrelay/kv_events``, the engine's KV events
-(docs/kv-events.md).
+"""The endpoint plugin of ``GET /v1/pdrelay/kv_events``, the engine's KV events (docs/kv-events.md).
 
 It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it
-(``vllm/plugins/__init__.py``). vLLM's own middleware asks for the API key, because the path begins
-with /v1 (``serve/middleware/authenticate.py``).
+(``vllm/plugins/__init__.py``). vLLM's middleware requires the API key, because the path begins with
+/v1 (``serve/middleware/authenticate.py``).
 """
 
 import asyncio
@@ -56,8 +55,7 @@ class KVEventsPlugin:
         app.add_api_route(PATH, serve_kv_events, methods=["GET"], response_model=None)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Begin to follow the events, whether or not there is a reader: later some of them may be
-        gone.
+        """Begin to follow the events without waiting for a reader: old ones may be lost later.
 
         Raises :exc:`~pdrelay_connector.errors.SettingsError`, and the engine does not start, if
         others may reach an ipc:// endpoint.
@@ -65,17 +63,17 @@ class KVEventsPlugin:
         sources: Callable[[], Mapping[int, Any]] | None = getattr(
             engine_client, "get_kv_event_sources", None
         )
-        ask = getattr(getattr(engine_client, "engine_core", None), "call_utility_async", None)
-        groups = await ask_for_groups(ask if sources is not None and sources() else None)
+        call_engine = getattr(
+            getattr(engine_client, "engine_core", None), "call_utility_async", None
+        )
+        groups = await ask_for_groups(call_engine if sources is not None and sources() else None)
         service = KVEventService(sources or dict, is_closed=_is_closed(args), groups=groups)
         service.start()
         state.pdrelay_kv_events = service
 
 
 async def serve_kv_events(request: Request) -> Response:
-    """Stream the engine's KV events; 404 where there are none, 403 without an API key, 503 for too
-    many readers.
-    """
+    """Stream the engine's KV events; 404: none, 403: no API key is set, 503: too many readers."""
     service: KVEventService = request.app.state.pdrelay_kv_events
     if not service.has_events:
         return _error(404, "NotFoundError", _NO_EVENTS)
@@ -137,17 +135,17 @@ class KVEventStream(Response):
 
     async def _chunk(self) -> bytes:
         self._woken.clear()
-        if data := self._take():
+        if data := self._next_chunk():
             return data
         with suppress(TimeoutError):
             async with asyncio.timeout(LIFE_EVERY_S):
                 await self._woken.wait()
-        return self._take() or SIGN_OF_LIFE
+        return self._next_chunk() or SIGN_OF_LIFE
 
-    def _take(self) -> bytes:
+    def _next_chunk(self) -> bytes:
         frames: list[bytes] = []
         size = 0
-        while size < MAX_CHUNK and (frame := self._queue.take()) is not None:
+        while size < MAX_CHUNK and (frame := self._queue.next_frame()) is not None:
             frames.append(frame)
             size += len(frame)
         return b"".join(frames)
@@ -158,19 +156,16 @@ class KVEventStream(Response):
 
 
 async def _in_time(send: Send, message: dict[str, Any]) -> None:
-    """Send; raises ``TimeoutError`` for a reader that takes nothing.
+    """Send; raises ``TimeoutError`` if the reader does not read.
 
-    Python 3.11's ``wait_for`` forgets that its task is cancelled if what it waits for has just
-    ended.
+    Not by ``wait_for``, which in Python 3.11 loses a cancellation if its awaitable has just ended.
     """
     async with asyncio.timeout(STALL_S):
         await send(message)
 
 
 def _is_closed(args: Namespace) -> bool:
-    """Tell whether vLLM asks for an API key (``serve/middleware/register.py``), or only this
-    machine reaches it.
-    """
+    """Tell whether vLLM requires an API key (``serve/middleware/register.py``), or is local."""
     if any(args.api_key or [os.environ.get("VLLM_API_KEY")]) or getattr(args, "uds", None):
         return True
     try:

@@ -58,15 +58,15 @@ def _parse(model: ModelConfig, folder: Path | None) -> Any:
         raise UnreadableCheckpoint("no files on this machine")
     if model.trust_remote_code and _has_code_elsewhere(folder):
         raise UnreadableCheckpoint("its code lies in another repository")
-    given: Any = model.hf_overrides
+    overrides: Any = model.hf_overrides
     values: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     function: Callable[[Any], Any] | None = None
-    if callable(given):
-        function = given
+    if callable(overrides):
+        function = overrides
     else:
-        objects = {key: value for key, value in given.items() if isinstance(value, dict)}
-        values = {key: value for key, value in given.items() if key not in objects}
+        objects = {key: value for key, value in overrides.items() if isinstance(value, dict)}
+        values = {key: value for key, value in overrides.items() if key not in objects}
     config: Any = get_config(
         str(folder),
         model.trust_remote_code,
@@ -97,11 +97,11 @@ def _options(model: ModelConfig, folder: Path | None) -> dict[str, object]:
     architectures: list[str] = getattr(model.hf_config, "architectures", None) or []
     if not any(name.startswith("Llama4") for name in architectures):
         return {}
-    given: dict[str, Any] = dict(model.override_generation_config)
+    overrides: dict[str, Any] = dict(model.override_generation_config)
     default: object = model.max_model_len > _TUNING_STARTS
     if model.generation_config not in ("auto", "vllm"):
         folder = local_folder(str(model.generation_config), None, None)
     file = None if folder is None else folder / "generation_config.json"
     if file is not None and file.is_file():
         default = read_json(file).get(_TUNING, default)
-    return {_TUNING: given.get(_TUNING, default)}
+    return {_TUNING: overrides.get(_TUNING, default)}

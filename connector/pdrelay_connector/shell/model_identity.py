@@ -102,10 +102,10 @@ def _tokenizer(model: ModelConfig, load: LoadConfig) -> str:
     folder = local_folder(name, revision, None) or local_folder(name, revision, load.download_dir)
     if folder is None or not folder.is_dir():
         return NONE
-    wanted = sorted(_TOKENIZERS, key=lambda names: names != ("tekken.json",))
-    order = wanted if str(model.tokenizer_mode) == "mistral" else _TOKENIZERS
+    mistral_first = sorted(_TOKENIZERS, key=lambda names: names != ("tekken.json",))
+    order = mistral_first if str(model.tokenizer_mode) == "mistral" else _TOKENIZERS
     for names in order:
-        files = [folder / each for each in names]
+        files = [folder / file_name for file_name in names]
         if all(file.is_file() for file in files):
             try:
                 return digest_whole(files)

@@ -13,7 +13,7 @@ from pdrelay_connector.core.counters import StatsReport, TransferSample
 class _Histogram(NamedTuple):
     text: str
     buckets: Sequence[float]
-    of: Callable[[TransferSample], float]
+    value_of: Callable[[TransferSample], float]
 
 
 class _Counter(NamedTuple):
@@ -68,17 +68,18 @@ class NixlMetrics:
 
     def __init__(self, make_histogram: Make, make_counter: Make) -> None:
         self._histograms = {
-            name: make_histogram(f"vllm:nixl_{name}", each.text, buckets=each.buckets)
-            for name, each in HISTOGRAMS.items()
+            name: make_histogram(f"vllm:nixl_{name}", definition.text, buckets=definition.buckets)
+            for name, definition in HISTOGRAMS.items()
         }
         self._counters = {
-            name: make_counter(f"vllm:nixl_{name}", each.text) for name, each in COUNTERS.items()
+            name: make_counter(f"vllm:nixl_{name}", definition.text)
+            for name, definition in COUNTERS.items()
         }
 
     def observe(self, report: StatsReport, engine: int) -> None:
         """Add one report of an engine."""
         for name, histogram in self._histograms.items():
             for sample in report.transfers:
-                histogram[engine].observe(HISTOGRAMS[name].of(sample))
+                histogram[engine].observe(HISTOGRAMS[name].value_of(sample))
         for name, counter in self._counters.items():
             counter[engine].inc(sum(report.counters.get(own, 0) for own in COUNTERS[name].counts))

@@ -31,7 +31,7 @@ class Outbox(Generic[T]):
             self._news.set()
             self._on_news()
 
-    def take(self) -> list[T]:
+    def take_items(self) -> list[T]:
         """Return the results since the last call."""
         with self._lock:
             items = self._items

@@ -76,7 +76,7 @@ class PrefillRequests:
         self._counters = counters
         self._signatures = signatures
         self._wall_clock = wall_clock
-        self._held = HeldBlocks()  # by the name that decode engines know
+        self._held_blocks = HeldBlocks()  # by the name that decode engines know
         self._transfers = TransferNames()
         self._window_pins = SlidingWindowPins(engine_config.groups, pool)
         self._sampling = Sampling(settings.verify_share, settings.verify_blocks)
@@ -109,7 +109,7 @@ class PrefillRequests:
             self._counters.count("transfer_ids_invalid")
             logger.warning("pdrelay: %s is not handed over: %s", request.request_id, exc)
             return
-        if name in self._push_progress or name in self._held:
+        if name in self._push_progress or name in self._held_blocks:
             self._counters.count("transfer_ids_duplicate")
             logger.warning(
                 "pdrelay: %s is not handed over: there is a transfer %s already",
@@ -180,7 +180,7 @@ class PrefillRequests:
 
     def lease_ended(self, request: RequestId, why: LeaseEvent) -> None:
         """Free the blocks of a lease."""
-        blocks = self._held.take(request)
+        blocks = self._held_blocks.remove(request)
         self._transfers.ended(request)
         self._pool().free_blocks(reversed(blocks))
         if self._push_progress is not None:
@@ -200,7 +200,7 @@ class PrefillRequests:
     @property
     def leases(self) -> int:
         """For how many prompts blocks are held."""
-        return len(self._held)
+        return len(self._held_blocks)
 
     def release_preempted(self, live: Mapping[str, Request]) -> None:
         """Unpin sliding windows of prompts that are computed anew."""
@@ -209,13 +209,16 @@ class PrefillRequests:
     @property
     def gauges(self) -> dict[str, float]:
         """Current leases and blocks."""
-        return {"leases_held": float(len(self._held)), "blocks_held": float(self._held.blocks)}
+        return {
+            "leases_held": float(len(self._held_blocks)),
+            "blocks_held": float(self._held_blocks.blocks),
+        }
 
     def _revoke(self, now: float) -> None:
         """Revoke unread leases if a request has waited too long for blocks."""
         if self._shortage is None or not (lacking := self._shortage.step(self._pool(), now=now)):
             return
-        if candidates := self._held.candidates(lacking.blocks, lacking.request.priority):
+        if candidates := self._held_blocks.candidates(lacking.blocks, lacking.request.priority):
             logger.warning(
                 "pdrelay: %s has lacked %d blocks for %g s: unread leases are revoked",
                 lacking.request.request_id,
@@ -290,8 +293,8 @@ class PrefillRequests:
             for group, ids in zip(self._engine_config.groups, blocks, strict=True)
         ]
         pool = self._pool()
-        held = [pool.blocks[block] for ids in prompt for block in ids if block != NULL]
-        if not self.hold(name, held, request.priority):
+        pinned = [pool.blocks[block] for ids in prompt for block in ids if block != NULL]
+        if not self.hold(name, pinned, request.priority):
             self._counters.count("leases_refused")
             return None
         if transfer is not None:
@@ -304,8 +307,8 @@ class PrefillRequests:
             self._push_progress.finish(request, prompt)
         engine = self._engine_config
         offer = self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed))
-        said = engine.looks_back if is_pushed else {**engine.first_token, **engine.looks_back}
-        return {**offer.to_params(), **said, LEASE: self._settings.kv_lease_duration}
+        extras = engine.looks_back if is_pushed else {**engine.first_token, **engine.looks_back}
+        return {**offer.to_params(), **extras, LEASE: self._settings.kv_lease_duration}
 
     def _sample(self, name: RequestId, prompt: list[list[int]], tokens: int) -> bool:
         """Order checksums of a prompt's blocks, if it is sampled; tell whether it is."""
@@ -324,13 +327,13 @@ class PrefillRequests:
 
     def hold(self, name: RequestId, blocks: list[KVCacheBlock], priority: int) -> bool:
         """Pin the blocks of a lease that is about to begin; false if that would exceed a limit."""
-        if name in self._held:  # a router has given this name to a push
+        if name in self._held_blocks:  # a router has given this name to a push
             logger.warning("pdrelay: %s is not leased: there is a lease of this name already", name)
             return False
         if reason := self._exceeded_limit(blocks):
             logger.warning("pdrelay: %s is not leased: %s", name, reason)
             return False
-        self._held.add(name, blocks, priority)
+        self._held_blocks.add(name, blocks, priority)
         self._pool().touch(blocks)
         return True
 
@@ -338,20 +341,20 @@ class PrefillRequests:
         """Revoke unread leases that are no more important than ``priority`` until so many blocks
         are free.
         """
-        if candidates := self._held.candidates(blocks, priority):
+        if candidates := self._held_blocks.candidates(blocks, priority):
             self._post(lambda control, now: control.revoke(candidates, blocks, now=now))
 
     def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
         """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there
         is none.
         """
-        if len(self._held) >= self._settings.max_leases:
-            return f"{len(self._held)} leases are held; max_leases is {self._settings.max_leases}"
+        if len(self._held_blocks) >= self._settings.max_leases:
+            return f"{len(self._held_blocks)} leases are held; max_leases is {self._settings.max_leases}"
         total = self._pool().num_gpu_blocks - 1  # without the null block
-        would_be = self._held.blocks + self._held.new_blocks(blocks)
+        would_be = self._held_blocks.blocks + self._held_blocks.new_blocks(blocks)
         share = self._settings.max_held_share
         # a single lease may exceed it: a prompt as long as the cache
-        if len(self._held) and would_be > share * total:
+        if len(self._held_blocks) and would_be > share * total:
             return f"leases would hold {would_be} of {total} blocks; max_held_share is {share:g}"
         return ""
 

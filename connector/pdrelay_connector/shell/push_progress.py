@@ -163,10 +163,10 @@ class PushProgress:
             progress.attempt = progress.request.num_preemptions
             progress.announced = [0] * len(self._groups)
         new = [
-            [BlockId(b) for b in each[known:]]
-            for each, known in zip(blocks, progress.announced, strict=True)
+            [BlockId(b) for b in ids[count:]]
+            for ids, count in zip(blocks, progress.announced, strict=True)
         ]
         progress.announced = [
-            known + len(each) for known, each in zip(progress.announced, new, strict=True)
+            count + len(ids) for count, ids in zip(progress.announced, new, strict=True)
         ]
         return ComputedBlocks(progress.name, progress.prompt, progress.attempt, new, tokens, last)

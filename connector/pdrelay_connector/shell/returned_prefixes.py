@@ -47,7 +47,7 @@ class ReturnedPrefixes:
         self._counters = counters
         self._engines: dict[RequestId, _CachedOn] = {}  # of requests that have not asked yet
         # requests that wait for an answer -> tokens cached here
-        self._asked: dict[RequestId, int] = {}
+        self._searching: dict[RequestId, int] = {}
         if engine_config.prefix_hash and not engine_config.recomputes:
             logger.warning(
                 "pdrelay: this engine asks no other for cached KV: kv_load_failure_policy is not "
@@ -73,7 +73,7 @@ class ReturnedPrefixes:
         here.
         """
         own = RequestId(request.request_id)
-        if own in self._asked:
+        if own in self._searching:
             return True
         named = self._engines.pop(own, None)
         tokens = min(request.num_prompt_tokens - 1, MAX_FIND)
@@ -81,7 +81,7 @@ class ReturnedPrefixes:
             return False
         if min(tokens, named.share * request.num_prompt_tokens) - computed < self._block_size:
             return False  # there is not a block to win
-        self._asked[own] = computed
+        self._searching[own] = computed
         question = FindPrefix(
             own, pack_tokens(request.prompt_token_ids[:tokens]), request.cache_salt
         )
@@ -90,27 +90,27 @@ class ReturnedPrefixes:
 
     def ended(self, ended: SearchEnded) -> None:
         """Load what was found, if the request is still here and lacks it."""
-        computed = self._asked.pop(ended.request, None)
-        found = ended.found
-        if found is None:
+        computed = self._searching.pop(ended.request, None)
+        params = ended.params
+        if params is None:
             return
-        if computed is None or found.remote_num_tokens <= computed:
-            self._post(lambda control, _: control.prefix_finder.give_back(found))
+        if computed is None or params.remote_num_tokens <= computed:
+            self._post(lambda control, _: control.prefix_finder.give_back(params))
             return
         self._counters.count("prefixes_found")
-        self._decodes.begin_found(ended.request, found)
+        self._decodes.begin_found(ended.request, params)
 
     def finished(self, request: Request) -> None:
         """A request has ended, perhaps before its answer came."""
         own = RequestId(request.request_id)
         self._engines.pop(own, None)
-        if self._asked.pop(own, None) is not None:
+        if self._searching.pop(own, None) is not None:
             self._post(lambda control, _: control.prefix_finder.cancel(own))
 
     @property
     def is_searching(self) -> bool:
         """Whether a request waits for an answer."""
-        return bool(self._asked)
+        return bool(self._searching)
 
 
 def _is_plain(request: Request) -> bool:

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLookup
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
 from pdrelay_connector.core.control import ControlResult
 from pdrelay_connector.core.counters import Counters, StatsReport, merge
@@ -113,7 +113,7 @@ class PDRelayConnectorScheduler:
             on_skipped=self._notes.load_skipped,
         )
         self._failed_loads = FailedLoads()
-        self._others = OtherConnectors(engine_config.groups, self._block_pool)
+        self._other_connectors = OtherConnectors(engine_config.groups, self._block_pool)
         self._returned = ReturnedPrefixes(
             engine_config, self._decodes, self._control.post, self._counters
         )
@@ -235,16 +235,16 @@ class PDRelayConnectorScheduler:
         self._cached.considered(request, computed)
         if self._returned.searches(request, computed) or self._failed_loads.gives_way(request):
             return None, False
-        found = self._decodes.matched_tokens(request, computed)
+        match = self._decodes.matched_tokens(request, computed)
         self._notes.meeting(request, lasts=self._decodes.is_meeting(request))
-        if found[0] is not None:
-            self._others.answered(request, computed)
-        return found
+        if match[0] is not None:
+            self._other_connectors.answered(request, computed)
+        return match
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         self._failed_loads.over(request.request_id)
-        self._others.allocated(request)
+        self._other_connectors.allocated(request)
         self._prefills.allocated(request)
         self._cached.allocated(request)
         self._decodes.allocated(request, blocks, external)
@@ -260,7 +260,7 @@ class PDRelayConnectorScheduler:
             self._waker.wait(MAX_IDLE_WAIT)
             self.handle_results()
             self._cached.look_up()
-        self._others.step_over()
+        self._other_connectors.step_over()
         self._notes.step(output)
         self._prefills.step(output, self._live, now=self._clock())
         metadata = self._decodes.metadata(output)
@@ -281,7 +281,7 @@ class PDRelayConnectorScheduler:
             and self._decodes.may_wait(is_searching=self._returned.is_searching)
             and not self._has_pending_results()
             and not any(request.status == RequestStatus.RUNNING for request in self._live.values())
-            and not self._others.have_work(self._live.values(), self._decodes.loading)
+            and not self._other_connectors.have_work(self._live.values(), self._decodes.loading)
         )
 
     def after_step(self, output: KVConnectorOutput) -> None:
@@ -334,7 +334,7 @@ class PDRelayConnectorScheduler:
                 self._decodes.lease_lost(request)
             case SearchEnded():
                 self._returned.ended(result)
-            case PrefixWanted():
+            case PrefixLookup():
                 self._cached.add(result)
             case FellAsleep():
                 self._fell_asleep = result
@@ -360,9 +360,9 @@ class PDRelayConnectorScheduler:
             compatible=self._decodes.take_compatible(),
         )
         self._gauges = gauges
-        report = merge([self._control.take_report(), self._counters.take(), changed])
+        report = merge([self._control.take_report(), self._counters.take_report(), changed])
         report = dated(report, self._clock, self._wall_clock)
-        return PDRelayStats.of(report) if report else None
+        return PDRelayStats.from_report(report) if report else None
 
     def _block_pool(self) -> BlockPool:
         if self._pool is None:

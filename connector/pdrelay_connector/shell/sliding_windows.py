@@ -71,8 +71,8 @@ class SlidingWindowPins:
             [pool.blocks[block] for block in ids] if group.frees_early else []
             for group, ids in zip(self._groups, table, strict=True)
         ]
-        for each in blocks:
-            pool.touch([block for block in each if not block.is_null])
+        for group_blocks in blocks:
+            pool.touch([block for block in group_blocks if not block.is_null])
         self._pinned[own] = _Pinned(attempt, blocks)
 
     def restore(self, own: str, table: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -82,7 +82,10 @@ class SlidingWindowPins:
         pinned = self._pinned.get(own)
         if pinned is None:
             return [list(ids) for ids in table]
-        return [_filled(ids, known) for ids, known in zip(table, pinned.blocks, strict=True)]
+        return [
+            _filled(ids, pinned_blocks)
+            for ids, pinned_blocks in zip(table, pinned.blocks, strict=True)
+        ]
 
     def release(self, own: str) -> None:
         """Unpin the blocks of a request."""
@@ -91,9 +94,9 @@ class SlidingWindowPins:
             self._pool().free_blocks([block for block in reversed(blocks) if not block.is_null])
 
 
-def _filled(ids: Sequence[int], known: Sequence[KVCacheBlock]) -> list[int]:
+def _filled(ids: Sequence[int], pinned_blocks: Sequence[KVCacheBlock]) -> list[int]:
     """Replace null blocks by the blocks that were pinned in their place."""
-    before = [block.block_id for block in known]
+    before = [block.block_id for block in pinned_blocks]
     return [
         was if now == NULL else now
         for now, was in zip(ids, [*before, *ids[len(before) :]], strict=False)

@@ -38,11 +38,11 @@ async def show_timeline(
     name: str = Path(min_length=20, max_length=128, pattern=r"^[!-~]+$"),
 ) -> Response:
     """Return the events of the requests with this name; none is an empty list."""
-    found = [
-        {"id": key, "events": [_shown(*each) for each in kept]}
-        for key, kept in TIMELINES.find(name).items()
+    requests = [
+        {"id": key, "events": [_shown(*event) for event in events]}
+        for key, events in TIMELINES.find(name).items()
     ]
-    return JSONResponse({"requests": found}, headers={"cache-control": "no-store"})
+    return JSONResponse({"requests": requests}, headers={"cache-control": "no-store"})
 
 
 def _shown(engine: int, event: TimelineEvent) -> dict[str, object]:

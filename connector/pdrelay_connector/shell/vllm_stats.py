@@ -49,7 +49,7 @@ class PDRelayStats(KVConnectorStats):
     """One report, as the plain data that vLLM passes between its processes."""
 
     @classmethod
-    def of(cls, report: StatsReport) -> "PDRelayStats":
+    def from_report(cls, report: StatsReport) -> "PDRelayStats":
         """Wrap a report."""
         return cls(data=msgspec.to_builtins(report))
 
@@ -59,7 +59,7 @@ class PDRelayStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "PDRelayStats":
         """Add another rank's or interval's numbers."""
-        return PDRelayStats.of(merge([_report(self.data), _report(other.data)]))
+        return PDRelayStats.from_report(merge([_report(self.data), _report(other.data)]))
 
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers of one log line."""
@@ -143,14 +143,14 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
         self._failing: dict[tuple[str, ...], set[str]] = {}
         self._peer_rates = PeerRates(self._counter_cls, self._labelnames)
         labels = [*self._labelnames, *info]
-        known = {
-            engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()
+        label_values = {
+            engine: [*own, *info.values()] for engine, own in self.per_engine_labelvalues.items()
         }
         gauge = self._gauge_cls(
             "vllm:pdrelay_connector_info", INFO, labels, multiprocess_mode="mostrecent"
         )
-        for each in create_metric_per_engine(gauge, known).values():
-            each.set(1)
+        for series in create_metric_per_engine(gauge, label_values).values():
+            series.set(1)
         self._nixl: NixlMetrics | None = None
         if shows_nixl:
             self._nixl = NixlMetrics(partial(self._make, Histogram), partial(self._make, Counter))

@@ -72,7 +72,7 @@ class PDRelayConnectorWorker:
         self._runner: Runner[PullReader] | Runner[ReturningWriter] | None = None
         # writes; only in push
         self._push_writer: Runner[PushWriter] | Runner[ReturningWriter] | None = None
-        self._others: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
+        self._copy_runners: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
         self._quarantined = QuarantineMetadata()  # news for the scheduler
@@ -112,7 +112,7 @@ class PDRelayConnectorWorker:
         self.stop()
         self._memory.unregister()
         self._runner = self._push_writer = self._memory = self._handshake = None
-        self._others = []
+        self._copy_runners = []
         self._sleep.on(SleepEvent.DRAINED)
         logger.info("pdrelay: rank %d of stage %d has let go of its memory", *self._rank)
 
@@ -248,13 +248,15 @@ class PDRelayConnectorWorker:
         failure = self._mismatch(checks, counters)
         if failure:  # the scheduler counts the load: it may be wrong on several ranks
             logger.warning("pdrelay: the push of %s failed: %s", result.request, failure)
-        self._forward(counters.take())
+        self._forward(counters.take_report())
         return result._replace(failure=failure)
 
     def _mismatch(self, checks: LoadChecks, counters: Counters) -> str:
         memory = self._registered
         own = memory.consumer.info.worker
-        sums = next((each for each in checks.sums if each.worker == own), checks.sums[0])
+        sums = next(
+            (rank_sums for rank_sums in checks.sums if rank_sums.worker == own), checks.sums[0]
+        )
         comparison = compare(sums, checks.token_ranges, memory.cache)
         count(comparison, counters)
         return comparison.failure
@@ -295,7 +297,7 @@ class PDRelayConnectorWorker:
         if self._push_writer is not None:
             self._push_writer.check()
         results = KVConnectorTransferResults()
-        for ended in self._outbox.take():
+        for ended in self._outbox.take_items():
             match ended:
                 case BlocksReleased(request):
                     self._quarantined.released.append(request)
@@ -318,11 +320,11 @@ class PDRelayConnectorWorker:
     def stats(self) -> PDRelayStats | None:
         """Return the numbers since the last call."""
         report = dated(self._outbox.take_report(), time.monotonic, WALL_CLOCK)
-        return PDRelayStats.of(report) if report else None
+        return PDRelayStats.from_report(report) if report else None
 
     def stop(self) -> None:
         """End the threads."""
-        for runner in (self._runner, self._push_writer, *self._others):
+        for runner in (self._runner, self._push_writer, *self._copy_runners):
             if runner is not None:  # one that reads and writes is stopped twice
                 runner.stop()
 
@@ -415,12 +417,12 @@ class PDRelayConnectorWorker:
             hello=hello,
         )
         runner = Runner("pdrelay-stager", stager, link)
-        self._others.append(runner)
+        self._copy_runners.append(runner)
         runner.start()
 
     def _copier(self, buffer: StagingBuffer, link: SocketLink) -> ThreadCopier:
         copier = self._registered.copier(buffer, link.wake)
-        self._others.append(copier)
+        self._copy_runners.append(copier)
         copier.start()
         return copier
 
@@ -452,7 +454,7 @@ class PDRelayConnectorWorker:
         for result in results:
             if isinstance(result, LoadResult) and result.failure:
                 logger.warning("pdrelay: the load of %s failed: %s", result.request, result.failure)
-        self._outbox.put(results, self._counters.take())
+        self._outbox.put(results, self._counters.take_report())
 
 
 def _report(results: KVConnectorTransferResults, ended: LoadResult) -> None:

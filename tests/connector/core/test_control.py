@@ -27,7 +27,7 @@ def test_an_engine_can_lend_and_borrow_at_once(world):
     world.run(seconds=2 * LEASE)
 
     assert len(world.p.leases) == len(world.d.leases) == 1
-    assert world.p.counters.take().counters.keys() == world.d.counters.take().counters.keys()
+    assert world.p.counters.take_report().counters.keys() == world.d.counters.take_report().counters.keys()
 
 
 def test_a_message_of_an_engine_we_borrow_from_is_not_taken_for_a_borrowers(world):
@@ -73,7 +73,7 @@ def test_both_engines_hear_why_they_share_nothing():
     assert world.d.peers.get("p0").reason == sentence
     assert world.p.control.lease_manager.take_objections() == [PeerObjects("d0", sentence)]
     assert world.p.control.lease_manager.take_objections() == []
-    assert world.p.counters.take().counters["objections"] == 1
+    assert world.p.counters.take_report().counters["objections"] == 1
 
 
 def test_an_objection_cannot_forge_lines_of_the_log(world):

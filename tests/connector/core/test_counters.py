@@ -69,8 +69,8 @@ def test_a_tally_starts_again_after_each_report():
     counters.count("loads", 2)
     counters.observe(SAMPLE)
 
-    assert counters.take() == StatsReport({"loads": 3}, {}, [SAMPLE])
-    assert not counters.take()
+    assert counters.take_report() == StatsReport({"loads": 3}, {}, [SAMPLE])
+    assert not counters.take_report()
 
 
 def test_reports_add_up_but_gauges_are_replaced():
@@ -102,7 +102,7 @@ def test_what_tells_keeps_nothing():
     counters.observe(SAMPLE)
 
     assert told == [StatsReport(counters={"pushes": 2}), StatsReport(transfers=[SAMPLE])]
-    assert not counters.take()
+    assert not counters.take_report()
 
 
 def test_loads_are_counted_by_prefill_engine_too():
@@ -111,13 +111,13 @@ def test_loads_are_counted_by_prefill_engine_too():
     for name in ("loads", "loads_failed_timeout", "loads_failed_timeout", "loads_aborted"):
         counters.count_load(name, "p")
     counters.count_load("loads_skipped_incompatible", "q")
-    report = counters.take()
+    report = counters.take_report()
 
     assert report.peer_loads == {"p": {"loaded": 1, "timeout": 2}, "q": {"refused": 1}}
     assert report.counters == {
         "loads": 1, "loads_failed_timeout": 2, "loads_aborted": 1, "loads_skipped_incompatible": 1,
     }  # fmt: skip
-    assert not counters.take()
+    assert not counters.take_report()
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_engines_that_have_not_met_are_counted_by_the_cause(name, cause, outcome
     """Another secret and another model are mended in different ways; neither shows in an answer."""
     counters = Counters()
     counters.count_load(name, "p", cause=cause)
-    report = counters.take()
+    report = counters.take_report()
 
     assert (report.counters, report.peer_loads) == ({name: 1}, {"p": {outcome: 1}})
     assert report.failures == {"p": outcome}
     assert merge([report, StatsReport(failures={"p": "lease"})]).failures == {"p": "lease"}
-    assert not counters.take().failures
+    assert not counters.take_report().failures
 
 
 def test_every_way_to_fail_has_words_of_its_own():

@@ -15,7 +15,7 @@ def test_what_was_noted_is_reported_once():
     counters = Counters(keeps_events=True)
     counters.note("a", TimelineStep.READ, 2.0, 7)
     counters.count("loads")
-    first, second = counters.take(), counters.take()
+    first, second = counters.take_report(), counters.take_report()
 
     assert first == StatsReport(counters={"loads": 1}, events=[TimelineEvent("a", TimelineStep.READ, 2.0, 7)])
     assert not second
@@ -26,7 +26,7 @@ def test_nothing_is_noted_where_nobody_can_read_it():
     counters = Counters()
     counters.note("a", TimelineStep.READ, 2.0)
 
-    assert not counters.take()
+    assert not counters.take_report()
 
 
 def test_events_keep_their_order_when_reports_are_merged():

@@ -190,7 +190,7 @@ def test_unauthenticated_connections_are_limited(net, monkeypatch, limit):
     evicted = 0
     while evicted < 2:  # all five are in
         net.idle(p, 0.01)
-        evicted += p.counters.take().counters.get("connections_evicted", 0)
+        evicted += p.counters.take_report().counters.get("connections_evicted", 0)
 
     assert [type(client.receive(net)) for client in clients] == [type(None)] * 2 + [Challenge] * 3
 

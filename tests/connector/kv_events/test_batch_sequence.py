@@ -11,7 +11,7 @@ def payload(number):
 
 
 def numbers(sequence):
-    return [step if step is GAP else int.from_bytes(step, "big") for step in sequence.take()]
+    return [step if step is GAP else int.from_bytes(step, "big") for step in sequence.take_steps()]
 
 
 def live(sequence, *found):

@@ -24,7 +24,7 @@ class Joined:
         self.woken += 1
 
     def read(self, most=10**9):
-        while most and (frame := self.queue.take()) is not None:
+        while most and (frame := self.queue.next_frame()) is not None:
             self.reader.feed(frame)
             most -= 1
         return self.reader
@@ -177,7 +177,7 @@ def test_a_batch_is_passed_on_as_it_was_published():
     joined = Joined(hub)
     payload = msgspec.msgpack.encode([1.0, [{"type": "BlockTouched", "x": 1}, {"type": "AllBlocksCleared"}], 0, "more"])
     hub.publish(0, payload)
-    while (frame := joined.queue.take()) is not None:
+    while (frame := joined.queue.next_frame()) is not None:
         last = frame
 
     assert last[12:] == payload
@@ -254,7 +254,7 @@ def test_a_slow_reader_is_cut_off_by_the_number_of_batches():
     hub.publish(0, batch(cleared()))
 
     assert (before, slow.queue.closed, quick.queue.closed) == (False, True, False)
-    assert slow.queue.take() is None
+    assert slow.queue.next_frame() is None
     assert (hub.readers, hub.counts.slow_readers) == (1, 1)
 
 

@@ -190,7 +190,7 @@ async def test_the_state_begins_with_the_groups_that_the_engine_has(publisher):
     _, service = await serving({0: publisher.get_publisher_config()}, BEHIND_A_KEY, ask)
     try:
         queue = service.hub.join(lambda: None)
-        reader = follow_frames(queue.take())
+        reader = follow_frames(queue.next_frame())
     finally:
         await service.stop()
     _, announced = decoded(reader.batches[0]).events

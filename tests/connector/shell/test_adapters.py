@@ -21,7 +21,7 @@ def request(folder, name="sql", number=1, **options):
 
 def fresh(folder, name="sql"):
     """What an engine says that has just loaded it."""
-    return AdapterIdentities().of(request(folder, name))
+    return AdapterIdentities().identity_of(request(folder, name))
 
 
 def test_an_adapter_is_its_name_and_its_weights_wherever_it_lies(tmp_path):
@@ -48,23 +48,23 @@ def test_its_settings_are_part_of_it(tmp_path):
 def test_an_adapter_that_changed_behind_the_engine_shares_kv_with_nobody(tmp_path):
     """The engine has the old weights, or the new ones if it had no room for the adapter meanwhile."""
     folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
-    old = adapters.of(request(folder))
+    old = adapters.identity_of(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=2))
-    changed, elsewhere = adapters.of(request(folder)), fresh(folder)
+    changed, elsewhere = adapters.identity_of(request(folder)), fresh(folder)
 
     assert len({old, changed, elsewhere}) == 3
-    assert changed == adapters.of(request(folder))
+    assert changed == adapters.identity_of(request(folder))
 
 
 @pytest.mark.parametrize("options", [{"number": 2}, {"load_inplace": True}], ids=["loaded again", "loaded in place"])
 def test_a_second_identity_of_one_name_and_path_is_shared_with_nobody(tmp_path, options, caplog):
     """VLLM finds blocks by name and path: those of the old weights would be handed over as those of the new ones."""
     folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
-    old = adapters.of(request(folder))
+    old = adapters.identity_of(request(folder))
     assert not adapters.has_changed(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=2))
     with caplog.at_level("WARNING"):
-        mixed = {adapters.of(request(folder, **options)) for _ in range(3)}
+        mixed = {adapters.identity_of(request(folder, **options)) for _ in range(3)}
 
     assert adapters.has_changed(request(folder, **options))
     assert len(mixed) == 1
@@ -76,12 +76,12 @@ def test_weights_that_are_put_back_do_not_mend_it(tmp_path):
     """Blocks of both are in the cache."""
     folder = write_adapter(tmp_path / "a", seed=1)
     adapters = AdapterIdentities()
-    old = adapters.of(request(folder))
+    old = adapters.identity_of(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=2))
-    mixed = adapters.of(request(folder, load_inplace=True))
+    mixed = adapters.identity_of(request(folder, load_inplace=True))
     replace_weights(folder, write_adapter(tmp_path / "c", seed=1))
 
-    assert adapters.of(request(folder)) == mixed != old == fresh(folder)
+    assert adapters.identity_of(request(folder)) == mixed != old == fresh(folder)
 
 
 @pytest.mark.parametrize("options", [{}, {"number": 2}, {"load_inplace": True}], ids=str)
@@ -89,10 +89,10 @@ def test_the_same_files_written_again_are_the_same_adapter(tmp_path, options):
     """A volume that is mounted anew, or a copy that is made again."""
     folder = write_adapter(tmp_path / "a", seed=1)
     adapters = AdapterIdentities()
-    old = adapters.of(request(folder))
+    old = adapters.identity_of(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=1))
 
-    assert adapters.of(request(folder, **options)) == old == fresh(folder)
+    assert adapters.identity_of(request(folder, **options)) == old == fresh(folder)
     assert not adapters.has_changed(request(folder))
 
 
@@ -100,17 +100,17 @@ def test_another_path_is_another_adapter(tmp_path):
     """What the warning advises: vLLM's blocks of the two have other names."""
     adapters = AdapterIdentities()
     one, other = (write_adapter(tmp_path / name, seed=seed) for name, seed in [("a", 1), ("b", 2)])
-    adapters.of(request(one))
+    adapters.identity_of(request(one))
 
-    assert adapters.of(request(other, load_inplace=True)) == fresh(other)
-    assert adapters.of(request(one)) == fresh(one)
+    assert adapters.identity_of(request(other, load_inplace=True)) == fresh(other)
+    assert adapters.identity_of(request(one)) == fresh(one)
 
 
 def test_files_that_vanish_change_an_adapter(tmp_path):
     """The engine has them in memory still, or not any more."""
     folder = write_adapter(tmp_path / "a", seed=1)
     adapters = AdapterIdentities()
-    adapters.of(request(folder))
+    adapters.identity_of(request(folder))
     folder.rename(tmp_path / "b")
 
     assert adapters.has_changed(request(folder))

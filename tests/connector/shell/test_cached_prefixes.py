@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.prefix_hashes import PIECE, pack_tokens, prefix_hasher
     from pdrelay_connector.shell.returned_prefixes import CACHED_ON, ReturnedPrefixes
 
-from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLookup, Question
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
@@ -88,7 +88,7 @@ class Side:
 
     def want(self, tokens=PROMPT, salt=None):
         hashes = whole(prefix_hasher(HASH, SIZE)(FindPrefix(RequestId("theirs"), pack_tokens(tokens), salt)))
-        self.cached.add(PrefixWanted(QUESTION, hashes))
+        self.cached.add(PrefixLookup(QUESTION, hashes))
 
     def answers(self):
         """Return the blocks of each answer."""
@@ -171,7 +171,7 @@ def test_what_is_cached_is_pinned_and_leased(side):
     assert side.answers() == [[block.block_id for block in blocks]]
     assert side.control.names() == ["lend", "answer"]
     assert side.free() == free - len(blocks)
-    (lease,) = side.prefills._held._held
+    (lease,) = side.prefills._held_blocks._leases
     side.prefills.lease_ended(lease, LeaseEvent.DONE)
     assert side.free() == free
 
@@ -247,8 +247,8 @@ def test_a_request_that_lacks_blocks_has_them_revoked_at_once(side):
 
     ((name, args),) = side.control.said
     assert name == "revoke"
-    assert [lease.request for lease in args[0]] == list(side.prefills._held._held)
-    assert side.prefills._held._held[args[0][0].request].priority == LEAST_IMPORTANT
+    assert [lease.request for lease in args[0]] == list(side.prefills._held_blocks._leases)
+    assert side.prefills._held_blocks._leases[args[0][0].request].priority == LEAST_IMPORTANT
 
 
 def test_a_request_that_has_got_its_blocks_revokes_nothing(side):
@@ -409,7 +409,7 @@ def test_the_end_of_a_lease_of_cached_blocks_is_nothing_that_workers_must_hear(s
     side.cache(request())
     side.want()
     side.cached.look_up()
-    (lease,) = side.prefills._held._held
+    (lease,) = side.prefills._held_blocks._leases
     side.prefills.lease_ended(lease, LeaseEvent.DONE)
 
     assert not side.prefills.has_pending

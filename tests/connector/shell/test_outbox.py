@@ -16,8 +16,8 @@ def test_results_are_taken_once_and_in_order():
     outbox.put(["c"], StatsReport())
 
     assert outbox
-    assert outbox.take() == ["a", "b", "c"]
-    assert outbox.take() == []
+    assert outbox.take_items() == ["a", "b", "c"]
+    assert outbox.take_items() == []
     assert not outbox
 
 
@@ -58,4 +58,4 @@ def test_waiting_ends_with_a_result():
     outbox.wait(50)
 
     assert time.monotonic() - start < 20
-    assert outbox.take() == ["a"]
+    assert outbox.take_items() == ["a"]

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake
     from pdrelay_connector.shell.scheduler import MAX_IDLE_WAIT, WALL_CLOCK, PDRelayConnectorScheduler
 
-from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLookup, Question
 from pdrelay_connector.core.counters import StatsReport
 from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
@@ -746,7 +746,7 @@ def test_blocks_that_nobody_will_come_for_are_freed_at_once(engine):
     assert engine.free() == 14
     seen = counters(engine)
     assert (seen["transfers_abandoned"], seen["leases_dropped"]) == (1, 1)
-    assert list(engine.side._prefills._held._held) == ["b"]
+    assert list(engine.side._prefills._held_blocks._leases) == ["b"]
 
 
 def test_a_prefill_that_was_abandoned_before_its_end_leases_nothing(engine):
@@ -805,7 +805,7 @@ def test_unread_leases_are_revoked_for_a_prefill_that_lacks_blocks(engine):
     assert engine.free() == 4
 
     assert revoked_after(engine, blocks=8, seconds=10.5) == 1
-    assert list(engine.side._prefills._held._held) == ["b", "c"]
+    assert list(engine.side._prefills._held_blocks._leases) == ["b", "c"]
     assert engine.free() == 9
 
 
@@ -818,7 +818,7 @@ def test_a_prefill_that_lacks_blocks_for_a_moment_revokes_nothing(engine):
     lack(engine, blocks=8, seconds=9.0)
     settle(engine)
 
-    assert len(engine.side._prefills._held) == 1
+    assert len(engine.side._prefills._held_blocks) == 1
 
 
 def test_a_request_that_gets_its_blocks_lacks_none(engine):
@@ -831,7 +831,7 @@ def test_a_request_that_gets_its_blocks_lacks_none(engine):
         engine.side.step(IDLE)
         engine.now += 1.0
 
-    assert len(engine.side._prefills._held) == 1
+    assert len(engine.side._prefills._held_blocks) == 1
 
 
 def test_the_least_important_leases_are_revoked_first_and_never_more_important_ones(engine):
@@ -840,8 +840,8 @@ def test_the_least_important_leases_are_revoked_first_and_never_more_important_o
         assert lend(engine, name, 5, priority=priority)
 
     assert revoked_after(engine, blocks=8, seconds=10.5, priority=1) == 1
-    assert list(engine.side._prefills._held._held) == ["old", "most"]
-    assert [each.request for each in engine.side._prefills._held.candidates(19, 1)] == ["old"]
+    assert list(engine.side._prefills._held_blocks._leases) == ["old", "most"]
+    assert [each.request for each in engine.side._prefills._held_blocks.candidates(19, 1)] == ["old"]
 
 
 def test_blocks_that_others_use_do_not_count_as_freed():
@@ -866,7 +866,7 @@ def test_revoking_can_be_turned_off():
     settle(engine)
     engine.side.stop()
 
-    assert len(engine.side._prefills._held) == 1
+    assert len(engine.side._prefills._held_blocks) == 1
 
 
 def test_leases_hold_no_more_than_their_share_of_the_cache():
@@ -1386,7 +1386,7 @@ def test_a_prefill_that_did_not_finish_is_abandoned(pushing):
     assert pushing.side.has_pending()  # for the workers
     pushing.prefill(name="p-b")
 
-    assert "transfer_ids_duplicate" not in pushing.side._counters.take().counters
+    assert "transfer_ids_duplicate" not in pushing.side._counters.take_report().counters
 
 
 def test_a_prefill_beyond_what_may_be_held_is_abandoned():
@@ -1489,7 +1489,7 @@ def test_a_look_up_in_a_step_waits_for_that_step(lending):
     step = SimpleNamespace(total_num_scheduled_tokens=4, num_scheduled_tokens={}, kv_connector_block_state=None)
     (block,) = lending.pool.get_new_blocks(1)
     lending.pool.cached_block_hash_to_block.insert(make_block_hash_with_group_id(b"hash", 0), block)
-    lending.side._control._outbox.put([PrefixWanted(Question(ConnId(1), RequestId("r")), [b"hash"])], StatsReport())
+    lending.side._control._outbox.put([PrefixLookup(Question(ConnId(1), RequestId("r")), [b"hash"])], StatsReport())
 
     number = lending.side.step(step).number
 
@@ -1669,7 +1669,7 @@ def compare_two_pushes(pushing):
 def test_a_compared_push_counts_once_when_all_ranks_have_compared_it(pushing):
     """Not before: the control thread does not know yet. Nor on each rank: it is one load that has failed."""
     compare_two_pushes(pushing)
-    report = pushing.side._counters.take()
+    report = pushing.side._counters.take_report()
 
     assert (report.counters["loads"], report.counters["loads_failed_wrong_kv"]) == (1, 1)
     assert report.peer_loads == {"p0": {"loaded": 1, "wrong_kv": 1}}

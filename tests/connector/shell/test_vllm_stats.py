@@ -28,32 +28,32 @@ REPORT = StatsReport(
 
 def test_stats_travel_between_processes():
     """As plain data, pickled or packed."""
-    stats = pickle.loads(pickle.dumps(PDRelayStats.of(REPORT)))
+    stats = pickle.loads(pickle.dumps(PDRelayStats.from_report(REPORT)))
 
-    assert stats.data == PDRelayStats.of(REPORT).data
+    assert stats.data == PDRelayStats.from_report(REPORT).data
     assert not stats.is_empty()
 
 
 def test_stats_of_ranks_and_intervals_add_up():
     """Counters and transfers do; of a gauge the latest is true."""
-    later = PDRelayStats.of(StatsReport({"loads": 1, "leases_lost": 1}, {"leases_held": 1.0}))
-    sum_ = PDRelayStats.of(REPORT).aggregate(later).reduce()
+    later = PDRelayStats.from_report(StatsReport({"loads": 1, "leases_lost": 1}, {"leases_held": 1.0}))
+    sum_ = PDRelayStats.from_report(REPORT).aggregate(later).reduce()
 
     assert (sum_["loads"], sum_["leases_lost"], sum_["leases_held"], sum_["transfers"]) == (3, 1, 1.0, 2)
 
 
 def test_one_log_line_shows_what_matters():
     """An operator looks for megabytes and milliseconds."""
-    assert PDRelayStats.of(REPORT).reduce() == {
+    assert PDRelayStats.from_report(REPORT).reduce() == {
         "loads": 2, "leases_held": 3.0, "transfers": 2, "MB moved": 1.5, "mean transfer ms": 3.0,
         "descriptors": 12, "mean posting ms": 0.5,
     }  # fmt: skip
-    assert PDRelayStats.of(StatsReport({"loads": 1})).reduce() == {"loads": 1}
+    assert PDRelayStats.from_report(StatsReport({"loads": 1})).reduce() == {"loads": 1}
 
 
 def test_stats_can_be_reset():
     """vLLM does, after each log line."""
-    stats = PDRelayStats.of(REPORT)
+    stats = PDRelayStats.from_report(REPORT)
     stats.reset()
 
     assert stats.is_empty()
@@ -121,7 +121,7 @@ def fresh():
 def test_they_count_what_ours_count(metrics_of_both):
     """Transfers as such, and failures by what vLLM's connector would call them."""
     counters = {"loads_failed_handshake": 1, "loads_failed_timeout": 2, "leases_expired": 3, "loads_failed_lease": 9}
-    metrics_of_both.observe(PDRelayStats.of(StatsReport(counters, transfers=REPORT.transfers)).data, 1)
+    metrics_of_both.observe(PDRelayStats.from_report(StatsReport(counters, transfers=REPORT.transfers)).data, 1)
 
     assert (
         value("vllm:nixl_bytes_transferred_sum", "1") == value("vllm:pdrelay_bytes_transferred_total", "1") == 1_500_000
@@ -141,8 +141,8 @@ def value(name, engine):
 
 def test_prometheus_shows_each_engine_by_itself(metrics):
     """Counters grow, gauges are replaced, transfers make a histogram."""
-    metrics.observe(PDRelayStats.of(REPORT).data, 1)
-    metrics.observe(PDRelayStats.of(StatsReport({"loads": 1}, {"leases_held": 0.0})).data, 1)
+    metrics.observe(PDRelayStats.from_report(REPORT).data, 1)
+    metrics.observe(PDRelayStats.from_report(StatsReport({"loads": 1}, {"leases_held": 0.0})).data, 1)
 
     assert value("vllm:pdrelay_loads_total", "1") == 3
     assert value("vllm:pdrelay_loads_total", "0") == 0
@@ -162,32 +162,33 @@ def test_who_may_be_paired_with_whom_is_known_from_the_start(metrics):
 
 def test_engines_that_differ_are_shown_by_their_ids(metrics):
     """A router keeps them apart."""
-    metrics.observe(PDRelayStats.of(StatsReport(incompatible=["p1"])).data, 1)
+    metrics.observe(PDRelayStats.from_report(StatsReport(incompatible=["p1"])).data, 1)
     labels = {"model_name": "m", "engine": "1", "peer": "p1"}
 
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) == 1
     later = [f"p{number}" for number in range(2, PEERS_MOST + 2)]
-    metrics.observe(PDRelayStats.of(StatsReport(incompatible=later)).data, 1)
+    metrics.observe(PDRelayStats.from_report(StatsReport(incompatible=later)).data, 1)
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) is None
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels | {"peer": later[0]}) == 1
 
 
 def test_the_rate_of_each_peer_is_shown_and_of_those_that_move_least_lately_none(metrics):
     """An engine that pulls over plain TCP from one prefill engine and over RDMA from another shows which."""
-    metrics.observe(PDRelayStats.of(StatsReport(transfers=[TransferSample(0.5, 100, 1, peer="p1")] * 2)).data, 1)
+    report = StatsReport(transfers=[TransferSample(0.5, 100, 1, peer="p1")] * 2)
+    metrics.observe(PDRelayStats.from_report(report).data, 1)
     labels = {"model_name": "m", "engine": "1", "peer": "p1"}
 
     assert REGISTRY.get_sample_value("vllm:pdrelay_peer_bytes_total", labels) == 200
     assert REGISTRY.get_sample_value("vllm:pdrelay_peer_transfer_seconds_total", labels) == 1.0
     later = [TransferSample(0.5, 100, 1, peer=f"p{number}") for number in range(2, PEERS_SHOWN + 2)]
-    metrics.observe(PDRelayStats.of(StatsReport(transfers=later)).data, 1)
+    metrics.observe(PDRelayStats.from_report(StatsReport(transfers=later)).data, 1)
     assert REGISTRY.get_sample_value("vllm:pdrelay_peer_bytes_total", labels) is None
     assert REGISTRY.get_sample_value("vllm:pdrelay_peer_bytes_total", labels | {"peer": "p2"}) == 100
 
 
 def test_everything_that_can_be_reported_is_registered(metrics):
     """A name that is missing would fail at the first event, in the API server."""
-    metrics.observe(PDRelayStats.of(StatsReport(dict.fromkeys(COUNTERS, 1), dict.fromkeys(GAUGES, 1.0))).data)
+    metrics.observe(PDRelayStats.from_report(StatsReport(dict.fromkeys(COUNTERS, 1), dict.fromkeys(GAUGES, 1.0))).data)
 
     assert all(value(f"vllm:pdrelay_{name}_total", "0") == 1 for name in COUNTERS)
     assert all(value(f"vllm:pdrelay_{name}", "0") == 1 for name in GAUGES)
@@ -200,7 +201,7 @@ def test_the_log_line_leaves_the_events_of_timelines_alone():
         from pdrelay_connector.shell.connector import PDRelayConnector
     event = TimelineEvent("a", TimelineStep.READ, 1.0)
     report = StatsReport({"loads": 2}, events=[event])
-    logged = PDRelayConnector.build_kv_connector_stats(PDRelayStats.of(report).data)
+    logged = PDRelayConnector.build_kv_connector_stats(PDRelayStats.from_report(report).data)
 
     assert (logged.reduce(), logged.data["events"]) == ({"loads": 2}, [])
 
@@ -214,8 +215,8 @@ def peer_loads(peer, outcome, engine="0"):
 def test_loads_are_shown_by_prefill_engine_from_its_first_failure_on(metrics):
     """An engine that has met thousands without a failure shows none of them."""
     for loads in ({"loaded": 5}, {"handshake": 1}, {"loaded": 2}):
-        metrics.observe(PDRelayStats.of(StatsReport(peer_loads={"p": loads})).data)
-    metrics.observe(PDRelayStats.of(StatsReport(peer_loads={"q": {"loaded": 9}})).data, 1)
+        metrics.observe(PDRelayStats.from_report(StatsReport(peer_loads={"p": loads})).data)
+    metrics.observe(PDRelayStats.from_report(StatsReport(peer_loads={"q": {"loaded": 9}})).data, 1)
 
     assert (peer_loads("p", "handshake"), peer_loads("p", "loaded")) == (1, 2)
     assert peer_loads("q", "loaded", "1") is None
@@ -224,9 +225,9 @@ def test_loads_are_shown_by_prefill_engine_from_its_first_failure_on(metrics):
 def test_an_engine_that_started_again_under_its_id_is_shown_as_refused_no_more(metrics):
     """A router keeps two engines apart for as long as one shows it; ids may be an operator's."""
     labels = {"model_name": "m", "engine": "0", "peer": "p"}
-    metrics.observe(PDRelayStats.of(StatsReport(incompatible=["p"])).data)
+    metrics.observe(PDRelayStats.from_report(StatsReport(incompatible=["p"])).data)
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) == 1
-    metrics.observe(PDRelayStats.of(StatsReport(compatible=["p", "q"])).data)
+    metrics.observe(PDRelayStats.from_report(StatsReport(compatible=["p", "q"])).data)
 
     assert REGISTRY.get_sample_value("vllm:pdrelay_incompatible_peer", labels) is None
 
@@ -239,14 +240,14 @@ def peer_failure(peer, outcome, engine="0"):
 def test_the_reason_of_the_latest_failure_is_shown_until_a_load_has_not_failed(metrics):
     """A router reads there what no answer tells."""
     report = StatsReport(peer_loads={"p": {"secret": 1}}, failures={"p": "secret"})
-    metrics.observe(PDRelayStats.of(report).data)
+    metrics.observe(PDRelayStats.from_report(report).data)
     assert peer_failure("p", "secret") == 1
     report = StatsReport(peer_loads={"p": {"timeout": 1}}, failures={"p": "timeout"})
-    metrics.observe(PDRelayStats.of(report).data)
+    metrics.observe(PDRelayStats.from_report(report).data)
     assert (peer_failure("p", "secret"), peer_failure("p", "timeout")) == (None, 1)
-    metrics.observe(PDRelayStats.of(StatsReport({"leases_granted": 1})).data)
+    metrics.observe(PDRelayStats.from_report(StatsReport({"leases_granted": 1})).data)
     assert peer_failure("p", "timeout") == 1
-    metrics.observe(PDRelayStats.of(StatsReport(peer_loads={"p": {"loaded": 1}})).data)
+    metrics.observe(PDRelayStats.from_report(StatsReport(peer_loads={"p": {"loaded": 1}})).data)
 
     assert peer_failure("p", "timeout") is None
 
@@ -268,7 +269,7 @@ def test_reasons_are_shown_of_few_engines(metrics):
     for number in range(PEERS_MOST + 1):
         name = f"p{number}"
         report = StatsReport(peer_loads={name: {"secret": 1}}, failures={name: "secret"})
-        metrics.observe(PDRelayStats.of(report).data)
+        metrics.observe(PDRelayStats.from_report(report).data)
 
     assert (peer_failure("p0", "secret"), peer_failure("p1", "secret")) == (None, 1)
 
@@ -276,8 +277,8 @@ def test_reasons_are_shown_of_few_engines(metrics):
 def test_prefill_engines_that_failed_long_ago_are_shown_no_more(metrics):
     """Each restarts under another id."""
     for number in range(PEERS_MOST + 1):
-        metrics.observe(PDRelayStats.of(StatsReport(peer_loads={f"p{number}": {"timeout": 1}})).data)
-        metrics.observe(PDRelayStats.of(StatsReport(peer_loads={"p0": {"timeout": 1, "loaded": 1}})).data)
+        metrics.observe(PDRelayStats.from_report(StatsReport(peer_loads={f"p{number}": {"timeout": 1}})).data)
+        metrics.observe(PDRelayStats.from_report(StatsReport(peer_loads={"p0": {"timeout": 1, "loaded": 1}})).data)
 
     assert peer_loads("p0", "timeout") == PEERS_MOST + 2
     assert (peer_loads("p1", "timeout"), peer_loads("p2", "timeout")) == (None, 1)

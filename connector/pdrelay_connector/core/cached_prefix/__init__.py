@@ -1,3 +1,1 @@
-"""KV of earlier answers, which a prefill engine (P) reads from the prefix cache of a decode engine
-(D).
-"""
+"""KV of earlier answers, which a prefill engine (P) reads from a decode engine's (D's) cache."""

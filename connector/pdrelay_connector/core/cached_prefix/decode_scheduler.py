@@ -1,10 +1,10 @@
 """D's scheduler: leases blocks of its prefix cache to prefill engines that ask for a prompt.
 
-Nothing is kept for them in advance. D looks a prompt up when P asks, pins what is still there, and
-leases exactly that to the connection that has asked. The engine thread owns the prefix cache, so a
-question goes there and comes back.
+No block is reserved in advance. D looks a prompt up when P asks, pins the cached blocks, and leases
+exactly these to P's connection. The engine thread owns the prefix cache, so each question goes
+there and comes back.
 
-To hash a long prompt takes a tenth of a second. It is done piece by piece, so that heartbeats are
+Hashing a long prompt takes a tenth of a second. It is done in pieces, so that heartbeats are
 answered in between.
 """
 
@@ -19,19 +19,19 @@ from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
 from pdrelay_connector.core.messages import FindPrefix, PrefixFound, Reachable
 from pdrelay_connector.core.ports import Link
 
-MAX_OPEN: Final = 256  # questions that the engine thread has not answered; more are refused
+MAX_OPEN: Final = 256  # unanswered questions; more are refused
 # Hashes each full block, in this engine's own way, a few with each step.
 HashBlocks: TypeAlias = Callable[[FindPrefix], Iterator[Sequence[bytes]]]
 
 
 class Question(NamedTuple):
-    """Who asks, and its own id of the prompt."""
+    """A prefill engine's question: its connection, and its id of the prompt."""
 
     conn: ConnId
     request: RequestId
 
 
-class PrefixWanted(NamedTuple):
+class PrefixLookup(NamedTuple):
     """For the engine thread: which blocks of its prefix cache have these hashes?"""
 
     question: Question
@@ -48,9 +48,7 @@ class _Hashing:
 
 
 class PrefixLender:
-    """Runs on the control thread, where ``hash_blocks`` is called, too: one step of it in each
-    turn.
-    """
+    """Runs on the control thread, and takes one step of ``hash_blocks`` in each iteration."""
 
     def __init__(
         self,
@@ -66,18 +64,18 @@ class PrefixLender:
         self._own = own
         self._hash_blocks = hash_blocks
         self._open: dict[Question, None] = {}
-        self._hashing: deque[_Hashing] = deque()  # the first to ask is the first
-        self._wanted: list[PrefixWanted] = []
+        self._hashing: deque[_Hashing] = deque()  # in order of arrival
+        self._lookups: list[PrefixLookup] = []
 
     def __len__(self) -> int:
         return len(self._open)
 
     def introduce(self, conn: ConnId) -> None:
-        """Tell a prefill engine that we have connected to where we listen."""
+        """Send our listening address to a prefill engine that we have connected to."""
         self._link.send(conn, self._own)
 
-    def asked(self, conn: ConnId, message: FindPrefix) -> None:
-        """Hash the prompt of a question, which then goes to the engine thread."""
+    def receive_question(self, conn: ConnId, message: FindPrefix) -> None:
+        """Begin to hash the prompt of a question; then it goes to the engine thread."""
         question = Question(conn, message.request)
         if question in self._open:
             self._counters.count("unknown_transfer_messages")
@@ -89,9 +87,7 @@ class PrefixLender:
             self._hashing.append(_Hashing(question, self._hash_blocks(message)))
 
     def advance(self, *, now: float) -> float | None:
-        """Hash a piece; return when to be called again at the latest: at once as long as there is
-        more.
-        """
+        """Hash a piece; return when to be called again: now if there is more, None if not."""
         while self._hashing and self._hashing[0].question not in self._open:
             self._hashing.popleft()  # its connection has closed
         if self._hashing:
@@ -100,14 +96,13 @@ class PrefixLender:
                 first.hashes.extend(piece)
             else:
                 self._hashing.popleft()
-                self._wanted.append(PrefixWanted(first.question, first.hashes))
+                self._lookups.append(PrefixLookup(first.question, first.hashes))
         return now if self._hashing else None
 
     def lend(self, question: Question, lease: RequestId, *, now: float) -> None:
-        """Lease pinned blocks to the connection that has asked, unless it has closed since.
+        """Lease pinned blocks to the connection of the question, unless it has closed.
 
-        The lease begins before the answer: it ends with the connection like any other, and is not
-        another engine's.
+        The lease begins before the answer, so that it belongs to this connection, and ends with it.
         """
         self._lease_manager.grant(lease, now=now)
         if question in self._open:
@@ -118,7 +113,7 @@ class PrefixLender:
     def answer(
         self, question: Question, lease: RequestId, block_size: int, blocks: Sequence[BlockId]
     ) -> None:
-        """Send the blocks of a lease that still holds: all of them are computed."""
+        """Answer with the blocks of the lease, now that they are computed, if it still holds."""
         if question not in self._open:
             return
         del self._open[question]
@@ -131,12 +126,12 @@ class PrefixLender:
             self._link.send(question.conn, PrefixFound(question.request))
 
     def lost(self, conn: ConnId) -> None:
-        """A connection has closed: its questions need no answer."""
+        """Drop the questions of a closed connection."""
         for question in [question for question in self._open if question.conn == conn]:
             del self._open[question]
 
-    def take_wanted(self) -> list[PrefixWanted]:
+    def take_lookups(self) -> list[PrefixLookup]:
         """Return the questions for the engine thread since the last call."""
-        wanted = self._wanted
-        self._wanted = []
-        return wanted
+        lookups = self._lookups
+        self._lookups = []
+        return lookups

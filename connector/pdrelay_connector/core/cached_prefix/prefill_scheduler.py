@@ -1,9 +1,9 @@
 """P's scheduler: asks a decode engine which blocks of a prompt its prefix cache has.
 
-P asks only an engine that has connected to P, and at the address that this engine has named over
-that connection: the params of a request name an engine and no address. What a search finds is a
-lease of D, and P reads it as D reads P's. A search that does not end in time costs P the
-computation that it would have done anyway.
+P asks only an engine that has connected to it, at the address that this engine has sent over that
+connection: the params of a request name an engine, but no address. A successful search returns a
+lease of D, which P reads as D reads P's. If a search takes too long, P computes the prompt, as it
+would have done anyway.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
 from pdrelay_connector.core.sleep import known_as
 from pdrelay_connector.core.state_machine import transition
 
-# s without a question to an engine that has not answered in time: each costs a prefill its timeout
+# s without questions to an engine that did not answer in time: each delays a prefill
 PAUSE: Final = 10.0
 
 
@@ -38,7 +38,7 @@ class SearchEvent(Enum):
     """What can happen to a search."""
 
     SENT = auto()
-    ENDED = auto()  # answered, too late, or not wanted any more
+    ENDED = auto()  # answered, timed out, or cancelled
 
 
 TRANSITIONS: Final[Mapping[SearchState, Mapping[SearchEvent, SearchState]]] = {
@@ -52,10 +52,10 @@ TRANSITIONS: Final[Mapping[SearchState, Mapping[SearchEvent, SearchState]]] = {
 
 
 class SearchEnded(NamedTuple):
-    """A search is over; ``found`` are blocks that D has leased to us, if it has any."""
+    """A search is over; ``params``: of the lease that D has granted; None: no blocks."""
 
     request: RequestId
-    found: PullParams | None
+    params: PullParams | None
 
 
 @dataclass(slots=True)
@@ -73,12 +73,12 @@ class _Search:
 
 @dataclass(slots=True)
 class _DecodeEngine:
-    """A decode engine that has connected to us, and where it listens."""
+    """A decode engine that has connected to us, and its listening address."""
 
-    engine: EngineId  # in its present generation: a router knows it by the same name in all of them
+    engine: EngineId  # of the present generation; a router knows all generations by one name
     conn: ConnId
     address: Address
-    ask_at: float = -inf  # it has not answered, and is not asked before
+    ask_at: float = -inf  # after a timeout it is not asked before this time
 
 
 class PrefixFinder:
@@ -101,30 +101,35 @@ class PrefixFinder:
 
     def find(self, question: FindPrefix, engine: EngineId, *, now: float) -> None:
         """Start a search; its end comes out of :meth:`take_ended`."""
-        known = self._engines.get(known_as(engine))
-        if known is None:
+        decode_engine = self._engines.get(known_as(engine))
+        if decode_engine is None:
             self._counters.count("prefixes_of_unknown_engines")
             self._ended.append(SearchEnded(question.request, None))
             return
-        if now < known.ask_at:
+        if now < decode_engine.ask_at:
             self._counters.count("prefixes_unanswered")
             self._ended.append(SearchEnded(question.request, None))
             return
         self._counters.count("prefixes_asked")
-        search = self._searches[question.request] = _Search(question, known.engine, known.address)
+        search = self._searches[question.request] = _Search(
+            question, decode_engine.engine, decode_engine.address
+        )
         self._deadlines.set(question.request, now + self._timeout)
-        self._ask(search, self._peers.ensure_connected(known.engine, known.address, now=now))
+        self._send_question(
+            search,
+            self._peers.ensure_connected(decode_engine.engine, decode_engine.address, now=now),
+        )
 
     def cancel(self, request: RequestId) -> None:
-        """The request of a search has ended: what is found for it is given back."""
+        """Cancel the search of a request that has ended; a lease found for it is dropped."""
         if request in self._searches:
             self._forget(self._searches[request])
 
-    def give_back(self, found: PullParams) -> None:
-        """Drop a lease whose request has ended before it heard of it."""
-        peer = self._peers.get(found.remote_engine_id)
+    def give_back(self, params: PullParams) -> None:
+        """Drop a lease whose request has ended in the meantime."""
+        peer = self._peers.get(params.remote_engine_id)
         if peer is not None and peer.state is PeerState.CONNECTED:
-            self._link.send(peer.conn, DropLeases((found.remote_request_id,)))
+            self._link.send(peer.conn, DropLeases((params.remote_request_id,)))
 
     def give_up(self) -> None:
         """End all searches: this engine goes to sleep."""
@@ -139,8 +144,8 @@ class PrefixFinder:
 
     # ---- the network
 
-    def met(self, conn: ConnId, message: Reachable) -> None:
-        """A decode engine has said over its own connection where it listens."""
+    def learn_address(self, conn: ConnId, message: Reachable) -> None:
+        """Learn the listening address of a decode engine, sent over its own connection."""
         engine = self._link.engine_of(conn)
         if engine is not None:
             self._engines[known_as(engine)] = _DecodeEngine(
@@ -149,19 +154,19 @@ class PrefixFinder:
 
     def lost(self, conn: ConnId) -> None:
         """A connection that was opened to us has closed."""
-        for engine, known in list(self._engines.items()):
-            if known.conn == conn:
+        for engine, decode_engine in list(self._engines.items()):
+            if decode_engine.conn == conn:
                 del self._engines[engine]
 
     def peer_changed(self, peer: Peer) -> None:
-        """A decode engine was met, refused or lost."""
+        """Continue, or end, the searches at a decode engine whose connection has changed."""
         for search in [
             search for search in self._searches.values() if search.engine == peer.engine
         ]:
-            self._ask(search, peer)
+            self._send_question(search, peer)
 
     def answered(self, conn: ConnId, answer: PrefixFound) -> None:
-        """Take an answer in, and give back what nobody here waits for."""
+        """Handle an answer; a lease without a waiting search is dropped."""
         search = self._searches.get(answer.request)
         peer = self._peers.find(conn)
         if (
@@ -179,7 +184,7 @@ class PrefixFinder:
                 self._link.send(conn, DropLeases((answer.lease,)))
             self._end(search, None)
             return
-        found = PullParams(
+        params = PullParams(
             remote_engine_id=search.engine,
             remote_request_id=answer.lease,
             remote_host=search.address.host,
@@ -188,19 +193,19 @@ class PrefixFinder:
             remote_num_tokens=tokens,
             pdrelay_block_sizes=(answer.block_size,),
         )
-        self._end(search, found)
+        self._end(search, params)
 
     def advance(self, *, now: float) -> float | None:
         """End the searches that take too long; return when to be called again at the latest."""
         for request in self._deadlines.take_due(now=now):
             self._counters.count("prefixes_unanswered")
             search = self._searches[request]
-            if (known := self._engines.get(known_as(search.engine))) is not None:
-                known.ask_at = now + PAUSE
+            if (decode_engine := self._engines.get(known_as(search.engine))) is not None:
+                decode_engine.ask_at = now + PAUSE
             self._end(search, None)
         return self._deadlines.next()
 
-    def _ask(self, search: _Search, peer: Peer) -> None:
+    def _send_question(self, search: _Search, peer: Peer) -> None:
         if peer.state is PeerState.CONNECTED and search.state is SearchState.CONNECTING:
             search.on(SearchEvent.SENT)
             self._link.send(peer.conn, search.question)
@@ -208,9 +213,9 @@ class PrefixFinder:
             self._counters.count("prefixes_unanswered")
             self._end(search, None)
 
-    def _end(self, search: _Search, found: PullParams | None) -> None:
+    def _end(self, search: _Search, params: PullParams | None) -> None:
         self._forget(search)
-        self._ended.append(SearchEnded(search.question.request, found))
+        self._ended.append(SearchEnded(search.question.request, params))
 
     def _forget(self, search: _Search) -> None:
         search.on(SearchEvent.ENDED)

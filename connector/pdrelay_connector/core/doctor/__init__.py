@@ -1,3 +1,1 @@
-"""``pdrelay doctor``: what two machines find out about the network between them, and what follows
-from it.
-"""
+"""``pdrelay doctor``: measures the network between two machines, and diagnoses it."""

@@ -15,9 +15,7 @@ BYTES_OF: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides the size; ``content`` is the values that a layer keeps of one token and one
-    head.
-    """
+    """A model's shape; ``content``: the values of one token and one head in a layer."""
 
     layers: int
     kv_heads: int
@@ -35,15 +33,16 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, Any], *, cache_dtype: str = "auto") -> ModelShape:
-    """Read a model's ``config.json`` (transformers' names); raises
-    :exc:`~pdrelay_connector.errors.SettingsError`.
+    """Read the shape from a ``config.json`` (with the names of transformers).
+
+    Raises :exc:`~pdrelay_connector.errors.SettingsError`.
     """
     text = config.get("text_config")
-    found: Mapping[str, Any] = (
+    model: Mapping[str, Any] = (
         cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else config
     )
     dtype = str(
-        found.get("dtype") or found.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"
+        model.get("dtype") or model.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"
     )
     dtype = dtype if cache_dtype == "auto" else cache_dtype
     if dtype not in BYTES_OF:
@@ -51,14 +50,14 @@ def read_shape(config: Mapping[str, Any], *, cache_dtype: str = "auto") -> Model
             f"the KV cache's type is {dtype!r}; known are {', '.join(sorted(BYTES_OF))}"
         )
     try:
-        layers = int(found["num_hidden_layers"])
-        heads = int(found["num_attention_heads"])
-        if (latent := found.get("kv_lora_rank")) is not None:  # MLA: one latent for all heads
+        layers = int(model["num_hidden_layers"])
+        heads = int(model["num_attention_heads"])
+        if (latent := model.get("kv_lora_rank")) is not None:  # MLA: one latent for all heads
             return ModelShape(
-                layers, 1, int(latent) + int(found.get("qk_rope_head_dim") or 0), dtype
+                layers, 1, int(latent) + int(model.get("qk_rope_head_dim") or 0), dtype
             )
-        kv_heads = int(found.get("num_key_value_heads") or heads)
-        head_size = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
+        kv_heads = int(model.get("num_key_value_heads") or heads)
+        head_size = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as exc:
         raise SettingsError(
             f"the model's config.json does not say its shape ({exc!r}); give --block-bytes"

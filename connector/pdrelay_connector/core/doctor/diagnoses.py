@@ -1,4 +1,4 @@
-"""From facts about two ends to findings: a table of questions, each of which looks at one thing."""
+"""Derives findings from the facts about two ends: a table of diagnoses, one for each cause."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -37,14 +37,16 @@ def _meeting(facts: PairFacts) -> Iterator[Finding]:
 
 def _data_plane(facts: PairFacts) -> Iterator[Finding]:
     for end in ("here", "there"):
-        failed = [each for each in _of(facts, end) if each.failure]
+        failed = [
+            measurement for measurement in _measurements_at(facts, end) if measurement.failure
+        ]
         if failed:
-            one, other = _names(facts, end)
-            chosen = _end(facts, _other(end)).variable("UCX_NET_DEVICES") or "all"
+            own_host, other_host = _names(facts, end)
+            chosen = _end(facts, _opposite(end)).variable("UCX_NET_DEVICES") or "all"
             yield Finding(
                 "data-plane",
-                f"NIXL at {one} moves nothing to or from {other}: {failed[0].failure}",
-                f"open the TCP ports of UCX of {other} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes "
+                f"NIXL at {own_host} moves nothing to or from {other_host}: {failed[0].failure}",
+                f"open the TCP ports of UCX of {other_host} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes "
                 f"them; "
                 f"UCX_NET_DEVICES is {chosen}), or set UCX_NET_DEVICES to an interface that this "
                 f"network leads to",
@@ -53,11 +55,11 @@ def _data_plane(facts: PairFacts) -> Iterator[Finding]:
 
 def _way_back(facts: PairFacts) -> Iterator[Finding]:
     if facts.back_failure:
-        one, other = _names(facts, "here")
+        own_host, other_host = _names(facts, "here")
         yield Finding(
             "blocked-port",
-            f"{other} cannot connect to {one} at {facts.back_address}: {facts.back_failure}",
-            f"open that port towards {one}: decode engines are dialled where return_kv is on or "
+            f"{other_host} cannot connect to {own_host} at {facts.back_address}: {facts.back_failure}",
+            f"open that port towards {own_host}: decode engines are dialled where return_kv is on or "
             f"roles change",
         )
 
@@ -78,7 +80,7 @@ def _memory(facts: PairFacts) -> Iterator[Finding]:
 
 
 def _memory_mend(here: EndFacts, there: EndFacts, used: Sequence[str]) -> str:
-    if any(each.startswith("WRITE cuda_ipc/") for each in used):
+    if any(use.startswith("WRITE cuda_ipc/") for use in used):
         for end in (here, there):
             reads = end.variable(CUDA_IPC_READS) or "auto"
             if reads not in {"on", "y", "yes", "1"}:
@@ -119,9 +121,7 @@ def _memory_mend(here: EndFacts, there: EndFacts, used: Sequence[str]) -> str:
 
 
 def _allows_memory(chosen: str) -> bool:
-    """Whether a value of UCX_TLS allows shared memory; a list that begins with ``^`` names what is
-    forbidden.
-    """
+    """Whether a value of UCX_TLS allows shared memory; a list after ``^`` names forbidden ones."""
     names = {name.strip() for name in chosen.removeprefix("^").split(",")}
     memory = names & {"sm", "shm", "posix", "sysv", "cma", "knem", "xpmem", "mm"}
     return not memory if chosen.startswith("^") else bool(memory or "all" in names)
@@ -145,13 +145,11 @@ def _rdma(facts: PairFacts) -> Iterator[Finding]:
 
 
 def _modes(facts: PairFacts) -> Iterator[Finding]:
-    """KV goes from prefill to decode in both modes: in pull the decode engine READs, in push the
-    other one WRITEs.
-    """
+    """Compare directions: KV goes from P to D, by D's READs in pull and by P's WRITEs in push."""
     for source in ("here", "there"):
         prefill, decode = _names(facts, source)
-        read = facts.kept(_other(source), "READ")
-        write = facts.kept(source, "WRITE")
+        read = facts.result_of(_opposite(source), "READ")
+        write = facts.result_of(source, "WRITE")
         if read is None or write is None or read.measurement.failure or write.measurement.failure:
             continue
         rates = (
@@ -289,11 +287,11 @@ QUESTIONS: Final[Sequence[Callable[[PairFacts], Iterator[Finding]]]] = (
 )  # fmt: skip
 
 
-def _of(facts: PairFacts, end: str) -> list[Measurement]:
-    return [each.measurement for each in facts.measurements if each.end == end]
+def _measurements_at(facts: PairFacts, end: str) -> list[Measurement]:
+    return [result.measurement for result in facts.measurements if result.end == end]
 
 
-def _other(end: End) -> End:
+def _opposite(end: End) -> End:
     return "there" if end == "here" else "here"
 
 
@@ -302,9 +300,7 @@ def _end(facts: PairFacts, end: End) -> EndFacts:
 
 
 def _names(facts: PairFacts, end: End) -> tuple[str, str]:
-    """Return what the end and the other one are called; by their addresses if their hosts have one
-    name.
-    """
+    """Return the names of an end and of the other one: hosts, or addresses if these are equal."""
     there = facts.there or EndFacts(facts.address)
     ends = (facts.here, there) if end == "here" else (there, facts.here)
     if facts.here.host != there.host:
@@ -314,15 +310,14 @@ def _names(facts: PairFacts, end: End) -> tuple[str, str]:
 
 
 def _rates(facts: PairFacts, source: End) -> tuple[float, float]:
-    """Return the best rate at which bytes leave an end, and what its better operation reached in
-    every round.
+    """Return the best rate at which bytes leave an end, and the rate reached in every round.
 
     0: not known.
     """
-    found = [
-        each
-        for each in (facts.kept(source, "WRITE"), facts.kept(_other(source), "READ"))
-        if each is not None
+    results = [
+        result
+        for result in (facts.result_of(source, "WRITE"), facts.result_of(_opposite(source), "READ"))
+        if result is not None
     ]
-    best = max((each.measurement.rate for each in found), default=0.0)
-    return best, max((each.worst_rate for each in found), default=0.0)
+    best = max((result.measurement.rate for result in results), default=0.0)
+    return best, max((result.worst_rate for result in results), default=0.0)

@@ -1,6 +1,4 @@
-"""What the two ends of ``pdrelay doctor`` send each other, inside the side channel's
-``Examination`` messages.
-"""
+"""The messages of ``pdrelay doctor``, inside ``Examination`` messages of the side channel."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -22,7 +20,7 @@ LONGEST_MEASUREMENT = 60.0  # s that one end may have the other one measure
 
 
 class EndFacts(msgspec.Struct, frozen=True):
-    """What one end says of itself. Empty text or 0: not known there."""
+    """The facts of one end. Empty text or 0: not known there."""
 
     host: ShortText
     pdrelay: ShortText = ""  # versions
@@ -44,8 +42,8 @@ class EndFacts(msgspec.Struct, frozen=True):
 
     def variable(self, name: str) -> str | None:
         """Return an environment variable of that end; None if it is not set."""
-        found = (each.partition("=") for each in self.environment)
-        return next((value for key, _, value in found if key == name), None)
+        pairs = (text.partition("=") for text in self.environment)
+        return next((value for key, _, value in pairs if key == name), None)
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -135,9 +133,7 @@ def unwrap(message: messages.Examination) -> Content:
 
 
 def shortened(text: str, most: int = 1024) -> str:
-    """Return text that another end may have written as one printable line of at most ``most``
-    characters.
-    """
+    """Return text of another end as one printable line of at most ``most`` characters."""
     return "".join(char if char.isprintable() else "?" for char in text)[:most]
 
 

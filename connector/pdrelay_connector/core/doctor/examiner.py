@@ -1,6 +1,4 @@
-"""The end of ``pdrelay doctor`` that dials: it goes through a list of steps and notes what it
-finds.
-"""
+"""The dialling end of ``pdrelay doctor``: runs through a list of steps, and records the results."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -92,7 +90,7 @@ class Examiner:
         *,
         transports: Callable[[], tuple[str, ...]],
     ) -> None:
-        """``facts`` are filled in; ``transports`` says what UCX has used here so far."""
+        """``facts`` gets the results; ``transports`` returns what UCX has used here so far."""
         self._link = link
         self._agent = agent
         self._own = own
@@ -109,7 +107,7 @@ class Examiner:
         self._step: _AskClock | _AskBack | _Test | None = None  # that waits for an answer
         self._deadline: float | None = None  # of what is waited for
         # when the clock was asked for: monotonic, wall
-        self._asked: tuple[float, float] = (0.0, 0.0)
+        self._clock_asked_at: tuple[float, float] = (0.0, 0.0)
 
     def start(self, address: Address, *, now: float) -> None:
         """Begin to connect."""
@@ -123,7 +121,7 @@ class Examiner:
         try:
             match event:
                 case PeerConnected(conn, welcome):
-                    self._met(conn, welcome, now)
+                    self._on_welcome(conn, welcome, now)
                 case ConnectFailed(_, reason):
                     self.facts.connect_failure = reason
                     self.is_done = True
@@ -148,13 +146,13 @@ class Examiner:
             self._overdue()
         return self._deadline
 
-    def _met(self, conn: ConnId, welcome: Welcome, now: float) -> None:
+    def _on_welcome(self, conn: ConnId, welcome: Welcome, now: float) -> None:
         if welcome.fingerprint.layers:  # none: it was given no model
             self.facts.model_there = welcome.fingerprint
         if len(welcome.ranks) != 1:
             raise ProtocolViolation(f"an end of {len(welcome.ranks)} memories")
         try:
-            self._memory = ScratchPair.of(
+            self._memory = ScratchPair.from_regions(
                 self._agent.attach(welcome.ranks[0]), welcome.ranks[0], self._own
             )
         except TransferError as exc:  # the side channel works all the same: find out what else does
@@ -177,7 +175,7 @@ class Examiner:
             case Introduction(facts), None if self.facts.there is None:
                 self.facts.there = printable(facts)
             case ClockReply(their_wall), _AskClock():
-                self._told_time(their_wall, now=now)
+                self._compare_clock(their_wall, now=now)
             case DialedBack(failure), _AskBack():
                 self.facts.back_failure = shortened(failure)
             case Measured(measurement, transports), _Test("there"):
@@ -190,11 +188,11 @@ class Examiner:
                 raise ProtocolViolation(f"{type(content).__name__} came out of turn")
         self._next(now=now, wall=wall)
 
-    def _told_time(self, their_wall: float, *, now: float) -> None:
+    def _compare_clock(self, their_wall: float, *, now: float) -> None:
         """Compare with the middle of the exchange (as NTP does, RFC 5905, section 8)."""
-        sent, sent_wall = self._asked
-        error = (now - self._asked[0]) / 2
-        offset = ClockOffset(their_wall - (sent_wall + (now - sent) / 2), error)
+        sent_at, sent_wall = self._clock_asked_at
+        error = (now - self._clock_asked_at[0]) / 2
+        offset = ClockOffset(their_wall - (sent_wall + (now - sent_at) / 2), error)
         if self.facts.clock is None or error < self.facts.clock.error:
             self.facts.clock = offset
 
@@ -208,19 +206,19 @@ class Examiner:
 
         An end that fails once is asked for nothing more, because it would wait as long again.
         """
-        before = self.facts.kept(end, measurement.operation)
+        before = self.facts.result_of(end, measurement.operation)
         if before is None:
             self.facts.measurements.append(MeasuredBy(end, measurement, measurement.rate))
         else:
             is_kept = measurement.failure or measurement.rate > before.measurement.rate
-            kept = measurement if is_kept else before.measurement
+            better = measurement if is_kept else before.measurement
             worst = min(measurement.rate, before.worst_rate)
             self.facts.measurements[self.facts.measurements.index(before)] = MeasuredBy(
-                end, kept, worst
+                end, better, worst
             )
         if measurement.failure:
             self._steps = deque(
-                each for each in self._steps if not (isinstance(each, _Test) and each.end == end)
+                step for step in self._steps if not (isinstance(step, _Test) and step.end == end)
             )
 
     def _next(self, *, now: float, wall: float) -> None:
@@ -232,7 +230,7 @@ class Examiner:
         self._deadline = now + self._plan.timeout
         match step:
             case _AskClock():
-                self._asked = now, wall
+                self._clock_asked_at = now, wall
                 self._send(ClockProbe())
             case _AskBack(order):
                 self._deadline = now + 3 * self._plan.timeout  # connecting, TLS and the proof there

@@ -23,9 +23,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class _Refused(NamedTuple):
-    """How a failure to connect is recognised: by words of ``session/handshake.py`` or
-    ``io/connect.py``.
-    """
+    """A kind of connection failure, known by words of session/handshake.py or io/connect.py."""
 
     words: str
     name: str
@@ -93,7 +91,7 @@ REFUSALS: Final[Sequence[_Refused]] = (
 
 def refusal(reason: str) -> Finding:
     """Return what a failure to connect means."""
-    for each in REFUSALS:
-        if each.words in reason:
-            return Finding(each.name, reason, each.mend)
+    for known_refusal in REFUSALS:
+        if known_refusal.words in reason:
+            return Finding(known_refusal.name, reason, known_refusal.mend)
     return Finding("refused", reason, "look at the log of that process")

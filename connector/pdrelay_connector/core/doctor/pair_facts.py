@@ -11,9 +11,7 @@ End: TypeAlias = Literal["here", "there"]
 
 
 class ClockOffset(msgspec.Struct, frozen=True):
-    """By how much the clock there is ahead of the one here; the truth lies within ``error`` of
-    it.
-    """
+    """By how much the clock there is ahead of the one here, within ``error``."""
 
     seconds: float
     error: float
@@ -46,10 +44,12 @@ class PairFacts(msgspec.Struct, kw_only=True):
 
     def measured(self, end: End, operation: Operation) -> Measurement | None:
         """Return a measurement that was made, failed or not."""
-        kept = self.kept(end, operation)
-        return None if kept is None else kept.measurement
+        result = self.result_of(end, operation)
+        return None if result is None else result.measurement
 
-    def kept(self, end: End, operation: Operation) -> MeasuredBy | None:
-        """Return the same with its worst rate."""
-        found = (each for each in self.measurements if each.end == end)
-        return next((each for each in found if each.measurement.operation == operation), None)
+    def result_of(self, end: End, operation: Operation) -> MeasuredBy | None:
+        """Return a measurement with the worst rate of its rounds."""
+        results = (result for result in self.measurements if result.end == end)
+        return next(
+            (result for result in results if result.measurement.operation == operation), None
+        )

@@ -59,10 +59,8 @@ class ScratchPair:
     bytes: int  # of the smaller one
 
     @classmethod
-    def of(cls, handle: str, remote: RankInfo, local: RankInfo) -> "ScratchPair":
-        """Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if the other end's cannot be
-        memory.
-        """
+    def from_regions(cls, handle: str, remote: RankInfo, local: RankInfo) -> "ScratchPair":
+        """Raises :exc:`~pdrelay_connector.errors.ProtocolViolation`: the memory is impossible."""
         theirs = remote.regions[0]
         ours = local.regions[0]
         sizes = [region.width * region.count for region in (theirs, ours)]
@@ -105,13 +103,13 @@ class Probe:
 
     def on(self, ended: Sequence[XferEnded], *, now: float) -> Measurement | None:
         """Go on after a transfer."""
-        for each in ended:
-            if each.xfer != self._xfer:
+        for transfer in ended:
+            if transfer.xfer != self._xfer:
                 continue  # of an earlier measurement that was given up
             self._xfer = None
-            if each.outcome is not XferOutcome.DONE:
-                return self._failed(f"NIXL: {each.reason}")
-            return self._next(each, now)
+            if transfer.outcome is not XferOutcome.DONE:
+                return self._failed(f"NIXL: {transfer.reason}")
+            return self._next(transfer, now)
         return None
 
     def advance(self, *, now: float) -> Measurement | None:

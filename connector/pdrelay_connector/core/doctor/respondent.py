@@ -1,6 +1,4 @@
-"""The end of ``pdrelay doctor`` that waits: it answers one partner at a time, which has proven the
-secret.
-"""
+"""The waiting end of ``pdrelay doctor``: serves one partner at a time, which proved the secret."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ IDLE_POLL: Final = 1.0  # s between two looks at the partner's time
 
 @dataclass(slots=True)
 class _Visit:
-    """The one partner, and what is done for it."""
+    """The present partner, and its examination."""
 
     conn: ConnId
     until: float
@@ -66,9 +64,7 @@ class Respondent:
         transports: Callable[[], tuple[str, ...]],
         say: Callable[[str], None],
     ) -> None:
-        """``transports`` says what UCX has used here so far; ``say`` gets a line for the
-        operator.
-        """
+        """``transports`` returns what UCX has used here; ``say`` gets lines for the operator."""
         self._link = link
         self._agent = agent
         self._own = own
@@ -138,7 +134,7 @@ class Respondent:
         if visit.memory is not None or visit.objection:
             raise ProtocolViolation("a second memory of one end")
         try:
-            visit.memory = ScratchPair.of(self._agent.attach(rank), rank, self._own)
+            visit.memory = ScratchPair.from_regions(self._agent.attach(rank), rank, self._own)
         except TransferError as exc:  # the other end wants to know, and may measure itself
             visit.objection = str(exc)
 

@@ -1,4 +1,4 @@
-"""A lease against the times of a router: nobody renews it between the two legs of a request."""
+"""Compares leases with a router's times: a lease is not renewed between the legs of a request."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +11,7 @@ HANDOFF_SHARE: Final = 2 / 3  # of a lease: until then our router hands a prompt
 
 @dataclass(frozen=True, slots=True)
 class RouterTimes:
-    """What is known of the router (s)."""
+    """The measured times of the router, in seconds."""
 
     lease: float = 30.0  # kv_lease_duration of the engines
     handoffs: int = 0  # that it has counted
@@ -20,13 +20,11 @@ class RouterTimes:
 
 
 def diagnose_router(times: RouterTimes) -> list[Finding]:
-    """Compare the engines' lease with what a router needs: nobody renews it between the two
-    legs.
-    """
-    found: list[Finding] = []
+    """Return findings if a router's hand-overs take too long for the engines' leases."""
+    findings: list[Finding] = []
     handoff = times.lease * HANDOFF_SHARE
     if handoff + DECODE_STEP > times.lease:
-        found.append(
+        findings.append(
             Finding(
                 "lease-handoff",
                 f"a lease lasts {times.lease:g} s, and the router may hand a request over "
@@ -37,7 +35,7 @@ def diagnose_router(times: RouterTimes) -> list[Finding]:
             )
         )
     if times.slow_handoffs:
-        found.append(
+        findings.append(
             Finding(
                 "slow-handoffs",
                 f"the router took longer than {times.slow:g} s for {times.slow_handoffs} of "
@@ -46,4 +44,4 @@ def diagnose_router(times: RouterTimes) -> list[Finding]:
                 "give the router more CPU (--workers) or set kv_lease_duration higher",
             )
         )
-    return found
+    return findings

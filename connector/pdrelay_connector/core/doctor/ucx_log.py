@@ -1,5 +1,4 @@
-"""Which transports UCX really uses: read from the tables that it logs with ``UCX_PROTO_INFO=y``
-(UCX 1.23).
+"""The transports that UCX really uses, from the tables that ``UCX_PROTO_INFO=y`` logs (UCX 1.23).
 
 A table has the connection and the operation above, and a row for each range of sizes::
 
@@ -25,10 +24,8 @@ _TRANSPORT: Final = re.compile(r"[a-z][a-z0-9_]*/[\w:.-]+")
 
 
 def transports_in(log: str) -> tuple[str, ...]:
-    """Return each operation on a peer's memory with a transport and device that it uses: ``WRITE
-    tcp/eth0``.
-    """
-    found: dict[str, None] = {}  # in their order
+    """Return operations on a peer's memory with transport and device, as ``WRITE tcp/eth0``."""
+    uses: dict[str, None] = {}  # in their order
     is_peer = False
     operation = ""
     for line in log.splitlines():
@@ -39,12 +36,14 @@ def transports_in(log: str) -> tuple[str, ...]:
                 is_peer = _PEER.search(line) is not None
                 operation = ""
         elif operation and (row := _ROW.search(line)) is not None:
-            found.update(
-                dict.fromkeys(f"{operation} {each}" for each in _TRANSPORT.findall(row[1]))
+            uses.update(
+                dict.fromkeys(
+                    f"{operation} {transport}" for transport in _TRANSPORT.findall(row[1])
+                )
             )
-    return tuple(found)[:MOST]
+    return tuple(uses)[:MOST]
 
 
 def is_over_tcp(used: Iterable[str]) -> bool:
     """Whether an operation uses TCP."""
-    return any(each.rpartition(" ")[2].startswith("tcp/") for each in used)
+    return any(use.rpartition(" ")[2].startswith("tcp/") for use in used)

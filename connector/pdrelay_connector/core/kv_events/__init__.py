@@ -1,3 +1,1 @@
-"""What the engine publishes about its prefix cache, kept and passed on to routers that read it over
-HTTP.
-"""
+"""The KV events of an engine, kept as a state, and passed on to routers over HTTP."""

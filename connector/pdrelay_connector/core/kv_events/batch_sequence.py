@@ -1,4 +1,4 @@
-"""The order of the batches of one publisher: what is missing is asked for once, and then given up.
+"""Orders the batches of one publisher; missing ones are requested once, and then given up.
 
 vLLM numbers its batches from 0 and keeps the last ones for replay (``ZmqEventPublisher``).
 Subscribed batches may begin late or leave some out, and a replay may overlap them and leave some
@@ -33,15 +33,13 @@ class BatchSequence:
         self.expected = 0  # number of the next batch
         self.gaps = 0
         self._last_live: int | None = None
-        self._asked: int | None = None  # from where the replay under way is
+        self._replay_from: int | None = None  # from where the replay under way is
         self._waiting: dict[int, bytes] = {}
         self._waiting_bytes = 0
         self._steps: list[Step] = []
 
     def live(self, number: int, payload: bytes) -> None:
-        """Take a batch as it is published; numbers that begin anew are those of another
-        publisher.
-        """
+        """Add a published batch; numbers that begin anew mean a new publisher."""
         if self._last_live is not None and number <= self._last_live:
             self._begin_anew()
         self._last_live = number
@@ -58,25 +56,23 @@ class BatchSequence:
             self._give_up()
 
     def missing(self) -> int | None:
-        """Return from which batch on to replay, as some are missing; the replay is under way
-        then.
-        """
+        """Begin a replay for missing batches; return its first number."""
         return self.begin_replay() if self._waiting else None
 
     def begin_replay(self) -> int:
-        """Return from which batch on to replay; the replay is under way then."""
-        self._asked = self.expected
+        """Begin a replay, and return its first number."""
+        self._replay_from = self.expected
         return self.expected
 
     def end_replay(self) -> None:
-        """Give up the gap if the replay has brought nothing of it, for whatever reason."""
-        fruitless = self._asked == self.expected
-        self._asked = None
+        """Give up the gap if the replay brought no batch of it, for any reason."""
+        fruitless = self._replay_from == self.expected
+        self._replay_from = None
         if fruitless and self._waiting:
             self._give_up()
 
-    def take(self) -> Iterator[Step]:
-        """Take what is in order now: batches, and gaps between them."""
+    def take_steps(self) -> Iterator[Step]:
+        """Yield what is in order now: batches, and gaps between them."""
         steps = self._steps
         self._steps = []
         yield from steps

@@ -101,9 +101,7 @@ class CachedBlocks:
         self._blocks = {}  # the old table may be long, and a snapshot may have it
 
     def snapshot(self, *, ts: float, rank: int) -> Iterator[bytes]:
-        """Return batches that store all blocks as they are now, parents first, composed as they are
-        taken.
-        """
+        """Return batches that store all present blocks, parents first, encoded one at a time."""
         return _compose(dict(self._blocks), ts, rank)
 
     def _store(self, event: BlockStored) -> None:
@@ -119,8 +117,8 @@ class CachedBlocks:
         size = _FIELDS_BYTES + sum(4 * len(text) for text in texts if text is not None)
         kind = BlockKind(event.block_size, event.lora_id, event.lora_name, *spec, place, size)
         parents: Iterator[BlockHash | None] = iter([event.parent_block_hash, *event.block_hashes])
-        extras = _each(event, event.extra_keys)
-        lookaheads = _each(event, event.lookahead_token_ids)
+        extras = _per_block(event, event.extra_keys)
+        lookaheads = _per_block(event, event.lookahead_token_ids)
         rows = zip(event.block_hashes, parents, _tokens(event), extras, lookaheads, strict=False)
         for name, parent, tokens, extra, lookahead in rows:
             block = CachedBlock(parent if tokens else None, tokens, extra, lookahead, kind)
@@ -130,12 +128,12 @@ class CachedBlocks:
                 self._drop(name, place)
 
     def _put(self, name: BlockHash, block: CachedBlock) -> None:
-        known = self._blocks.get(name)
-        if known is None:
+        copies = self._blocks.get(name)
+        if copies is None:
             self._blocks[name] = (block,)
         else:
-            others = (copy for copy in known if copy.kind.place != block.kind.place)
-            self._blocks[name] = (*others, block)
+            other_places = (copy for copy in copies if copy.kind.place != block.kind.place)
+            self._blocks[name] = (*other_places, block)
 
     def _remove(self, event: BlockRemoved) -> None:
         place = (event.medium, event.group_idx, event.locality, event.ownership)
@@ -151,9 +149,7 @@ class CachedBlocks:
 
 
 def _tokens(event: BlockStored) -> Iterator[bytes]:
-    """Yield the tokens of each block; none where it is not clear which are whose (groups leave
-    blocks out).
-    """
+    """Yield the tokens of each block; none if they cannot be assigned (a group skips blocks)."""
     size = event.block_size
     if size <= 0 or len(event.token_ids) != size * len(event.block_hashes):
         return repeat(b"", len(event.block_hashes))
@@ -165,21 +161,19 @@ def _tokens(event: BlockStored) -> Iterator[bytes]:
     return (data[at : at + step] for at in range(0, len(data), step))
 
 
-def _each(event: BlockStored, values: list[msgspec.Raw] | None) -> Iterable[bytes | None]:
-    """Return a value for each block; None for nil, and for all if they are not as many as the
-    blocks.
-    """
+def _per_block(event: BlockStored, values: list[msgspec.Raw] | None) -> Iterable[bytes | None]:
+    """Return a value for each block; None for nil, and for all if their number is wrong."""
     if values is None or len(values) != len(event.block_hashes):
         return repeat(None, len(event.block_hashes))
     return (None if data == _NIL else data for data in map(bytes, values))
 
 
 def _size(name: BlockHash, block: CachedBlock) -> int:
-    """Return the most bytes that a block takes in an event of its own."""
+    """Return an upper bound of a block's bytes as an event."""
     hashes = sum(
-        len(each) if isinstance(each, bytes) else 9
-        for each in (name, block.parent)
-        if each is not None
+        len(block_hash) if isinstance(block_hash, bytes) else 9
+        for block_hash in (name, block.parent)
+        if block_hash is not None
     )
     extras = len(block.extra_key or b"") + len(block.lookahead or b"")
     return block.kind.size + hashes + 10 + len(block.tokens) // 4 * 5 + extras
@@ -235,11 +229,11 @@ def _event_of(block: CachedBlock) -> BlockStored:
     )
 
 
-def _continues(block: CachedBlock, before: BlockHash, other: CachedBlock) -> bool:
-    """Tell whether a block can stand in the same event as the one before it."""
-    same = block.kind == other.kind and (block.extra_key is None) == (other.extra_key is None)
-    same = same and (block.lookahead is None) == (other.lookahead is None)
-    return same and bool(block.tokens) and bool(other.tokens) and block.parent == before
+def _continues(block: CachedBlock, before: BlockHash, previous: CachedBlock) -> bool:
+    """Tell whether a block can be in the same event as the previous one."""
+    same = block.kind == previous.kind and (block.extra_key is None) == (previous.extra_key is None)
+    same = same and (block.lookahead is None) == (previous.lookahead is None)
+    return same and bool(block.tokens) and bool(previous.tokens) and block.parent == before
 
 
 def _parents_first(
@@ -248,13 +242,13 @@ def _parents_first(
     """Yield all blocks, each after its parent if that is there; the table is used up."""
     for first in list(blocks):
         chain: list[BlockHash] = []
-        seen: set[BlockHash] = set()
+        visited: set[BlockHash] = set()
         name: BlockHash | None = first
         # seen: a loop is no tree, and must end
-        while name is not None and name in blocks and name not in seen:
+        while name is not None and name in blocks and name not in visited:
             chain.append(name)
-            seen.add(name)
+            visited.add(name)
             name = next((copy.parent for copy in blocks[name] if copy.parent is not None), None)
-        for each in reversed(chain):
-            for copy in blocks.pop(each):
-                yield each, copy
+        for block_hash in reversed(chain):
+            for copy in blocks.pop(block_hash):
+                yield block_hash, copy

@@ -1,5 +1,4 @@
-"""Batches of KV events in the form in which vLLM publishes them (``vllm/distributed/kv_events.py``,
-``KVEventBatch``).
+"""Batches of KV events as vLLM publishes them (``KVEventBatch``, vllm/distributed/kv_events.py).
 
 A batch is the msgpack array ``[ts, [event, ...], data_parallel_rank]``, an event a map with its
 class under "type".
@@ -79,16 +78,16 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Return a batch; raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if it is not of
-    vLLM's form.
-    """
+    """Decode a batch; raises :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
     try:
         envelope = _ENVELOPE.decode(payload)
         events = [_decode_event(raw) for raw in envelope.events]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
         raise ProtocolViolation(f"a batch of KV events that is not vLLM's: {exc}") from exc
-    known = tuple(event for event in events if event is not None)
-    return EventBatch(envelope.ts, known, envelope.data_parallel_rank, len(events) - len(known))
+    known_events = tuple(event for event in events if event is not None)
+    return EventBatch(
+        envelope.ts, known_events, envelope.data_parallel_rank, len(events) - len(known_events)
+    )
 
 
 def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
@@ -106,8 +105,6 @@ def encode_batch(ts: float, events: list[KVEvent], rank: int) -> bytes:
 
 
 def with_rank(payload: bytes, rank: int) -> bytes:
-    """Return a batch that names this rank; its events are as they were, those of unknown types
-    too.
-    """
+    """Return a batch that names this rank, with all its events, also of unknown types."""
     envelope = _ENVELOPE.decode(payload)
     return _ENCODER.encode((envelope.ts, envelope.events, rank))

@@ -1,6 +1,4 @@
-"""All ranks of an engine and all readers: every batch changes the state of its rank and goes to
-every reader.
-"""
+"""All ranks of an engine, and all readers: a batch changes its rank's state, and goes to all."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -66,9 +64,7 @@ class KVEventHub:
         return self._ranks[rank].blocks
 
     def add_rank(self, rank: int, groups: Sequence[BlockStored] = ()) -> None:
-        """Begin with a rank of which nothing is known but its KV cache groups, or not even
-        these.
-        """
+        """Begin a rank without blocks; its KV cache groups may be known."""
         self._ranks[rank] = _Rank(CachedBlocks(self.max_blocks), GroupAnnouncements(groups))
 
     def remove_rank(self, rank: int) -> None:
@@ -117,9 +113,7 @@ class KVEventHub:
         self._send(encode_batch(state.ts, _beginning(state), rank))
 
     def join(self, wake: Callable[[], None]) -> ReaderQueue | None:
-        """Return the queue of a new reader, which begins with the state as it is now; None if there
-        are too many.
-        """
+        """Return the queue of a new reader, which begins with the present state; None: too many."""
         if len(self._readers) >= MAX_READERS:
             self.counts.refused_readers += 1
             return None
@@ -140,24 +134,22 @@ class KVEventHub:
                 self._readers.remove(queue)
 
     def _state(self) -> Iterator[bytes]:
-        """Return the batches that tell the state; it is that of this moment, whenever they are
-        taken.
-        """
+        """Return the batches of the present state; later changes do not affect them."""
         pieces = [
             (rank, state.ts, _beginning(state), state.blocks.snapshot(ts=state.ts, rank=rank))
             for rank, state in sorted(self._ranks.items())
         ]
-        return _tell(pieces)
+        return _state_batches(pieces)
 
 
 def _beginning(state: _Rank) -> list[KVEvent]:
-    """Return the events with which a state begins: there is no block, and there are these
-    groups.
-    """
+    """Return the first events of a state: no blocks, and the announcements of groups."""
     return [AllBlocksCleared(), *state.groups.events()]
 
 
-def _tell(pieces: list[tuple[int, float, list[KVEvent], Iterator[bytes]]]) -> Iterator[bytes]:
+def _state_batches(
+    pieces: list[tuple[int, float, list[KVEvent], Iterator[bytes]]],
+) -> Iterator[bytes]:
     for rank, ts, beginning, stored in pieces:
         yield encode_batch(ts, beginning, rank)
         yield from stored

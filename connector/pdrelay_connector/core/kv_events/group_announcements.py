@@ -1,9 +1,8 @@
-"""The KV cache groups of a rank, which a reader learns before their first block: it may have none
-for long.
+"""Announces the KV cache groups of a rank to readers before their first blocks.
 
-A group is announced by a ``BlockStored`` without blocks. What groups there are, vLLM says itself
-(``EngineCore.get_kv_cache_group_metadata``, ``vllm/v1/engine/core.py``), and so does each event
-that stores a block.
+A group is announced by a ``BlockStored`` without blocks. The groups come from vLLM
+(``EngineCore.get_kv_cache_group_metadata``, vllm/v1/engine/core.py), or from the first event that
+stores a block of each.
 """
 
 from collections.abc import Iterable
@@ -32,14 +31,16 @@ class _Group(msgspec.Struct):
 
 
 class GroupAnnouncements:
-    """What is known of the groups of one rank; they are those of the engine as long as it runs."""
+    """The known groups of one rank; they do not change while the engine runs."""
 
-    def __init__(self, known: Iterable[BlockStored] = ()) -> None:
-        self._known = {event.group_idx: event for event in known}
+    def __init__(self, announcements: Iterable[BlockStored] = ()) -> None:
+        self._announced = {event.group_idx: event for event in announcements}
 
     def events(self) -> list[KVEvent]:
         """Return an event for each group, by their numbers."""
-        return [event for _, event in sorted(self._known.items(), key=lambda item: item[0] or 0)]
+        return [
+            event for _, event in sorted(self._announced.items(), key=lambda item: item[0] or 0)
+        ]
 
     def add(self, event: BlockStored) -> bool:
         """Learn the group of an event; return whether something is new.
@@ -51,16 +52,16 @@ class GroupAnnouncements:
         kind = event.kv_cache_spec_kind
         if group is None or kind is None or event.medium not in {None, MEDIUM}:
             return False
-        known = self._known.get(group)
+        earlier = self._announced.get(group)
         size = event.block_size
         window = event.kv_cache_spec_sliding_window
-        if known is not None and size <= known.block_size:
-            if known.kv_cache_spec_sliding_window is not None or window is None:
+        if earlier is not None and size <= earlier.block_size:
+            if earlier.kv_cache_spec_sliding_window is not None or window is None:
                 return False
-            size = known.block_size
+            size = earlier.block_size
         if not 0 <= group < MAX_GROUPS or len(kind) > MAX_KIND or size < 1:
             return False
-        self._known[group] = announcement(group, kind, size, window)
+        self._announced[group] = announcement(group, kind, size, window)
         return True
 
 
@@ -78,8 +79,7 @@ def announcement(group: int, kind: str, block_size: int, window: int | None) -> 
 
 
 def read_group_metadata(answer: object) -> tuple[BlockStored, ...]:
-    """Return an announcement for each group of which vLLM's answer says enough; the others are
-    known by their blocks.
+    """Return an announcement for each group that vLLM's answer describes completely.
 
     Raises :exc:`~pdrelay_connector.errors.ProtocolViolation` if it has another form.
     """

@@ -1,5 +1,4 @@
-"""What one reader is still to get: the state as it was when the reader came, then the batches
-since.
+"""The frames that one reader has yet to get: the state at its arrival, then the batches since.
 
 On the wire a frame is the length of what follows (4 bytes, big endian), the number of the batch on
 this connection (8 bytes, big endian, from 0 without gaps), and the batch. A length of 0 is a sign
@@ -19,7 +18,7 @@ _HEAD = struct.Struct(">IQ")
 
 
 class ReaderQueue:
-    """Frames for one reader. It is closed when the reader is too slow, and frees what it held."""
+    """Frames for one reader. It is closed, and freed, if the reader is too slow."""
 
     def __init__(
         self, state: Iterator[bytes], wake: Callable[[], None], max_behind: int = MAX_BEHIND_BYTES
@@ -42,7 +41,7 @@ class ReaderQueue:
             self.close()
         self._wake()
 
-    def take(self) -> bytes | None:
+    def next_frame(self) -> bytes | None:
         """Return the next frame, or None if there is none now."""
         payload = next(self._state, None)
         if payload is None and self._batches:
@@ -55,7 +54,7 @@ class ReaderQueue:
         return head + payload
 
     def close(self) -> None:
-        """End the connection, as soon as its writer looks."""
+        """Close the queue: its writer then ends the connection."""
         self.closed = True
         self._state = iter(())
         self._batches.clear()

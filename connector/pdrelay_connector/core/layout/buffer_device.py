@@ -1,6 +1,4 @@
-"""Through which memory an engine's KV may travel: its device's own, where NIXL can register it, or
-the host's.
-"""
+"""Which memory NIXL may transfer KV from: the device's, if it can register it, or the host's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -19,21 +17,23 @@ BUFFERS: Final[Mapping[str, Sequence[str]]] = {
 
 
 def check_buffer(device: str, buffer: str, buffers: Mapping[str, Sequence[str]] = BUFFERS) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless KV on that device may pass
-    that buffer.
-    """
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless device and buffer fit."""
     if buffer not in buffers.get(device, ()):
-        known = " or ".join(repr(each) for each in buffers.get(device, ()))
-        what = f"it must be {known}" if known else f"known devices are {', '.join(sorted(buffers))}"
+        allowed = " or ".join(repr(name) for name in buffers.get(device, ()))
+        what = (
+            f"it must be {allowed}"
+            if allowed
+            else f"known devices are {', '.join(sorted(buffers))}"
+        )
         raise UnsupportedCache(
             f"kv_buffer_device {buffer!r} does not go with a KV cache on {device!r}; {what}"
         )
 
 
 def with_platform(theirs: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
-    """Return :data:`BUFFERS` and what a platform outside vLLM says of its own device.
+    """Return :data:`BUFFERS`, with the device of a platform outside vLLM.
 
-    Through host memory at most: by which name NIXL knows other memory is not in there.
+    Such a device can only use host memory: a platform does not name NIXL's memory type for its own.
     """
     return {**{device: (HOST,) for device, buffers in theirs.items() if HOST in buffers}, **BUFFERS}
 

@@ -1,10 +1,9 @@
-"""Which tokens of a prompt a KV cache group keeps, and which of them a decode engine lacks: pure
-arithmetic.
+"""Which tokens of a prompt a KV cache group keeps, and which a decode engine lacks: arithmetic.
 
-vLLM puts layers that need the same tokens into one group with block tables of its own: those that
-look at everything, those that look back over a sliding window, those that look at their chunk only,
-and those that keep a state, which is kept in the block of the last token that it covers, or, where
-it is a ring of the last tokens, in the request's only block (``vllm/v1/kv_cache_interface.py``).
+vLLM puts layers that need the same tokens into one group with its own block tables
+(``vllm/v1/kv_cache_interface.py``): full attention, a sliding window, a chunk, or a state. A state
+is in the block of the last token that it covers; a ring of the last tokens is in the request's only
+block.
 """
 
 from collections.abc import Iterable
@@ -58,15 +57,11 @@ class CacheGroup:
         return slice(start // self.block_size, -(-stop // self.block_size))
 
     def new_blocks(self, tokens: int, computed: int) -> int:
-        """Return how many blocks a request of so many ``tokens`` needs beside those of its
-        ``computed`` ones.
-        """
+        """Return how many blocks a request needs for ``tokens``, beside those of ``computed``."""
         return 1 if self.state else -(-tokens // self.block_size) - computed // self.block_size
 
     def loaded_blocks(self, tokens: int, computed: int) -> int:
-        """Return how many blocks a load of the first ``tokens`` fills, if ``computed`` of them are
-        cached here.
-        """
+        """Return how many blocks a load of ``tokens`` fills, if ``computed`` of them are cached."""
         start, stop = self.missing_tokens(tokens + 1, tokens - computed)
         if self.state:
             return int(start < stop)
@@ -74,14 +69,13 @@ class CacheGroup:
 
 
 def left_out_tokens(groups: Iterable[CacheGroup], lookahead: int) -> int:
-    """Return how many of the last prompt tokens a prefill engine must not compute for another
-    engine.
+    """Return how many of the last prompt tokens a prefill engine must not compute for another.
 
-    A decode engine computes the last prompt token itself. KV of that token does no harm; a state
-    that has taken it in cannot be stepped back, and a window that vLLM replays must be laid out for
-    that token. Drafts whose modules look ``lookahead`` tokens ahead (MTP) would have guesses in
-    their KV, which a decode engine would keep. As vLLM's ``_prefill_backoff``
-    (``kv_connector/v1/nixl/base_scheduler.py``, 0.32).
+    A decode engine computes the last prompt token itself. The KV of that token does no harm, but a
+    state that includes it cannot be stepped back, and a window that vLLM replays must be laid out
+    for that token. Drafts that look ``lookahead`` tokens ahead (MTP) would have guesses in their
+    KV, which a decode engine would keep. As ``_prefill_backoff`` in vLLM 0.32
+    (``kv_connector/v1/nixl/base_scheduler.py``).
     """
     has_exact = any(group.state or group.is_replayed for group in groups)
     return max(1 if has_exact else 0, lookahead - 1)

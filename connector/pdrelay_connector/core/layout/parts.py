@@ -12,17 +12,15 @@ SHARE = 4
 
 
 def steps(ours: RankInfo, theirs: RankInfo) -> dict[int, int]:
-    """Return how many tokens of each KV cache group fit into one part; groups without a limit are
-    left out.
-    """
-    found: dict[int, int] = {}
+    """Return how many tokens of each KV cache group fit into one part; without unlimited groups."""
+    limits: dict[int, int] = {}
     for our, their in shared_regions(ours, theirs):
-        whole = max(our.block_size, their.block_size)
+        unit = max(our.block_size, their.block_size)
         for region, info in ((our, ours), (their, theirs)):
             if info.staged:
-                step = max(1, share_of(region) * region.block_size // whole) * whole
-                found[our.group] = min(found.get(our.group, step), step)
-    return found
+                step = max(1, share_of(region) * region.block_size // unit) * unit
+                limits[our.group] = min(limits.get(our.group, step), step)
+    return limits
 
 
 def most_blocks(token_ranges: Sequence[TokenRange], ours: RankInfo) -> list[int]:
@@ -40,36 +38,38 @@ def share_of(region: Region) -> int:
 
 
 def block_sizes(*ranks: RankInfo) -> dict[int, int]:
-    """Return the tokens of one block of each KV cache group that one of an engine's ranks has
-    layers of.
-    """
+    """Return the tokens of a block, by KV cache group, for the groups of a rank's layers."""
     return {region.group: region.block_size for rank in ranks for region in rank.regions}
 
 
 def of_rank(token_ranges: Iterable[TokenRange], rank: RankInfo) -> list[TokenRange]:
-    """Return the token ranges of the KV cache groups that a rank has layers of: a pipeline stage
-    may lack some.
-    """
+    """Return the token ranges of the groups that a rank has: a pipeline stage may lack some."""
     groups = {region.group for region in rank.regions}
-    return [each for each in token_ranges if each.group in groups]
+    return [token_range for token_range in token_ranges if token_range.group in groups]
 
 
 def cut(
     token_ranges: Sequence[TokenRange], ours: RankInfo, theirs: RankInfo
 ) -> list[list[TokenRange]]:
-    """Cut token ranges into parts that fit into both engines' host buffers; one part where there is
-    none.
+    """Cut token ranges into parts that fit into both engines' host buffers; without one, one part.
 
-    Parts begin and end with whole blocks on both sides, but for the first and the last.
+    Parts begin and end with whole blocks on both sides, except for the first and the last.
     """
     limits = steps(ours, theirs)
     here = block_sizes(ours)
     there = block_sizes(theirs)
     pieces = [
-        list(_pieces(each, limits[each.group], here[each.group], there[each.group]))
-        if each.group in limits
-        else [each]
-        for each in token_ranges
+        list(
+            _pieces(
+                token_range,
+                limits[token_range.group],
+                here[token_range.group],
+                there[token_range.group],
+            )
+        )
+        if token_range.group in limits
+        else [token_range]
+        for token_range in token_ranges
     ]
     return [
         [group[number] for group in pieces if number < len(group)]

@@ -68,15 +68,14 @@ def heads_of(all_heads: int, ranks: int, rank: int) -> tuple[int, int]:
 def head_sources(
     all_heads: int, ranks: int, ranks_here: int, rank_here: int
 ) -> tuple[HeadSource, ...]:
-    """Return which of ``ranks`` remote ranks provides each head of one of ``ranks_here`` local
-    ranks.
+    """Return which of ``ranks`` remote ranks provides each head of a local rank.
 
     If several remote ranks keep a head, the local ranks with that head spread over them; equal
     engines pair up by rank. Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` like
     :func:`heads_of`.
     """
     first, last = heads_of(all_heads, ranks_here, rank_here)
-    _, each = heads_of(all_heads, ranks, 0)
+    _, heads_each = heads_of(all_heads, ranks, 0)
     copies = max(ranks // all_heads, 1)
     copies_here = max(ranks_here // all_heads, 1)
     copy = rank_here % copies_here * copies // copies_here
@@ -84,8 +83,8 @@ def head_sources(
         return tuple(
             HeadSource(head * copies + copy, head, head + 1) for head in range(first, last)
         )
-    cuts = [first, *range((first // each + 1) * each, last, each), last]
-    return tuple(HeadSource(begin // each, begin, end) for begin, end in pairwise(cuts))
+    cuts = [first, *range((first // heads_each + 1) * heads_each, last, heads_each), last]
+    return tuple(HeadSource(begin // heads_each, begin, end) for begin, end in pairwise(cuts))
 
 
 def provides(source: RankInfo, target: RankInfo) -> bool:
@@ -107,23 +106,21 @@ def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, 
     Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if they do not have all of our layers
     and heads.
     """
-    known = {(layer, info.rank): info for info in theirs for layer in _by_layer(info)}
-    found: dict[int, RankInfo] = {}
+    owners = {(layer, info.rank): info for info in theirs for layer in _by_layer(info)}
+    needed: dict[int, RankInfo] = {}
     for layer, heads in sorted({(region.layer, region.all_heads) for region in ours.regions}):
         for owner in head_sources(heads, theirs[0].ranks, ours.ranks, ours.rank):
-            if (info := known.get((layer, owner.rank))) is None:
+            if (info := owners.get((layer, owner.rank))) is None:
                 raise IncompatiblePeer(
                     f"it says nothing of {layer or 'the layers'} on its rank {owner.rank}, which "
                     f"is needed here"
                 )
-            found[info.worker] = info
-    return tuple(found[worker] for worker in sorted(found))
+            needed[info.worker] = info
+    return tuple(needed[worker] for worker in sorted(needed))
 
 
 def shared_regions(ours: RankInfo, theirs: RankInfo) -> list[tuple[Region, Region]]:
-    """Return the regions of the layers that both ranks have, in our order: ranks of two pipelines
-    share a part.
-    """
+    """Return the regions of the layers that both ranks have, in our order."""
     there = _by_layer(theirs)
     return [
         pair
@@ -133,16 +130,14 @@ def shared_regions(ours: RankInfo, theirs: RankInfo) -> list[tuple[Region, Regio
 
 
 def _by_layer(info: RankInfo) -> dict[str, list[Region]]:
-    found: dict[str, list[Region]] = {}
+    by_layer: dict[str, list[Region]] = {}
     for region in info.regions:
-        found.setdefault(region.layer, []).append(region)
-    return found
+        by_layer.setdefault(region.layer, []).append(region)
+    return by_layer
 
 
 def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless both have the same layers in
-    all stages.
-    """
+    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless both have the same layers."""
     here, there = (
         {region.layer for info in infos for region in info.regions} for infos in (ours, theirs)
     )
@@ -153,8 +148,7 @@ def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
 
 
 def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer`, with both values, unless they can
-    exchange KV.
+    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless two ranks can exchange KV.
 
     Check every pair of ranks before a :class:`Route` is built for it.
     """
@@ -217,9 +211,7 @@ def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Ite
 
 
 def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Yield the reasons against a transfer that hold for a state only: its ranks have parts of the
-    kernel's choice.
-    """
+    """Yield the reasons against a transfer of a state: the kernel decides how ranks divide it."""
     if our.state != their.state:
         yield (
             f"it keeps {'a state' if their.state else 'KV'}, ours "
@@ -240,11 +232,10 @@ def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
 
 
 def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Yield the differences that are not allowed if an attention kernel's order within a block is
-    unknown.
+    """Yield the differences that an unknown order within the kernel's blocks does not allow.
 
-    Where the layer has one head over all ranks, each rank has the same rows, and ranks need not be
-    equal.
+    If the layer has one head over all ranks, each rank has the same rows, and the numbers of ranks
+    may differ.
     """
     ranks = (ours.ranks, theirs.ranks) if our.all_heads > 1 else (1, 1)
     strides = (our.head_stride, their.head_stride) if max(our.heads, their.heads) > 1 else (0, 0)
@@ -260,10 +251,10 @@ def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -
         ("its tokens are {} bytes apart", our.token_stride, their.token_stride),
     ):
         if here != there:
-            kept = (
+            rule = (
                 "must be equal, because the order within its attention kernel's blocks is unknown"
             )
-            yield f"{text.format(there)}, ours {here}; they {kept}"
+            yield f"{text.format(there)}, ours {here}; they {rule}"
 
 
 def _end(region: Region) -> int:
@@ -288,9 +279,7 @@ def _smallest_run(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
 
 
 class _BlockGeometry(NamedTuple):
-    """How regions of one side are divided into blocks, heads and tokens, without their
-    addresses.
-    """
+    """The division of one side's regions into blocks, heads and tokens, without addresses."""
 
     whose: str
     blocks: int
@@ -304,10 +293,8 @@ class _BlockGeometry(NamedTuple):
     part_stride: int
     covers: int
 
-    def held(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
-        """Return the blocks of the tokens; raises ``ProtocolViolation`` for a missing block or the
-        null block.
-        """
+    def block_ids(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
+        """Return the blocks of the tokens; raises ``ProtocolViolation``: missing or null blocks."""
         size = self.rows * self.tokens * self.covers
         what = f"tokens {token_range.start} to {token_range.stop} of group {token_range.group}"
         count = -(-token_range.stop // size) - token_range.start // size
@@ -341,9 +328,7 @@ class _BlockGeometry(NamedTuple):
 
 
 class _SameLayout(NamedTuple):
-    """Layers of one group with the same geometry: one computation serves all; only their base
-    addresses differ.
-    """
+    """Layers of one group with equal geometry: only their base addresses differ."""
 
     there: _BlockGeometry
     here: _BlockGeometry
@@ -352,10 +337,10 @@ class _SameLayout(NamedTuple):
 
     def runs(self, token_range: TokenRange) -> Spans:
         """Return the runs of all layers, merged within each layer."""
-        remote = self.there.held(
+        remote = self.there.block_ids(
             token_range, token_range.remote
         )  # checks the range before an array of its size is allocated
-        local = self.here.held(token_range, token_range.local)
+        local = self.here.block_ids(token_range, token_range.local)
         unit = min(self.there.tokens, self.here.tokens) * self.here.covers
         tokens = np.arange(token_range.start // unit * unit, token_range.stop, unit, dtype=np.int64)
         there = self.there.offsets(token_range, remote, tokens)
@@ -371,9 +356,7 @@ class Route:
     def __init__(
         self, ours: RankInfo, theirs: RankInfo, *, source: RankInfo, target: RankInfo
     ) -> None:
-        """Transfer what ``target`` gets from ``source``, which are these two, after
-        :func:`check_shapes`.
-        """
+        """``target`` gets KV from ``source``: one is ours. Call :func:`check_shapes` before."""
         alike: dict[
             tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]
         ] = {}
@@ -396,8 +379,9 @@ class Route:
             self._groups[group].append(layers)
 
     def spans(self, token_ranges: Sequence[TokenRange]) -> Spans:
-        """Return the runs of these token ranges, merged and ordered by remote address, as int64 of
-        shape (runs, 3).
+        """Return the runs of these token ranges as int64 of shape (runs, 3).
+
+        They are merged, and ordered by remote address.
 
         Both ends of a range are rounded outwards to whole rows of the side with the smaller rows.
         They stay within the same blocks. Two ranges of one group must not share such a row. Raises
@@ -422,22 +406,17 @@ class Route:
 
 
 def pull_route(ours: RankInfo, theirs: RankInfo) -> Route:
-    """Return the route from a prefill engine's rank to our rank, of a decode engine; it may be
-    empty.
-    """
+    """Return the route from a prefill engine's rank to our decode rank; it may be empty."""
     return Route(ours, theirs, source=theirs, target=ours)
 
 
 def push_route(ours: RankInfo, theirs: RankInfo) -> Route:
-    """Return the route from our rank, of a prefill engine, to a decode engine's rank; it may be
-    empty.
-    """
+    """Return the route from our prefill rank to a decode engine's rank; it may be empty."""
     return Route(ours, theirs, source=ours, target=theirs)
 
 
 def runs_per_block(own: RankInfo) -> int:
-    """Return in how many runs a block of the first KV cache group lies, over all its layers: one
-    descriptor each.
+    """Return the number of runs (descriptors) of a block of the first KV cache group.
 
     It is 1 where vLLM keeps the layers of a block side by side (its layouts that begin with B).
     """
@@ -447,17 +426,13 @@ def runs_per_block(own: RankInfo) -> int:
 
 
 def row_runs(region: Region) -> list[tuple[int, int]]:
-    """Return the runs (offset from the row's first byte, bytes) that a row of a region consists of,
-    in order.
-    """
+    """Return the runs of a region's row in order, as (offset from its first byte, bytes)."""
     own = _geometry("our", region)
     return [(offset, length) for _, offset, length in _pattern(own, own, region.heads).tolist()]
 
 
 def merge(runs: Spans) -> Spans:
-    """Return the runs ordered by remote address, with runs merged that are adjacent on both
-    sides.
-    """
+    """Order runs by remote address, and merge those that are adjacent on both sides."""
     if not runs.size:
         return runs
     there, here, length = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
@@ -467,9 +442,7 @@ def merge(runs: Spans) -> Spans:
 
 
 def _shared_heads(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
-    """Return the heads that ``target`` needs from ``source``: adjacent ones, because ranks keep
-    adjacent heads.
-    """
+    """Return the heads that ``target`` needs from ``source``; ranks keep adjacent heads."""
     for owner in head_sources(region.all_heads, source.ranks, target.ranks, target.rank):
         if owner.rank == source.rank:
             return owner.first, owner.last
@@ -491,8 +464,9 @@ def _geometry(whose: str, region: Region) -> _BlockGeometry:
 
 
 def _pattern(there: _BlockGeometry, here: _BlockGeometry, heads: int) -> Spans:
-    """Return the runs of ``heads`` heads of the tokens that share a row on both sides, relative to
-    the first token.
+    """Return the runs of ``heads`` heads for the tokens that share a row on both sides.
+
+    They are relative to the first of these tokens.
     """
     shape = heads, min(there.tokens, here.tokens), here.parts
     head, token, part = np.indices(shape, dtype=np.int64).reshape(3, -1)

@@ -3,17 +3,18 @@ will.
 
 P answers each registration with PushDone or PushStopped. If we abort one before (request aborted,
 timeout, P silent), the load fails at once, but its blocks stay unused because P may still write
-into them. They are free when P sends PushStopped; or, if P's connection closed, when all that P had
-sent must have arrived (:data:`QUARANTINE`). A connection that was reset may be that of a P that has
-died; of one that lives, cut off for so long that its kernel has given up; or something between has
-reset it. D asks at P's address, at once and again until it knows: P has died if its port is closed
-or another engine listens there. How long ago it answered proves nothing: D may have been stopped,
-and what it reads is old. A P that is back is asked for PushStopped: it alone knows whether its
-workers still write.
+into them. They are free when P sends PushStopped; or, if P closed its connection, when all that P
+had sent must have arrived (:data:`QUARANTINE`).
 
-A registration sent over a connection that ended must not be sent again. P closes idle connections,
-though: over one that has been idle for long, a push is registered only when P has answered a
-heartbeat. If the connection ends before, P has not received the registration, and we connect again.
+A reset connection has three possible causes: P has died; P lives, but was cut off for so long that
+its kernel gave up; or a device on the way has reset it. D connects to P's address, at once and
+again until it knows: P has died if its port is closed or another engine listens there. The time of
+P's last answer proves nothing, because D itself may have been stopped. If P is back, D asks it for
+PushStopped: only P knows whether its workers still write.
+
+A registration must not be sent again after its connection has ended. But P closes idle connections.
+So over one that has been idle for long, a push is registered only after P has answered a heartbeat.
+If the connection ends before, P has not received the registration, and D connects again.
 
 Where NIXL cannot reach the cache, D lends slots of a host buffer, as soon as there are enough, and
 copies them into the cache when P is done.
@@ -203,7 +204,7 @@ class PushReceiver:
         return len(self._pushes)
 
     def expect(self, order: PushOrder, *, now: float) -> None:
-        """Lend blocks to P. What comes of it comes out of :meth:`take_results`."""
+        """Lend blocks to P; :meth:`take_results` returns the result."""
         if order.request in self._pushes:
             raise IllegalTransition(f"request {order.request} is registered twice")
         push = self._pushes[order.request] = _ExpectedPush(order, lent=order.groups)
@@ -262,14 +263,14 @@ class PushReceiver:
             self._abort(push, "loads_aborted", why)
 
     def on(self, conn: ConnId, message: Message) -> bool:
-        """Take in what P says; false if that is not for us."""
+        """Handle a message of P; false: it is for another object."""
         match message:
             case PushDone(reader, held, sums):
                 self._on_push_done(conn, reader, sums, held=held)
             case PushStopped():
                 self._on_stopped(conn, message)
             case PushStalled(reader, reason):
-                if (push := self._found(conn, reader)) is not None:
+                if (push := self._expected_push(conn, reader)) is not None:
                     self._abort(push, "loads_failed_timeout", reason)
             case HeartbeatReply():
                 self._on_heartbeat_reply(conn)
@@ -285,7 +286,7 @@ class PushReceiver:
                 self._register(self._pushes[request], peer)
 
     def peer_changed(self, peer: Peer, *, now: float) -> None:
-        """A prefill engine was met, could not be, or is gone."""
+        """Handle a change of a prefill engine's connection."""
         self._awaiting_reply.pop(peer.engine, None)
         if peer.state is PeerState.CONNECTED:
             for rank in self._ranks:
@@ -308,7 +309,7 @@ class PushReceiver:
                 self._on_peer_lost(push, peer, now)
 
     def advance(self, *, now: float) -> float | None:
-        """Look at the clock; return when to be called again at the latest."""
+        """Handle expired deadlines; return when to be called again at the latest."""
         if self._staging_receiver is not None:
             for request, failure in self._staging_receiver.take_copied():
                 self._on_copied_in(self._pushes[request], failure)
@@ -382,7 +383,7 @@ class PushReceiver:
             RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)),
         )
 
-    def _found(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
+    def _expected_push(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
         """Return the push that P answers; None if it is over or another peer's."""
         push = self._pushes.get(reader)
         peer = self._peers.find(conn)
@@ -394,7 +395,7 @@ class PushReceiver:
     def _on_push_done(
         self, conn: ConnId, reader: RequestId, sums: Sequence[RankSums], *, held: bool
     ) -> None:
-        push = self._found(conn, reader)
+        push = self._expected_push(conn, reader)
         if push is None:
             return
         push.sums = sums
@@ -444,7 +445,7 @@ class PushReceiver:
         self._end(push, "")
 
     def _on_stopped(self, conn: ConnId, message: PushStopped) -> None:
-        push = self._found(conn, message.reader)
+        push = self._expected_push(conn, message.reader)
         if push is None:
             return
         if push.state is ReceiveState.STOPPING:
@@ -486,22 +487,18 @@ class PushReceiver:
         self._deadlines.set(push.order.request, now + push.check_interval)
 
     def _ask_about_quarantined(self, peer: Peer) -> None:
-        """P lives and is back: it alone knows whether its workers still write, and one of them may
-        hang for long.
-        """
-        asked: list[RequestId] = []
+        """Ask a P that is back for PushStopped: only P knows whether its workers still write."""
+        requests: list[RequestId] = []
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
             if push.state is ReceiveState.QUARANTINED and push.peer_ranks == peer.ranks:
                 push.on(ReceiveEvent.PEER_BACK)
                 self._clear_deadlines(push)
-                asked.append(push.order.request)
-        for start in range(0, len(asked), MAX_IDS):
-            self._link.send(peer.conn, CancelPushes(tuple(asked[start : start + MAX_IDS])))
+                requests.append(push.order.request)
+        for start in range(0, len(requests), MAX_IDS):
+            self._link.send(peer.conn, CancelPushes(tuple(requests[start : start + MAX_IDS])))
 
     def _judge_resets(self, peer: Peer, now: float) -> None:
-        """See whether an engine's answer, or its absence, shows that a P has died whose connection
-        was reset.
-        """
+        """Check whether an answer, or none, proves that a P has died whose connection was reset."""
         answers = peer.state in (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
         for push in self._pushes.values():
             if not push.is_reset or push.state is not ReceiveState.QUARANTINED:
@@ -514,7 +511,7 @@ class PushReceiver:
                 self._outlast_dead(push, now)
 
     def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
-        """End a push for our own reasons, and tell P."""
+        """End a push for a reason of ours, and cancel it at P."""
         order = push.order
         was = push.state
         if was in (ReceiveState.STOPPING, ReceiveState.QUARANTINED, ReceiveState.ABORTING):
@@ -537,9 +534,7 @@ class PushReceiver:
             self._link.send(peer.conn, CancelPushes((order.request,)))
 
     def _report(self, push: _ExpectedPush, failure: str) -> None:
-        """Report a failed push whose memory may still be written into; a staged one has no such
-        blocks yet.
-        """
+        """Report a failed push that P may still write into; a staged one has no such blocks yet."""
         quarantined = self._staging_receiver is None or push.state is ReceiveState.ABORTING
         self._results.append(LoadResult(push.order.request, failure, quarantined=quarantined))
 
@@ -560,7 +555,7 @@ class PushReceiver:
             self._staging_receiver.slots.release(order.request)
 
     def _clear_deadlines(self, push: _ExpectedPush) -> None:
-        """Nothing is waited for any more but what P, or a copy, tells."""
+        """Clear all deadlines: only P's answer, or a copy's end, matters now."""
         self._deadlines.discard(push.order.request)
         self._contention_deadlines.discard(push.order.request)
 

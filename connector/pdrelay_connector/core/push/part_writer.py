@@ -1,6 +1,4 @@
-"""Parts of a push on their way to the decode engine: straight from the cache, or through a host
-buffer.
-"""
+"""Writes the parts of a push to the decode engine, from the cache or through a host buffer."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,9 +70,7 @@ TRANSITIONS: Final[Mapping[PartWriteState, Mapping[PartWriteEvent, PartWriteStat
 
 
 class PartWriteEnded(NamedTuple):
-    """The write of a part is over; ``failure`` is empty if all of it is in the decode engine's
-    memory.
-    """
+    """The write of a part is over; ``failure``: empty if all of it has arrived."""
 
     part: PartWriteId
     failure: str
@@ -126,7 +122,8 @@ class PartWriter:
         engine: str = "",
         now: float,
     ) -> PartWriteId:
-        """Write these tokens to every rank of ``engine`` that takes heads of ours;
+        """Write these tokens to every rank of ``engine`` that needs heads of ours.
+
         :class:`PartWriteEnded` follows.
 
         Raises a ``ConnectorError`` if nothing was started.

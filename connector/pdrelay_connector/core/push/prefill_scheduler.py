@@ -3,7 +3,7 @@
 A registration may come before, during or after its prefill. P answers it once: PushDone, when every
 worker has written everything and the lease was still held, or PushStopped. Until then the decode
 engine uses its blocks for nothing else. If its connection ends before, it may ask over the next
-one: it hears PushStopped when no worker writes any more.
+one, and gets PushStopped when no worker writes any more.
 
 A transfer belongs to the first decode engine that names it, while its connection lasts: other
 engines can neither claim nor end it, nor get its KV.
@@ -101,7 +101,7 @@ class _PushKey(NamedTuple):
 
 @dataclass(slots=True)
 class _EarlyInterest:
-    """What a decode engine has said of a transfer before its prefill was done."""
+    """A decode engine's messages about a transfer before its prefill has finished."""
 
     peer: ConnId | None  # the connection that renews; absent: the transfer is not wanted any more
     until: float
@@ -130,7 +130,7 @@ class _DecodePeer:
 
     @property
     def is_known(self) -> bool:
-        """Whether it has told us the memory of all of its ranks."""
+        """Whether the memory of all its ranks is known."""
         return bool(self.ranks) and len(self.ranks) == next(iter(self.ranks.values())).workers
 
     def can_lend(self, order: RegisterPush) -> bool:
@@ -141,12 +141,12 @@ class _DecodePeer:
         )
 
     def add_rank(self, rank: RankInfo) -> bool:
-        """Take the memory of a rank in; false if it cannot be, or is known and differs."""
-        known = next(iter(self.ranks.values()), rank)
+        """Add the memory of a rank; false: it is impossible, or contradicts an earlier one."""
+        first = next(iter(self.ranks.values()), rank)
         if (
             rank.rank >= rank.ranks
             or rank.stage >= rank.stages
-            or (rank.ranks, rank.stages) != (known.ranks, known.stages)
+            or (rank.ranks, rank.stages) != (first.ranks, first.stages)
             or self.ranks.setdefault(rank.worker, rank) != rank
         ):
             return False
@@ -205,9 +205,7 @@ class PushCoordinator:
     # ---- the engine
 
     def granted(self, request: RequestId, *, now: float) -> None:
-        """The prefill is done and its blocks are leased: the lease is for the engine that named the
-        transfer before.
-        """
+        """Handle the end of a prefill: its lease is for the engine that named the transfer."""
         self._leased.add(request)
         self._over.pop(request, None)
         early = self._forget_early(request)
@@ -323,7 +321,7 @@ class PushCoordinator:
     # ---- decode engines
 
     def _renewed(self, conn: ConnId, requests: Sequence[RequestId], now: float) -> list[RequestId]:
-        """Take in a heartbeat; return the transfers that are over, or another engine's."""
+        """Handle a heartbeat; return the transfers that are over, or another engine's."""
         without = self._lease_manager.renew(conn, requests, now=now)
         lease_lost = [
             request
@@ -353,10 +351,9 @@ class PushCoordinator:
     def _note_interest(
         self, requests: Iterable[RequestId], conn: ConnId, now: float, *, wants: bool = True
     ) -> list[RequestId]:
-        """Remember messages about transfers whose prefill is not done; return the transfers of
-        other engines.
+        """Remember messages about unfinished transfers; return the transfers of other engines.
 
-        The latest word is at the end of the dict.
+        The latest message is at the end of the dict.
         """
         foreign: list[RequestId] = []
         for request in requests:
@@ -388,9 +385,9 @@ class PushCoordinator:
         # must hear the end of that first: NIXL attaches an agent once. D has renewed what it still
         # wants over this one before.
         for earlier in [
-            known
-            for known in self._peers
-            if known != conn and self._lease_manager.leases.is_same(known, conn)
+            number
+            for number in self._peers
+            if number != conn and self._lease_manager.leases.is_same(number, conn)
         ]:
             self._link.close(earlier)
             self._lost(earlier, now)
@@ -447,9 +444,9 @@ class PushCoordinator:
         peer = self._peers.get(conn, _DecodePeer())
         engine = self._link.engine_of(conn)
         draining = {
-            key.reader: each
-            for key, each in self._draining.items()
-            if each.engine == engine is not None
+            key.reader: drained
+            for key, drained in self._draining.items()
+            if drained.engine == engine is not None
         }
         for reader in readers:
             if (push := peer.pushes.get(reader)) is not None:
@@ -476,7 +473,11 @@ class PushCoordinator:
                 )
             # A rank that has said what became of its part must not write again: the others' word
             # may end the push.
-            for push in [each for each in peer.pushes.values() if hello.rank in each.writing_ranks]:
+            for push in [
+                candidate
+                for candidate in peer.pushes.values()
+                if hello.rank in candidate.writing_ranks
+            ]:
                 self._link.send(conn, StartPush(number, push.order))
                 if push.state is PushState.STOPPING:
                     self._link.send(conn, StopPush(number, push.order.reader))
@@ -506,7 +507,7 @@ class PushCoordinator:
         self._end_if_drained(push)
 
     def _on_drained(self, rank: int, event: PushWritten | PushAborted | WriteStalled) -> None:
-        """A worker speaks of a push whose decode engine has left meanwhile."""
+        """Handle a worker's message about a push whose decode engine has disconnected."""
         key = _PushKey(event.peer, event.reader)
         draining = self._draining.get(key)
         if draining is None or isinstance(event, WriteStalled):

@@ -114,9 +114,7 @@ class PushWriter:
         now: float,
         ready: Callable[[], bool] | None = None,
     ) -> None:
-        """Add what the engine has computed; ``ready`` returns whether its device has finished
-        writing it.
-        """
+        """Add computed blocks; ``ready`` returns whether the device has finished writing them."""
         if ready is None and not self._awaiting_device:
             self._accept(event, now)
         else:
@@ -133,7 +131,7 @@ class PushWriter:
         return bool(len(self._part_writer))
 
     def owns(self, conn: ConnId) -> bool:
-        """Whether a connection is the one to our scheduler: nobody else may have us write."""
+        """Whether a connection is the one to our scheduler: only it may order writes."""
         return self._scheduler.owns(conn)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
@@ -163,9 +161,7 @@ class PushWriter:
         return min((due for due in dues if due is not None), default=None)
 
     def _on_scheduler_lost(self) -> None:
-        """Our scheduler is gone: the engine ends, or the scheduler reconnects and repeats its
-        orders.
-        """
+        """Handle the loss of our scheduler: the engine ends, or it reconnects and orders anew."""
         self._counters.count("peers_lost")
         for job in self._jobs.values():
             job.is_forgotten = True
@@ -217,7 +213,7 @@ class PushWriter:
             case TransferOver(request):
                 self._sources.pop(request, None)
                 for job in list(self._by_request.get(request, ())):
-                    if job.sent or job.parts:  # else it waits for the name's next use
+                    if job.posted or job.parts:  # else it waits for the name's next use
                         self._stop(job, "the prefill engine does not hold the blocks any more")
 
     def _add(self, piece: ComputedBlocks, now: float) -> None:
@@ -227,8 +223,8 @@ class PushWriter:
             source = self._sources[piece.request] = PromptBlocks(
                 piece.prompt, piece.attempt, groups
             )
-        for known, new in zip(source.groups, piece.groups, strict=True):
-            known += new
+        for earlier, new in zip(source.groups, piece.groups, strict=True):
+            earlier += new
         source.tokens = piece.tokens
         source.complete = piece.last
         for job in list(self._by_request.get(piece.request, ())):
@@ -241,10 +237,10 @@ class PushWriter:
             self._transfer_agent.detach(remote_rank.handle)
 
     def _write_computed(self, job: PushJob, now: float) -> None:
-        """Write what is computed and not written; tell when that was all.
+        """Write what is computed and not written yet; report when all is written.
 
-        A push is complete only when its prefill is: until then the prefill may be preempted, and
-        its blocks another's.
+        A push is complete only when its prefill is: until then vLLM may preempt the prefill, and
+        give its blocks to another request.
         """
         source = self._sources.get(job.order.request)
         if job.is_over or source is None:
@@ -254,11 +250,11 @@ class PushWriter:
             return
         if job.attempt != source.attempt:
             if job.parts:
-                return  # what the attempt before has sent must not arrive after what this one sends
+                return  # writes of the earlier attempt must not arrive after those of this one
             job.attempt = source.attempt
-            job.sent = 0
+            job.posted = 0
         until = self._writable(job, source)
-        if job.sent < until:
+        if job.posted < until:
             self._post(job, source, until, now)
         self._complete_if_written(job, source, now)
 
@@ -271,9 +267,7 @@ class PushWriter:
         self._end(job, PushWritten(job.peer, job.order.reader, self._sums(job, source)))
 
     def _sums(self, job: PushJob, source: PromptBlocks) -> RankSums | None:
-        """Take checksums of what was written, if the transfer is sampled: the lease still keeps its
-        blocks.
-        """
+        """Take checksums of a sampled transfer's written blocks: the lease still holds them."""
         order = job.order
         sampling = self._sampling
         cache = self._cache
@@ -286,25 +280,23 @@ class PushWriter:
             sizes=self._block_sizes,
             states=self._states,
             tokens=source.tokens,
-            wanted=order.groups,
+            lent=order.groups,
         )
         return sums_of(self._own.worker, blocks, cache)
 
     def _writable(self, job: PushJob, source: PromptBlocks) -> int:
-        """Return up to which token the blocks, ours and the decode engine's, are complete: nothing
-        is written twice.
-        """
-        wanted = max(lent.stop for lent in job.order.groups)
+        """Return up to which token whole blocks, ours and the decode engine's, can be written."""
+        wanted_tokens = max(lent.stop for lent in job.order.groups)
         if source.complete:
-            return wanted
+            return wanted_tokens
         step = lcm(*self._block_sizes.values(), *self._peers[job.peer].block_sizes.values())
         # a state belongs to the last part
-        computed = min(source.tokens, wanted - 1) if self._states else source.tokens
+        computed = min(source.tokens, wanted_tokens - 1) if self._states else source.tokens
         return computed // step * step
 
     def _objection(self, job: PushJob, source: PromptBlocks) -> str:
         order = job.order
-        wanted = max(lent.stop for lent in job.order.groups)
+        wanted_tokens = max(lent.stop for lent in job.order.groups)
         if self._peers[job.peer].objection:
             return self._peers[job.peer].objection
         if order.prompt is None and source.prompt is not None:
@@ -315,17 +307,22 @@ class PushWriter:
             return (
                 f"it registers {len(order.groups)} KV cache groups, there are {len(source.groups)}"
             )
-        if source.complete and source.tokens < wanted:
-            return f"transfer {order.request} has {source.tokens} tokens, {wanted} are wanted"
-        if self._states and source.complete and source.tokens != wanted:
-            return f"transfer {order.request} has a state after {source.tokens} tokens, one after {wanted} is wanted"
+        if source.complete and source.tokens < wanted_tokens:
+            return (
+                f"transfer {order.request} has {source.tokens} tokens, {wanted_tokens} are wanted"
+            )
+        if self._states and source.complete and source.tokens != wanted_tokens:
+            return (
+                f"transfer {order.request} has a state after {source.tokens} tokens, one after "
+                f"{wanted_tokens} is wanted"
+            )
         return ""
 
     def _post(self, job: PushJob, source: PromptBlocks, until: int, now: float) -> None:
         """Write everything from where we were to ``until``."""
         peer = self._peers[job.peer]
-        sent = job.sent
-        job.sent = until
+        start = job.posted
+        job.posted = until
         self._counters.note(job.order.request, TimelineStep.WRITING, now, until)
         if peer.rank is None or not peer.remote_ranks:
             return  # other ranks of ours keep the same heads
@@ -335,14 +332,20 @@ class PushWriter:
             _state(group, lent, until, source.groups[group])
             if group in self._states
             else _stretch(
-                group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group])
+                group, lent, (start, until), source.groups[group], (sizes[group], theirs[group])
             )
             for group, lent in enumerate(job.order.groups)
             if group in sizes and group in theirs  # a pipeline stage may have no layer of a group
         ]
         try:
             for part in cut(
-                [each for each in token_ranges if each.start < each.stop], self._own, peer.rank
+                [
+                    token_range
+                    for token_range in token_ranges
+                    if token_range.start < token_range.stop
+                ],
+                self._own,
+                peer.rank,
             ):
                 number = self._part_writer.write(
                     tuple(peer.remote_ranks.values()), part, engine=peer.engine, now=now
@@ -403,9 +406,7 @@ def _stretch(
     blocks: Sequence[BlockId],
     sizes: tuple[int, int],
 ) -> TokenRange:
-    """Return what is to be written of a group between two tokens, and the blocks it is in, of our
-    size and theirs.
-    """
+    """Return a group's tokens to write, from one to another, with our blocks and theirs."""
     start = max(lent.start, span[0])
     stop = min(lent.stop, span[1])
     ours, theirs = sizes

@@ -1,4 +1,4 @@
-"""One push on a prefill worker: what is computed, which decode engine gets it, and its state."""
+"""One push on a prefill worker: its computed blocks, its decode engine, and its state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +28,9 @@ class ComputedBlocks(NamedTuple):
 
 
 class TransferOver(NamedTuple):
-    """A transfer or its prefill is over: its blocks must not be read any more, and its id may be
-    used again.
+    """A transfer or its prefill is over: its blocks must not be read, and its id may be reused.
 
-    It travels with the engine's steps, as :class:`ComputedBlocks` do, and so never before them.
+    It travels with the engine's steps, as :class:`ComputedBlocks` does, so never before it.
     """
 
     request: RequestId
@@ -82,10 +81,10 @@ class PushJob:
     order: RegisterPush
     state: PushJobState = PushJobState.OPEN
     attempt: int = 0
-    sent: int = 0  # tokens from the first on that have been written or are being written
+    posted: int = 0  # tokens from the first on that are written or being written
     parts: set[PartWriteId] = field(default_factory=set[PartWriteId])  # under way
     reason: str = ""  # why it ceases
-    # our scheduler has lost us: report nothing unless it speaks of the job again
+    # our scheduler has lost us: report nothing unless it names the job again
     is_forgotten: bool = False
 
     @property

@@ -28,7 +28,7 @@ class NetworkInterfaces(NamedTuple):
 
 def choose_devices(
     host: str,
-    look: Callable[[], NetworkInterfaces],
+    read_interfaces: Callable[[], NetworkInterfaces],
     chosen: str | None,
     backends: Sequence[str],
     *,
@@ -40,10 +40,10 @@ def choose_devices(
     not. Raises :exc:`~pdrelay_connector.errors.SettingsError` if NIXL would listen on more than
     that host's interface.
     """
-    others = [name for name in backends if name != "UCX"]
-    if others and not allow_open:
+    other_backends = [name for name in backends if name != "UCX"]
+    if other_backends and not allow_open:
         raise SettingsError(
-            f"NIXL's backend {others[0]} chooses by itself on which interfaces it listens, and "
+            f"NIXL's backend {other_backends[0]} chooses by itself on which interfaces it listens, and "
             f"whoever reaches it may "
             f"read this engine's memory; set {ALLOW} to true if its network is closed"
         )
@@ -67,13 +67,11 @@ def choose_devices(
             f"reads and writes this engine's memory; set it to one address of this machine, or "
             f"{ALLOW} to true"
         )
-    return ",".join(_devices(host, look()))
+    return ",".join(_devices(host, read_interfaces()))
 
 
 def _wide(chosen: str) -> str | None:
-    """Return the part of a device list that means more than what it names; UCX knows "all" and
-    "^but,these".
-    """
+    """Return the part of a UCX device list that means unnamed devices: "all" or "^but,these"."""
     parts = [part.strip() for part in chosen.split(",")]
     return next(
         (

@@ -74,30 +74,25 @@ class Accepted(NamedTuple):
 
 
 def badge_of(token: bytes) -> bytes:
-    """Return what a worker shows other engines: its token stays between it and its own
-    scheduler.
-    """
+    """Return a worker's badge for other engines; its token stays secret with its scheduler."""
     return hashlib.sha256(b"badge of a worker" + token).digest()
 
 
 def hash_of(badge: bytes) -> bytes:
-    """Return what a scheduler tells other engines of a worker's badge, so that they know the worker
-    when it comes.
-    """
+    """Return the hash of a worker's badge, by which other engines recognise the worker."""
     return hashlib.sha256(badge).digest()[:HASH_BYTES]
 
 
-def are_of_one_engine(one: Hello, other: Hello) -> bool:
-    """Whether two connections were opened by processes of one engine: its scheduler, and a worker
-    that it names.
+def are_of_one_engine(first: Hello, second: Hello) -> bool:
+    """Whether processes of one engine opened two connections: its scheduler, and a named worker.
 
     A scheduler that connects again names the same workers.
     """
-    if one.engine != other.engine:
+    if first.engine != second.engine:
         return False
-    if one.workers and one.workers == other.workers:
+    if first.workers and first.workers == second.workers:
         return True
-    return hash_of(one.badge) in other.workers or hash_of(other.badge) in one.workers
+    return hash_of(first.badge) in second.workers or hash_of(second.badge) in first.workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +126,7 @@ class HandshakeClient:
     def check(
         self, proof: ServerProof, challenge: Challenge, hello: Hello, certificate: bytes
     ) -> None:
-        """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless the host knows a secret of
-        ours, too.
-        """
+        """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless it proves a secret."""
         secrets = self.secrets()
         if not secrets and not hello.proofs:
             return
@@ -141,7 +134,7 @@ class HandshakeClient:
             _prove(secret, _ProofLabel.SERVER, challenge.nonce, hello, certificate)
             for secret in secrets
         )
-        if not any(hmac.compare_digest(proof.proof, each) for each in right):
+        if not any(hmac.compare_digest(proof.proof, expected) for expected in right):
             raise IncompatiblePeer(
                 "it does not prove the shared secret (PDRELAY_CONNECTOR_SECRET); set the same on "
                 "both",
@@ -220,10 +213,8 @@ class HandshakeServer:
 def _prove(
     secret: bytes, prover: _ProofLabel, nonce: bytes, hello: Hello, certificate: bytes
 ) -> bytes:
-    """Return a proof of the secret over all that both sides know of each other: HMAC-SHA256 (RFC
-    2104).
-    """
-    said = msgspec.structs.replace(hello, proofs=())
+    """Return a proof of the secret over the handshake's messages: HMAC-SHA256 (RFC 2104)."""
+    unsigned = msgspec.structs.replace(hello, proofs=())
     return hmac.digest(
-        secret, msgspec.msgpack.encode((prover.value, nonce, said, certificate)), hashlib.sha256
+        secret, msgspec.msgpack.encode((prover.value, nonce, unsigned, certificate)), hashlib.sha256
     )

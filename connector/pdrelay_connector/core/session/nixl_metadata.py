@@ -21,9 +21,7 @@ _UCX_ADDRESS_VERSIONS = 2  # the low bits of a UCX worker address say which; UCX
 
 
 def check_metadata(data: bytes) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.ProtocolViolation` unless this can be the metadata of
-    one agent.
-    """
+    """Raise :exc:`~pdrelay_connector.errors.ProtocolViolation`: not the metadata of one agent."""
     if len(data) > MAX_METADATA:
         raise ProtocolViolation(
             f"NIXL metadata of {len(data)} bytes; at most {MAX_METADATA} are allowed"
@@ -59,9 +57,7 @@ def check_metadata(data: bytes) -> None:
 
 
 def _fields(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield tags and values; raises :exc:`~pdrelay_connector.errors.ProtocolViolation` where no
-    field can begin.
-    """
+    """Yield tags and values; raises :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
     place = len(MAGIC)
     while place < len(data):
         for tag in _TAGS:

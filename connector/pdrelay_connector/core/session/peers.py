@@ -104,20 +104,18 @@ class Peer:
 
     @property
     def ranks(self) -> Sequence[RankInfo]:
-        """What its welcome says of its ranks; nothing before it is met."""
+        """The ranks in its Welcome; empty before the handshake."""
         return self.welcome.ranks if self.welcome is not None else ()
 
     @property
     def patience_ends(self) -> float:
-        """When requests stop to wait for it to be met; while it is not doubted, its attempt ends by
-        itself.
-        """
+        """When requests stop waiting for a doubted peer's handshake; inf: with its attempt."""
         is_late = self.is_doubted and self.state is PeerState.CONNECTING
         return self.tried_at + PATIENCE if is_late else inf
 
     @property
     def lease(self) -> float:
-        """S that it keeps blocks until the first renewal; not known before it is met."""
+        """Seconds of its leases before the first renewal; inf before the handshake."""
         return self.welcome.lease if self.welcome is not None else inf
 
     @property
@@ -131,10 +129,9 @@ class Peer:
 
 
 class PeerTable:
-    """Connects to peers on demand, once however many requests wait, and again after a pause if they
-    refuse.
+    """Connects to peers on demand, once for all waiting requests; after a refusal, with pauses.
 
-    With ``ranks``, what this engine reads into, it refuses peers of other shapes, too.
+    ``ranks``: of this engine, if it reads; peers of other shapes are refused, too.
     """
 
     def __init__(
@@ -164,11 +161,9 @@ class PeerTable:
     def ensure_connected(
         self, engine: EngineId, address: Address, *, now: float, is_offer: bool = False
     ) -> Peer:
-        """Return the peer; connect if it is new, if its pause is over, or if its address has
-        changed.
+        """Return the peer; connect if it is new, its pause is over, or its address has changed.
 
-        An offer ends the pause of one that could not be reached: it has computed a prompt since, so
-        it lives.
+        An offer ends the pause of an unreachable peer: it has computed a prompt since, so it lives.
         """
         peer = self._peers.get(engine)
         if peer is None:
@@ -205,7 +200,7 @@ class PeerTable:
         return self._by_conn.get(conn)
 
     def on(self, event: LinkEvent, *, now: float) -> Peer | None:
-        """Take in what happened to a connection we opened; return the peer whose state changed."""
+        """Handle an event of a connection that we opened; return the peer whose state changed."""
         peer = self.find(event.conn)
         match event:
             case PeerConnected(conn, welcome, is_elsewhere) if peer is not None:
@@ -250,7 +245,7 @@ class PeerTable:
         return peer
 
     def refuse(self, peer: Peer, reason: str, *, now: float) -> None:
-        """Turn a peer away for a while that doubles with every failure in a row."""
+        """Refuse a peer for a pause that doubles with every consecutive failure."""
         peer.on(PeerEvent.REFUSED)
         peer.reason = reason
         peer.welcome = None
@@ -271,20 +266,16 @@ class PeerTable:
         self._counters.count("peers_lost")
 
     def _doubt(self, peer: Peer) -> None:
-        """Remember that a peer did not answer: the next request must not wait for a handshake's
-        whole timeout.
-        """
+        """Doubt a peer that did not answer: the next request waits less for its handshake."""
         self._silent[peer.engine] = None
         if len(self._silent) > MAX_SILENT:
             del self._silent[next(iter(self._silent))]
 
-    def forget_refused(self, wanted: Iterable[EngineId], *, now: float) -> None:
-        """Drop refused peers whose pause is long over and that no request needs: engines come and
-        go.
-        """
+    def forget_refused(self, needed: Iterable[EngineId], *, now: float) -> None:
+        """Forget refused peers that no request needs, long after their pause."""
         if now < self._look_at:
             return
-        keep = set(wanted)
+        keep = set(needed)
         for peer in list(self._refused.values()):
             if peer.engine not in keep and now >= peer.retry_at + MAX_BACKOFF:
                 self._forget(peer)

@@ -1,6 +1,4 @@
-"""A worker's connection to its own scheduler process: opened, authenticated, and opened again when
-it is lost.
-"""
+"""A worker's authenticated connection to its own scheduler process, reopened when it is lost."""
 
 from pdrelay_connector.core.ids import ConnId, EngineEndpoint
 from pdrelay_connector.core.messages import Message, WorkerHello

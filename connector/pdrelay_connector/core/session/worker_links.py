@@ -1,6 +1,4 @@
-"""A scheduler process's connections to the workers of its own engine: one for each rank,
-authenticated by token.
-"""
+"""A scheduler's connections to its engine's workers: one for each rank, authenticated by token."""
 
 import hmac
 from collections.abc import Mapping, Set
@@ -47,8 +45,6 @@ class WorkerLinks:
         return self._ranks.get(conn)
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to a worker, if it is connected; else it must be sent when the worker
-        connects.
-        """
+        """Send a message to a worker if it is connected; if not, the caller sends it later."""
         if rank in self._conns:
             self._link.send(self._conns[rank], message)

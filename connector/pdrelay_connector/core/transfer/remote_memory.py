@@ -19,7 +19,7 @@ from pdrelay_connector.errors import ConnectorError, IncompatiblePeer
 
 @dataclass(frozen=True, slots=True)
 class RemoteRank:
-    """One remote rank, and what our rank takes from it or gives to it."""
+    """One remote rank, and the route between its memory and our rank's."""
 
     handle: str  # of the transfer agent
     route: Route
@@ -33,14 +33,12 @@ class RemoteEngine:
     theirs: RankInfo  # one of its ranks: in what is not an address, all are alike
 
     def spans(self, token_ranges: Sequence[TokenRange]) -> list[tuple[str, Spans]]:
-        """Return what to read from which rank; raises
-        :exc:`~pdrelay_connector.errors.ProtocolViolation`.
-        """
-        found = [
+        """Return the spans by rank; raises :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
+        by_rank = [
             (remote_rank.handle, remote_rank.route.spans(token_ranges))
             for remote_rank in self.remote_ranks
         ]
-        return [(handle, spans) for handle, spans in found if len(spans)]
+        return [(handle, spans) for handle, spans in by_rank if len(spans)]
 
 
 class RemoteEngines:
@@ -58,9 +56,7 @@ class RemoteEngines:
         return iter(self._reached)
 
     def attach(self, engine: EngineId, ranks: Sequence[RankInfo]) -> None:
-        """Make an engine's memory readable; raises a ``ConnectorError`` that says why it cannot
-        be.
-        """
+        """Make an engine's memory reachable; raises a ``ConnectorError`` that says why not."""
         needed = self._needed(engine, ranks)
         handles: list[str] = []
         try:
@@ -85,9 +81,9 @@ class RemoteEngines:
         if not ranks:
             raise IncompatiblePeer(f"engine {engine} has no ranks")
         if len(sizes := sorted({(info.stages, info.ranks) for info in ranks})) > 1:
-            one, other = (stages * size for stages, size in sizes[:2])
+            first, second = (stages * size for stages, size in sizes[:2])
             raise IncompatiblePeer(
-                f"ranks of engine {engine} say that there are {one} and {other} of them"
+                f"ranks of engine {engine} say that there are {first} and {second} of them"
             )
         for theirs in ranks:
             check_shapes(self._own, theirs)

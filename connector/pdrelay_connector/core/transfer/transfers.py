@@ -1,5 +1,4 @@
-"""Reads, writes and copies in flight, and whom each is for: the part that pull and push have in
-common.
+"""Reads, writes and copies in flight, by their owners: the common part of pull and push.
 
 NIXL and the copier report the end of a step by a number of their own. While any step of an owner is
 in flight, its memory must not be given to another, even after :meth:`Transfers.cancel`: NIXL
@@ -34,7 +33,7 @@ class StepEnded(NamedTuple, Generic[StepOwnerT]):
 
 @dataclass(slots=True)
 class _Steps:
-    """What is in flight for one owner."""
+    """The steps in flight of one owner."""
 
     xfers: set[XferId] = field(default_factory=set[XferId])
     copies: set[CopyId] = field(default_factory=set[CopyId])
@@ -64,8 +63,9 @@ class Transfers(Generic[StepOwnerT]):
     def read(
         self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = ""
     ) -> None:
-        """Start reading from ranks of ``peer``; if this raises a ``ConnectorError``, some reads may
-        be in flight.
+        """Begin to read from ranks of ``peer``.
+
+        If it raises a ``ConnectorError``, some reads may be in flight.
         """
         for handle, spans in spans_by_handle:
             self._add_xfer(owner, self._transfer_agent.read(handle, spans), peer)
@@ -73,8 +73,9 @@ class Transfers(Generic[StepOwnerT]):
     def write(
         self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = ""
     ) -> None:
-        """Start writing to ranks of ``peer``; if this raises a ``ConnectorError``, some writes may
-        be in flight.
+        """Begin to write to ranks of ``peer``.
+
+        If it raises a ``ConnectorError``, some writes may be in flight.
         """
         for handle, spans in spans_by_handle:
             self._add_xfer(owner, self._transfer_agent.write(handle, spans), peer)

@@ -1,6 +1,4 @@
-"""Compares the checksums of a prefill engine's blocks with those of the blocks that have
-arrived.
-"""
+"""Compares the checksums of a prefill engine's blocks with those of the loaded blocks."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -28,11 +26,10 @@ class Comparison(NamedTuple):
 
 
 def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader | None) -> RankSums:
-    """Take the checksums of sampled blocks of this rank's cache; layers of other pipeline stages
-    are left out.
+    """Return the checksums of sampled blocks in this rank's cache.
 
-    So are blocks that cannot be read, which are all of them without a ``cache``: the reader still
-    has its answer.
+    Layers of other pipeline stages, and blocks that cannot be read, are left out; without a
+    ``cache`` the result is empty, and the reader still gets its answer.
     """
     if cache is None:
         return RankSums(worker, "", ())
@@ -40,10 +37,10 @@ def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader | No
         worker,
         cache.shape,
         tuple(
-            BlockSum(each.group, each.start, each.stop, crc)
-            for each in blocks
-            if (size := cache.block_size(each.group))
-            and (crc := _checksum(cache, each.block, each, size)) is not None
+            BlockSum(block.group, block.start, block.stop, crc)
+            for block in blocks
+            if (size := cache.block_size(block.group))
+            and (crc := _checksum(cache, block.block, block, size)) is not None
         ),
     )
 
@@ -51,24 +48,25 @@ def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader | No
 def compare(
     sums: RankSums, token_ranges: Sequence[TokenRange], cache: CacheReader | None
 ) -> Comparison:
-    """Compare what has arrived in the ``local`` blocks of these token ranges with the sums of the
-    rank it came from.
+    """Compare the loaded ``local`` blocks of these token ranges with their source rank's sums.
 
-    Nothing is compared if the rank keeps KV in another shape, nor is a block that cannot be read,
-    or of which not all compared tokens were loaded. A block is read once, however often the rank
-    names it: a hostile one costs us at most a look at what was loaded, and at MAX_SUMS blocks.
+    Nothing is compared if the rank's KV has another shape. A block is skipped if it cannot be read,
+    or if not all its compared tokens were loaded. A block is read once, however often the rank
+    names it: a hostile rank costs at most a scan of the token ranges, and MAX_SUMS blocks.
     """
     checked = wrong = 0
     if cache is None or sums.shape != cache.shape:
         return Comparison(0, 0)
     # the first of each stays
-    distinct = {(each.group, each.start): each for each in reversed(sums.blocks)}
-    for each in distinct.values():
-        size = cache.block_size(each.group)
-        if size and (block := _arrived(each, token_ranges, size)) is not None:
-            crc = _checksum(cache, block, each, size)
+    distinct = {
+        (block_sum.group, block_sum.start): block_sum for block_sum in reversed(sums.blocks)
+    }
+    for block_sum in distinct.values():
+        size = cache.block_size(block_sum.group)
+        if size and (block := _arrived(block_sum, token_ranges, size)) is not None:
+            crc = _checksum(cache, block, block_sum, size)
             checked += crc is not None
-            wrong += crc not in (None, each.crc)
+            wrong += crc not in (None, block_sum.crc)
     return Comparison(checked, wrong)
 
 
@@ -79,15 +77,17 @@ def count(comparison: Comparison, counters: Counters) -> None:
     counters.count("loads_unchecked", int(not comparison.checked))
 
 
-def _arrived(each: BlockSum, token_ranges: Sequence[TokenRange], size: int) -> BlockId | None:
-    """Return our block of these tokens; None if not all of them were loaded, or they are not in one
-    block.
-    """
-    if each.start % size or not each.start < each.stop <= each.start + size:
+def _arrived(block_sum: BlockSum, token_ranges: Sequence[TokenRange], size: int) -> BlockId | None:
+    """Return our block of these tokens; None: not all were loaded, or not into one block."""
+    if block_sum.start % size or not block_sum.start < block_sum.stop <= block_sum.start + size:
         return None
-    for known in token_ranges:
-        if known.group == each.group and known.start <= each.start and each.stop <= known.stop:
-            return known.local[each.start // size - known.start // size]
+    for token_range in token_ranges:
+        if (
+            token_range.group == block_sum.group
+            and token_range.start <= block_sum.start
+            and block_sum.stop <= token_range.stop
+        ):
+            return token_range.local[block_sum.start // size - token_range.start // size]
     return None
 
 

@@ -14,9 +14,7 @@ NULL: int = 0  # vLLM's null block: a window has left it
 
 
 class SampledBlock(NamedTuple):
-    """A block of a prompt, and the prompt's tokens from ``start`` to ``stop`` that are compared of
-    it.
-    """
+    """A block of a prompt, and its compared tokens from ``start`` to ``stop``."""
 
     group: int
     block: BlockId
@@ -43,31 +41,28 @@ class Sampling:
         sizes: Mapping[int, int],
         states: Set[int],
         tokens: int,
-        wanted: Sequence[LentBlocks] | None = None,
+        lent: Sequence[LentBlocks] | None = None,
     ) -> tuple[SampledBlock, ...]:
-        """Return blocks of a prompt of so many ``tokens``, spread evenly from a place that depends
-        on its name.
+        """Return blocks of a prompt, spread evenly from a place that its name decides.
 
-        ``groups`` are its blocks from the first token on, or the one block of a state, by KV cache
-        group; ``sizes`` the tokens of a block. With ``wanted``, only those of which the decode
-        engine gets all compared tokens.
+        ``groups``: its blocks by KV cache group, from the first token on (one block for a state);
+        ``sizes``: tokens of a block. ``lent``: only blocks whose compared tokens the decode engine
+        all gets.
         """
         prompt = _Prompt(sizes, states, tokens)
-        found = [
+        choices = [
             (group, ids, numbers)
             for group, ids in enumerate(groups)
-            if (
-                numbers := prompt.numbers(group, ids, wanted[group] if wanted is not None else None)
-            )
+            if (numbers := prompt.numbers(group, ids, lent[group] if lent is not None else None))
         ]
-        ends = list(accumulate(len(numbers) for _, _, numbers in found))
+        ends = list(accumulate(len(numbers) for _, _, numbers in choices))
         total = ends[-1] if ends else 0
         count = min(self.blocks, total)
         first = crc32(name.encode()[::-1])
         chosen: list[SampledBlock] = []
         for place in ((first + number * total // count) % total for number in range(count)):
             at = bisect_right(ends, place)
-            group, ids, numbers = found[at]
+            group, ids, numbers = choices[at]
             number = numbers[place - ends[at]]  # counted from the group's end
             chosen.append(SampledBlock(group, ids[number], *prompt.span(group, number)))
         return tuple(chosen)
@@ -75,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What is the same for all KV cache groups of a prompt."""
+    """The properties of a prompt that all KV cache groups share."""
 
     sizes: Mapping[int, int]
     states: Set[int]
@@ -83,9 +78,7 @@ class _Prompt:
 
     @property
     def end(self) -> int:
-        """Where the comparison ends: a decode engine computes the last token, which a state has not
-        taken in.
-        """
+        """The end of the compared tokens: a decode engine computes the last token itself."""
         return self.tokens if self.states else self.tokens - 1
 
     def span(self, group: int, number: int) -> tuple[int, int]:
@@ -95,26 +88,22 @@ class _Prompt:
         size = self.sizes[group]
         return number * size, min((number + 1) * size, self.end)
 
-    def numbers(
-        self, group: int, ids: Sequence[BlockId], wanted: LentBlocks | None
-    ) -> Sequence[int]:
-        """Return which blocks of a group hold something, without a look at each of them if all
-        do.
-        """
+    def numbers(self, group: int, ids: Sequence[BlockId], lent: LentBlocks | None) -> Sequence[int]:
+        """Return the numbers of a group's blocks that are not null; a range if all are."""
         if group not in self.sizes:
             return ()  # layers of another pipeline stage
         if group in self.states:
             first = max(len(ids) - 1, 0)
             last = len(ids)
-            if wanted is not None and not wanted.start < self.tokens <= wanted.stop:
+            if lent is not None and not lent.start < self.tokens <= lent.stop:
                 return ()
         else:
             size = self.sizes[group]
             first = 0
             last = min(len(ids), -(-self.end // size))
-            if wanted is not None:
-                first = -(-wanted.start // size)
-                last = last if self.end <= wanted.stop else min(last, wanted.stop // size)
+            if lent is not None:
+                first = -(-lent.start // size)
+                last = last if self.end <= lent.stop else min(last, lent.stop // size)
         numbers = range(first, last)
         return (
             [number for number in numbers if ids[number] != NULL]

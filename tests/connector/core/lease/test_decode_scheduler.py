@@ -182,7 +182,7 @@ def test_a_lost_lease_is_reported_and_renewed_no_more(met):
 
     assert met.lease_renewer.take_lost() == [LeaseLost("d-a"), LeaseLost("d-b")]
     assert met.lease_renewer.take_lost() == []
-    assert met.counters.take().counters["leases_lost"] == 2
+    assert met.counters.take_report().counters["leases_lost"] == 2
     assert (len(met.lease_renewer), met.lease_renewer._leases_by_engine, met.closed) == (0, {}, [])
 
 

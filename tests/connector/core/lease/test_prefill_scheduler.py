@@ -55,7 +55,7 @@ def shop():
     shop = Shop()
     shop.lease_manager.grant(A, now=0.0)
     shop.lease_manager.grant(B, now=0.0)
-    shop.counters.take()
+    shop.counters.take_report()
     return shop
 
 
@@ -156,7 +156,7 @@ S, SUMS = RequestId("s"), RankSums(0, "shape", ())
 def sampled(shop):
     shop.lease_manager.grant(S, now=0.0, sampled=True)
     shop.hear(RenewLeases((S,)))
-    shop.counters.take()
+    shop.counters.take_report()
     return shop
 
 
@@ -196,7 +196,7 @@ def test_what_a_lost_reader_has_read_counts(sampled, end):
 
     assert [conn for conn, _ in sampled.link.sent] == [D]
     assert sampled.released() == [("s", "DONE")]
-    assert "foreign_messages" not in sampled.counters.take().counters
+    assert "foreign_messages" not in sampled.counters.take_report().counters
 
 
 def test_all_who_have_waited_have_read_in_time(sampled):

@@ -43,7 +43,7 @@ def state(world, request="a"):
 
 
 def counters(world):
-    return world.d.worker_tally.take().counters
+    return world.d.worker_tally.take_report().counters
 
 
 def test_a_request_is_loaded_once(world):
@@ -202,7 +202,7 @@ def test_a_peer_whose_memory_cannot_be_read_is_refused(world, ranks, sentence):
 
 def noted(world):
     """Return what the worker of D has noted since the last call: what, when, how many."""
-    return [(str(event.step), event.at, event.count) for event in world.d.worker_tally.take().events]
+    return [(str(event.step), event.at, event.count) for event in world.d.worker_tally.take_report().events]
 
 
 @pytest.fixture
@@ -400,7 +400,7 @@ def test_the_timeline_shows_how_long_a_load_waited_for_room():
     harness.copied(0)
     for _ in range(4):
         harness.turn()
-    events = [event for event in harness.counters.take().events if event.request == "d-b"]
+    events = [event for event in harness.counters.take_report().events if event.request == "d-b"]
 
     assert [(str(event.step), round(event.at, 1)) for event in events] == [("load_begun", 0.0), ("reading", 0.2)]
 
@@ -415,7 +415,7 @@ def test_a_copy_that_fails_fails_the_load():
     (result,) = harness.reader.take_results()
 
     assert result == LoadResult(RequestId("d-a"), "it was not copied out of host memory: out of memory")
-    assert harness.counters.take().counters["loads_failed_staging"] == 1
+    assert harness.counters.take_report().counters["loads_failed_staging"] == 1
     assert harness.slots.held == len(harness.slots) == 0
 
 

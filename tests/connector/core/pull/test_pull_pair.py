@@ -288,7 +288,7 @@ def test_counts_tell_the_story(world):
     world.run(seconds=6)
     world.lend("b")
     world.run(seconds=LEASE)
-    p, d, worker = (counters.take() for counters in (world.p.counters, world.d.counters, world.d.worker_tally))
+    p, d, worker = (counters.take_report() for counters in (world.p.counters, world.d.counters, world.d.worker_tally))
 
     assert p.counters["leases_granted"] == 2
     assert p.counters["leases_done"] == p.counters["leases_expired"] == 1
@@ -402,7 +402,7 @@ def test_another_engine_cannot_end_a_lease():
 
     assert "lease" in other.result("d-x").failure
     assert world.p.freed == []
-    assert world.p.counters.take().counters["foreign_messages"] == 1
+    assert world.p.counters.take_report().counters["foreign_messages"] == 1
 
 
 def test_an_engine_that_hangs_renews_nothing(world):
@@ -415,7 +415,7 @@ def test_an_engine_that_hangs_renews_nothing(world):
     world.run(seconds=2 * LEASE)
 
     assert why(world) == [LeaseEvent.EXPIRED]
-    assert world.d.counters.take().counters["renewals_withheld"] > 0
+    assert world.d.counters.take_report().counters["renewals_withheld"] > 0
 
 
 def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
@@ -430,7 +430,7 @@ def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
     world.run()
 
     assert len(world.d.free) == BLOCKS
-    assert world.d.worker_tally.take().counters["loads_failed_timeout"] == 1
+    assert world.d.worker_tally.take_report().counters["loads_failed_timeout"] == 1
 
 
 def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):

@@ -63,7 +63,7 @@ class Harness(ExpectingEngine):
         return self.push_receiver._pushes[request].state
 
     def counted(self):
-        return self.counters.take().counters
+        return self.counters.take_report().counters
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def harness():
     harness.expect()
     harness.connect()
     harness.take_sent()
-    harness.counters.take()
+    harness.counters.take_report()
     return harness
 
 
@@ -114,7 +114,7 @@ def quiet():
     harness.hear(PushDone(A, held=True))
     harness.take_results()
     harness.take_sent()
-    harness.counters.take()
+    harness.counters.take_report()
     harness.now += QUIET
     harness.expect(B)
     return harness

@@ -87,7 +87,7 @@ def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
     assert staged.slots.held == 2
     assert staged.ended(1) == [PartWriteEnded(transfer, "")]
 
-    assert staged.counters.take().counters == {"bytes_staged_out": 64}
+    assert staged.counters.take_report().counters == {"bytes_staged_out": 64}
     assert staged.is_over()
 
 

@@ -92,7 +92,7 @@ class Harness:
         return [message if len(conns) == 1 else (conn, message) for conn, message in sent if conn in conns or not conns]
 
     def counted(self):
-        return self.counters.take().counters
+        return self.counters.take_report().counters
 
 
 @pytest.fixture

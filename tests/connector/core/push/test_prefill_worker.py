@@ -94,7 +94,7 @@ class Harness:
         return [tuple(map(list, zip(*each, strict=True))) for each in pieces]
 
     def counted(self):
-        return self.counters.take().counters
+        return self.counters.take_report().counters
 
 
 @pytest.fixture

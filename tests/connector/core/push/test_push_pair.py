@@ -175,7 +175,7 @@ def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(
 
     assert has_landed(world, into, "d-b", "u")
     assert why(world) == ["DONE", "DONE"]
-    assert world.d.counters.take().counters["registrations_resent"] == 1
+    assert world.d.counters.take_report().counters["registrations_resent"] == 1
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])

@@ -119,7 +119,7 @@ def test_a_prompt_that_never_fits_fails_at_once(harness):
     assert failed.request == A
     assert not failed.quarantined
     assert "5 slots of KV cache group 0 are wanted; staging_blocks is 4" in failed.failure
-    assert harness.counters.take().counters["loads_failed_staging"] == 1
+    assert harness.counters.take_report().counters["loads_failed_staging"] == 1
     assert len(harness.push_receiver) == 1
 
 
@@ -228,4 +228,4 @@ def test_a_worker_that_comes_back_hears_what_it_owes(harness):
     harness.work(back, CopyEnded(order.number, ""))
 
     assert harness.turn() == [LoadResult(A, "")]
-    assert harness.counters.take().counters["unknown_transfer_messages"] == 1
+    assert harness.counters.take_report().counters["unknown_transfer_messages"] == 1

@@ -44,7 +44,7 @@ def test_a_request_is_read_part_by_part(ranks, readers, groups):
     assert parts == 3
     assert [(load.state, load.right) for load in loads] == [("done", True)] * readers
     assert (world.p.held, is_empty(world)) == ({}, True)
-    assert world.p.worker_tally.take().counters == {"bytes_staged_out": 5 * groups * ranks * 64}
+    assert world.p.worker_tally.take_report().counters == {"bytes_staged_out": 5 * groups * ranks * 64}
 
 
 def test_a_rank_that_never_asks_fails_the_others_in_time():
@@ -278,7 +278,7 @@ def test_only_a_ranks_own_connection_says_that_it_has_read():
     world.run()
 
     assert states(world) == ["STAGED"]
-    assert world.p.counters.take().counters["foreign_messages"] == 1
+    assert world.p.counters.take_report().counters["foreign_messages"] == 1
 
 
 def test_a_part_of_anothers_lease_is_not_staged():

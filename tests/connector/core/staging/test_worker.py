@@ -55,7 +55,7 @@ def test_blocks_are_copied_out_and_in(harness):
 
     assert harness.network.memories["p"] == [b"null", b"one", b"one", b"three", b"-", b"three", b"one"]
     assert harness.link.take_sent() == [CopyEnded(7, ""), CopyEnded(8, "")]
-    assert harness.counters.take().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
+    assert harness.counters.take_report().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
     assert len(harness.stager) == 0
 
 
@@ -83,7 +83,7 @@ def test_a_failed_copy_is_reported_with_the_reason(harness):
     harness.turn()
 
     assert harness.link.take_sent() == [CopyEnded(7, "x" * 2048)]
-    assert harness.counters.take().counters == {}
+    assert harness.counters.take_report().counters == {}
 
 
 def test_a_copy_that_runs_is_not_started_again(harness):
@@ -97,7 +97,7 @@ def test_a_copy_that_runs_is_not_started_again(harness):
     harness.turn()
 
     assert harness.link.sent == [(ConnId(2), CopyEnded(7, ""))]
-    assert harness.counters.take().counters["peers_lost"] == 1
+    assert harness.counters.take_report().counters["peers_lost"] == 1
 
 
 def test_a_copy_that_ended_unheard_is_made_again(harness):
@@ -130,7 +130,7 @@ def test_what_a_scheduler_does_not_say_to_this_worker_is_counted(harness):
     """And does no harm."""
     harness.order(HeartbeatReply())
 
-    assert harness.counters.take().counters == {"unknown_transfer_messages": 1}
+    assert harness.counters.take_report().counters == {"unknown_transfer_messages": 1}
 
 
 def test_home_is_called_again_after_a_pause():

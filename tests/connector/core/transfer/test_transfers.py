@@ -21,4 +21,4 @@ def test_an_owner_is_active_until_its_last_transfer_has_ended(post):
 
     assert not transfers.is_active("a")
     assert len(transfers) == 0
-    assert [(sample.bytes, sample.peer) for sample in counters.take().transfers] == [(64, "p"), (64, "p")]
+    assert [(sample.bytes, sample.peer) for sample in counters.take_report().transfers] == [(64, "p"), (64, "p")]

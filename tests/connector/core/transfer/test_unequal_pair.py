@@ -82,7 +82,7 @@ def test_any_two_engines_pull(options):
 def test_any_two_engines_push(options, chunks):
     """And wherever a step ends: nothing is written before it is complete, and nothing twice."""
     world = pushed(**options, chunks=sorted(chunk for chunk in chunks if chunk < options["prompt"]))
-    moved = sum(sample.bytes for sample in world.p.counters.take().transfers)
+    moved = sum(sample.bytes for sample in world.p.counters.take_report().transfers)
     there = sum(piece != b"before" for info in world.d.infos for piece in world.d.memory(info.worker))
 
     assert moved == there * 64
@@ -175,7 +175,7 @@ def test_a_broken_rule_is_noticed(mutate, story, monkeypatch):
 def test_block_sizes_that_have_only_a_multiple_in_common():
     """Groups of 8 and 12 tokens: up to token 12 one group's blocks are complete, the other's second is not."""
     world = pushed(Model(1, (0, 0)), Shape(1, (8, 12)), Shape(1, (8, 12)), prompt=50, chunks=range(1, 50))
-    moved = sum(sample.bytes for sample in world.p.counters.take().transfers)
+    moved = sum(sample.bytes for sample in world.p.counters.take_report().transfers)
 
     assert moved == sum(piece != b"before" for piece in world.d.memory(0)) * 64
 

@@ -61,7 +61,7 @@ def test_blocks_of_another_shape_are_not_compared():
     counters = Counters()
     count(compare(sums(shape="another"), token_ranges, cache), counters)
 
-    assert counters.take().counters == {"loads_unchecked": 1}
+    assert counters.take_report().counters == {"loads_unchecked": 1}
     assert cache.read == []
 
 
@@ -83,7 +83,7 @@ def test_without_a_reader_nothing_is_compared():
     count(compare(sums(), token_ranges, None), counters)
     count(compare(sums_of(0, SAMPLED, None), token_ranges, cache), counters)
 
-    assert counters.take().counters == {"loads_unchecked": 2}
+    assert counters.take_report().counters == {"loads_unchecked": 2}
 
 
 def test_what_was_compared_is_counted():
@@ -92,7 +92,7 @@ def test_what_was_compared_is_counted():
     counters = Counters()
     count(compare(sums(), token_ranges, cache), counters)
 
-    assert counters.take().counters == {"blocks_checked": 3, "blocks_wrong": 1}
+    assert counters.take_report().counters == {"blocks_checked": 3, "blocks_wrong": 1}
 
 
 def test_sums_of_layers_that_this_stage_lacks_are_not_taken():

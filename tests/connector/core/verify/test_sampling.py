@@ -15,7 +15,7 @@ NAME = RequestId("a")
 def chosen(groups, *, blocks=256, sizes=(4, 4), states=(), tokens=10, wanted=None, name=NAME):
     """Return what a sampling of all prefills chooses."""
     sampling = Sampling(1.0, blocks)
-    return sampling.choose(name, groups, sizes=dict(enumerate(sizes)), states=set(states), tokens=tokens, wanted=wanted)
+    return sampling.choose(name, groups, sizes=dict(enumerate(sizes)), states=set(states), tokens=tokens, lent=wanted)
 
 
 def test_the_share_is_that_of_many_names():

@@ -54,7 +54,7 @@ class Story:
 
     def counts(self):
         d = self.world.d
-        return d.worker_tally.take().counters | d.counters.take().counters
+        return d.worker_tally.take_report().counters | d.counters.take_report().counters
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [("pull", 1), ("push", 1), ("push", 2)])
@@ -144,7 +144,7 @@ def test_a_prefill_engine_whose_step_takes_too_long_is_not_taken_for_hung():
     story.run()
 
     assert not {"peers_lost", "blocks_checked", "loads_failed_timeout"} & story.counts().keys()
-    assert p.counters.take().counters["sums_late"] == 1
+    assert p.counters.take_report().counters["sums_late"] == 1
     assert p.control.lease_manager._sampled == {}
 
 

@@ -879,9 +879,9 @@ class TestFullEngines:
     """Streams leave a decode engine that has no KV room, as many as it says, the newest first."""
 
     def test_streams_that_could_not_move_are_told_at_the_start(self):
-        check(Settings(resume_streams=True).having(MoveSettings(0.9)))
+        check(Settings(resume_streams=True).with_features(MoveSettings(0.9)))
         with pytest.raises(ConfigError, match=r"move_above is 0\.9, and no stream could move"):
-            check(Settings().having(MoveSettings(0.9)))
+            check(Settings().with_features(MoveSettings(0.9)))
 
     def _stopped(self, count):
         fleet = Fleet(holds_at=(8,) * count, above=0.95)

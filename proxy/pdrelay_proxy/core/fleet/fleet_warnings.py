@@ -14,7 +14,8 @@ from pdrelay_proxy.core.fleet.compatibility import compared, difference, fit, ha
 from pdrelay_proxy.core.fleet.fleet_models import first_of
 from pdrelay_proxy.core.fleet.health import LEAVING
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.registry import Registry, listed
+from pdrelay_proxy.core.fleet.named_engines import listed
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 
 # The vLLM kv_role that serves nothing of a role, and what its engines do not do.

@@ -9,7 +9,8 @@ from typing import Final
 from pdrelay_proxy.core.fleet.compatibility import compared, differences, fit, have_common_model
 from pdrelay_proxy.core.fleet.health import SERVING
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.registry import Registry, listed
+from pdrelay_proxy.core.fleet.named_engines import listed
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role
 
 _AT_ONCE: Final = 500  # engines

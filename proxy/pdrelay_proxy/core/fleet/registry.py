@@ -1,8 +1,6 @@
 """Which engines exist, and what is known of each: one record, which dies in one line."""
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -17,22 +15,11 @@ from pdrelay_proxy.core.fleet.member_table import MemberTable
 from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from pdrelay_proxy.core.fleet.twins import Twins, twin_key
+from pdrelay_proxy.core.fleet.usable_engines import UsableEngines
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.errors import NoInstance
 from pdrelay_proxy.settings import Settings
 
-_HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
 _STAYING: Final = SERVING | {HealthState.EJECTED}  # those that are not on their way out
-MOST_NAMED: Final = 16  # engines in one message
-
-
-@dataclass(frozen=True, slots=True)
-class _Usable:
-    """The engines of a role that can take a request, while nothing changes."""
-
-    version: int  # the changes counted so far
-    until: float  # when the passing of time may change it
-    engines: Sequence[Instance]
 
 
 class Registry:
@@ -57,12 +44,9 @@ class Registry:
         self.models: Final = FleetModels(table)
         self.twins: Final = Twins(table)
         self.departures: Final = Departures(table, self._has_turned)
-        self.pair_history = (
-            PairHistory()
-        )  # a feature may have another one (core/routing/routing_parts.py)
-        self._usable: dict[Role, _Usable] = {}
-        # until when nothing but events changes it, and for which changes
-        self._steady: tuple[int, float] = (-1, 0.0)
+        # A feature may have another one (core/routing/routing_parts.py).
+        self.pair_history = PairHistory()
+        self._usable: Final = UsableEngines(table, self.twins)
 
     # ---- which engines there are
 
@@ -165,74 +149,13 @@ class Registry:
         return tuple([instance for _, instance in self._table.serving[role].values()])
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
-        """List the engines of a role that can take a request; raises NoInstance, with what has
-        become of them.
-
-        While nothing changes, the list is the same one: a request must not cost a look at each of
-        thousands.
-        """
-        known = self._usable.get(role)
-        if known is not None and known.version == self.changes.count and now < known.until:
-            return known.engines
-        engines = list[Instance]()
-        until = math.inf
-        for life, instance in self._table.serving[role].values():
-            if life.state is _HEALTHY:  # nearly all are
-                engines.append(instance)
-                continue
-            if life.may_serve(now=now):
-                engines.append(instance)
-            until = min(until, life.steady_until)
-        if engines:
-            kept = tuple(self.twins.without(engines))
-            usable = self._usable[role] = _Usable(self.changes.count, until, kept)
-            return usable.engines
-        raise self._none_usable(role, now)
-
-    def _none_usable(self, role: Role, now: float) -> NoInstance:
-        members = [self.member(name) for name in self._table.serving[role]]
-        if not members:
-            return NoInstance(f"the router knows no {role} instance")
-        states = list[str]()
-        for member in members:
-            state = (
-                "being tried"
-                if member.life.state is HealthState.HALF_OPEN
-                else member.life.state.value
-            )
-            why = f" ({member.life.why})" if member.life.state is HealthState.STARTING else ""
-            states.append(f"{member.instance.id} is {state}{why}")
-        waits = [
-            wait for member in members if (wait := member.life.serves_in_s(now=now)) is not None
-        ]
-        return NoInstance(
-            f"no {role} instance can take a request: {listed(states)}",
-            retry_after_s=max(1, math.ceil(min(waits))) if waits else None,
-        )
+        """List the engines of a role that can take a request; raises NoInstance."""
+        return self._usable.of(role, now)
 
     @property
     def steady_until(self) -> float:
-        """When the passing of time may change which engines are usable; infinity: only what is
-        counted does.
-        """
-        version, until = self._steady
-        if version != self.changes.count:
-            known = [
-                usable.until
-                for usable in self._usable.values()
-                if usable.version == self.changes.count
-            ]
-            if len(known) == len(Role):  # all engines were looked at just now
-                until = min(known)
-            else:
-                lives = [
-                    member.life
-                    for member in self._table.by_id.values()
-                    if member.life.state is not _HEALTHY
-                ]
-                until = min([life.steady_until for life in lives], default=math.inf)
-            self._steady = self.changes.count, until
-        return until
+        """When the passing of time may change which engines are usable."""
+        return self._usable.steady_until
 
     def _is_needed(self, name: InstanceId) -> bool:
         """Tell whether an engine is the last one of a role, or more than half of that role would be
@@ -306,9 +229,3 @@ class Registry:
         member.lone = LonePrompts()
         member.load.report = None
         self.pair_history.left(member.instance.id)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Name the first of some engines; all of thousands would make errors of 100 kB."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f", and {more} more" if more > 0 else "")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from pdrelay_proxy.core.fleet.fleet_models import clipped
-from pdrelay_proxy.core.fleet.registry import Registry, listed
+from pdrelay_proxy.core.fleet.named_engines import listed
+from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, Role, RoutingHints
 from pdrelay_proxy.errors import BadRequest, NoInstance, UnknownModel
 

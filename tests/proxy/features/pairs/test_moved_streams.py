@@ -1,4 +1,4 @@
-"""Streams that move, and what is known of pairs."""
+"""Streams that move (features.moving_streams), and what is known of pairs."""
 
 import asyncio
 import json

@@ -97,16 +97,16 @@ class Candidates:
         NoInstance.
         """
         key = self._key(hints.model, hints.rank)
-        found = self.looks.get(key)
-        if found is None:
+        narrowed = self.looks.get(key)
+        if narrowed is None:
             why = self.unmatched.get((key, may_be_alone))
             if why is not None:
                 raise NoMatchingInstance(why)
-            found = self._look(key, hints, may_be_alone=may_be_alone)
+            narrowed = self._look(key, hints, may_be_alone=may_be_alone)
             if len(self.looks) >= _MOST_LOOKS:
                 del self.looks[next(iter(self.looks))]
-            self.looks[key] = found
-        return found
+            self.looks[key] = narrowed
+        return narrowed
 
     def _key(self, model: str | None, rank: int | None) -> _Key:
         serving = self._models
@@ -125,14 +125,14 @@ class Candidates:
         if len(models) == len(self._models) and rank is None and among and None not in models:
             return among, facts
         some = [
-            (one, each)
-            for one, each in zip(among, facts, strict=True)
-            if each.models in models and has_rank(one, hints)
+            (engine, its_facts)
+            for engine, its_facts in zip(among, facts, strict=True)
+            if its_facts.models in models and has_rank(engine, hints)
         ]
         if not some:
             raise why_none(self._registry, role, hints)
-        found = [each for each in some if each[1].models is not None] or some
-        return [one for one, _ in found], [each for _, each in found]
+        known = [pair for pair in some if pair[1].models is not None] or some
+        return [engine for engine, _ in known], [facts for _, facts in known]
 
     def _look(self, key: _Key, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
         """Sort engines that serve the model into groups.
@@ -187,11 +187,11 @@ class Candidates:
         return "; ".join([*named, f"and {more} more"] if more else named)
 
     def _difference(self, prefill: Instance, decode: Instance) -> str:
-        one = self._registry.facts(prefill)
-        other = self._registry.facts(decode)
-        if compatibility.fit(one, other):
+        lender = self._registry.facts(prefill)
+        reader = self._registry.facts(decode)
+        if compatibility.fit(lender, reader):
             return "the pair rests, for its transfers failed"
-        return compatibility.difference(one, other)
+        return compatibility.difference(lender, reader)
 
 
 def _are_compatible(registry: Registry, prefill: Instance, decode: Instance) -> bool:

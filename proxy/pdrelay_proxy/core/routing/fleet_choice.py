@@ -130,7 +130,7 @@ class FleetChoice:
 
         Raises as ``usable`` and ``small`` do.
         """
-        alone = self.pairs.calm_alone(hints, self._clock())
+        alone = self.pairs.quick_alone(hints, self._clock())
         return self.pairs.small(
             self.usable(_DECODE) if alone is None else alone, hints, least, alone=alone
         )
@@ -177,7 +177,7 @@ class FleetChoice:
 
         Raises as ``usable`` and ``pair`` do.
         """
-        pair = self.pairs.calm(hints, self._clock(), may_be_alone=may_be_alone)
+        pair = self.pairs.quick_pair(hints, self._clock(), may_be_alone=may_be_alone)
         if pair is not None:
             if self._noted is not None:
                 self._noted.note(pair[0], pair[1], hints)

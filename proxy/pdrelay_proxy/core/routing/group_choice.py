@@ -32,22 +32,24 @@ class GroupChoice:
     # How much one engine gets while revisions are mixed; None: the policies see to it themselves.
     bounds: ShareBounds | None = None
 
-    def pair(self, found: Narrowed, hints: RoutingHints, *, may_be_alone: bool) -> Chosen:
+    def pair(self, narrowed: Narrowed, hints: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """Choose a group, if there are several, and then its engines."""
-        division = found.division
+        division = narrowed.division
         shares = division.shares_alone if may_be_alone else division.shares
         if shares is None:
             return self.choice.pair(
-                found.prefill,
-                found.decode,
+                narrowed.prefill,
+                narrowed.decode,
                 hints,
-                compatibility.always if found.all_fit else found.fits,
+                compatibility.always if narrowed.all_fit else narrowed.fits,
             )
         rates = division.rates.get(may_be_alone)
         if self.bounds is not None and rates is not None:
-            return self._pair_within(shares, rates, self.bounds.of(hints.model), hints, found.fits)
+            return self._pair_within(
+                shares, rates, self.bounds.of(hints.model), hints, narrowed.fits
+            )
         share = self._share(shares, _NOBODY, hints)
-        return self._pair_of(share, share.group.prefill, share.group.decode, hints, found.fits)
+        return self._pair_of(share, share.group.prefill, share.group.decode, hints, narrowed.fits)
 
     def _pair_within(
         self, shares: Shares, rates: FairRates, bound: ShareBound, hints: RoutingHints, fits: Fits

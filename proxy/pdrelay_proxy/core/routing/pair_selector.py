@@ -30,7 +30,7 @@ _MOST_PARTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Calm:
+class _Snapshot:
     """What all usable engines come down to for a model, while nothing changes."""
 
     version: int  # the changes counted so far
@@ -39,7 +39,7 @@ class _Calm:
     tells_alone: bool  # also which engines may serve alone
 
 
-class _FoundHolders:
+class _CacheHolders:
     """The engines of which one serves a prompt alone, as was found a moment ago."""
 
     __slots__ = ("_engines", "_prompt")
@@ -48,12 +48,12 @@ class _FoundHolders:
         self._engines: Among = ()
         self._prompt: bytes | memoryview | None = None
 
-    def keep(self, engines: Among, hints: RoutingHints) -> None:
-        """Remember them until they are taken."""
+    def remember(self, engines: Among, hints: RoutingHints) -> None:
+        """Remember them until they are asked for."""
         self._engines = engines
         self._prompt = hints.prompt
 
-    def take(self, among: Among, hints: RoutingHints) -> Among:
+    def pop(self, among: Among, hints: RoutingHints) -> Among:
         """Return those of some engines, once, if it was this prompt (or the request is sent
         again).
         """
@@ -83,32 +83,34 @@ class PairSelector:
     _whole: list[Candidates] = field(default_factory=list[Candidates])
     # some of them, the latest last
     _parts: list[Candidates] = field(default_factory=list[Candidates])
-    _found: _FoundHolders = field(default_factory=_FoundHolders)
-    _calm: dict[str | None, _Calm] = field(default_factory=dict[str | None, _Calm])  # by model
+    _holders: _CacheHolders = field(default_factory=_CacheHolders)
+    # by model
+    _snapshots: dict[str | None, _Snapshot] = field(default_factory=dict[str | None, _Snapshot])
 
-    def calm(
+    def quick_pair(
         self, hints: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False
     ) -> Chosen | None:
         """Return what ``pair`` would with all usable engines, if nothing has changed; None: only
         ``pair`` can tell.
         """
-        calm = self._calm_now(hints, now)
-        if calm is None:
+        snapshot = self._snapshot(hints, now)
+        if snapshot is None:
             return None
-        return self.groups.pair(calm.narrowed, hints, may_be_alone=may_be_alone)
+        return self.groups.pair(snapshot.narrowed, hints, may_be_alone=may_be_alone)
 
-    def calm_alone(self, hints: RoutingHints, now: float) -> Among | None:
+    def quick_alone(self, hints: RoutingHints, now: float) -> Among | None:
         """Return the engines of which one may serve a request alone; None: nothing is remembered,
-        as for ``calm``.
+        as for ``quick_pair``.
         """
-        calm = self._calm_now(hints, now)
-        return None if calm is None or not calm.tells_alone else calm.narrowed.alone
+        snapshot = self._snapshot(hints, now)
+        return None if snapshot is None or not snapshot.tells_alone else snapshot.narrowed.alone
 
-    def _calm_now(self, hints: RoutingHints, now: float) -> _Calm | None:
-        calm = self._calm.get(hints.model)
-        if calm is None or hints.rank is not None:
+    def _snapshot(self, hints: RoutingHints, now: float) -> _Snapshot | None:
+        snapshot = self._snapshots.get(hints.model)
+        if snapshot is None or hints.rank is not None:
             return None
-        return None if calm.version != self.registry.changes.count or now >= calm.until else calm
+        is_old = snapshot.version != self.registry.changes.count or now >= snapshot.until
+        return None if is_old else snapshot
 
     def pair(
         self,
@@ -123,7 +125,7 @@ class PairSelector:
         """Return two engines that can share it, or one where that is fairer (``may_be_alone``).
 
         ``are_all``: these are all usable engines, so that what is found holds for the next requests
-        (``calm``). Raises UnknownModel, BadRequest (no such rank), or NoInstance.
+        (``quick_pair``). Raises UnknownModel, BadRequest (no such rank), or NoInstance.
         """
         among = self._candidates(self._whole if are_all else self._parts, prefill, decode)
         waiting = among.waiting(hints)
@@ -136,12 +138,12 @@ class PairSelector:
         else:
             narrowed = among.narrowed(hints, may_be_alone=may_be_alone)
         if are_all and hints.rank is None:
-            if hints.model not in self._calm:
-                make_room(self._calm, self.registry)
+            if hints.model not in self._snapshots:
+                make_room(self._snapshots, self.registry)
             until = min(self.registry.steady_until, self.registry.pair_history.trial_at)
             # one of these gets any request
             tells_alone = not waiting or not [d for d in decode if d.id in waiting]
-            self._calm[hints.model] = _Calm(among.version, until, narrowed, tells_alone)
+            self._snapshots[hints.model] = _Snapshot(among.version, until, narrowed, tells_alone)
         return self.groups.pair(narrowed, hints, may_be_alone=may_be_alone)
 
     def _candidates(self, known: list[Candidates], prefill: Among, decode: Among) -> Candidates:
@@ -154,11 +156,11 @@ class PairSelector:
         if len(known) >= most:
             del known[0]
         is_bound = self.groups.bounds is not None
-        found = Candidates(
+        candidates = Candidates(
             self.registry, prefill, decode, is_bound=is_bound, preference=self.preference
         )
-        known.append(found)
-        return found
+        known.append(candidates)
+        return candidates
 
     def choose(self, decode: Among, hints: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair``
@@ -166,7 +168,7 @@ class PairSelector:
         """
         rates = self._rates_alone(hints)
         among = self.groups.within_bound(self._alone(decode, hints), rates, hints)
-        return self.groups.alone(self._found.take(among, hints) or among, rates, hints)
+        return self.groups.alone(self._holders.pop(among, hints) or among, rates, hints)
 
     def small(
         self, decode: Among, hints: RoutingHints, least: int, *, alone: Among | None = None
@@ -186,14 +188,14 @@ class PairSelector:
         if alone is None:
             alone = self._alone(decode, hints)
         among = self.groups.within_bound(alone, self._rates_alone(hints), hints)
-        found = holder.holding(among, hints, least, self.bound)
-        if not self.short_alone and not found.cached:
+        holding = holder.holding(among, hints, least, self.bound)
+        if not self.short_alone and not holding.cached:
             return None, 0  # all of a short prompt is new
-        self.bound.count(found)
-        if not found.engines:
-            return None, found.cached
-        self._found.keep(found.engines, hints)
-        return SingleEngineReason.CACHED, found.cached
+        self.bound.count(holding)
+        if not holding.engines:
+            return None, holding.cached
+        self._holders.remember(holding.engines, hints)
+        return SingleEngineReason.CACHED, holding.cached
 
     def is_faster_alone(self, prefill: Among, decode: Among, hints: RoutingHints) -> bool:
         """Tell whether the engine that ``choose`` returns next is faster than any pair; raises what
@@ -236,10 +238,10 @@ class PairSelector:
         """Return what each engine may get where one may serve alone, as ``pair`` has found it;
         None: any part.
         """
-        calm = self._calm.get(hints.model)
-        if calm is None or calm.version != self.registry.changes.count:
+        snapshot = self._snapshots.get(hints.model)
+        if snapshot is None or snapshot.version != self.registry.changes.count:
             return None
-        return calm.narrowed.division.rates.get(True)
+        return snapshot.narrowed.division.rates.get(True)
 
     def _pair_on_trial(
         self,
@@ -262,10 +264,10 @@ class PairSelector:
                 pass
             else:
                 return self.groups.pair(narrowed, hints, may_be_alone=may_be_alone)
-        found = among.narrowed(hints, may_be_alone=may_be_alone)
-        prefill = found.prefill
-        decode = found.decode
-        fits = found.fits
+        narrowed = among.narrowed(hints, may_be_alone=may_be_alone)
+        prefill = narrowed.prefill
+        decode = narrowed.decode
+        fits = narrowed.fits
         trying_p = [p for p in prefill if p.id in waiting]
         trying_d = [d for d in decode if d.id in waiting]
         if trying_p:

@@ -18,12 +18,14 @@ def serving(
     Those that have not said yet what they serve come only where none is known to serve it: they may
     not know the model.
     """
-    found = [
-        one for one in among if registry.facts(one).serves(hints.model) and has_rank(one, hints)
+    engines = [
+        engine
+        for engine in among
+        if registry.facts(engine).serves(hints.model) and has_rank(engine, hints)
     ]
-    if not found:
+    if not engines:
         raise why_none(registry, role, hints)
-    return [one for one in found if registry.facts(one).models is not None] or found
+    return [engine for engine in engines if registry.facts(engine).models is not None] or engines
 
 
 def why_none(

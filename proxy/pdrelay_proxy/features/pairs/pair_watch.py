@@ -31,12 +31,12 @@ class PairWatch:
 
     def decode_shown(self, decode: Instance, exposition: bytes, now: float, /) -> None:
         """Take in what a decode engine shows."""
-        news, was_restarted = self._loads.look(decode.id, read_totals(exposition, decode.rank))
+        news, was_restarted = self._loads.news_of(decode.id, read_totals(exposition, decode.rank))
         if was_restarted:
             self._notes.restarted(decode)
         self._unknown += len(self._notes.loads(decode, news, now))
         self._notes.take_troubles(decode, read_failures(exposition, decode.rank))
-        rates = self._rates.look(decode.id, read_moved(exposition, decode.rank))
+        rates = self._rates.rates_of(decode.id, read_moved(exposition, decode.rank))
         others, unknown = self._notes.moved(decode, rates, writes=False)
         self._read_from.update(others)
         self._unknown += unknown
@@ -55,7 +55,7 @@ class PairWatch:
 
     def prefill_shown(self, prefill: Instance, exposition: bytes, /) -> None:
         """Take in what a prefill engine shows."""
-        rates = self._written.look(prefill.id, read_moved(exposition, prefill.rank))
+        rates = self._written.rates_of(prefill.id, read_moved(exposition, prefill.rank))
         self._notes.moved(prefill, rates, writes=True)
 
     def round_over(self) -> Sequence[Instance]:

@@ -98,7 +98,7 @@ class Side:
 
     def slowly(self, ask):
         """Choose by a look at each engine, with nothing that is remembered of earlier ones."""
-        anew = replace(self.pairs, **{name: [] for name in ("_whole", "_parts")}, _calm={})
+        anew = replace(self.pairs, **{name: [] for name in ("_whole", "_parts")}, _snapshots={})
         decodes = self.scratch(Role.DECODE)
         fleet = LiveFleet(self.registry, anew, self.learned, self.clock)
         return fleet.pair(self.scratch(Role.PREFILL), decodes, ask)
@@ -317,17 +317,17 @@ def fleet(now=0.0):
 def test_no_look_is_needed_until_something_changes():
     """Else there would be no point in it."""
     side = fleet()
-    assert side.pairs.calm(RoutingHints()) is None
+    assert side.pairs.quick_pair(RoutingHints()) is None
     side.fleet.any_pair()
-    assert side.pairs.calm(RoutingHints()) is not None
-    assert side.pairs.calm(RoutingHints(model="a")) is None
-    assert side.pairs.calm(RoutingHints(rank=0)) is None
+    assert side.pairs.quick_pair(RoutingHints()) is not None
+    assert side.pairs.quick_pair(RoutingHints(model="a")) is None
+    assert side.pairs.quick_pair(RoutingHints(rank=0)) is None
 
     side.registry.learn(InstanceId("prefill-0"), EngineCapabilities(version="1"))
-    assert side.pairs.calm(RoutingHints()) is None
+    assert side.pairs.quick_pair(RoutingHints()) is None
     side.fleet.any_pair()
     side.registry.learn(InstanceId("prefill-0"), EngineCapabilities(version="1"))  # nothing new
-    assert side.pairs.calm(RoutingHints()) is not None
+    assert side.pairs.quick_pair(RoutingHints()) is not None
 
 
 def test_who_may_serve_alone_is_remembered_with_the_pairs():
@@ -336,14 +336,14 @@ def test_who_may_serve_alone_is_remembered_with_the_pairs():
     lonely = side.registry.add(Role.DECODE, Address("http", "h", 9), facts=EngineCapabilities(version="2"))
     for member in side.registry.members()[:2]:
         side.registry.learn(member.instance.id, EngineCapabilities(version="1"))
-    assert side.pairs.calm_alone(RoutingHints(), 0.0) is None
+    assert side.pairs.quick_alone(RoutingHints(), 0.0) is None
 
     side.fleet.any_pair()
 
-    assert list(side.pairs.calm_alone(RoutingHints(), 0.0)) == list(side.fleet.usable(Role.DECODE))
-    assert lonely in side.pairs.calm_alone(RoutingHints(), 0.0)
-    assert side.pairs.calm_alone(RoutingHints(rank=0), 0.0) is None
-    assert side.pairs.calm_alone(RoutingHints(model="a"), 0.0) is None
+    assert list(side.pairs.quick_alone(RoutingHints(), 0.0)) == list(side.fleet.usable(Role.DECODE))
+    assert lonely in side.pairs.quick_alone(RoutingHints(), 0.0)
+    assert side.pairs.quick_alone(RoutingHints(rank=0), 0.0) is None
+    assert side.pairs.quick_alone(RoutingHints(model="a"), 0.0) is None
 
 
 def test_a_choice_is_remembered_until_time_changes_it():
@@ -357,11 +357,11 @@ def test_a_choice_is_remembered_until_time_changes_it():
 
     assert life.state is HealthState.EJECTED
     assert side.registry.steady_until == LIMITS.ejection_time_s
-    assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s - 0.1) is not None
-    assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s) is None
+    assert side.pairs.quick_pair(RoutingHints(), now=LIMITS.ejection_time_s - 0.1) is not None
+    assert side.pairs.quick_pair(RoutingHints(), now=LIMITS.ejection_time_s) is None
     side.registry.usable(Role.PREFILL, now=LIMITS.ejection_time_s)
     assert life.state is HealthState.HALF_OPEN
-    assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s) is None
+    assert side.pairs.quick_pair(RoutingHints(), now=LIMITS.ejection_time_s) is None
 
 
 def test_an_engine_that_stays_away_does_not_make_each_request_look_at_all_engines():
@@ -375,7 +375,7 @@ def test_an_engine_that_stays_away_does_not_make_each_request_look_at_all_engine
 
     life.missed("cannot be reached", now=90.0)
     assert life.state is HealthState.EJECTED
-    assert side.pairs.calm(RoutingHints(), now=99.0) is not None
+    assert side.pairs.quick_pair(RoutingHints(), now=99.0) is not None
 
 
 def test_what_is_remembered_is_bounded():
@@ -384,4 +384,4 @@ def test_what_is_remembered_is_bounded():
     for number in [*range(200), *range(200)]:
         ask = RoutingHints(model=f"m{number}")
         assert outcome(quick.fleet.any_pair, ask) == outcome(slow.slowly, ask)
-    assert len(quick.pairs._calm) <= 64
+    assert len(quick.pairs._snapshots) <= 64

@@ -102,7 +102,7 @@ def test_a_trial_that_takes_long_costs_other_requests_nothing():
     world.fleet.enter(sick, request)
     world.fleet.any_pair(A)
 
-    assert world.pairs.calm(A, world.now) is not None
+    assert world.pairs.quick_pair(A, world.now) is not None
     assert sick not in {world.fleet.any_pair(A)[1] for _ in range(100)}
     world.fleet.all_answered(sick, (request,))
     assert life.state is HealthState.HEALTHY

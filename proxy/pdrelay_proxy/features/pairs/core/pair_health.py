@@ -169,32 +169,34 @@ class PairHealth:
         """
         if reason not in OF_THE_PAIR:
             return None
-        found = self._pairs.get(pair)
-        if found is None:
+        failing = self._pairs.get(pair)
+        if failing is None:
             if len(self._pairs) >= self._most and not self._make_room():
                 self.unkept += 1
                 return None
-            found = self._pairs[pair] = FailingPair(reason, now)
+            failing = self._pairs[pair] = FailingPair(reason, now)
             self.has_any = True
         is_wrong = reason is _WRONG_KV
-        if found.reason is not _WRONG_KV:
-            found.reason = reason
-        found.in_a_row += count
-        if found.state is PairState.RESTING or (found.in_a_row < LEAST_FAILURES and not is_wrong):
-            found.on(PairEvent.FAILED, now)
+        if failing.reason is not _WRONG_KV:
+            failing.reason = reason
+        failing.in_a_row += count
+        if failing.state is PairState.RESTING or (
+            failing.in_a_row < LEAST_FAILURES and not is_wrong
+        ):
+            failing.on(PairEvent.FAILED, now)
             return None
-        if found.state is PairState.FAILING and not self._may_rest(pair):
+        if failing.state is PairState.FAILING and not self._may_rest(pair):
             self.unkept += 1
-            found.on(PairEvent.FAILED, now)
+            failing.on(PairEvent.FAILED, now)
             return None
-        is_new = found.state is PairState.FAILING
-        found.rest_s = min(self._rest_most_s, 2 * found.rest_s) if found.rest_s else REST_S
+        is_new = failing.state is PairState.FAILING
+        failing.rest_s = min(self._rest_most_s, 2 * failing.rest_s) if failing.rest_s else REST_S
         if is_wrong:
-            found.rest_s = self._rest_most_s
-        found.on(PairEvent.GIVEN_UP, now)
-        self._wait(found, now + found.rest_s)
+            failing.rest_s = self._rest_most_s
+        failing.on(PairEvent.GIVEN_UP, now)
+        self._wait(failing, now + failing.rest_s)
         self._avoided.setdefault(pair[1], set()).add(pair[0])
-        return found if is_new else None
+        return failing if is_new else None
 
     def shown(self, decode: InstanceId, troubles: Mapping[Pair, PairTrouble]) -> list[Pair]:
         """Take in all troubles that a decode engine shows; return the pairs of which it did not
@@ -215,13 +217,13 @@ class PairHealth:
 
         ``only``: unless it fails for another reason.
         """
-        found = self._pairs.get(pair)
-        if found is None or (only is not None and found.reason is not only):
+        failing = self._pairs.get(pair)
+        if failing is None or (only is not None and failing.reason is not only):
             return None
-        if found.reason is _WRONG_KV and found.state is PairState.RESTING:
+        if failing.reason is _WRONG_KV and failing.state is PairState.RESTING:
             return None  # a load that was under way as the pair began to rest
         self._drop(pair)
-        return None if found.state is PairState.FAILING else found
+        return None if failing.state is PairState.FAILING else failing
 
     def forget(self, engine: InstanceId) -> Sequence[Pair]:
         """Forget all pairs of an engine, which is gone or another one by now; return them."""
@@ -250,28 +252,28 @@ class PairHealth:
         """Tell whether a pair rests that has rested for long enough, also if its trial was
         postponed.
         """
-        found = self._pairs.get(pair)
+        failing = self._pairs.get(pair)
         return (
-            found is not None
-            and found.state is PairState.RESTING
-            and now >= found.since + found.rest_s
+            failing is not None
+            and failing.state is PairState.RESTING
+            and now >= failing.since + failing.rest_s
         )
 
     def tried(self, pair: Pair, *, now: float) -> None:
         """A pair that has rested for long enough has got a request."""
-        found = self._pairs[pair]
-        _end_silent_trial(found, now)
-        found.on(PairEvent.TRIED, now)
-        self._wait(found, now + TRIAL_S)
+        failing = self._pairs[pair]
+        _end_silent_trial(failing, now)
+        failing.on(PairEvent.TRIED, now)
+        self._wait(failing, now + TRIAL_S)
 
     def postpone(self, pairs: Iterable[Pair], *, now: float) -> None:
         """Pairs that are due cannot be tried yet: one of their engines takes no requests, or serves
         another model.
         """
         for pair in pairs:
-            found = self._pairs[pair]
-            _end_silent_trial(found, now)
-            found.due = now + _LATER_S
+            failing = self._pairs[pair]
+            _end_silent_trial(failing, now)
+            failing.due = now + _LATER_S
         self._look_again()
 
     def _may_rest(self, pair: Pair) -> bool:

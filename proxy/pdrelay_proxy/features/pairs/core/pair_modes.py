@@ -128,40 +128,40 @@ class PairModes:
 
     def next_way(self, pair: Pair, *, now: float) -> TransferMode:
         """Return the way of the next request of a pair."""
-        found = self._pairs.get(pair)
-        if found is None:
-            found = self._new(pair, now)
+        learned = self._pairs.get(pair)
+        if learned is None:
+            learned = self._new(pair, now)
         else:
             self._pairs.move_to_end(pair)
-        return found.next_way(now)
+        return learned.next_way(now)
 
     def expected_way(self, pair: Pair, *, now: float) -> TransferMode:
         """Return what ``next_way`` would; nothing counts as sent."""
-        found = self._pairs.get(pair)
+        learned = self._pairs.get(pair)
         if (
-            found is None
+            learned is None
             and len(self._pairs) >= self._most
             and not self._is_free(next(iter(self._pairs)), now)
         ):
-            found = self.get(pair)
-        return _PULL if found is None else found.expected_way(now)
+            learned = self.get(pair)
+        return _PULL if learned is None else learned.expected_way(now)
 
     def served(self, pair: Pair, mode: TransferMode, seconds: float, *, now: float) -> None:
         """Take in how long a stream of a pair took from the prefill engine's answer to its first
         event.
         """
-        found = self.get(pair)
-        if found is not None:
-            found.served(mode, seconds, now)
+        learned = self.get(pair)
+        if learned is not None:
+            learned.served(mode, seconds, now)
 
     def get(self, pair: Pair) -> PairMode | None:
         """Return what is known of a pair, or of its kind; None: it has no choice, or was not
         used.
         """
-        found = self._pairs.get(pair)
-        if found is None and self._kinds:
+        learned = self._pairs.get(pair)
+        if learned is None and self._kinds:
             return self._kinds.get(self._kind(pair), self._kinds.get(None))
-        return found
+        return learned
 
     def forget(self, engine: InstanceId) -> None:
         """An engine is another one by now."""
@@ -183,8 +183,8 @@ class PairModes:
             if not self._is_free(oldest, now):
                 return self._of_kind(self._kind(pair), now)
             del self._pairs[oldest]
-        found = self._pairs[pair] = PairMode()
-        return found
+        learned = self._pairs[pair] = PairMode()
+        return learned
 
     def _is_free(self, oldest: Pair, now: float) -> bool:
         """Tell whether the place of a pair is another one's, because it would be tried again
@@ -195,7 +195,7 @@ class PairModes:
     def _of_kind(self, kind: Hashable, now: float) -> PairMode:
         if kind not in self._kinds and len(self._kinds) >= KINDS_MOST:
             self._kinds = {
-                one: mode for one, mode in self._kinds.items() if now < mode.used_at + AGAIN_S
+                kept: mode for kept, mode in self._kinds.items() if now < mode.used_at + AGAIN_S
             }
             kind = kind if len(self._kinds) < KINDS_MOST else None
         return self._kinds.setdefault(kind, PairMode())

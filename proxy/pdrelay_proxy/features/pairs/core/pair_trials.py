@@ -66,16 +66,16 @@ class PairTrials:
         prefills = {each.id: each for each in prefill}
         decodes = {each.id: each for each in decode}
         for names in self._health.due(now=now):
-            one = prefills.get(names[0])
-            other = decodes.get(names[1])
+            lender = prefills.get(names[0])
+            reader = decodes.get(names[1])
             if (
-                one is not None
-                and other is not None
-                and self._may_try(one, hints)
-                and self._may_try(other, hints)
-                and self._fit(one, other)
+                lender is not None
+                and reader is not None
+                and self._may_try(lender, hints)
+                and self._may_try(reader, hints)
+                and self._fit(lender, reader)
             ):
-                return one, other
+                return lender, reader
         return None
 
     def _may_try(self, instance: Instance, hints: RoutingHints) -> bool:

@@ -71,7 +71,7 @@ def read_totals(text: bytes, rank: int | None = None) -> Totals:
     """Read the loads that an engine shows, or one of its data-parallel ranks; a label of another
     form is left out.
     """
-    found = dict[tuple[str, str], int]()
+    totals = dict[tuple[str, str], int]()
     for line in labelled_lines(text, _NAME, _LINE, _MOST):
         labels = {name: value.decode() for name, value in _LABEL.findall(line["labels"])}
         peer = labels.get(b"peer")
@@ -80,15 +80,15 @@ def read_totals(text: bytes, rank: int | None = None) -> Totals:
         is_own = rank is None or engine is None or engine == str(rank)
         if peer is not None and outcome is not None and is_own:
             key = peer, outcome
-            found[key] = found.get(key, 0) + int(float(line["value"]))
-    return found
+            totals[key] = totals.get(key, 0) + int(float(line["value"]))
+    return totals
 
 
 def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrouble]:
     """Read why loads fail now, as an engine shows it by the prefill engine's id, or one of its
     data-parallel ranks.
     """
-    found = dict[str, PairTrouble]()
+    troubles = dict[str, PairTrouble]()
     for line in labelled_lines(text, _FAILURE, most=_MOST):
         if line["value"] not in _TRUE:
             continue
@@ -99,8 +99,8 @@ def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrou
         reason = _REASONS.get(outcome or "")
         is_own = rank is None or engine is None or engine == str(rank)
         if peer is not None and reason is not None and is_own:
-            found[peer] = PairTrouble(reason.value, why or "", reason in LASTING)
-    return found
+            troubles[peer] = PairTrouble(reason.value, why or "", reason in LASTING)
+    return troubles
 
 
 class PeerLoads:
@@ -109,7 +109,7 @@ class PeerLoads:
     def __init__(self) -> None:
         self._last: dict[InstanceId, Totals] = {}
 
-    def look(self, decode: InstanceId, totals: Totals) -> tuple[list[PeerNews], bool]:
+    def news_of(self, decode: InstanceId, totals: Totals) -> tuple[list[PeerNews], bool]:
         """Return what is new since the last look, of each prefill engine, and whether the engine
         was restarted.
 

@@ -37,14 +37,14 @@ def read_moved(text: bytes, rank: int | None = None) -> Moved:
 
 
 def _values(text: bytes, name: bytes, rank: int | None) -> dict[str, float]:
-    found = dict[str, float]()
+    values = dict[str, float]()
     for line in labelled_lines(text, name, _LINE, _MOST):
         labels = {key: value.decode() for key, value in _LABEL.findall(line["labels"])}
         peer = labels.get(b"peer")
         engine = labels.get(b"engine")
         if peer is not None and (rank is None or engine is None or engine == str(rank)):
-            found[peer] = found.get(peer, 0.0) + float(line["value"])
-    return found
+            values[peer] = values.get(peer, 0.0) + float(line["value"])
+    return values
 
 
 class PeerRates:
@@ -53,7 +53,7 @@ class PeerRates:
     def __init__(self) -> None:
         self._last: dict[InstanceId, Moved] = {}
 
-    def look(self, engine: InstanceId, moved: Moved) -> Mapping[str, float]:
+    def rates_of(self, engine: InstanceId, moved: Moved) -> Mapping[str, float]:
         """Return the bytes a second of what has moved since the last look, by the other engine's
         id.
         """

@@ -207,12 +207,12 @@ class PairNotes(PairHistory):
         if not self.matrix.most or not rates:
             return [], 0
         by_peer = self._lenders()
-        found = [
+        moves = [
             (other.id, rate) for peer, rate in rates.items() for other in by_peer.get(peer, ())
         ]
-        for other, rate in found:
+        for other, rate in moves:
             self.matrix.moved((engine.id, other) if writes else (other, engine.id), rate)
-        return [other for other, _ in found], sum([peer not in by_peer for peer in rates])
+        return [other for other, _ in moves], sum([peer not in by_peer for peer in rates])
 
     def restarted(self, decode: Instance) -> None:
         """A decode engine counts from zero again: it may be able to meet all others."""
@@ -241,15 +241,15 @@ class PairNotes(PairHistory):
         changes, known = self._engines_by_id
         if changes == self._registry.changes.count:
             return known
-        found = dict[str, list[Instance]]()
+        lenders = dict[str, list[Instance]]()
         for member in self._registry.members():
             instance = member.instance
             name = member.facts.engine_id
             if name is not None:
                 known_as = name if instance.rank is None else f"{name}_dp{instance.rank}"
-                found.setdefault(known_as, []).append(instance)
-        self._engines_by_id = self._registry.changes.count, found
-        return found
+                lenders.setdefault(known_as, []).append(instance)
+        self._engines_by_id = self._registry.changes.count, lenders
+        return lenders
 
     def _loads_failed(
         self,

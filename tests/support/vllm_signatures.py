@@ -42,7 +42,8 @@ MEMBERS = {
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),
     "vllm.v1.attention.backends.cpu_attn:": ("_get_attn_isa",),
     "vllm.v1.core.block_pool:BlockPool": (
-        *("blocks", "free_blocks", "get_cached_block", "get_num_free_blocks", "hash_block_size", "touch"),
+        *("blocks", "evict_blocks", "free_blocks", "get_cached_block", "get_num_free_blocks", "hash_block_size"),
+        "touch",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "is_null", "ref_cnt"),

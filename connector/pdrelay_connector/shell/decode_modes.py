@@ -169,6 +169,9 @@ class PullDecode:
         for number, group in enumerate(self._engine_config.groups):
             start, stop = group.missing_tokens(tokens + 1, external)
             if start < stop:
+                if group.frees_early:  # a kernel's blocks may be smaller, and ours must be whole
+                    unit = min(self._sizes(source)[number], group.block_size)
+                    start = start // unit * unit
                 remote = self._offered(source, number, start, stop)
                 into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]
                 token_ranges.append(TokenRange(number, start, stop, remote, into))

@@ -41,6 +41,7 @@ from pdrelay_connector.shell.decode_modes import (
 )
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+from pdrelay_connector.shell.partial_blocks import PartialBlocks
 
 logger = init_logger("vllm.pdrelay")
 
@@ -117,6 +118,7 @@ class DecodeRequests:
         # of each engine that was reached, whether its KV can be loaded
         self._met: dict[EngineId, HandshakeEnded] = {}
         self._quarantined: dict[RequestId, _Quarantined] = {}
+        self._partial = PartialBlocks(engine_config.groups, pool)
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
         self._mode: DecodeMode = self._pull_decode
         # The same object as _mode, in push and auto. In push, KV of earlier answers alone is read.
@@ -330,9 +332,7 @@ class DecodeRequests:
             return (None, False) if self._awaits_other(own) else (0, False)
         if remote_prefill.loading:
             return 0, False
-        end = self._engine_config.loaded_tokens(request.num_prompt_tokens)
-        if isinstance(remote_prefill.source, PullParams):
-            end = min(end, remote_prefill.source.remote_num_tokens)
+        end = self._loaded_tokens(request, remote_prefill.source)
         missing = end - computed
         if missing <= 0:
             return 0, False
@@ -349,6 +349,7 @@ class DecodeRequests:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         own = RequestId(request.request_id)
+        self._partial.taken_up(own)
         remote_prefill = self._remote_prefills.get(own)
         if remote_prefill is None or remote_prefill.loading:
             return
@@ -370,9 +371,10 @@ class DecodeRequests:
             self._post(lambda control, _: control.lease_renewer.release(own, engine))
             return
         source = remote_prefill.source
-        remote_prefill.into = self._mode_of(source).start(
-            request, source, external, blocks.get_block_ids()
-        )
+        tables = blocks.get_block_ids()
+        remote_prefill.into = self._mode_of(source).start(request, source, external, tables)
+        tokens = self._loaded_tokens(request, source)
+        self._partial.loading(request, tables, tokens, external, self._sizes(source))
         if isinstance(source, PullParams):  # in push, our registration tells P the same
             self._post(
                 lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id)
@@ -380,10 +382,26 @@ class DecodeRequests:
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
+        self._partial.step()
         metadata = self._mode.metadata(output)
         if self._push_decode is not None:
             metadata.orders = self._pull_decode.metadata(output).orders
         return metadata
+
+    def _loaded_tokens(self, request: Request, source: PullParams | PushParams) -> int:
+        """Return up to which token the prompt comes from its engine."""
+        end = self._engine_config.loaded_tokens(request.num_prompt_tokens)
+        return min(end, source.remote_num_tokens) if isinstance(source, PullParams) else end
+
+    def _sizes(self, source: PullParams | PushParams) -> Sequence[int]:
+        """Return the tokens of P's blocks, of each KV cache group; nothing in push, where its
+        workers tell ours.
+        """
+        if not isinstance(source, PullParams):
+            return ()
+        return source.pdrelay_block_sizes or [
+            group.block_size for group in self._engine_config.groups
+        ]
 
     def _mode_of(self, source: PullParams | PushParams) -> DecodeMode:
         return self._pull_decode if isinstance(source, PullParams) else self._mode
@@ -419,6 +437,7 @@ class DecodeRequests:
             self._mode_of(remote_prefill.source).abort(own)  # its load ends in loads_ended()
         elif remote_prefill is not None:
             self._release_lease(own)
+        self._partial.taken_up(own)
         prompt = self._prompts.pop(own, None)
         if prompt is not None and self._loaders.get(prompt) is request:
             self._loaders[prompt] = None

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell import engine_config
     from support import kind_mutants as mutants
     from support import kinds_table
-    from support.cache_kinds import play, push_at_once
+    from support.cache_kinds import Pair, Shape, play, push_at_once
 
 from pdrelay_connector.core.layout.transfer_plan import check_shapes
 from pdrelay_connector.errors import IncompatiblePeer, UnsupportedCache
@@ -164,3 +164,33 @@ def most_are_loaded(kind):
     layout = "LBNHC" if len(kind.specs(4)) == 1 else "LBHNC"
     counts = stories(kind.shape(), kind.shape(layout=layout), 6)
     assert counts["loaded"] >= counts["loads"] // 2
+
+
+def follow(p, d, mode):
+    """A prompt is loaded, and D computes one that leaves it at a block's end, where a window begins with its middle."""
+    pair = Pair(p, d)
+    prompt = [number % 3 for number in range(68)]
+    pair.ask("first", prompt, 1, mode)
+    pair.run(5.0)
+    pair.ask("second", [*prompt[:64], 2, 2, 0, 1], 1, "d")
+    pair.run(5.0)
+
+    assert pair.d.loaded == {"first"}
+    assert pair.is_done
+    assert len(pair.d.decodes._partial) == 0
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("name", ["sliding window", "sliding window beside full attention", "chunks"])
+def test_a_block_that_is_loaded_in_part_is_no_hit(name, mode):
+    """D's blocks are larger than P's, so the first one of a window has its end only. VLLM takes it for computed."""
+    kind = KINDS[name]
+    follow(kind.shape(4), kind.shape(8), mode)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("kernel", [0, 2])
+def test_a_whole_block_is_loaded_where_sizes_are_equal(kernel, mode):
+    """Also if the attention kernel has smaller ones."""
+    shape = Shape((kinds_table.window(8),), kernel=kernel)
+    follow(shape, shape, mode)

@@ -261,6 +261,10 @@ soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/router.md, 35
 soak-transfers: $(STAMPS)/dev ## a million transfers over NIXL between two processes: does anything add up? TRANSFERS=1000000 TCP=1
 	$(BIN)/python -m benchmarks.connector.transfer_soak $(if $(TRANSFERS),--transfers $(TRANSFERS)) $(if $(TCP),--tcp)
 
+.PHONY: soak-kinds
+soak-kinds: $(STAMPS)/dev ## faults without end between engines with caches of every kind, over NIXL: is a byte wrong? MINUTES=30
+	nice $(BIN)/python -m benchmarks.connector.kinds_soak $(if $(MINUTES),--minutes $(MINUTES))
+
 .PHONY: sim-fleet
 sim-fleet: $(STAMPS)/dev ## a simulated fleet of 1,000 engines: docs/benchmarks/fleet.md, one minute; QUICK=1
 	$(BIN)/python benchmarks/discovery/simulate.py $(if $(filter-out 0 no,$(QUICK)),--quick)

@@ -255,6 +255,15 @@ class KindsEngine(ScheduledEngine):
         return Scheduler(config, self.cache, structured, size, hashed), get_request_block_hasher(hashed, sha256)
 
     def _allocate(self, network, engine_config):
+        caches, described = self.make_layers(engine_config)
+        regions = describe_caches(caches, described, self.shape.blocks, KernelLayout.ENTRIES)
+        network.memories[self.agent] = []
+        self._keeps = caches  # their memory is read and written by address
+        info = RankInfo(0, 1, self.agent.encode(), "DRAM", 0, regions)
+        return info, [Copier(network, self.agent) for _ in range(2)]
+
+    def make_layers(self, engine_config):
+        """Make the tensors of all layers; returns them by name, and the configuration, which depends on them."""
         shape, caches = self.shape, {}
         self.layers = []
         for number, group in enumerate(self.cache.kv_cache_groups):
@@ -263,14 +272,9 @@ class KindsEngine(ScheduledEngine):
             self.layers += [
                 (number, layer_of(name, group.kv_cache_spec, view, shape.blocks)) for name, view in views.items()
             ]
-        heads = max((getattr(spec, "num_kv_heads", 1) for spec in shape.specs), default=1)
-        described = dataclasses.replace(engine_config, all_heads=heads)
-        regions = describe_caches(caches, described, shape.blocks, KernelLayout.ENTRIES)
-        network.memories[self.agent] = []
-        self._keeps = caches  # their memory is read and written by address
         self.connector.engine = self
-        info = RankInfo(0, 1, self.agent.encode(), "DRAM", 0, regions)
-        return info, [Copier(network, self.agent) for _ in range(2)]
+        heads = max((getattr(spec, "num_kv_heads", 1) for spec in shape.specs), default=1)
+        return caches, dataclasses.replace(engine_config, all_heads=heads)
 
     def _wait(self, _):
         """Time passes for all, but for this engine's loop."""

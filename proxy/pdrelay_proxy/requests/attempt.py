@@ -20,7 +20,7 @@ from pdrelay_proxy.core.model import (
 from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens
-from pdrelay_proxy.core.routing.retries import BrokenAnswer, LegFailed
+from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NoKvParams, Refused, RouterFull
 from pdrelay_proxy.requests.engine_choice import EngineChoice
@@ -28,7 +28,7 @@ from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.leg_sending import LegSending
 from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from pdrelay_proxy.requests.lent_blocks import LentBlocks
-from pdrelay_proxy.requests.life import RequestLife
+from pdrelay_proxy.requests.life import RequestLife, forget_frames
 from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
@@ -187,7 +187,7 @@ class Attempt(LegOwner):
             self._plan.hints.model, leg.instance.id, looks_back=handover.looks_back
         )
         if self.terms.shows_token:
-            leg.first = services.leg_bodies.first_token(
+            leg.first = services.first_tokens.read(
                 call,
                 leg.instance.id,
                 handover,
@@ -290,7 +290,7 @@ class Attempt(LegOwner):
             return
         failed = LegFailed(leg.instance, error)
         failed.__cause__ = error
-        _forget_frames(error)  # they hold the leg, which holds the error: a circle
+        forget_frames(error)  # they hold the leg, which holds the error: a circle
         leg.fault = failed
         leg.failure = failed.failure
         if failed.failure is Failure.NO_SUCH_PATH:
@@ -330,6 +330,7 @@ class Attempt(LegOwner):
         if VERDICTS[failed.failure].may_move:
             self._life.services.push_coordinates.forget(failed.instance.id)
             self._life.services.leg_bodies.forget(failed.instance.id)
+            self._life.services.first_tokens.forget(failed.instance.id)
 
     # ---- streaming
 
@@ -364,18 +365,9 @@ class Attempt(LegOwner):
             decode.due = now + self._settings.stream_idle_timeout_s
         for leg in (self.prefill, decode):
             if leg is not None and not leg.is_closed and leg.due is not None and now >= leg.due:
+                why = self._sending.why_late(leg, is_streaming=self.is_streaming)
                 # one that waits for a connection has sent nothing
-                self.leg_failed(leg, EngineTimeout(self._late(leg), reached=leg.source is not None))
-
-    def _late(self, leg: EngineLeg) -> str:
-        settings = self._settings
-        if self.terms.is_takeover:
-            return f"{leg.engine} did not answer within {self.terms.limit(leg.instance)}"
-        if leg is self.prefill:
-            return f"{leg.engine} did not answer within {settings.first_token_timeout_s:g} s"
-        if self.is_streaming:
-            return f"{leg.engine} sent nothing for {settings.stream_idle_timeout_s:g} s"
-        return f"{leg.engine} sent no token within {settings.first_token_timeout_s:g} s"
+                self.leg_failed(leg, EngineTimeout(why, reached=leg.source is not None))
 
     # ---- the end
 
@@ -391,27 +383,16 @@ class Attempt(LegOwner):
             life.services.gate.free(leg.held)
             leg.held = 0
         if leg.failure is not None and VERDICTS[leg.failure].held is Held.IF_SERVED_ELSEWHERE:
-            self._note_broken(leg, leg.failure)
+            lines = None if leg is not self.decode or self.decode is None else self.decode.lines
+            is_rest = life.state is RequestState.CONTINUING
+            broken = life.services.accounts.broken(leg, leg.failure, lines, is_rest=is_rest)
+            if broken is not None:
+                life.broken = (*life.broken, broken)
         life.services.accounts.over(
             leg, self._plan, life.record, self.prefill, self.decode, self.terms.is_takeover
         )
         if leg.span is not None or not complete:
-            _let_go(leg)
-
-    def _note_broken(self, leg: EngineLeg, failure: Failure) -> None:
-        """Keep what an engine did not bring to its end: how the request ends shows whether it is
-        held against it.
-        """
-        life = self._life
-        lines = None if self.decode is None or self.decode is not leg else self.decode.lines
-        is_stream = lines is not None
-        has_said_so = lines is not None and lines.erred
-        is_break = leg.has_good_beginning and not has_said_so and (is_stream or not leg.complete)
-        if is_break or is_stream or life.state is RequestState.CONTINUING:
-            life.broken = (
-                *life.broken,
-                BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream),
-            )
+            leg.let_go()
 
     def close_all(self) -> None:
         """Drop what is still under way, the decode leg first."""
@@ -423,18 +404,3 @@ class Attempt(LegOwner):
         if self.choice.slot is not None:
             self.choice.leave_slot()
         self.prefill = self.decode = None  # they hold us
-
-
-def _let_go(leg: EngineLeg) -> None:
-    """End the span of a leg, and drop what is left of it."""
-    if leg.span is not None:
-        leg.span.end(None if leg.fault is None else leg.fault.error)
-    if not leg.complete:
-        leg.drop()
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Have an error, and those that led to it, say no more where they were raised."""
-    while error is not None:
-        error.with_traceback(None)
-        error = error.__cause__ or error.__context__

@@ -14,7 +14,7 @@ from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.model import LegOrder
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.protocol.fault_table import failure_of
-from pdrelay_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
+from pdrelay_proxy.core.protocol.first_token import FirstToken, Spliced
 from pdrelay_proxy.core.protocol.replay import behind
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from pdrelay_proxy.errors import EngineError, ProxyError, TurnedAway
@@ -22,7 +22,13 @@ from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.error_body import error_body, error_headers, last_event
 from pdrelay_proxy.requests.legs import DecodeLeg
 from pdrelay_proxy.requests.life import RequestLife
-from pdrelay_proxy.requests.response import NO_SNIFFING, STREAM_LINES, ResponseWriter, head_lines
+from pdrelay_proxy.requests.response import (
+    NO_SNIFFING,
+    STREAM,
+    STREAM_LINES,
+    ResponseWriter,
+    head_lines,
+)
 from pdrelay_proxy.requests.terms import StreamCut
 
 _OK: Final = 200

@@ -10,8 +10,9 @@ from typing import Final
 
 from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.sse import WholeLines
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.routing.retries import RetryAttempts
+from pdrelay_proxy.core.routing.retries import BrokenAnswer, RetryAttempts
 from pdrelay_proxy.io.request_path.good_legs import GoodLegs
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
@@ -165,6 +166,22 @@ class LegAccounts:
             fleet.leave(instance, own.name)
         else:
             fleet.ended(instance, own.name, failure, was_begun=is_stream)
+
+    def broken(
+        self, leg: EngineLeg, failure: Failure, lines: WholeLines | None, *, is_rest: bool
+    ) -> BrokenAnswer | None:
+        """Return what an engine did not bring to its end, if it did more than fail: how the request
+        ends shows whether that is held against it.
+
+        ``lines``: of its stream, if it has begun one; ``is_rest``: the client has a token of
+        another engine.
+        """
+        is_stream = lines is not None
+        has_said_so = lines is not None and lines.erred
+        is_break = leg.has_good_beginning and not has_said_so and (is_stream or not leg.complete)
+        if is_break or is_stream or is_rest:
+            return BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream)
+        return None
 
     def _count_end(
         self, leg: EngineLeg, prefill: PrefillLeg | None, seconds: float, now: float

@@ -18,18 +18,12 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol import push, request_bodies, returned_kv
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
-from pdrelay_proxy.core.protocol.first_token import (
-    FirstToken,
-    asked_for_token,
-    first_token,
-    may_show,
-    offered,
-)
+from pdrelay_proxy.core.protocol.first_token import FirstToken, asked_for_token
 from pdrelay_proxy.core.protocol.push import TransferPolicy
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
 from pdrelay_proxy.core.raw_json import TRUE, Pieces, encode_in_pieces, maybe
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.schemas import Coordinates, FirstTokenOffer, NamedAnswer
+from pdrelay_proxy.core.schemas import Coordinates, NamedAnswer
 from pdrelay_proxy.errors import Moved, NoModelName
 
 _LOOKS_BACK: Final = (
@@ -111,7 +105,7 @@ class LegBodies:
     are.
     """
 
-    __slots__ = ("_learned", "_looking_back", "_manner", "_models", "_offers", "_replaced")
+    __slots__ = ("_learned", "_looking_back", "_manner", "_models", "_replaced")
 
     def __init__(
         self,
@@ -121,8 +115,6 @@ class LegBodies:
     ) -> None:
         self._learned = learned
         self._manner = manner
-        # Of engines whose token may be shown: what they say, and what it means.
-        self._offers: dict[InstanceId, tuple[bytes, FirstTokenOffer]] = {}
         # By model: the prefill engine that has said last that its engines look back.
         self._looking_back: dict[str | None, InstanceId] = {}
         # that engines have named in answers to requests that name none
@@ -213,46 +205,6 @@ class LegBodies:
         self._models[prefill] = said.model
         return said.model
 
-    def may_show(self, call: GenerationRequest, prefill: InstanceId) -> bool:
-        """Tell whether the client may see the token of a prefill engine, as far as its earlier
-        answers say.
-        """
-        known = self._offers.get(prefill)
-        return known is not None and may_show(call.api, call.fields, known[1])
-
-    def first_token(
-        self,
-        call: GenerationRequest,
-        prefill: InstanceId,
-        handover: PrefillResult,
-        *,
-        shows: bool,
-        is_auto: bool = False,
-    ) -> FirstToken | None:
-        """Return the token that the client gets; ``shows``: the engine was asked for it.
-
-        Remember what is offered.
-
-        ``is_auto``: the engine can do either, and offers nothing where it pushes.
-        """
-        written = bytes(handover.offer)
-        known = self._offers.get(prefill)
-        if known is not None and known[0] == written:
-            offer = known[1]
-        elif (read := offered(handover.offer)) is not None:
-            offer = read
-            self._offers[prefill] = written, offer
-        else:
-            if not is_auto:
-                self.forget(prefill)
-            return None
-        return (
-            first_token(call.api, call.fields, offer, handover.read, handover.counted)
-            if shows
-            else None
-        )
-
     def forget(self, prefill: InstanceId) -> None:
-        """It has failed: what answers next under this address may offer nothing."""
-        self._offers.pop(prefill, None)
+        """It has failed: what answers next under this address may serve another model."""
         self._models.pop(prefill, None)

@@ -65,7 +65,7 @@ class LegSending:
             seconds = min(seconds, terms.seconds_for(prefill))
         now = services.clock()
         leg = PrefillLeg(owner, prefill, now, now + seconds)
-        leg.shows = terms.shows_token and services.leg_bodies.may_show(call, prefill.id)
+        leg.shows = terms.shows_token and services.first_tokens.may_show(call, prefill.id)
         if not terms.is_takeover:
             leg.reuses = reuses
             reader = services.fleet.id_reader
@@ -111,6 +111,17 @@ class LegSending:
             leg.follows = prefill.is_followed = True
             services.telemetry.handed_over(now - prefill.handed_over_at)
         return leg
+
+    def why_late(self, leg: EngineLeg, *, is_streaming: bool) -> str:
+        """Say what a leg has not done in its time; ``is_streaming``: a stream is being shown."""
+        settings = self._settings
+        if self._terms.is_takeover:
+            return f"{leg.engine} did not answer within {self._terms.limit(leg.instance)}"
+        if isinstance(leg, PrefillLeg):
+            return f"{leg.engine} did not answer within {settings.first_token_timeout_s:g} s"
+        if is_streaming:
+            return f"{leg.engine} sent nothing for {settings.stream_idle_timeout_s:g} s"
+        return f"{leg.engine} sent no token within {settings.first_token_timeout_s:g} s"
 
     def send(self, leg: EngineLeg, body: Pieces) -> EngineError | None:
         """Send a leg; return why it cannot be sent, if so."""

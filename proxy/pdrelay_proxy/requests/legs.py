@@ -161,6 +161,13 @@ class EngineLeg(ResponseHandler):
         the head of a 200.
         """
 
+    def let_go(self) -> None:
+        """End its span, and drop what is left of it: it is over."""
+        if self.span is not None:
+            self.span.end(None if self.fault is None else self.fault.error)
+        if not self.complete:
+            self.drop()
+
     def fail(self, error: EngineError) -> None:
         """It broke off, or was given up."""
         self.owner.leg_failed(self, error)

@@ -15,6 +15,7 @@ from pdrelay_proxy.core.request_record import RequestRecord
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"
 # nginx holds a stream back to its end without the one, and some caches do without the other.
 STREAM_LINES: Final = NO_SNIFFING + b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+STREAM: Final = b"text/event-stream; charset=utf-8"
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 LONG_BODY: Final = 256 * 1024  # bytes of a whole answer that is written in pieces
 _CLOSE: Final = b"connection: close\r\n"

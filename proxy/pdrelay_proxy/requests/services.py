@@ -18,6 +18,7 @@ from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.requests.body_reader import BodyReader
+from pdrelay_proxy.requests.first_tokens import FirstTokens
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_accounts import LegAccounts
@@ -112,5 +113,6 @@ class Services:
     request_over: Callable[[RequestRecord], None]
     reports: bool = False  # prefill engines are asked how busy they are
     ids: ClientIds = field(default_factory=ClientIds)
+    first_tokens: FirstTokens = field(default_factory=FirstTokens)
     origins: AllowedOrigins | None = None  # None: no web page may read answers
     spans: Spans | None = None

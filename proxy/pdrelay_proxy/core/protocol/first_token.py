@@ -38,7 +38,6 @@ from pdrelay_proxy.core.raw_json import (
 )
 from pdrelay_proxy.core.schemas import FirstTokenChoice, FirstTokenOffer, RoleEvent, TokensAnswer
 
-STREAM: Final = b"text/event-stream; charset=utf-8"
 _COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
 _CHAT: Final = Api.CHAT
 _NAMES: Final = {_COMPLETIONS: "completions", _CHAT: "chat"}  # in an engine's offer

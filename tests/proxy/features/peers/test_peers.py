@@ -161,7 +161,7 @@ async def test_what_a_router_that_has_gone_had_sent_is_not_taken_in_by_one_that_
         wall = time.time()  # noqa: TID251 (as the router's own)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             for data in (exchange.introduction(wall=wall), *exchange.sealed(LOADS, loads.bodies(now=0.0), wall=wall)):
-                sender.sendto(data, ("127.0.0.1", router.live.settings.current.of(PeerSettings).peer_port))
+                sender.sendto(data, ("127.0.0.1", router.live.settings.current.for_feature(PeerSettings).peer_port))
             datagrams = found.counts[0].datagrams
             await until_async(lambda: datagrams["unknown"] > 0, seconds=30)
 

@@ -1,6 +1,4 @@
-"""Messages between the scheduler and the workers of one engine, in the types that vLLM
-transports.
-"""
+"""Messages between the scheduler and the workers of one engine, in vLLM's types."""
 
 from dataclasses import dataclass, field
 
@@ -20,9 +18,7 @@ from pdrelay_connector.core.verify.sampling import SampledBlock
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, at start and after each sleep: the description of this rank for
-    peers.
-    """
+    """Worker to scheduler, at start and after each sleep: this rank's description for peers."""
 
     rank: RankInfo  # memory that is read from, in pull, or pushed from
     landing: RankInfo  # memory that is pushed into
@@ -51,11 +47,10 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class QuarantineMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one
-    entry per rank.
+    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer.
 
-    ``step`` is the number of the step that it comes with, the same on all ranks. ``sums`` are the
-    checksums that the step ordered, of each rank.
+    Each rank adds its entries. ``step``: the number of its step, equal on all ranks. ``sums``: the
+    checksums that the step ordered, by rank.
     """
 
     quarantined: list[RequestId] = field(default_factory=list[RequestId])

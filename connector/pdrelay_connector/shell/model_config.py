@@ -51,9 +51,7 @@ def _folder(model: ModelConfig, load: LoadConfig) -> Path | None:
 
 
 def _parse(model: ModelConfig, folder: Path | None) -> Any:
-    """Return the configuration as vLLM's ModelConfig makes it (``vllm/config/model.py``), from
-    local files alone.
-    """
+    """Return vLLM's model configuration (``vllm/config/model.py``), from local files."""
     if folder is None:
         raise UnreadableCheckpoint("no files on this machine")
     if model.trust_remote_code and _has_code_elsewhere(folder):
@@ -81,16 +79,14 @@ def _parse(model: ModelConfig, folder: Path | None) -> Any:
 
 
 def _has_code_elsewhere(folder: Path) -> bool:
-    """Whether a configuration names another repository's code, for which transformers asks the
-    hub.
-    """
+    """Whether a configuration names code of another repository, which transformers downloads."""
     file = folder / "config.json"
     classes = read_json(file).get("auto_map") if file.is_file() else None
     return isinstance(classes, dict) and "--" in str(classes.get("AutoConfig"))
 
 
 def _options(model: ModelConfig, folder: Path | None) -> dict[str, object]:
-    """Return what a model takes from flags into its configuration, and what decides its KV.
+    """Return the flags that a model copies into its configuration, and that affect its KV.
 
     Llama 4 alone does (``vllm/model_executor/models/llama4.py``).
     """

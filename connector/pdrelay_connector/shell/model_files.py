@@ -29,9 +29,7 @@ def commit_of(model: ModelConfig) -> str:
 
 
 def local_folder(name: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return where a model's or an adapter's files lie on this machine: a path, or a snapshot of
-    the hub's cache.
-    """
+    """Return a model's or adapter's folder on this machine: a path, or a snapshot of the hub."""
     path = Path(name).expanduser()
     if path.exists():
         return path.absolute()

@@ -1,8 +1,7 @@
-"""What an engine's model is, wherever it lies: digests of its configuration, its tokenizer and its
-weights.
+"""Identifies a model by digests of its configuration, its tokenizer and its weights.
 
-Two engines may load one model from different places, and two models from one place at different
-times.
+Its path does not: two engines may load one model from different places, and two models from one
+place at different times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,9 +61,7 @@ def identify(model: ModelConfig, load: LoadConfig) -> ModelIdentity:
 
 
 def _weights(model: ModelConfig, load: LoadConfig) -> str:
-    """Return a digest of the weights; if they are not read, where they are from, and that this is
-    all that is known.
-    """
+    """Return a digest of the weights; if they cannot be read, a text with their source."""
     load_format = str(load.load_format)
     if load_format in _UNREAD:
         return _unread(model, f"load format {load_format}")

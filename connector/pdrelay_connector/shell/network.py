@@ -43,9 +43,7 @@ def bind_data_plane(settings: Settings, side_channel: Address) -> None:
 
 
 def check_side_channel(settings: Settings) -> None:
-    """Raise :exc:`~pdrelay_connector.errors.SettingsError` if other machines reach an open side
-    channel.
-    """
+    """Raise :exc:`~pdrelay_connector.errors.SettingsError`: an open side channel is reachable."""
     has_proof = settings.secrets or settings.secret_file or settings.tls_ca
     if has_proof or settings.allow_open_side_channel or _is_local(settings.host, settings.port):
         return

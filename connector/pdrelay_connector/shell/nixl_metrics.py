@@ -1,5 +1,4 @@
-"""The metrics of vLLM's NixlConnector, for dashboards and alerts that know those (``nixl_metrics:
-true``).
+"""The metrics of vLLM's NixlConnector, for its dashboards and alerts (``nixl_metrics: true``).
 
 Names, kinds and buckets are those of vLLM 0.32 (``kv_connector/v1/nixl/stats.py``).
 """

@@ -1,13 +1,12 @@
 """Requests that wait for another connector, inside vLLM's MultiConnector.
 
-A step without tokens waits for news of ours. Another connector looks KV up and loads it step by
-step (``offloading/scheduler.py``, vLLM 0.32), and each step would take as long: a prompt in files
-would begin after 1.0 s in place of 0.1. So no step of ours waits while a request waits for another
-connector. VLLM does not tell us of such requests; they are those that are left:
+A step without tokens waits for our results. Another connector looks KV up and loads it step by step
+(``offloading/scheduler.py``, vLLM 0.32), and each step would wait, too: a prompt in files would
+begin after 1.0 s in place of 0.1. So our step does not wait while a request waits for another
+connector. VLLM does not name such requests; they are found by elimination:
 
-- vLLM has asked us how many tokens are loaded, we knew, and it has allocated nothing although
-  blocks are free;
-- a request waits for a load, and it is none of ours.
+- vLLM got our number of tokens to load for it, and allocated nothing although blocks are free;
+- it waits for a load, but not for one of ours.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -29,7 +28,7 @@ class OtherConnectors:
         self._answered: dict[str, tuple[Request, int]] = {}
 
     def answered(self, request: Request, computed: int) -> None:
-        """VLLM was told how many tokens beyond the ``computed`` ones we load."""
+        """Note that vLLM got our number of tokens to load beyond the ``computed`` ones."""
         self._answered[request.request_id] = request, computed
 
     def allocated(self, request: Request) -> None:
@@ -37,9 +36,7 @@ class OtherConnectors:
         self._answered.pop(request.request_id, None)
 
     def have_work(self, live: Iterable[Request], ours: Container[str]) -> bool:
-        """Tell whether a request waits for another connector; ``ours``: those whose load is
-        ours.
-        """
+        """Tell whether a request waits for another connector; ``ours``: requests of our loads."""
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         if any(request.status == waiting and request.request_id not in ours for request in live):
             return True

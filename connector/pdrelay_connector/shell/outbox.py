@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Outbox(Generic[T]):
-    """One thread puts, the engine thread takes. Each :meth:`put` with results calls ``on_news``."""
+    """A queue from one thread to the engine thread; a put with results calls ``on_news``."""
 
     def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class Outbox(Generic[T]):
         return bool(self._reports)
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so long for results."""
+        """Wait for results, at most so long."""
         self._news.wait(seconds)
 
     def __bool__(self) -> bool:

@@ -1,6 +1,4 @@
-"""Which engines a metric may name: a label that an engine got once is never forgotten in some
-places.
-"""
+"""Limits the engines that a metric names: some clients never forget a label's value."""
 
 import os
 from typing import Any, Final

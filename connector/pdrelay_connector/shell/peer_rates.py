@@ -1,8 +1,6 @@
-"""How fast the KV of each other engine moves: GB/s is the rate of its bytes by the rate of its
-seconds.
+"""How fast KV of each other engine moves: GB/s is the rate of bytes over the rate of seconds.
 
-UCX chooses the transport and does not tell it to NIXL; ``pdrelay doctor`` shows it
-(docs/doctor.md).
+UCX chooses the transport, which NIXL does not know; ``pdrelay doctor`` shows it (docs/doctor.md).
 """
 
 from collections.abc import Sequence

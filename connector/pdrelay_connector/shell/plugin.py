@@ -1,6 +1,4 @@
-"""The entry point ``vllm.general_plugins``: registers the connector, so that its name needs no
-module path.
-"""
+"""The entry point ``vllm.general_plugins``: registers the connector by its name."""
 
 from contextlib import suppress
 

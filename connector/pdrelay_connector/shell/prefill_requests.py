@@ -1,5 +1,4 @@
-"""The requests that this engine prefills for decode engines: their progress, leases and held
-blocks.
+"""The requests that this engine prefills for decode engines: progress, leases, held blocks.
 
 Everything here runs on the engine thread, which owns vLLM's block pool.
 """
@@ -120,7 +119,7 @@ class PrefillRequests:
         self._push_progress.begin(request, name, digest(request, request.num_prompt_tokens))
 
     def abandon(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Free what another request has computed, if this one says that nobody will come for it."""
+        """Free the blocks of another request if this one says that no engine will read them."""
         try:
             transfer = abandoned_transfer(params)
         except InvalidKvParams as exc:
@@ -144,22 +143,16 @@ class PrefillRequests:
             self._shortage.allocated(request)
 
     def step(self, output: SchedulerOutput, live: Mapping[str, Request], *, now: float) -> None:
-        """Revoke leases if a request lacks blocks, and pin sliding windows that vLLM would free too
-        early.
-        """
+        """Revoke leases if a request lacks blocks; pin windows that vLLM would free too early."""
         self._revoke(now)
         self._window_pins.step(output, live)
 
     def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
-        """Return the blocks that the workers can push, and the transfers that have ended; nothing
-        in pull.
-        """
+        """Return the blocks to push, and the transfers that have ended; empty in pull."""
         return [] if self._push_progress is None else self._push_progress.take_computed(output)
 
     def take_sampled(self) -> dict[RequestId, tuple[SampledBlock, ...]]:
-        """Return the blocks of which the workers must take checksums before their next step; none
-        in push.
-        """
+        """Return the blocks whose checksums the workers must take before their next step (pull)."""
         sampled = self._sampled
         self._sampled = {}
         return sampled
@@ -170,9 +163,7 @@ class PrefillRequests:
             self._post(_adding(name, its))
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
-        """Lease the blocks of a finished prefill, and return its kv_transfer_params; None for any
-        other request.
-        """
+        """Lease a finished prefill's blocks; return its kv_transfer_params. None: no prefill."""
         try:
             return self._hand_over(request, self._window_pins.restore(request.request_id, blocks))
         finally:
@@ -190,9 +181,7 @@ class PrefillRequests:
 
     @property
     def has_pending(self) -> bool:
-        """Whether the next step's metadata must reach the workers, even if the model computes
-        nothing.
-        """
+        """Whether the next step must reach the workers, even if the model computes nothing."""
         return bool(self._sampled) or (
             self._push_progress is not None and self._push_progress.has_pending()
         )
@@ -258,9 +247,7 @@ class PrefillRequests:
         return offer
 
     def _name_role(self, request: Request) -> None:
-        """Say once what keeps an engine from lending: vLLM's NixlConnector lends whatever its role
-        is.
-        """
+        """Log once why this engine does not lend: vLLM's NixlConnector would, in any role."""
         if self._has_named_role:
             return
         self._has_named_role = True
@@ -311,7 +298,7 @@ class PrefillRequests:
         return {**offer.to_params(), **extras, LEASE: self._settings.kv_lease_duration}
 
     def _sample(self, name: RequestId, prompt: list[list[int]], tokens: int) -> bool:
-        """Order checksums of a prompt's blocks, if it is sampled; tell whether it is."""
+        """Order checksums of a prompt's blocks if it is sampled; return whether it is."""
         if not self._sampling.takes(name):
             return False
         groups = self._engine_config.groups
@@ -338,16 +325,12 @@ class PrefillRequests:
         return True
 
     def revoke(self, blocks: int, priority: int) -> None:
-        """Revoke unread leases that are no more important than ``priority`` until so many blocks
-        are free.
-        """
+        """Revoke unread leases, none more important than ``priority``, to free so many blocks."""
         if candidates := self._held_blocks.candidates(blocks, priority):
             self._post(lambda control, now: control.revoke(candidates, blocks, now=now))
 
     def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
-        """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there
-        is none.
-        """
+        """Return the limit that a lease of these blocks would exceed, in words; empty: none."""
         if len(self._held_blocks) >= self._settings.max_leases:
             return f"{len(self._held_blocks)} leases are held; max_leases is {self._settings.max_leases}"
         total = self._pool().num_gpu_blocks - 1  # without the null block

@@ -1,8 +1,7 @@
-"""The hashes by which this engine's prefix cache knows the blocks of a prompt, computed by vLLM
-itself.
+"""The hashes of a prompt's blocks in this engine's prefix cache, computed by vLLM's own code.
 
-They are never compared with another engine's: seeds and algorithms differ. Each engine hashes the
-tokens again.
+They are never compared with another engine's, as seeds and algorithms differ: each engine hashes
+the tokens itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +25,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 class _TokenIds:
-    """The token ids of a FindPrefix, which become numbers as they are needed: of 200,000 that takes
-    milliseconds.
-    """
+    """The token ids of a FindPrefix, decoded on demand: 200,000 at once take milliseconds."""
 
     def __init__(self, packed: bytes) -> None:
         self._ids = np.frombuffer(packed, dtype=TOKEN, count=len(packed) // 4)
@@ -42,9 +39,7 @@ class _TokenIds:
 
 
 def prefix_hasher(algorithm: str, block_size: int) -> HashBlocks:
-    """Return what hashes the full blocks of a prompt as vLLM hashes those of a request of this
-    engine.
-    """
+    """Return a function that hashes a prompt's full blocks as vLLM does for its own requests."""
     hash_blocks: Any = get_request_block_hasher(block_size, get_hash_fn_by_name(algorithm))
 
     def hash_prompt(message: FindPrefix) -> Iterator[Sequence[bytes]]:

@@ -73,9 +73,7 @@ class PushProgress:
             self._pending.append(TransferOver(name))
 
     def has_pending(self) -> bool:
-        """Whether the next step's metadata must reach the workers, even if the model computes
-        nothing.
-        """
+        """Whether the next step must reach the workers, even if the model computes nothing."""
         return bool(self._pending)
 
     def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
@@ -119,9 +117,7 @@ class PushProgress:
     def _filled(
         self, output: SchedulerOutput, state: "KVConnectorBlockState"
     ) -> frozenset[int] | None:
-        """Return the blocks into which this step computes KV; None if it writes into others,
-        too.
-        """
+        """Return the blocks into which this step computes KV; None: it writes into others, too."""
         if fills_by_other_means(output):
             return None
         cached = output.scheduled_cached_reqs

@@ -85,9 +85,7 @@ class RegisteredMemory:
         unregister(self._agent, self.kind, self.number, self._spans)
 
     def copier(self, buffer: StagingBuffer, wake: Callable[[], None]) -> ThreadCopier:
-        """Return a copier between the cache and one of its buffers; the caller starts and stops
-        it.
-        """
+        """Return a copier between the cache and a buffer; the caller starts and stops it."""
         return ThreadCopier(buffer, lambda *args: self._copy_rows(*args), self._around, wake)
 
     @property

@@ -1,7 +1,7 @@
-"""The prefills that ask a decode engine for KV of earlier answers before they compute anything.
+"""Prefills that first ask a decode engine for KV of earlier answers.
 
-Everything here runs on the engine thread. The router names the engine (``pdrelay_cached_on``) in
-the params of a prefill.
+Everything here runs on the engine thread. The router names the engine in the params of a prefill
+(``pdrelay_cached_on``).
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ logger = init_logger("vllm.pdrelay")
 
 
 class _CachedOn(NamedTuple):
-    """What the router says of a prefill."""
+    """The router's part of a prefill's params."""
 
     engine: EngineId
     share: float
 
 
 class ReturnedPrefixes:
-    """Asks once for each prefill, when vLLM knows what its own prefix cache has."""
+    """Asks once for each prefill, after vLLM has looked it up in its own prefix cache."""
 
     def __init__(
         self, engine_config: EngineConfig, decodes: DecodeRequests, post: Post, counters: Counters
@@ -55,7 +55,7 @@ class ReturnedPrefixes:
             )
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Note which engine a new prefill is to ask."""
+        """Note the engine to ask for a new prefill."""
         engine = params.get(CACHED_ON)
         if engine is None or not self._is_on:
             return
@@ -69,9 +69,7 @@ class ReturnedPrefixes:
             self._counters.count("prefixes_unsupported")
 
     def searches(self, request: Request, computed: int) -> bool:
-        """Return whether a request waits for an answer; ``computed`` tokens of it are cached
-        here.
-        """
+        """Return whether a request waits for an answer; ``computed``: its tokens cached here."""
         own = RequestId(request.request_id)
         if own in self._searching:
             return True
@@ -89,7 +87,7 @@ class ReturnedPrefixes:
         return True
 
     def ended(self, ended: SearchEnded) -> None:
-        """Load what was found, if the request is still here and lacks it."""
+        """Load the blocks that were found, if the request still needs them."""
         computed = self._searching.pop(ended.request, None)
         params = ended.params
         if params is None:
@@ -114,9 +112,7 @@ class ReturnedPrefixes:
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether only its tokens and its salt decide the KV of a request, and it may be loaded at
-    all.
-    """
+    """Whether a request may be loaded, and only its tokens and its salt decide its KV."""
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None

@@ -128,7 +128,7 @@ class PDRelayConnectorScheduler:
     # ---- once, at start
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Keep vLLM's block pool, and give up all leases before it forgets what is cached."""
+        """Keep vLLM's block pool, and give up all leases before its prefix cache is reset."""
         self._pool = pool
         before_resets(pool, self._give_up_leases)
 
@@ -173,11 +173,9 @@ class PDRelayConnectorScheduler:
         self._control.stop()
 
     def fall_asleep(self) -> None:
-        """Let go of the cache's memory, which vLLM puts away next; raises ``ConnectorError`` if
-        that cannot be.
+        """Release the cache's memory, which vLLM discards next; raises ``ConnectorError``.
 
-        VLLM has paused the engine and reset its prefix cache, and so no lease is left that was not
-        given up.
+        VLLM has paused the engine and reset its prefix cache, so that all leases are given up.
         """
         if self._sleep.state is not SleepState.AWAKE:
             return
@@ -207,9 +205,7 @@ class PDRelayConnectorScheduler:
     # ---- the life of a request
 
     def on_new_request(self, request: Request) -> None:
-        """Start to renew the lease of a request when it arrives: it may wait in the queue for
-        longer than a lease.
-        """
+        """Begin to renew a request's lease at its arrival: it may queue for longer than a lease."""
         self.handle_results()
         self._live[request.request_id] = request
         self._notes.began(request)
@@ -225,10 +221,9 @@ class PDRelayConnectorScheduler:
             self._decodes.begin_alone(request)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load
-        is asynchronous.
+        """Return how many tokens beyond ``computed`` will be loaded, and whether asynchronously.
 
-        None: that is not known yet, and vLLM asks again in its next step.
+        None: not known yet; vLLM asks again in its next step.
         """
         self._notes.considered(request, computed)
         self._prefills.considered(request, computed)
@@ -270,8 +265,7 @@ class PDRelayConnectorScheduler:
         return metadata
 
     def _may_wait(self) -> bool:
-        """Whether a step without tokens may wait until the control thread or a new request wakes
-        the engine.
+        """Whether a step without tokens may wait for the control thread or a new request.
 
         With asynchronous scheduling a running request may have output in flight, which must not
         wait.
@@ -296,9 +290,7 @@ class PDRelayConnectorScheduler:
         self._failed_loads.ended(output.finished_recving or (), output.failed_recving, self._live)
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
-        """Return the kv_transfer_params of a prefill that a decode engine can load; None for any
-        other request.
-        """
+        """Return the kv_transfer_params of a prefill for a decode engine; None: no prefill."""
         self.handle_results()
         self._live.pop(request.request_id, None)
         self._notes.finished(request)
@@ -342,9 +334,7 @@ class PDRelayConnectorScheduler:
                 pass  # stats() collects them in this step
 
     def has_pending(self) -> bool:
-        """Whether the engine must step: for results, for the workers' metadata, or to poll
-        quarantined blocks.
-        """
+        """Whether the engine must step: for results, workers' metadata, or quarantined blocks."""
         self._control.note_turn()  # the first call of an engine that wakes up
         return self._has_pending_results() or self._decodes.awaits_quarantine
 

@@ -1,9 +1,9 @@
-"""The moment before an engine puts its memory away.
+"""A hook before an engine discards its memory.
 
-VLLM 0.33 tells each worker's connector (``unregister_kv_caches``), one after the other, and the
-scheduler's not at all. It is the scheduler that peers are connected to, and that can still refuse,
-before any worker has let go. Its process has the executor (``v1/engine/core.py``), whose ``sleep``
-and ``discard`` put the memory of all workers away.
+VLLM 0.33 calls each worker's connector (``unregister_kv_caches``), one after the other, but not the
+scheduler's. Peers are connected to the scheduler, and only it can refuse before any worker has
+released its memory. Its process has the executor (``v1/engine/core.py``), whose ``sleep`` and
+``discard`` discard the memory of all workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,7 @@ CACHE_TAG: Final = "kv_cache"  # what vLLM calls that memory
 
 
 def find_executor() -> Any:
-    """Return the executor of the engine that builds the caller's connector; raises
-    ``UnsupportedCache`` without one.
-    """
+    """Return the executor of the engine that builds the connector; raises ``UnsupportedCache``."""
     engine = building_engine()
     if engine is None:
         raise UnsupportedCache(
@@ -29,10 +27,9 @@ def find_executor() -> Any:
 
 
 def before_sleeps(executor: Any, prepare: Callable[[], None], undo: Callable[[], None]) -> None:
-    """Call ``prepare`` on the engine thread before the KV cache's memory goes; if it raises, the
-    memory stays.
+    """Call ``prepare`` on the engine thread before the KV cache is discarded; it may raise.
 
-    ``undo`` follows if vLLM has not put it away after all.
+    Then the memory stays. ``undo`` follows if vLLM did not discard the memory after all.
     """
     sleep: Callable[..., None] = executor.sleep
     discard: Callable[..., None] = executor.discard

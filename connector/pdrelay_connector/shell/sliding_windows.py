@@ -55,9 +55,7 @@ class SlidingWindowPins:
                 self._pin(own, request.num_preemptions, state.resolve_block_ids(own))
 
     def release_preempted(self, live: Mapping[str, Request]) -> None:
-        """Unpin the blocks of requests that were preempted, perhaps because these blocks were
-        lacking.
-        """
+        """Unpin the blocks of preempted requests: perhaps these were the missing blocks."""
         for own, pinned in list(self._pinned.items()):
             if own not in live or live[own].num_preemptions != pinned.attempt:
                 self.release(own)
@@ -76,9 +74,7 @@ class SlidingWindowPins:
         self._pinned[own] = _Pinned(attempt, blocks)
 
     def restore(self, own: str, table: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return a finished request's block table with the pinned blocks filled in; call
-        :meth:`release` after it.
-        """
+        """Return a finished request's block table with its pinned blocks; then call `release`."""
         pinned = self._pinned.get(own)
         if pinned is None:
             return [list(ids) for ids in table]

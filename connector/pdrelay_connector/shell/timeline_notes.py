@@ -1,6 +1,4 @@
-"""Notes on the engine thread what happens to requests, for their timelines; does nothing where
-nobody can read them.
-"""
+"""Records events of requests on the engine thread, if there is a route to read timelines."""
 
 import time
 from collections.abc import Callable, Container, Iterable
@@ -28,18 +26,14 @@ _LEASE = {
 
 
 def are_wanted() -> bool:
-    """Whether this engine's API server has the route that shows timelines: ``VLLM_PLUGINS`` names
-    its plugin.
-    """
+    """Whether the API server has the route of timelines: ``VLLM_PLUGINS`` names its plugin."""
     return PLUGIN in (envs.VLLM_PLUGINS or ())
 
 
 def dated(
     report: StatsReport, clock: Callable[[], float], wall_clock: Callable[[], float]
 ) -> StatsReport:
-    """Date a report's events in seconds since the epoch; they come in those of ``clock``, the
-    monotonic one.
-    """
+    """Convert the times of a report's events from ``clock`` (monotonic) to the epoch."""
     if report.events:
         report.events = shifted(report.events, wall_clock() - clock())
     return report
@@ -72,15 +66,13 @@ class TimelineNotes:
         self._counters.note(name, TimelineStep.QUEUED, now)
 
     def considered(self, request: Request, cached: int) -> None:
-        """Its turn has come, and so many of its tokens are in the prefix cache."""
+        """VLLM considers the request, with so many tokens in the prefix cache."""
         if request.request_id in self._unconsidered:
             self._unconsidered.discard(request.request_id)
             self._counters.note(request.request_id, TimelineStep.CONSIDERED, self._clock(), cached)
 
     def meeting(self, request: Request, *, lasts: bool) -> None:
-        """Whether it waits for the first handshake with its peer, before which vLLM allocates
-        nothing.
-        """
+        """Whether it waits for its peer's first handshake; vLLM allocates no blocks before."""
         name = request.request_id
         if lasts and name in self._computing:
             self._meeting.add(name)
@@ -111,10 +103,7 @@ class TimelineNotes:
             )
 
     def load_ended(self, request: str, *, has_failed: bool, is_compared: bool = False) -> None:
-        """The load of a request has ended, as the control thread says (push).
-
-        If it ``is_compared`` by the workers first, they say how it has ended.
-        """
+        """A push has ended; if it ``is_compared``, the workers decide how."""
         if request not in self._computing:
             return
         if is_compared:

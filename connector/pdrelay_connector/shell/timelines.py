@@ -1,9 +1,8 @@
-"""The entry point ``vllm.endpoint_plugins``: ``GET /v1/pdrelay/requests/NAME``, what happened to a
-request and when.
+"""The endpoint plugin of ``GET /v1/pdrelay/requests/NAME``, the events of a request (docs/why.md).
 
-It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it. vLLM's own
-middleware asks for the API key, because the path begins with /v1. An answer has names, times and
-numbers of tokens and blocks, and no prompt.
+It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it. vLLM's middleware
+requires the API key, because the path begins with /v1. An answer has names, times and numbers of
+tokens and blocks, but no prompt.
 """
 
 from argparse import Namespace

@@ -1,10 +1,9 @@
-"""Prompts that a prefill engine computes without their last tokens: the model keeps a state, or
-drafts look ahead.
+"""Prompts that a prefill engine computes without their last tokens, for states and drafts.
 
-A decode engine computes the last prompt token itself, for its logits. A state that has taken that
-token in already would take it in twice. So vLLM's NixlConnector removes it from the request before
-it is scheduled (``_truncate_request_for_prefill`` in ``kv_connector/v1/nixl/base_scheduler.py``,
-0.32), and so do we.
+A decode engine computes the last prompt token itself, for its logits. A state that already includes
+that token would include it twice. So vLLM's NixlConnector removes it from the request before it is
+scheduled (``_truncate_request_for_prefill`` in ``kv_connector/v1/nixl/base_scheduler.py``, 0.32),
+and so do we.
 """
 
 from vllm.v1.request import Request

@@ -1,6 +1,4 @@
-"""The connector's numbers in vLLM's periodic log line and its Prometheus endpoint
-(``vllm:pdrelay_...``).
-"""
+"""The connector's numbers in vLLM's log line, and its Prometheus metrics (vllm:pdrelay_...)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -208,9 +206,7 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
                 self._incompatible.remove(*labels)
 
     def _count_peer_loads(self, labels: tuple[str, ...], loads: Mapping[str, int]) -> None:
-        """Count the loads of an engine from its first failure on, and no longer of the one that
-        failed long ago.
-        """
+        """Count the loads of an engine from its first failure on; forget the longest ago."""
         has_failed = not loads.keys() <= {LOADED}
         shown = self._failing.pop(labels, set()) if has_failed else self._failing[labels]
         self._failing[labels] = shown
@@ -225,9 +221,7 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
     def _show_failure(
         self, labels: tuple[str, ...], failure: str | None, *, has_loaded: bool
     ) -> None:
-        """Show the latest failure in the place of the one before; none, after a load that has not
-        failed.
-        """
+        """Show the latest failure of an engine, or none after a successful load."""
         if failure is None and not has_loaded:
             return
         if (before := self._failures.get(labels)) == failure:

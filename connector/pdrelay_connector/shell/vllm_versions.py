@@ -1,6 +1,4 @@
-"""What differs between the versions of vLLM that run the connector, each found by its feature and
-not by a number.
-"""
+"""The differences between supported versions of vLLM, detected by features, not by numbers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +29,7 @@ FOLLOWS_SLEEP: bool = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def returns_routed_experts(config: VllmConfig) -> bool:
-    """Tell whether answers name the experts of each token: of a prompt that was loaded, those of
-    some other.
+    """Tell whether answers name the experts of each token, which would be wrong for loaded prompts.
 
     vLLM refuses this for its own P/D connectors (``vllm/config/vllm.py``,
     ``_verify_aux_output_compatibility``). The switch is the model's up to 0.30 and has a
@@ -43,15 +40,12 @@ def returns_routed_experts(config: VllmConfig) -> bool:
 
 
 def replays_window(spec: KVCacheSpec) -> bool:
-    """Tell whether a sliding window is computed anew after a hit (from 0.32 on,
-    ``--swa-bounded-replay``).
-    """
+    """Tell whether a sliding window is recomputed after a hit (0.32, ``--swa-bounded-replay``)."""
     return bool(getattr(spec, "bounded_replay", False))
 
 
 def tokens_per_entry(spec: KVCacheSpec) -> int:
-    """Return how many tokens one entry of a layer's cache stands for; 0 if there are several
-    entries for a token.
+    """Return how many tokens one entry of a layer's cache covers; 0: several entries a token.
 
     Where a version has no such number, ``cache_regions.py`` finds that there are too few entries.
     """
@@ -59,15 +53,12 @@ def tokens_per_entry(spec: KVCacheSpec) -> int:
 
 
 def drafts_lookahead(config: VllmConfig) -> int:
-    """Return how many tokens drafts read beyond those computed: more than 1 for MTP of several
-    modules (from 0.32).
-    """
+    """Return how many tokens drafts read ahead: more than 1 for MTP of several modules (0.32)."""
     return int(getattr(config, "num_prefill_lookahead_tokens", 0))
 
 
 def fills_by_other_means(output: SchedulerOutput) -> bool:
-    """Tell whether a step writes KV that it does not compute: another connector's loads, or copies
-    of shared blocks.
+    """Tell whether a step writes KV without computing it: other connectors' loads, or copies.
 
     True where a version does not say so (before 0.32).
     """
@@ -77,7 +68,7 @@ def fills_by_other_means(output: SchedulerOutput) -> bool:
 
 
 class LaterHooks:
-    """Members of a connector that only some versions ask for; the others ignore them."""
+    """Members of a connector that only some versions use; the others ignore them."""
 
     _kv_cache_config: KVCacheConfig  # KVConnectorBase_V1 keeps it
     _worker: "PDRelayConnectorWorker"  # PDRelayConnector has it in a worker's process
@@ -97,13 +88,9 @@ class LaterHooks:
         self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache's memory again; vLLM passes ``get_handshake_metadata()`` on after
-        this.
-        """
+        """Register the cache's memory again; vLLM then passes get_handshake_metadata() on."""
         self._worker.restore()
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return all groups: vLLM must not zero their blocks, as it would race with the load
-        (models with a state).
-        """
+        """Return all groups: vLLM must not zero their blocks, which would race with loads."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))

@@ -1,5 +1,4 @@
-"""The connector in each vLLM worker: registers the KV cache, and passes loads to the transfer
-thread.
+"""The connector in each vLLM worker: registers the KV cache, and passes loads on to a thread.
 
 Everything here runs on the worker's main thread and only touches queues. The transfer thread owns
 NIXL's transfers.
@@ -89,18 +88,14 @@ class PDRelayConnectorWorker:
         fingerprint: Fingerprint,
         kernel_layout: KernelLayout,
     ) -> None:
-        """Register the KV cache, or a staging buffer, with NIXL, and start the threads of this
-        engine's role.
-        """
+        """Register the KV cache or a staging buffer with NIXL, and start this role's threads."""
         caches = own_caches(caches, self._engine_config.layers)
         bind_data_plane(self._settings, self._engine_config.address)
         self._register_again = lambda: self._register(caches, fingerprint, kernel_layout)
         self._register_again()
 
     def unregister(self) -> None:
-        """Let go of the memory that peers reach; raises ``ConnectorError`` while something may
-        still write into it.
-        """
+        """Release the memory; raises ``ConnectorError`` while something may write into it."""
         if self._memory is None:
             return
         self._sleep.on(SleepEvent.SLEEP_ORDERED)
@@ -117,16 +112,14 @@ class PDRelayConnectorWorker:
         logger.info("pdrelay: rank %d of stage %d has let go of its memory", *self._rank)
 
     def restore(self) -> None:
-        """Register the memory again, for the next generation of this engine, and start the
-        threads.
-        """
+        """Register the memory for the next generation of this engine, and start the threads."""
         if self._sleep.state is SleepState.ASLEEP:
             self._sleep.on(SleepEvent.WOKEN)
             self._sleep.generation += 1
             self._register_again()
 
     def _give_up(self) -> None:
-        """End loads and pushes, and wait until NIXL says that nothing is under way."""
+        """End loads and pushes, and wait until NIXL reports that none is in flight."""
         give_up_at = time.monotonic() + self._settings.transfer_timeout
         # where both are, they are one
         runner: Runner[Any] | None = self._runner or self._push_writer
@@ -239,9 +232,7 @@ class PDRelayConnectorWorker:
             ]
 
     def _compared(self, result: LoadResult) -> LoadResult:
-        """Compare what a push has brought to this rank with the checksums of the rank that has
-        written it.
-        """
+        """Compare pushed blocks with the checksums of the rank that wrote them."""
         if (checks := result.checks) is None:
             return result
         counters = Counters()
@@ -268,9 +259,7 @@ class PDRelayConnectorWorker:
         return self._memory
 
     def add_computed(self, pieces: list[ComputedBlocks | TransferOver]) -> None:
-        """Push the blocks of earlier steps; the transfer thread waits until the device has computed
-        them.
-        """
+        """Push the blocks of earlier steps, once the device has computed them."""
         if not pieces:
             return
         if self._push_writer is None:
@@ -443,9 +432,7 @@ class PDRelayConnectorWorker:
         )
 
     def _forward(self, report: StatsReport) -> None:
-        """On the thread of a writer or a stager: pass its numbers on, before its next message
-        leaves.
-        """
+        """Pass a writer's or stager's counts on; called on its thread, before its next message."""
         self._outbox.put((), report)
 
     def _after_turn(self, reader: PullReader | ReturningWriter) -> None:

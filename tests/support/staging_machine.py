@@ -198,7 +198,7 @@ class StagingMachine(RuleBasedStateMachine):
             return
         for stager in self.world.p.stagers:
             for order in stager._running.values():
-                assert order.number in self.world.p.slots._held
+                assert order.number in self.world.p.slots._granted
 
     def teardown(self):
         """Everything heals; then everybody has an answer, and nothing is left over."""
@@ -217,5 +217,5 @@ class StagingMachine(RuleBasedStateMachine):
         assert [worker.unanswered() for worker in workers] == [[] for _ in workers], "somebody waits for an answer"
         assert p.held == {}
         assert sorted(p.free) == list(range(1, BLOCKS))
-        assert len(p.staging_coordinator) == len(p.slots) == p.slots.held == 0
+        assert len(p.staging_coordinator) == len(p.slots) == p.slots.granted == 0
         assert [len(stager) + len(copier) for stager, copier in zip(p.stagers, p.copiers, strict=True)] == [0] * p.ranks

@@ -84,7 +84,7 @@ def hand_out_slots_twice(patch):
     give_back = Slots.release
 
     def generous(self, ticket):
-        slots = self._held.get(ticket)
+        slots = self._granted.get(ticket)
         give_back(self, ticket)
         if slots is not None and slots[0]:
             self._free[0].append(slots[0][0])

@@ -50,9 +50,7 @@ class DecodeMode(Protocol):
     def start(
         self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
     ) -> Sequence[int]:
-        """Order the load of ``external`` tokens, which end before the last prompt token; return
-        their blocks.
-        """
+        """Order the load of ``external`` tokens before the last prompt token; return the blocks."""
         ...
 
     def abort(self, own: RequestId) -> None:
@@ -98,8 +96,7 @@ class PullDecode:
         return source
 
     def _check_prompt(self, source: PullParams, own: str | None, *, is_proven: bool) -> None:
-        """Compare the digests of both prompts. vLLM's NixlConnector sends none; signed params must
-        have one.
+        """Compare the digests of both prompts; signed params must have one, NixlConnector's none.
 
         A mismatch does not drop the lease: the blocks may belong to another request, which still
         needs them.
@@ -129,12 +126,12 @@ class PullDecode:
             )
         for number, group in enumerate(groups):
             start, stop = group.missing_tokens(tokens + 1, tokens)
-            held = self._offered(source, number, start, stop)
+            offered = self._offered(source, number, start, stop)
             if group.state:
-                _check_state(held, source.remote_num_tokens, stop)
+                _check_state(offered, source.remote_num_tokens, stop)
             elif (
-                0 in held
-                or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]
+                0 in offered
+                or len(offered) * sizes[number] < stop - start // sizes[number] * sizes[number]
             ):
                 raise InvalidKvParams(
                     f"tokens {start} to {stop} are needed of KV cache group {number}, and not all "
@@ -196,9 +193,7 @@ class PullDecode:
         self._post(lambda control, _: control.lease_renewer.stop_renewing(own, engine))
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return the orders since the last step, and the loads that have failed before they
-        began.
-        """
+        """Return the orders since the last step, and the loads that failed before their start."""
         orders = self._orders
         self._orders = []
         arrived = self.arrived
@@ -246,9 +241,7 @@ class PushDecode:
         return [block for lent in groups for block in lent.blocks]
 
     def abort(self, own: RequestId) -> None:
-        """Stop the prefill engine; vLLM keeps the blocks until the workers report the end of the
-        load.
-        """
+        """Stop the prefill engine; vLLM keeps the blocks until workers report the load's end."""
         self._post(lambda control, _: control.push_receiver.stop(own))
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
@@ -262,10 +255,9 @@ class PushDecode:
 
 
 def _check_state(blocks: Sequence[BlockId], covered: int, computed: int) -> None:
-    """Raise unless one block with the state after exactly ``computed`` tokens is offered; after
-    none, none is needed.
+    """Raise unless the state after exactly ``computed`` tokens is offered; for 0, none is needed.
 
-    vLLM computes the next token from it, so a state that covers that token already would take it in
+    vLLM computes the next token from it, so a state that covers that token already would include it
     twice.
     """
     if computed and covered != computed:
@@ -286,7 +278,7 @@ def _check(engine_config: EngineConfig, request: Request) -> None:
 
 
 def adapter_of(request: Request) -> str | None:
-    """Return the LoRA adapter of a request, by its name and by what it is."""
+    """Return the LoRA adapter of a request, by its name and its digest."""
     return ADAPTERS.identity_of(request.lora_request) if request.lora_request is not None else None
 
 
@@ -296,11 +288,10 @@ def has_changed_adapter(request: Request) -> bool:
 
 
 def _check_adapter(source: PullParams, request: Request) -> None:
-    """Raise if the KV was computed with another adapter; the prompt's digest would differ, too, and
-    not say why.
+    """Raise if the KV was computed with another adapter; a prompt's digest would not name it.
 
-    vLLM's NixlConnector names none. It digests no prompt, either: an engine of ours that digests
-    one and names no adapter has computed without one, or is older and knows its name alone.
+    vLLM's NixlConnector names no adapter, and digests no prompt. An engine of ours that digests a
+    prompt, but names no adapter, computed without one, or is older and only knows its name.
     """
     own = adapter_of(request)
     if own is not None and source.pdrelay_adapter is None and source.pdrelay_prompt is not None:
@@ -318,9 +309,7 @@ def _check_adapter(source: PullParams, request: Request) -> None:
 
 
 def digest(request: Request, prompt_tokens: int) -> str | None:
-    """Return a digest of all inputs of the KV of so many tokens; None if they have no ids
-    (embeddings).
-    """
+    """Return a digest of all inputs of so many tokens' KV; None: no token ids (embeddings)."""
     features = [feature.identifier for feature in request.mm_features]
     if (adapter := adapter_of(request)) is not None:
         features.append(f"lora:{adapter}")

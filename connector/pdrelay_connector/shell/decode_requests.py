@@ -1,5 +1,4 @@
-"""The requests here whose prompt another engine prefills: their loads, and the quarantine of failed
-loads' blocks.
+"""The requests whose prompts other engines prefill: loads, and the quarantine of failed ones.
 
 Everything here runs on the engine thread, which owns vLLM's block pool.
 """
@@ -74,9 +73,7 @@ class _RemotePrefill:
 
 @dataclass(slots=True)
 class _Quarantined:
-    """Blocks of a failed load, pinned until the last rank reports that NIXL no longer writes into
-    them.
-    """
+    """Blocks of a failed load, pinned until all ranks report that NIXL does not write into them."""
 
     blocks: list[KVCacheBlock]
     # by the workers, which report its end with a step; of a push the control thread does
@@ -99,9 +96,7 @@ class DecodeRequests:
         wall_clock: Clock,
         on_skipped: Callable[[str, str], None] = lambda _request, _cause: None,
     ) -> None:
-        """``on_skipped`` hears of each request whose load does not begin, and why, as metrics name
-        it.
-        """
+        """``on_skipped`` gets each request whose load does not begin, and the cause of metrics."""
         self._on_skipped = on_skipped
         self._engine_config = engine_config
         self._post = post
@@ -116,7 +111,7 @@ class DecodeRequests:
         self._differing: dict[EngineId, None] = {}
         self._mended: list[EngineId] = []  # those of them that do not any more
         # of each engine that was reached, whether its KV can be loaded
-        self._met: dict[EngineId, HandshakeEnded] = {}
+        self._handshakes: dict[EngineId, HandshakeEnded] = {}
         self._quarantined: dict[RequestId, _Quarantined] = {}
         self._partial = PartialBlocks(engine_config.groups, pool)
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
@@ -165,12 +160,12 @@ class DecodeRequests:
         if self._shares(request, source):
             return
         engine = source.remote_engine_id
-        met = self._met.get(engine)
-        is_met = met is not None
+        handshake = self._handshakes.get(engine)
+        is_met = handshake is not None
         self._remote_prefills[own] = _RemotePrefill(source, is_met)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
-        if met is not None and met.objection:
-            self._skip_incompatible(own, met)
+        if handshake is not None and handshake.objection:
+            self._skip_incompatible(own, handshake)
         elif not is_met:
             self._post(lambda control, now: control.lease_renewer.report_handshake(engine, now=now))
 
@@ -190,12 +185,10 @@ class DecodeRequests:
     def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
         return self._pull_decode if self._chooses and not says_push(params) else self._mode
 
-    def begin_found(self, own: RequestId, found: PullParams) -> None:
-        """Load the beginning of a prompt from the prefix cache of a decode engine, which has leased
-        it to us.
-        """
-        self._remote_prefills[own] = _RemotePrefill(found, is_met=True)
-        self._post(lambda control, now: control.lease_renewer.start_renewing(own, found, now=now))
+    def begin_found(self, own: RequestId, params: PullParams) -> None:
+        """Load a prompt's beginning, which a decode engine has leased us from its prefix cache."""
+        self._remote_prefills[own] = _RemotePrefill(params, is_met=True)
+        self._post(lambda control, now: control.lease_renewer.start_renewing(own, params, now=now))
 
     def _shares(self, request: Request, source: PullParams | PushParams) -> bool:
         """Tell whether another request here loads the same prompt: of n answers, one reads P's
@@ -240,8 +233,8 @@ class DecodeRequests:
         again.
         """
         if ended.is_final:
-            if len(self._met) >= MAX_KNOWN:
-                self._met.clear()
+            if len(self._handshakes) >= MAX_KNOWN:
+                self._handshakes.clear()
             if ended.objection and ended.engine not in self._differing:
                 self._new_objections.append(ended.engine)
                 self._differing[ended.engine] = None
@@ -250,7 +243,7 @@ class DecodeRequests:
             elif not ended.objection and ended.engine in self._differing:
                 del self._differing[ended.engine]
                 self._mended.append(ended.engine)
-            self._met[ended.engine] = ended
+            self._handshakes[ended.engine] = ended
         for own, remote_prefill in list(self._remote_prefills.items()):
             if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
                 continue
@@ -262,9 +255,7 @@ class DecodeRequests:
                 self._skip_incompatible(own, ended)
 
     def _name_own_host(self, source: PullParams | PushParams) -> None:
-        """Say once what an engine on another machine lacks that calls itself ``localhost``, vLLM's
-        default.
-        """
+        """Log once how to configure an engine elsewhere if its host is ``localhost``."""
         if self._has_named_own_host or not is_own_host(source.remote_host):
             return
         self._has_named_own_host = True
@@ -279,52 +270,46 @@ class DecodeRequests:
         )
 
     def peer_changed(self, news: HandshakeEnded | PeerLost) -> None:
-        """An engine was met, or could not be; or its connection has ended: the next request meets
-        it anew.
-        """
+        """Handle the end of a handshake, or of a connection: then the next request reconnects."""
         if isinstance(news, PeerLost):
-            self._met.pop(news.engine, None)
+            self._handshakes.pop(news.engine, None)
         else:
             self.handshake_ended(news)
 
     def forget_engines(self) -> None:
         """Meet all engines anew: this one has slept, and its connections have ended."""
-        self._met.clear()
+        self._handshakes.clear()
 
     def take_incompatible(self) -> list[str]:
-        """Return the engines that were found to differ since the last call."""
-        found = self._new_objections
+        """Return the engines that were found incompatible since the last call."""
+        engines = self._new_objections
         self._new_objections = []
-        return [str(engine) for engine in found]
+        return [str(engine) for engine in engines]
 
     def take_compatible(self) -> list[str]:
-        """Return the engines that differed, and do not since the last call: started again under the
-        same id.
-        """
-        found = self._mended
+        """Return the engines that became compatible since the last call, by a restart."""
+        engines = self._mended
         self._mended = []
-        return [str(engine) for engine in found]
+        return [str(engine) for engine in engines]
 
-    def _skip_incompatible(self, own: RequestId, met: HandshakeEnded) -> None:
+    def _skip_incompatible(self, own: RequestId, handshake: HandshakeEnded) -> None:
         source = self._remote_prefills[own].source
         self._release_lease(own)
         self._counters.count_load(
-            "loads_skipped_incompatible", source.remote_engine_id, cause=met.cause
+            "loads_skipped_incompatible", source.remote_engine_id, cause=handshake.cause
         )
-        self._on_skipped(own, met.cause or "refused")
+        self._on_skipped(own, handshake.cause or "refused")
         logger.warning(
             "pdrelay: %s computes its own prompt: %s was not met: %s",
             own,
             source.address,
-            met.objection,
+            handshake.objection,
         )
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load
-        is asynchronous.
+        """Return how many tokens beyond ``computed`` will be loaded, and whether asynchronously.
 
-        None while the first handshake with that engine lasts, or another answer to the same prompt
-        loads it.
+        None: during the first handshake with the engine, or while another request loads the prompt.
         """
         own = RequestId(request.request_id)
         remote_prefill = self._remote_prefills.get(own)
@@ -428,9 +413,7 @@ class DecodeRequests:
                     self._counters.count_load("loads", source.remote_engine_id)
 
     def finished(self, request: Request) -> None:
-        """Abort the load of a finished request, or give its lease back if its load has not
-        begun.
-        """
+        """Abort the load of a finished request, or drop its lease if its load has not begun."""
         own = RequestId(request.request_id)
         remote_prefill = self._remote_prefills.get(own)
         if remote_prefill is not None and remote_prefill.loading:
@@ -443,8 +426,7 @@ class DecodeRequests:
             self._loaders[prompt] = None
 
     def lease_lost(self, own: RequestId) -> None:
-        """P no longer holds the KV of a request: it computes its own prompt, unless its load has
-        begun.
+        """Handle a lost lease: the request computes its own prompt, unless its load has begun.
 
         The fence decides about a load that has begun; in push, P's answer to our registration does.
         """
@@ -478,9 +460,7 @@ class DecodeRequests:
         self._push_decode.arrived.append(result)
 
     def update_quarantine(self, news: QuarantineMetadata) -> None:
-        """Pin blocks that NIXL may still write into, before vLLM frees them; unpin those it no
-        longer writes into.
-        """
+        """Pin blocks that NIXL may still write into, before vLLM frees them; unpin the others."""
         pool = self._pool()
         for own in news.quarantined:
             if own not in self._quarantined:
@@ -504,14 +484,12 @@ class DecodeRequests:
 
     @property
     def awaits_quarantine(self) -> bool:
-        """Whether only a step can end a quarantine: of a read, workers report it with their step's
-        output.
-        """
-        return any(each.is_read for each in self._quarantined.values())
+        """Whether only a step can end a quarantine: workers report it with a step, for reads."""
+        return any(quarantined.is_read for quarantined in self._quarantined.values())
 
     @property
     def loading(self) -> set[str]:
-        """The requests whose load has begun and not ended."""
+        """The requests with a load in progress."""
         return {
             str(own)
             for own, remote_prefill in self._remote_prefills.items()
@@ -519,14 +497,17 @@ class DecodeRequests:
         }
 
     def may_wait(self, *, is_searching: bool = False) -> bool:
-        """Whether an idle step may wait for the control thread; ``is_searching``: a request waits
-        for its answer.
+        """Whether an idle step may wait for the control thread; ``is_searching``: for an answer.
 
         The control thread reports ended pushes. The workers report ended reads, with a step, so an
         engine that reads must step; it may wait for a handshake, and between two polls of
         quarantined blocks.
         """
-        loading = [each.source for each in self._remote_prefills.values() if each.loading]
+        loading = [
+            remote_prefill.source
+            for remote_prefill in self._remote_prefills.values()
+            if remote_prefill.loading
+        ]
         if any(isinstance(source, PullParams) for source in loading):
             return False
         is_meeting = is_searching or any(
@@ -540,7 +521,7 @@ class DecodeRequests:
         return {
             "requests_waiting_for_remote_kv": float(len(self._remote_prefills)),
             "blocks_quarantined": float(
-                sum(len(each.blocks) for each in self._quarantined.values())
+                sum(len(quarantined.blocks) for quarantined in self._quarantined.values())
             ),
         }
 
@@ -557,5 +538,5 @@ class DecodeRequests:
         self._post(lambda control, _: control.lease_renewer.release(own, engine))
 
 
-def _is_same_prompt(one: Request, other: Request) -> bool:
-    return digest(one, one.num_prompt_tokens) == digest(other, other.num_prompt_tokens)
+def _is_same_prompt(first: Request, second: Request) -> bool:
+    return digest(first, first.num_prompt_tokens) == digest(second, second.num_prompt_tokens)

@@ -69,7 +69,8 @@ class StagingBuffer:
         host = torch.zeros(shape, dtype=cache.dtype, device=HOST, pin_memory=pinned)
         self.tensors[name] = host
         layers = next(
-            (each for each in self._layers if (each.group, each.rows) == (group, rows)), None
+            (earlier for earlier in self._layers if (earlier.group, earlier.rows) == (group, rows)),
+            None,
         )
         if layers is None:
             self._layers.append(layers := _Layers(group, rows, {}, {}))
@@ -82,16 +83,13 @@ class StagingBuffer:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def regions(self, describe: Callable[[Tensors, int], tuple[Region, ...]]) -> tuple[Region, ...]:
-        """Return the regions for peers; ``describe`` gets the tensors and the number of blocks in
-        each.
-        """
+        """Return the regions for peers; ``describe`` gets the tensors and their blocks."""
         return describe(self.tensors, max(self.slots) + 1)
 
     def copy(
         self, copy_rows: CopyRows, blocks: GroupBlocks, slots: GroupBlocks, direction: Direction
     ) -> int:
-        """Copy between blocks and slots, as many blocks as slots in each group, and return the
-        number of bytes.
+        """Copy between equally many blocks and slots of each group; return the number of bytes.
 
         Raises :exc:`IndexError` before the first copy: an invalid block id is an illegal access on
         a GPU, after which its context is lost.
@@ -121,8 +119,7 @@ class _Job(NamedTuple):
 
 
 class ThreadCopier:
-    """Implements :class:`~pdrelay_connector.core.ports.Copier` on its own thread, one copy after
-    the other.
+    """A :class:`~pdrelay_connector.core.ports.Copier` on its own thread, one copy at a time.
 
     ``copy_rows`` is vLLM's operation for the device, or :func:`copy_on_host`. Each copy runs in the
     context ``around``. ``wake`` is called after each copy, to wake the polling thread.

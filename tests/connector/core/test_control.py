@@ -121,11 +121,11 @@ def test_what_is_staged_ends_with_its_lease(world):
         p.counters,
         staging_coordinator=p.staging_coordinator,
     )
-    assert p.slots.held == 2
+    assert p.slots.granted == 2
     control.advance(now=LEASE)
 
     assert control.take_results(now=LEASE) == [LeaseEnded(request, LeaseEvent.EXPIRED)]
-    assert p.slots.held == 0
+    assert p.slots.granted == 0
 
 
 def test_two_engines_can_push_to_each_other():

@@ -1634,7 +1634,7 @@ def test_blocks_of_a_sampled_prefill_are_ordered_from_the_workers_and_their_sums
     engine.side.after_step(KVConnectorOutput(kv_connector_worker_meta=QuarantineMetadata(sums=sums)))
     settle(engine)
 
-    assert engine.side._control._runner._core.lease_manager._sampled["p-a"].of(0) == RankSums(0, "s", ())
+    assert engine.side._control._runner._core.lease_manager._sampled["p-a"].sums_of(0) == RankSums(0, "s", ())
     assert counters(engine)["prefills_sampled"] == 1
 
 

@@ -99,9 +99,7 @@ class LeaseRenewer:
         last_turn: Callable[[], float] = lambda: inf,
         tells_pulled: bool = False,
     ) -> None:
-        """``tells_pulled``: P may have been asked to push or to be read, and is told which (mode
-        auto).
-        """
+        """``tells_pulled``: renewals say whether P's blocks are read or pushed (mode auto)."""
         self._tells_pulled = tells_pulled
         self._link = link
         self._peers = peers
@@ -132,9 +130,7 @@ class LeaseRenewer:
         leases.beat_at = min(leases.beat_at, now + self._interval_of(peer))
 
     def report_handshake(self, engine: EngineId, *, now: float) -> None:
-        """Report the end of an engine's handshake, which :meth:`start_renewing` has begun, also if
-        it has ended.
-        """
+        """Report the end of the engine's handshake: now, if it has ended, or else later."""
         self._awaited.add(engine)
         self._report(self._peers.get(engine), now)
 
@@ -151,7 +147,7 @@ class LeaseRenewer:
             self._prune(engine, leases)
 
     def release(self, request: RequestId, engine: EngineId) -> None:
-        """Stop renewing, and drop the lease with all others that are dropped in this turn.
+        """Stop renewing, and drop the lease, in one message with others of this iteration.
 
         The lease stays if another request here (one prompt, n answers) needs the same blocks.
         """
@@ -175,11 +171,9 @@ class LeaseRenewer:
                 self.release(request, engine)
 
     def read_started(self, request: RequestId, engine: EngineId) -> None:
-        """Tell P, with this turn and each heartbeat until the load is over, that our workers read a
-        request's blocks.
+        """Report to P now, and with each heartbeat until its end, that our workers read blocks.
 
-        P believes it for ``transfer_timeout``; a load that queues for room in host memory takes
-        longer.
+        P believes it for ``transfer_timeout``; a load that waits for host memory takes longer.
         """
         leases = self._leases_by_engine.get(engine)
         if leases is not None and (params := leases.params.get(request)) is not None:
@@ -200,7 +194,7 @@ class LeaseRenewer:
         return lost
 
     def on(self, event: LinkEvent, *, now: float) -> Peer | None:
-        """Take in what happened on a connection we opened; return the peer whose state changed."""
+        """Handle an event of a connection that we opened; return the peer whose state changed."""
         changed: Peer | None = None
         match event:
             case MessageReceived(conn, LeasesLost(requests)):
@@ -220,9 +214,7 @@ class LeaseRenewer:
         return changed
 
     def advance(self, *, now: float) -> float | None:
-        """Say what is to be said, and send the heartbeats that are due; return when the next one
-        is.
-        """
+        """Send queued messages and due heartbeats; return when the next heartbeat is due."""
         self._send_pending()
         self._peers.forget_refused(self._leases_by_engine, now=now)
         patience_ends = self._lose_patience(now)
@@ -246,7 +238,7 @@ class LeaseRenewer:
         return min([*dues, *([] if patience_ends is None else [patience_ends])], default=None)
 
     def _lose_patience(self, now: float) -> float | None:
-        """Report peers that requests have waited for long enough; return when to look again."""
+        """Report peers that requests have waited for long enough; return when to check again."""
         awaited = [
             peer for engine in list(self._awaited) if (peer := self._peers.get(engine)) is not None
         ]
@@ -276,7 +268,7 @@ class LeaseRenewer:
             self._send_reads(peer, leases.read)
 
     def _send_pending(self) -> None:
-        """Tell each engine what it should hear; one that is still being met hears it then."""
+        """Send each connected engine its messages; others get them after their handshake."""
         unsaid = self._pending
         self._pending = {}
         for engine in unsaid:
@@ -310,7 +302,7 @@ class LeaseRenewer:
             self._link.send(peer.conn, ReadsStarted(names))
 
     def _clear_pending(self, engine: EngineId, leases: _EngineLeases) -> None:
-        """Forget messages that were sent, or whose engine is gone: it holds no blocks for us."""
+        """Forget sent messages, and those of engines that are gone: they hold no blocks for us."""
         leases.to_drop.clear()
         leases.to_read.clear()
         self._prune(engine, leases)
@@ -377,14 +369,14 @@ class LeaseRenewer:
     def _renew(
         self, peer: Peer, leases: _EngineLeases, requests: Iterable[RequestId], now: float
     ) -> None:
-        sent = 0
+        sent_names = 0
         for pulled, some in self._divided(requests, leases.is_pulled):
             for names in _in_pieces(some):
                 self._link.send(peer.conn, RenewLeases(names, pulled))
-                sent += len(names)
-        if sent and peer.unanswered_since is None:
+                sent_names += len(names)
+        if sent_names and peer.unanswered_since is None:
             peer.unanswered_since = now
-        self._counters.count("renewals_sent", sent)
+        self._counters.count("renewals_sent", sent_names)
 
     def _prune(self, engine: EngineId, leases: _EngineLeases) -> None:
         if not leases.params and not leases.to_drop:
@@ -392,7 +384,7 @@ class LeaseRenewer:
 
 
 def _in_pieces(requests: Iterable[RequestId]) -> Iterator[tuple[RequestId, ...]]:
-    """Cut names into as many as one message takes."""
+    """Divide names into pieces for one message each."""
     names = tuple(requests)
     for start in range(0, len(names), MAX_IDS):
         yield names[start : start + MAX_IDS]

@@ -114,8 +114,7 @@ class PushParams(msgspec.Struct, frozen=True):
 
 
 def parse_push_params(params: Mapping[str, Any], own: str) -> PushParams:
-    """Parse what a router tells D about a push; raises
-    :exc:`~pdrelay_connector.errors.InvalidKvParams`.
+    """Parse a router's params of a push; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`.
 
     ``own`` is vLLM's id of the request on this engine.
     """
@@ -163,9 +162,7 @@ def common_id(own: str) -> str:
 
 
 def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
-    """Parse what P wrote and the router carried; raises
-    :exc:`~pdrelay_connector.errors.InvalidKvParams`.
-    """
+    """Parse P's params of a pull; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
     try:
         parsed = _convert(params, PullParams)
         texts = (
@@ -197,22 +194,18 @@ def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
     return parsed
 
 
-def _convert(params: Mapping[str, Any], wanted: type[_Params]) -> _Params:
-    """Convert params, in which a router whose language has no integers may have written 5600 as
-    5600.0.
-    """
+def _convert(params: Mapping[str, Any], kind: type[_Params]) -> _Params:
+    """Convert params; a router in a language without integers may have written 5600.0 for 5600."""
     try:
-        return msgspec.convert(params, wanted)
+        return msgspec.convert(params, kind)
     except msgspec.ValidationError:
         return msgspec.convert(
-            {name: _with_integers(value) for name, value in params.items()}, wanted
+            {name: _with_integers(value) for name, value in params.items()}, kind
         )
 
 
 def _with_integers(value: object, depth: int = 2) -> object:
-    """Return a value with integers for whole floats, also in lists of lists: nothing in the params
-    is deeper.
-    """
+    """Return a value with integers for whole floats, also in lists of lists, but no deeper."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
         return int(value)
     if isinstance(value, list | tuple):

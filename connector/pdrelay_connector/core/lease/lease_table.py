@@ -133,12 +133,12 @@ class LeaseTable:
         self._deadlines.set(request, lease.expires_at)
 
     def renew(self, request: RequestId, holder: ConnId, *, now: float) -> bool:
-        """Apply a heartbeat; false if there is no such lease, or if it is another's.
+        """Apply a heartbeat; false: there is no such lease, or another engine holds it.
 
-        It can only lengthen a lease, never shorten one. An engine that has connected again takes
-        over what it held. A lease that is due, but not expired yet, is kept: its blocks are still
-        held, and that we look so late at a heartbeat that came in time (a starved thread, a stopped
-        process) is no fault of the decode engine.
+        It can only lengthen a lease. An engine that has connected again takes its leases over. A
+        lease that is due, but not expired yet, is renewed: its blocks are still held, and if we
+        handle a punctual heartbeat late (a starved thread, a stopped process), that is not the
+        decode engine's fault.
         """
         lease = self._leases.get(request)
         if lease is None:
@@ -160,7 +160,7 @@ class LeaseTable:
         return lease.holder if lease is not None else None
 
     def is_same(self, holder: ConnId, conn: ConnId) -> bool:
-        """Whether a connection may renew what another one holds."""
+        """Whether a connection may renew the leases of another one: both are of one engine."""
         return holder == conn or (self._same_engine is not None and self._same_engine(holder, conn))
 
     def may_end(self, request: RequestId, conn: ConnId) -> bool:
@@ -169,9 +169,7 @@ class LeaseTable:
         return holder is None or self._same_engine is None or self.is_same(holder, conn)
 
     def read(self, request: RequestId, *, now: float) -> None:
-        """Note that a decode engine reads the blocks from now on: the lease is not revoked
-        meanwhile.
-        """
+        """Note that a decode engine reads the blocks now: the lease is not revoked meanwhile."""
         self._leases[request].read_until = now + self._reading
 
     def is_read(self, request: RequestId, *, now: float) -> bool:
@@ -200,14 +198,12 @@ class LeaseTable:
         ]
 
     def has_late_reads(self, *, now: float) -> bool:
-        """Whether a decode engine may still read blocks whose lease is over: they may be another's,
-        but not go away.
-        """
+        """Whether a decode engine may still read blocks after their lease: memory must stay."""
         self._forget_late_reads(now)
         return bool(self._late_ranks)
 
     def _forget_late_reads(self, now: float) -> None:
-        """Forget those whose readers have given up by now."""
+        """Forget ended leases whose readers have given up by now."""
         for request in self._late_reads.take_due(now=now):
             del self._late_ranks[request]
 
@@ -245,7 +241,7 @@ class LeaseTable:
     def _unhold(self, request: RequestId, lease: _Lease) -> None:
         if lease.holder is None:
             return
-        held = self._by_holder[lease.holder]
-        del held[request]
-        if not held:
+        leases = self._by_holder[lease.holder]
+        del leases[request]
+        if not leases:
             del self._by_holder[lease.holder]

@@ -1,6 +1,4 @@
-"""P's scheduler: keeps blocks leased until they have been read, and answers whether a lease
-outlived a read.
-"""
+"""P's scheduler: leases blocks until they are read, and answers whether a lease outlived a read."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,27 +69,22 @@ class _SampledLease:
             if its == conn:
                 self.waiting[key] = None, done
 
-    def of(self, rank: int) -> RankSums | None:
-        """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of
-        some other one.
+    def sums_of(self, rank: int) -> RankSums | None:
+        """Return the checksums of the reader's counterpart, or of any worker if there is none.
 
-        The reader sees that they are of another shape, and counts that.
+        The reader notices the other shape, and counts that.
         """
         sums = self.sums or {}
         return sums.get(rank, next(iter(sums.values()), None))
 
 
 class LeaseManager:
-    """Runs on the control thread, which answers decode engines; the engine only takes the leases
-    that ended.
-    """
+    """Runs on the control thread, which answers decode engines; the engine takes ended leases."""
 
     def __init__(
         self, link: Link, leases: LeaseTable, counters: Counters, *, sums_timeout: float = 5.0
     ) -> None:
-        """``sums_timeout``: s that the first fence result of a sampled lease waits for its
-        checksums, at most.
-        """
+        """``sums_timeout``: the most seconds that a fence result waits for checksums."""
         self._link = link
         self.leases = leases
         self._counters = counters
@@ -103,9 +96,7 @@ class LeaseManager:
         self._sums_due: Deadlines[RequestId] = Deadlines()
 
     def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
-        """Lease the blocks of a finished request; if ``sampled``, fence results wait a while for
-        :meth:`add_sums`.
-        """
+        """Lease a finished request's blocks; if ``sampled``, fence results wait for `add_sums`."""
         self.leases.grant(request, now=now)
         if sampled:
             self._sampled[request] = _SampledLease()
@@ -113,14 +104,12 @@ class LeaseManager:
         self._counters.note(request, TimelineStep.LEASE_GRANTED, now)
 
     def add_sums(self, request: RequestId, sums: Sequence[RankSums], *, now: float) -> None:
-        """Take the checksums of all workers in; readers that have waited for them get their fence
-        results.
-        """
+        """Add the checksums of all workers, and answer the readers that wait for them."""
         self.advance(now=now)
         if (sampled := self._sampled.get(request)) is None:
-            return  # its lease has ended, or its readers could not wait any longer
+            return  # its lease has ended, or its readers have timed out
         self._sums_due.discard(request)
-        sampled.sums = {each.worker: each for each in sums}
+        sampled.sums = {rank_sums.worker: rank_sums for rank_sums in sums}
         self._answer(sampled, now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
@@ -135,7 +124,7 @@ class LeaseManager:
                 pass  # connections that we opened belong to the lease renewer
 
     def advance(self, *, now: float) -> float | None:
-        """End what is due; return when to be called again at the latest."""
+        """End leases that are due; return when to be called again at the latest."""
         self._release(self.leases.expire(now=now))
         for request in self._sums_due.take_due(now=now):
             self._give_up_sums(request, now)
@@ -177,10 +166,9 @@ class LeaseManager:
         return is_foreign
 
     def drop(self, requests: Iterable[RequestId], conn: ConnId | None = None) -> list[RequestId]:
-        """End leases that the decode engine behind ``conn`` does not want; return those that have
-        none.
+        """End leases for the decode engine behind ``conn``; return the requests without a lease.
 
-        Leases of another engine stay. Without ``conn`` it is our own wish.
+        Leases of other engines stay. Without ``conn`` we end them ourselves.
         """
         unknown: list[RequestId] = []
         for request in dict.fromkeys(requests):
@@ -192,9 +180,7 @@ class LeaseManager:
         return unknown
 
     def read(self, conn: ConnId, request: RequestId, *, now: float) -> None:
-        """Keep a lease from being revoked for a while, because the engine behind ``conn`` reads its
-        blocks.
-        """
+        """Protect a lease from revocation for a while: the engine behind ``conn`` reads blocks."""
         if request not in self.leases:
             self._counters.count("unknown_transfer_messages")
         elif not self.refuses(request, conn):
@@ -208,12 +194,10 @@ class LeaseManager:
         now: float,
         is_busy: Callable[[RequestId], bool] = lambda _: False,
     ) -> None:
-        """Revoke unread leases in the given order until so many blocks are free, and tell their
-        holders.
+        """Revoke unread leases in this order until so many blocks are free; notify their holders.
 
-        A decode engine may have begun to read without our knowing: its word may be under way. What
-        it reads is then overwritten, and the fence throws it away: the lease is over before its
-        ReadDone comes.
+        A decode engine may have begun to read, with its message still under way. Then the blocks
+        are overwritten, and the fence discards the read: the lease ends before its ReadDone.
         """
         lost: dict[ConnId, list[RequestId]] = {}
         for request, gain in candidates:
@@ -233,7 +217,7 @@ class LeaseManager:
             self.send_leases_lost(holder, requests)
 
     def revoke_all(self) -> None:
-        """Revoke all leases, and tell their holders: what is read of them now does not count."""
+        """Revoke all leases, and notify their holders: reads in progress do not count."""
         lost: dict[ConnId, list[RequestId]] = {}
         for request in self.leases.requests:
             if (holder := self.leases.holder(request)) is not None:
@@ -243,14 +227,12 @@ class LeaseManager:
             self.send_leases_lost(holder, requests)
 
     def finish(self, request: RequestId) -> None:
-        """End a lease because everything was written to everybody who asked."""
+        """End a lease because all blocks are written to all engines that asked."""
         if request in self.leases:
             self._release([self.leases.end(request, LeaseEvent.DONE)])
 
     def on_connection_lost(self, conn: ConnId) -> None:
-        """End every lease claimed over a connection that closed; whoever waited behind it is
-        answered no more.
-        """
+        """End the leases of a closed connection; its waiting readers get no answer."""
         for sampled in self._sampled.values():
             sampled.lose(conn)
         self._release(self.leases.lose(conn))
@@ -281,7 +263,7 @@ class LeaseManager:
                 self.on_connection_lost(conn)
 
     def send_leases_lost(self, conn: ConnId, lost: Sequence[RequestId]) -> None:
-        """Tell a decode engine that it has no lease of these requests."""
+        """Notify a decode engine that it has no lease of these requests."""
         for start in range(0, len(lost), MAX_IDS):
             self._link.send(conn, LeasesLost(tuple(lost[start : start + MAX_IDS])))
 
@@ -304,7 +286,9 @@ class LeaseManager:
             return
         self._link.send(
             conn,
-            FenceResult(done.reader, held=True, sums=sampled.of(done.rank) if sampled else None),
+            FenceResult(
+                done.reader, held=True, sums=sampled.sums_of(done.rank) if sampled else None
+            ),
         )
         self._note_read(done, now)
 
@@ -334,7 +318,7 @@ class LeaseManager:
         for conn, done in waiting:
             if conn is not None:
                 self._link.send(
-                    conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank))
+                    conn, FenceResult(done.reader, held=True, sums=sampled.sums_of(done.rank))
                 )
         for _, done in waiting:
             self._note_read(done, now)

@@ -1,17 +1,16 @@
-"""Signatures of pull parameters: made by an engine that knows the connector's secret, and not older
-than the lease.
+"""Signatures of pull params: they prove the connector's secret, and are no older than the lease.
 
-Parameters pass through places where others may change them: a client that may send
-``kv_transfer_params`` to a decode engine could otherwise name any block of any request. P signs
-every field that D acts on; D checks the signature first.
+Params pass through processes that may change them: without a signature a client that can send
+``kv_transfer_params`` to a decode engine could name any block of any request. P signs every field
+that D uses; D checks the signature first.
 
-A loopback or wildcard host is not signed, because a router may replace it by the host it knows the
-engine by; with ``sign_host: false`` no host is. The handshake of the side channel proves which
-engine answers there.
+A loopback or wildcard host is not signed, because a router may replace it by the engine's address;
+with ``sign_host: false`` no host is signed. The handshake of the side channel proves which engine
+answers there.
 
-Who replaces a signed host makes each transfer fail. So the offer says once more which host was
-signed, in a field that is not signed itself: if the signature is right with that host, nothing else
-was changed, and D can say so.
+If a router replaces a signed host, each transfer fails. So the offer repeats the signed host in an
+unsigned field: if the signature is right with that host, only the host was changed, and D can name
+the cause.
 """
 
 import hashlib
@@ -53,8 +52,7 @@ class Signatures:
         return replace(offer, pdrelay_signature=signature, pdrelay_host=host or None)
 
     def check(self, offer: PullParams, *, now: float) -> bool:
-        """Return whether there is a secret, and so a proof; ``now`` is s since the epoch, on this
-        engine's clock.
+        """Check the signature; return False if there is no secret. ``now``: s since the epoch.
 
         Raises:
             UnsignedKvParams: There is a secret and no signature.
@@ -83,11 +81,11 @@ class Signatures:
 
 
 def _is_signed(secrets: Sequence[bytes], offer: PullParams, signature: str) -> bool:
-    given = signature.encode(errors="replace")
+    received = signature.encode(errors="replace")
     variants = (offer, replace(offer, remote_host=""))
     expected = [_signature(secret, variant) for secret in secrets for variant in variants]
     # a list: all of them, in equal time
-    return any(hmac.compare_digest(given, each) for each in expected)
+    return any(hmac.compare_digest(received, candidate) for candidate in expected)
 
 
 def _refusal(
@@ -110,8 +108,7 @@ def _refusal(
 
 
 def _signature(secret: bytes, offer: PullParams) -> bytes:
-    """Return the signature in hexadecimal digits: over the fields before it, in their order, in
-    MessagePack.
+    """Return the signature as hexadecimal digits, over the fields before it in MessagePack.
 
     Numbers, texts and their lengths have one encoding each there, as msgspec writes them.
     """

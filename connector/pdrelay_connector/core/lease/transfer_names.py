@@ -1,6 +1,4 @@
-"""P's transfers by the router's names: it may abandon one before it knows whether blocks are
-leased.
-"""
+"""P's transfers by the router's names: a router may abandon one before its blocks are leased."""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -40,7 +38,7 @@ class TransferNames:
             del self._leases[transfer]
 
     def abandon(self, transfer: str) -> RequestId | None:
-        """Return the lease of a transfer that nobody will read; remember one that has none yet."""
+        """Return the lease of an abandoned transfer; remember a transfer that has none yet."""
         if transfer in self._leases:
             return self._leases[transfer]
         self._abandoned[transfer] = None
@@ -49,14 +47,12 @@ class TransferNames:
         return None
 
     def take_abandoned(self, transfer: str) -> bool:
-        """Tell whether a transfer that has just been computed was abandoned, and forget that it
-        was.
-        """
+        """Return whether a transfer, computed just now, was abandoned, and forget it."""
         return self._abandoned.pop(transfer, self) is None
 
 
 def abandoned_transfer(params: Mapping[str, Any]) -> str | None:
-    """Return the transfer that a request says is abandoned; None if it is any other request.
+    """Return the transfer that a request abandons; None: any other request.
 
     Raises :exc:`~pdrelay_connector.errors.InvalidKvParams`.
     """
@@ -69,9 +65,7 @@ def abandoned_transfer(params: Mapping[str, Any]) -> str | None:
 
 
 def transfer_of(params: Mapping[str, Any]) -> str | None:
-    """Return the transfer that a prefill is for; None if it has no name by which it could be
-    abandoned.
-    """
+    """Return the name of a prefill's transfer; None: it has none, and cannot be abandoned."""
     name = params.get("transfer_id")
     return name if _is_name(name) else None
 

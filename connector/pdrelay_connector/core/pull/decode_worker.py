@@ -1,14 +1,13 @@
-"""The decode worker in pull: read blocks, and report them as loaded only if the lease outlived the
-read.
+"""The decode worker in pull: reads blocks, and reports them only if the lease outlived the read.
 
 A load waits for its peer, reads, asks P for the fence result, and ends. Its deadline covers all of
 that. When the deadline passes the load fails at once, but its blocks stay quarantined until NIXL
 has ended every read: a hung peer may write into them much later.
 
 If NIXL cannot reach the cache of either engine, the load goes through host memory, part by part. It
-takes slots of our host buffer first, then asks P to stage the part in P's, reads it, and copies it
-into our cache. P's slots come last and need nothing after them, so no two loads wait for each other
-in a circle.
+gets slots of our host buffer first, then asks P to stage the part in P's, reads it, and copies it
+into our cache. P's slots come last, and their holder waits for nothing else, so that loads cannot
+deadlock.
 """
 
 from collections import deque
@@ -107,17 +106,17 @@ class PullReader:
         load.state = LoadState.QUEUED
         load.deadline = inf
         try:
-            self._staging.slots.ask(order.request, most_blocks(order.token_ranges, self._own))
+            self._staging.slots.enqueue(order.request, most_blocks(order.token_ranges, self._own))
         except ConnectorError as exc:
             self._abort(load, "loads_failed_staging", str(exc), now)
         else:
             self._start_granted(self._staging.slots, now)
 
     def _start_granted(self, slots: Slots[RequestId], now: float) -> None:
-        """Start the loads that have got their slots.
+        """Start the loads that have their slots.
 
-        A load keeps its slots to its end. Each rank has a buffer of its own: if loads released
-        slots and asked again, two of them could each hold on one rank what the other needs.
+        A load keeps its slots to its end. Each rank has its own buffer: if loads released slots and
+        requested new ones, two of them could deadlock, each with slots on one rank.
         """
         while granted := slots.take_granted():  # a load that fails at once frees slots for the next
             for request, its_slots in granted:
@@ -237,9 +236,7 @@ class PullReader:
         self._read_next_part(load, now)
 
     def _read_next_part(self, load: Load, now: float) -> None:
-        """Read the next part, which P may have to stage first; after the last part, ask P for the
-        fence result.
-        """
+        """Read the next part, or have P stage it; after the last part, request the fence result."""
         order = load.order
         own = self._own
         theirs = self._remote_engines[load.order.engine].theirs
@@ -267,16 +264,12 @@ class PullReader:
         )
 
     def _extend(self, load: Load, now: float) -> None:
-        """Give the next step of a staged load its time; any other load has one deadline from its
-        start.
-        """
+        """Extend the deadline of a staged load; any other load has one deadline from its start."""
         if self._staging is not None or self._remote_engines[load.order.engine].theirs.staged:
             load.deadline = now + self._timeout
 
     def _load_asking(self, conn: ConnId, request: RequestId, part: int) -> Load | None:
-        """Return the load that P answers; None if it has been aborted or belongs to another
-        peer.
-        """
+        """Return the load that P answers; None: aborted, or of another peer."""
         load = self._load_of(conn, request)
         return (
             load
@@ -286,7 +279,10 @@ class PullReader:
 
     def _read(self, load: Load, part: Sequence[TokenRange], now: float) -> None:
         if self._staging is not None:
-            part = [each._replace(local=load.slots[each.group][: len(each.local)]) for each in part]
+            part = [
+                token_range._replace(local=load.slots[token_range.group][: len(token_range.local)])
+                for token_range in part
+            ]
         try:
             spans = self._remote_engines[load.order.engine].spans(part)
             self._transfers.read(load.order.request, spans, peer=load.order.engine)
@@ -295,7 +291,10 @@ class PullReader:
         else:
             load.on(LoadEvent.STARTED)
             self._counters.note(
-                load.order.request, TimelineStep.READING, now, sum(len(each.local) for each in part)
+                load.order.request,
+                TimelineStep.READING,
+                now,
+                sum(len(token_range.local) for token_range in part),
             )
             self._extend(load, now)
 
@@ -324,7 +323,7 @@ class PullReader:
         blocks: list[Sequence[BlockId]] = [()] * self._groups
         for tokens in load.parts[0]:
             blocks[tokens.group] = tokens.local
-        slots = [its[: len(each)] for its, each in zip(load.slots, blocks, strict=True)]
+        slots = [its[: len(ids)] for its, ids in zip(load.slots, blocks, strict=True)]
         self._transfers.add_copy(load.order.request, staging.copier.into(slots, blocks))
         load.deadline = now + self._timeout
 
@@ -353,7 +352,7 @@ class PullReader:
             self._end(load, "")
 
     def _mismatch(self, load: Load, sums: RankSums | None) -> str:
-        """Say what differs from P's checksums, or nothing."""
+        """Return how blocks differ from P's checksums; empty: they do not."""
         if sums is None:
             return ""
         comparison = compare(sums, load.order.token_ranges, self._cache)

@@ -1,4 +1,4 @@
-"""One load of a decode worker: what is asked for, the table of its life, and how it ended."""
+"""One load of a decode worker: its order, the table of its life, and its end."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ UNDER_WAY: Final = (LoadState.READING, LoadState.COPYING)  # something is writte
 
 
 class LoadOrder(NamedTuple):
-    """What the scheduler asks a worker to load."""
+    """The scheduler's order of a load to a worker."""
 
     request: RequestId  # ours
     remote_request: RequestId  # P's

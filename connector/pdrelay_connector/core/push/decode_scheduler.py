@@ -215,7 +215,7 @@ class PushReceiver:
             return
         push.state = ReceiveState.QUEUED
         try:
-            self._staging_receiver.slots.ask(
+            self._staging_receiver.slots.enqueue(
                 order.request, [len(lent.blocks) for lent in order.groups]
             )
         except ConnectorError as exc:

@@ -183,7 +183,7 @@ class PartWriter:
                     f"tokens {tokens.start} to {tokens.stop} of group {tokens.group} are not held"
                 )
             counts[tokens.group] = len(tokens.local)
-        staging.slots.ask(part.number, counts)
+        staging.slots.enqueue(part.number, counts)
         part.on(PartWriteEvent.QUEUED)
 
     def _copy_granted(self, staging: HostBuffer[PartWriteId], now: float) -> None:

@@ -1,6 +1,4 @@
-"""D's scheduler in staged push: the slots that it lends, and the copies from them into the
-cache.
-"""
+"""D's scheduler in staged push: lends slots, and has them copied into the cache."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,11 +16,9 @@ BlocksByGroup = Sequence[Sequence[BlockId]]  # of each KV cache group
 
 @dataclass(slots=True)
 class _PendingCopies:
-    """One request's copies into the cache; ``left`` are those not done, and the ranks that must
-    still report them.
-    """
+    """One request's copies into the cache; ``unfinished``: with the ranks that must report them."""
 
-    left: dict[PartId, tuple[CopyIn, set[int]]] = field(
+    unfinished: dict[PartId, tuple[CopyIn, set[int]]] = field(
         default_factory=dict[PartId, tuple[CopyIn, set[int]]]
     )
     failure: str = ""
@@ -50,20 +46,18 @@ class StagingReceiver:
         copies = self._pending_copies[request] = _PendingCopies()
         for some_slots, some_blocks in zip(_cut(slots), _cut(blocks), strict=True):
             order = CopyIn(next(self._numbers), some_slots, some_blocks)
-            copies.left[order.number] = order, set(self._workers.ranks)
+            copies.unfinished[order.number] = order, set(self._workers.ranks)
             for rank in self._workers.ranks:
                 self._workers.send(rank, order)
 
     def take_copied(self) -> list[tuple[RequestId, str]]:
-        """Return the requests whose copies have all ended since the last call, and why one of them
-        failed, or ''.
-        """
+        """Return the requests whose copies have all ended, each with a failure or ''."""
         unpacked = self._copied_in
         self._copied_in = []
         return unpacked
 
     def on(self, event: LinkEvent) -> None:
-        """Take in what our workers say."""
+        """Handle a message of our workers."""
         match event:
             case MessageReceived(conn, WorkerHello() as hello) if (
                 hello.receives_pushes and self._workers.add(conn, hello)
@@ -82,9 +76,7 @@ class StagingReceiver:
                 pass
 
     def is_from_worker(self, event: LinkEvent) -> bool:
-        """Whether one of our workers is at the other end, or says that it is and copies pushed
-        KV.
-        """
+        """Whether the connection is of one of our workers, or of one that registers to copy."""
         match event:
             case MessageReceived(_, WorkerHello(receives_pushes=True)):
                 return True
@@ -93,19 +85,19 @@ class StagingReceiver:
 
     def _resend_copies(self, rank: int) -> None:
         for copies in self._pending_copies.values():
-            for order, owing in copies.left.values():
+            for order, owing in copies.unfinished.values():
                 if rank in owing:
                     self._workers.send(rank, order)
 
     def _copied(self, number: PartId, rank: int, reason: str) -> None:
         for request, copies in list(self._pending_copies.items()):
-            if number not in copies.left or rank not in copies.left[number][1]:
+            if number not in copies.unfinished or rank not in copies.unfinished[number][1]:
                 continue
-            copies.left[number][1].discard(rank)
+            copies.unfinished[number][1].discard(rank)
             copies.failure = copies.failure or reason
-            if not copies.left[number][1]:
-                del copies.left[number]
-            if not copies.left:
+            if not copies.unfinished[number][1]:
+                del copies.unfinished[number]
+            if not copies.unfinished:
                 del self._pending_copies[request]
                 self._copied_in.append((request, copies.failure))
             return

@@ -1,10 +1,9 @@
-"""P's scheduler in staged pull: copy parts of a request into host memory, for a decode engine to
-read.
+"""P's scheduler in staged pull: copies parts of a request into host memory for decode engines.
 
-A part gets slots when every rank of the decode engine has asked for it. It then waits for nothing
-else, so slots always become free again: when every rank has gone on to the next part or sent
-ReadDone, or when the lease ends. After the lease's end the fence rejects what was read. While a
-worker still copies into slots, they stay taken.
+A part gets slots when every rank of the decode engine has asked for it. After that it waits for
+nothing else, so slots always become free again: when every rank has asked for the next part or sent
+ReadDone, or when the lease ends. After the lease's end the fence rejects the read. Slots stay in
+use while a worker copies into them.
 """
 
 import itertools
@@ -49,9 +48,7 @@ MAX_PARTS = 65536  # parts that are asked for or staged; beyond it they are refu
 
 
 class StagingCoordinator:
-    """Runs on the control thread, in front of the lease manager: decode engines and our own workers
-    connect here.
-    """
+    """Runs on the control thread, in front of the lease manager: D and our workers connect here."""
 
     def __init__(
         self,
@@ -98,7 +95,7 @@ class StagingCoordinator:
         self._give_room()
 
     def released(self, ended: Iterable[LeaseEnded]) -> None:
-        """These leases are over: what is staged of them is not to be read any more."""
+        """Release the staged parts of leases that are over."""
         for released in ended:
             why = f"its lease is over ({released.why.name.lower().replace('_', ' ')})"
             for key in list(self._by_request.get(released.request, ())):
@@ -108,7 +105,7 @@ class StagingCoordinator:
         self._give_room()
 
     def advance(self, *, now: float) -> float | None:
-        """End what takes too long: others wait for its slots.
+        """End parts that take too long: others wait for their slots.
 
         Return when to be called again at the latest.
         """
@@ -170,9 +167,7 @@ class StagingCoordinator:
     # ---- decode engines
 
     def _on_read_done(self, conn: ConnId, key: StagedReadId, rank: int) -> None:
-        """Believe it only over the rank's own connection: another's word would free slots that the
-        rank still reads.
-        """
+        """Accept it only over the rank's own connection: others must not free slots in use."""
         read = self._reads.get(key)
         if read is None:
             return
@@ -201,7 +196,7 @@ class StagingCoordinator:
         if len(part.ranks) == order.ranks:
             part.on(PartEvent.COMPLETE)
             self._set_deadline(part, inf)
-            self._slots.ask(part.number, [len(blocks) for blocks in order.groups])
+            self._slots.enqueue(part.number, [len(blocks) for blocks in order.groups])
 
     def _open(self, order: StagePart, read: StagedRead, now: float) -> StagedPart:
         part = StagedPart(next(self._numbers), order, now + self._read_timeout)
@@ -210,7 +205,7 @@ class StagingCoordinator:
         return part
 
     def _objection(self, conn: ConnId, order: StagePart, read: StagedRead) -> str:
-        """Say why a part is not staged, or nothing."""
+        """Return why a part is not staged; empty: it is."""
         if not self._lease_manager.holds(order.request):
             return f"no lease is held for request {order.request}"
         if self._lease_manager.refuses(order.request, conn):
@@ -237,9 +232,7 @@ class StagingCoordinator:
             self._end(part, "")
 
     def _drop_rank(self, key: StagedReadId, rank: int, why: str) -> None:
-        """A rank asks for nothing more, so the others will get nothing more; what is staged they
-        may read.
-        """
+        """A rank has stopped: the others get no further parts, but may read the staged one."""
         if (read := self._reads.get(key)) is None:
             return
         read.broken = why
@@ -291,9 +284,7 @@ class StagingCoordinator:
                 self._order_copy(part, rank)
 
     def _resend_copies(self, rank: int) -> None:
-        """A worker attends, perhaps again: a copy it has ended unheard is made once more, into
-        slots still kept.
-        """
+        """Handle a worker's (re)connection: a copy whose end was lost is made again."""
         for part in self._parts.values():
             if rank in part.copying:
                 self._order_copy(part, rank)

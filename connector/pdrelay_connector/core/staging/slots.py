@@ -35,10 +35,10 @@ class Slots(Generic[OwnerT]):
         # In the order of asking; emptied from the front, which takes a plain dict longer the more
         # it has lost.
         self._waiting: OrderedDict[OwnerT, tuple[int, ...]] = OrderedDict()
-        self._held: dict[OwnerT, GroupSlots] = {}
+        self._granted: dict[OwnerT, GroupSlots] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._held)
+        return len(self._waiting) + len(self._granted)
 
     @property
     def groups(self) -> int:
@@ -51,38 +51,34 @@ class Slots(Generic[OwnerT]):
         return len(self._waiting)
 
     @property
-    def held(self) -> int:
-        """How many slots are handed out, of all groups."""
+    def granted(self) -> int:
+        """The number of granted slots of all groups."""
         return sum(self._counts) - sum(map(len, self._free))
 
-    def check(self, wanted: Sequence[int]) -> None:
-        """Raise :exc:`~pdrelay_connector.errors.HostBufferTooSmall` if so many slots of each group
-        can never be had.
-        """
-        if len(wanted) != self.groups:
+    def check(self, counts: Sequence[int]) -> None:
+        """Raise :exc:`~pdrelay_connector.errors.HostBufferTooSmall` if there are too few slots."""
+        if len(counts) != self.groups:
             raise HostBufferTooSmall(
-                f"slots of {len(wanted)} KV cache groups are wanted; there are {self.groups} groups"
+                f"slots of {len(counts)} KV cache groups are wanted; there are {self.groups} groups"
             )
-        for group, (want, count) in enumerate(zip(wanted, self._counts, strict=True)):
+        for group, (want, count) in enumerate(zip(counts, self._counts, strict=True)):
             if want > count:
                 raise HostBufferTooSmall(
                     f"{want} slots of KV cache group {group} are wanted; staging_blocks is {count}"
                 )
 
-    def ask(self, ticket: OwnerT, wanted: Sequence[int]) -> None:
+    def enqueue(self, ticket: OwnerT, counts: Sequence[int]) -> None:
         """Queue for so many slots of each KV cache group; :meth:`take_granted` returns them.
 
         Raises :exc:`~pdrelay_connector.errors.HostBufferTooSmall` if there will never be so many.
         """
-        if ticket in self._waiting or ticket in self._held:
+        if ticket in self._waiting or ticket in self._granted:
             raise IllegalTransition(f"{ticket} asks for slots twice")
-        self.check(wanted)
-        self._waiting[ticket] = tuple(wanted)
+        self.check(counts)
+        self._waiting[ticket] = tuple(counts)
 
     def take_granted(self) -> list[SlotsGranted[OwnerT]]:
-        """Grant slots to the owners at the head of the queue, as far as they last, and return the
-        grants.
-        """
+        """Grant slots to the owners at the head of the queue, in order; return the grants."""
         granted: list[SlotsGranted[OwnerT]] = []
         while self._waiting:
             ticket, wanted = next(iter(self._waiting.items()))
@@ -93,7 +89,7 @@ class Slots(Generic[OwnerT]):
                 tuple(heapq.heappop(free) for _ in range(want))
                 for want, free in zip(wanted, self._free, strict=True)
             )
-            self._held[ticket] = slots
+            self._granted[ticket] = slots
             granted.append(SlotsGranted(ticket, slots))
         return granted
 
@@ -101,7 +97,7 @@ class Slots(Generic[OwnerT]):
         """Free an owner's slots or its place in the queue, if it has either."""
         self._waiting.pop(ticket, None)
         for free, slots in zip(
-            self._free, self._held.pop(ticket, ((),) * self.groups), strict=True
+            self._free, self._granted.pop(ticket, ((),) * self.groups), strict=True
         ):
             for slot in slots:
                 heapq.heappush(free, slot)

@@ -65,7 +65,7 @@ class StagedPart:
 
     @property
     def read_id(self) -> StagedReadId:
-        """Whose part it is."""
+        """The owner of a part."""
         return StagedReadId(self.order.request, self.order.reader)
 
     def on(self, event: PartEvent) -> None:
@@ -77,16 +77,14 @@ class StagedPart:
 
 @dataclass(slots=True)
 class StagedRead:
-    """One request of a decode engine: which of its ranks are at it, and the parts they ask for or
-    read.
-    """
+    """One request of a decode engine: its ranks, and the parts that they ask for or read."""
 
     ranks: dict[int, ConnId] = field(default_factory=dict[int, ConnId])
     parts: dict[int, StagedPart] = field(default_factory=dict[int, StagedPart])
     broken: str = ""  # why nothing more is staged for it
 
     def objection(self, conn: ConnId, order: StagePart) -> str:
-        """Say why a rank may not ask for that part now, or nothing."""
+        """Return why a rank may not ask for that part now; empty: it may."""
         rank = order.rank
         number = order.part
         if self.broken:

@@ -42,7 +42,7 @@ class StagingWorker:
         return len(self._running)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
-        """Take in what our scheduler says."""
+        """Handle a message of our scheduler."""
         match event:
             case MessageReceived(_, message):
                 self._on_message(message)

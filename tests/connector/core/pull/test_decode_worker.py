@@ -385,7 +385,7 @@ def test_what_was_read_into_host_memory_is_copied_to_where_it_belongs():
     harness.turn()
 
     assert harness.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
-    assert harness.slots.held == len(harness.slots) == 0
+    assert harness.slots.granted == len(harness.slots) == 0
 
 
 def test_the_timeline_shows_how_long_a_load_waited_for_room():
@@ -416,7 +416,7 @@ def test_a_copy_that_fails_fails_the_load():
 
     assert result == LoadResult(RequestId("d-a"), "it was not copied out of host memory: out of memory")
     assert harness.counters.take_report().counters["loads_failed_staging"] == 1
-    assert harness.slots.held == len(harness.slots) == 0
+    assert harness.slots.granted == len(harness.slots) == 0
 
 
 def test_a_copy_that_does_not_end_is_quarantined():
@@ -428,11 +428,11 @@ def test_a_copy_that_does_not_end_is_quarantined():
     harness.now = TIMEOUT
     harness.turn()
     (result,) = harness.reader.take_results()
-    assert (result.quarantined, harness.slots.held) == (True, 3)
+    assert (result.quarantined, harness.slots.granted) == (True, 3)
     harness.copied(0)
 
     assert harness.reader.take_results() == [BlocksReleased(RequestId("d-a"))]
-    assert harness.slots.held == len(harness.slots) == 0
+    assert harness.slots.granted == len(harness.slots) == 0
 
 
 def test_who_waits_for_room_goes_on_in_the_turn_in_which_another_times_out():
@@ -494,4 +494,4 @@ def test_a_load_that_is_too_large_for_host_memory_comes_in_parts(slots, each):
         [21 + first + n for n in range(each)] for first in range(0, 6, each)
     ]
     assert harness.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
-    assert harness.slots.held == len(harness.slots) == 0
+    assert harness.slots.granted == len(harness.slots) == 0

@@ -63,7 +63,7 @@ class Harness:
     def is_over(self):
         """Whether nothing is left of anything."""
         tables = (self.part_writer._parts, self.part_writer._transfers._by_xfer, self.part_writer._transfers._by_copy)
-        return not any(tables) and not self.slots.held and not len(self.slots)
+        return not any(tables) and not self.slots.granted and not len(self.slots)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
     assert staged.copied(0) == []
     assert staged.writes() == [("d/0", [[5, 1, 2]]), ("d/1", [[5, 1, 2]])]
     assert staged.ended(0) == []
-    assert staged.slots.held == 2
+    assert staged.slots.granted == 2
     assert staged.ended(1) == [PartWriteEnded(transfer, "")]
 
     assert staged.counters.take_report().counters == {"bytes_staged_out": 64}
@@ -139,7 +139,7 @@ def test_one_write_of_several_that_fails_ends_it_once_when_all_are_over(is_stage
     assert harness.ended(first) == []
     assert harness.ended(second, outcome=XferOutcome.FAILED, reason="peer gone") == []
     assert harness.mover.cancelled == [third]
-    assert harness.slots.held == is_staged
+    assert harness.slots.granted == is_staged
 
     assert harness.ended(third) == [PartWriteEnded(transfer, "NIXL: peer gone")]
     assert harness.is_over()

@@ -66,7 +66,7 @@ class Harness(ExpectingEngine):
         return self.push_receiver.take_results()
 
     def is_clean(self):
-        return len(self.push_receiver) == len(self.staging_receiver) == len(self.slots) == self.slots.held == 0
+        return len(self.push_receiver) == len(self.staging_receiver) == len(self.slots) == self.slots.granted == 0
 
 
 @pytest.fixture
@@ -150,11 +150,11 @@ def test_an_abort_frees_the_slots_when_no_write_is_left(harness, when):
     assert harness.turn() == [LoadResult(A, "the request was aborted", quarantined=when == "copying")]
     if when == "registered":
         assert [message for _, message in harness.take_sent(CancelPushes)] == [CancelPushes((A,))]
-        assert harness.slots.held == 2
+        assert harness.slots.granted == 2
         harness.hear(PushStopped(A, ""))
         assert harness.turn() == []  # nobody was told that blocks linger
     elif when == "copying":
-        assert harness.slots.held == 2
+        assert harness.slots.granted == 2
         harness.copied()
         assert harness.turn() == [BlocksReleased(A)]
     if when == "queued":
@@ -170,7 +170,7 @@ def test_a_dead_peer_keeps_the_slots_out_of_reach_for_a_while(harness):
     harness.happen(ConnectionLost(harness.conn, "closed"))
 
     assert harness.turn() == [LoadResult(A, "10.0.0.1:5600 is gone: closed", quarantined=False)]
-    assert harness.slots.held == 2
+    assert harness.slots.granted == 2
     every, looks = QUARANTINE
     for _ in range(looks):
         assert harness.turn(seconds=every) == []

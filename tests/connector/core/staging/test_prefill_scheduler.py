@@ -18,7 +18,7 @@ def states(world):
 
 
 def is_empty(world):
-    return len(world.p.staging_coordinator) == world.p.slots.held == 0
+    return len(world.p.staging_coordinator) == world.p.slots.granted == 0
 
 
 def renew(world, request, decoder=0):
@@ -37,7 +37,7 @@ def test_a_request_is_read_part_by_part(ranks, readers, groups):
     world.run()
     parts = 0
     while world.read_started():
-        assert world.p.slots.held <= 2 * groups, "a part was kept when everybody had gone on"
+        assert world.p.slots.granted <= 2 * groups, "a part was kept when everybody had gone on"
         world.go_on()
         parts += 1
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_copied_is_not_staged():
     world.p.copiers[1].stuck = False
     world.run()
 
-    assert world.p.slots.held == 0
+    assert world.p.slots.granted == 0
 
 
 def test_a_rank_that_is_lost_does_not_cost_the_others_what_they_read():
@@ -325,7 +325,7 @@ def test_an_unexpected_message_closes_the_connection(message):
     worker.link.send(worker.conn, message)
     world.run()
 
-    assert (load.state, world.p.slots.held) == ("failed", 0)
+    assert (load.state, world.p.slots.granted) == ("failed", 0)
 
 
 def test_a_part_is_read_when_every_worker_has_copied_it():

@@ -11,10 +11,10 @@ from pdrelay_connector.errors import HostBufferTooSmall, IllegalTransition
 def test_slots_are_handed_out_from_one_on():
     """Block id 0 means "not held" everywhere."""
     slots = Slots([3, 1])
-    slots.ask("a", [3, 1])
+    slots.enqueue("a", [3, 1])
 
     assert slots.take_granted() == [SlotsGranted("a", ((1, 2, 3), (1,)))]
-    assert (len(slots), slots.groups, slots.held) == (1, 2, 4)
+    assert (len(slots), slots.groups, slots.granted) == (1, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_what_can_never_fit_is_refused_at_once(wanted, sentence):
     """Waiting for it would hold up everybody, for ever."""
     slots = Slots([4, 2])
     with pytest.raises(HostBufferTooSmall, match=sentence):
-        slots.ask("a", wanted)
+        slots.enqueue("a", wanted)
 
     assert len(slots) == 0
 
@@ -37,12 +37,12 @@ def test_what_can_never_fit_is_refused_at_once(wanted, sentence):
 def test_a_second_request_for_slots_is_a_bug():
     """The second answer would never be looked for."""
     slots = Slots([4])
-    slots.ask("a", [1])
+    slots.enqueue("a", [1])
     with pytest.raises(IllegalTransition, match="a asks for slots twice"):
-        slots.ask("a", [1])
+        slots.enqueue("a", [1])
     slots.take_granted()
     with pytest.raises(IllegalTransition):
-        slots.ask("a", [1])
+        slots.enqueue("a", [1])
 
 
 class SlotsMachine(RuleBasedStateMachine):
@@ -57,7 +57,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def ask(self, data):
         self.serial += 1
         wanted = [data.draw(st.integers(0, count)) for count in self.counts]
-        self.slots.ask(self.serial, wanted)
+        self.slots.enqueue(self.serial, wanted)
         self.line[self.serial] = wanted
 
     @rule()
@@ -91,7 +91,7 @@ class SlotsMachine(RuleBasedStateMachine):
             assert len(had) == len(set(had))
             assert set(had) <= set(range(1, count + 1))
         assert len(self.slots) == len(self.line) + len(self.held)
-        assert self.slots.held == sum(len(self.all_of(group)) for group in range(len(self.counts)))
+        assert self.slots.granted == sum(len(self.all_of(group)) for group in range(len(self.counts)))
 
     def teardown(self):
         """Everything is given back, and then everything can be had at once."""
@@ -102,8 +102,8 @@ class SlotsMachine(RuleBasedStateMachine):
                 self.slots.release(ticket)
                 del self.held[ticket]
             self.take()
-        assert len(self.slots) == self.slots.held == 0
-        self.slots.ask("all", self.counts)
+        assert len(self.slots) == self.slots.granted == 0
+        self.slots.enqueue("all", self.counts)
         assert self.slots.take_granted()[0].groups == tuple(tuple(range(1, count + 1)) for count in self.counts)
 
     def all_of(self, group):

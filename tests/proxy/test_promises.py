@@ -367,7 +367,7 @@ REQUEST, RESPONSE = "pdrelay_proxy.requests.request", "pdrelay_proxy.requests.re
 BREAKABLE = ["pdrelay_proxy.requests.dispatch.decode_body"]
 BREAKABLE += [f"pdrelay_proxy.requests.{name}" for name in ("leg_sending.prefill_body", "attempt.prompt_tokens")]
 BREAKABLE += ["pdrelay_proxy.requests.legs.prompt_tokens_in"]
-BREAKABLE += ["pdrelay_proxy.requests.leg_bodies.LegBodies.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
+BREAKABLE += ["pdrelay_proxy.requests.leg_bodies.LegBodies.read_handover", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
 
 
 def boom(*_args, **_options):

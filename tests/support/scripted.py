@@ -472,13 +472,13 @@ def router_of(
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
-    manner, settings, lifetime = (
+    policy, settings, lifetime = (
         TRANSFER_POLICIES[mode],
         replace(settings or Settings(), retries=retries, **rules),
         Lifetime(),
     )
     learned, telemetry = (
-        PushCoordinates(at_once=manner.at_once),
+        PushCoordinates(at_once=policy.at_once),
         Telemetry(Counters(frozenset({*map(str, Api)})), clock),
     )
     added = all_features(settings, registry, clock)
@@ -502,7 +502,7 @@ def router_of(
         ),
         fleet=fleet,
         push_coordinates=learned,
-        leg_bodies=LegBodies(learned, manner),
+        leg_bodies=LegBodies(learned, policy),
         sender=engines,
         releaser=Releaser(engines, (telemetry, *told)),
         budget=budget or RetryBudget(most=1000.0),

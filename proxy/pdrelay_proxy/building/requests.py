@@ -77,7 +77,7 @@ def build_requests(
     reader = BodyReader()
     counters = _counters(engines, fleet)
     telemetry = Telemetry(counters, clock, later=fleet.later, stepped=fleet.stepped, ended=ended)
-    releaser = Releaser(wire, told=(telemetry,))
+    releaser = Releaser(wire, listeners=(telemetry,))
     sites = Sites(settings, socket.gethostname())
     salts = _salts(settings, keyring)
     services = Services(

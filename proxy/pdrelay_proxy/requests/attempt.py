@@ -228,12 +228,12 @@ class Attempt(LegOwner):
                 self._plan.learn_model(
                     self._life.services.leg_bodies.learn_model(leg.instance.id, body)
                 )
-            return self._life.services.leg_bodies.take(
+            return self._life.services.leg_bodies.read_handover(
                 call,
                 self.id,
                 self._sending.transfer,
                 leg.instance,
-                told=self.coordinates,
+                sent=self.coordinates,
                 answer=body,
                 reuses=leg.reuses,
                 tells_ids=leg.shows or leg.learns,

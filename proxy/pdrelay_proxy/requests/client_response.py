@@ -278,8 +278,8 @@ class ClientResponse:
         record = self._life.record
         if record.prefill is None or record.decode is None:
             return ""
-        found = troubles.get((record.prefill.instance, record.decode.instance))
-        return "" if found is None else found.reason
+        pair_trouble = troubles.get((record.prefill.instance, record.decode.instance))
+        return "" if pair_trouble is None else pair_trouble.reason
 
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or

@@ -168,7 +168,7 @@ class Dispatch(Answering):
         # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
         if life.broken:
             life.broken = tuple(
-                [each for each in life.broken if each.instance is not failed.instance]
+                [broken for broken in life.broken if broken.instance is not failed.instance]
             )
         if not self._client.writer.begun:
             life.cache_usage = None  # another engine computes the prompt

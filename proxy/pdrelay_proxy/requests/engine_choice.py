@@ -83,15 +83,15 @@ class EngineChoice:
         """
         record = self._record
         plan = self.plan
-        found = route(
+        chosen = route(
             self.fleet, plan.hints, plan.path, self.retries, self._settings, reason=reason
         )
-        record.single_reason = found.reason
-        if found.cached is not None:
-            record.cached = found.cached
-        self.mode = found.mode
-        self.expected = found.expected
-        return found
+        record.single_reason = chosen.reason
+        if chosen.cached is not None:
+            record.cached = chosen.cached
+        self.mode = chosen.mode
+        self.expected = chosen.expected
+        return chosen
 
     def choose_decode(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""

@@ -250,12 +250,14 @@ class Intake:
         if api is not None:
             check_wanted_now(api, fields)
         passed_on = () if shown.keys().isdisjoint(PASSED_ON) else _passed_on(head.headers)
-        passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(head.caller))
+        passed_on, fields_sent, priority = limited(
+            passed_on, fields, self.keyring.least_of(head.caller)
+        )
         if self.keyring.keys is not None and self.salts is not None and self.salts.apply:
-            asked = (
-                self.salts.salted(asked, head.caller)
+            fields_sent = (
+                self.salts.salted(fields_sent, head.caller)
                 if path not in UNCACHED and path not in _FORMS
-                else asked
+                else fields_sent
             )
         session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown[_RANK]) if _RANK in shown else None
@@ -264,10 +266,12 @@ class Intake:
         if model is None and self.model_of_unnamed is not None:
             model = self.model_of_unnamed()
             is_unknown = model is None
-            asked = asked if api is None or model is None else with_model(api, asked, model)
+            fields_sent = (
+                fields_sent if api is None or model is None else with_model(api, fields_sent, model)
+            )
         if api is not None and (not is_unknown or api in TELLS_MODEL):
-            shared = _shared(api, asked) if len(body) > _LARGE else ()
-            call = GenerationRequest(api, asked, passed_on, rank, shared)
+            shared = _shared(api, fields_sent) if len(body) > _LARGE else ()
+            call = GenerationRequest(api, fields_sent, passed_on, rank, shared)
             plan = RequestPlan(
                 path, passed_on, hints_of_call(call, session, model), priority, call, tokens
             )
@@ -275,28 +279,30 @@ class Intake:
             return plan
         if path in _FORMS:
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
-            errand = PassthroughRequest(path, body, passed_on, declared, model=model, rank=rank)
+            passthrough = PassthroughRequest(
+                path, body, passed_on, declared, model=model, rank=rank
+            )
         else:
-            clean = encode(asked) if asked is not fields else body
-            errand = PassthroughRequest(path, clean, passed_on, model=model, rank=rank)
+            clean = encode(fields_sent) if fields_sent is not fields else body
+            passthrough = PassthroughRequest(path, clean, passed_on, model=model, rank=rank)
         plan = RequestPlan(
             path,
             passed_on,
-            hints_of_passthrough(errand, session),
+            hints_of_passthrough(passthrough, session),
             priority,
-            body=[errand.body],
-            content_type=errand.content_type,
+            body=[passthrough.body],
+            content_type=passthrough.content_type,
             tokens=tokens,
             single_reason=SingleEngineReason.ONE_LEG
             if api is None
             else SingleEngineReason.UNKNOWN_MODEL,
         )
-        plan.streams = api is not None and asked.get("stream") == TRUE
+        plan.streams = api is not None and fields_sent.get("stream") == TRUE
         return plan
 
 
 def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    return tuple([each for each in headers if each[0] in PASSED_ON])
+    return tuple([header for header in headers if header[0] in PASSED_ON])
 
 
 def _shared(api: Api, fields: Fields) -> Sequence[str]:

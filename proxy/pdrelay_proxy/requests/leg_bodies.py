@@ -56,16 +56,20 @@ def prefill_body(
     place of its messages; ``pushes``: the engine can do either, and shall push.
     """
     fields = request_bodies.named(call.api, call.fields, request)
-    asked = request_bodies.prefill_fields(call.api, fields, transfer, pushes=pushes)
+    leg_fields = request_bodies.prefill_fields(call.api, fields, transfer, pushes=pushes)
     if reuses or learns:
-        asked["return_token_ids"] = TRUE
+        leg_fields["return_token_ids"] = TRUE
     if shows:
-        asked.update(asked_for_token(call.fields))
+        leg_fields.update(asked_for_token(call.fields))
     if cached_on is not None:
-        asked["kv_transfer_params"] = returned_kv.naming(asked["kv_transfer_params"], cached_on)
+        leg_fields["kv_transfer_params"] = returned_kv.naming(
+            leg_fields["kv_transfer_params"], cached_on
+        )
     if ids is not None:
-        asked["kv_transfer_params"] = request_bodies.with_ids(asked["kv_transfer_params"], ids)
-    return encode_in_pieces(asked, PROMPTS[call.api], call.shared)
+        leg_fields["kv_transfer_params"] = request_bodies.with_ids(
+            leg_fields["kv_transfer_params"], ids
+        )
+    return encode_in_pieces(leg_fields, PROMPTS[call.api], call.shared)
 
 
 def decode_body(
@@ -86,17 +90,17 @@ def decode_body(
     record.transfer = handover.transfer
     fields = request_bodies.named(call.api, call.fields, request)
     if first is not None:
-        asked = first.decode_fields(fields, handover.params)
+        leg_fields = first.decode_fields(fields, handover.params)
     elif ids is not None:
         return request_bodies.decode_pieces_with_ids(
             call.api, fields, handover.params, ids, call.shared
         )
     else:
-        asked = request_bodies.decode_fields(fields, handover.params)
-    return encode_in_pieces(asked, PROMPTS[call.api], call.shared)
+        leg_fields = request_bodies.decode_fields(fields, handover.params)
+    return encode_in_pieces(leg_fields, PROMPTS[call.api], call.shared)
 
 
-def ignore_replaced_host(_prefill: Instance, _said: str) -> None:
+def ignore_replaced_host(_prefill: Instance, _host: str) -> None:
     """Tell nobody."""
 
 
@@ -105,36 +109,36 @@ class LegBodies:
     are.
     """
 
-    __slots__ = ("_learned", "_looking_back", "_manner", "_models", "_replaced")
+    __slots__ = ("_learned", "_looking_back", "_models", "_policy", "_replaced")
 
     def __init__(
         self,
         learned: PushCoordinates,
-        manner: TransferPolicy,
+        policy: TransferPolicy,
         replaced: Callable[[Instance, str], None] = ignore_replaced_host,
     ) -> None:
         self._learned = learned
-        self._manner = manner
+        self._policy = policy
         # By model: the prefill engine that has said last that its engines look back.
         self._looking_back: dict[str | None, InstanceId] = {}
         # that engines have named in answers to requests that name none
         self._models: dict[InstanceId, str] = {}
         self._replaced = replaced  # is told of each answer that named an unreachable host
 
-    def take(
+    def read_handover(
         self,
         call: GenerationRequest,
         request: RequestId,
         transfer: TransferId,
         prefill: Instance,
         *,
-        told: Coordinates | None,
+        sent: Coordinates | None,
         answer: bytes,
         reuses: bool,
         tells_ids: bool = False,
         is_auto: bool = False,
     ) -> PrefillResult:
-        """Read an answer; ``told``: what the decode engine has been told of the prefill engine
+        """Read an answer; ``sent``: what the decode engine has been told of the prefill engine
         already.
 
         ``reuses``: the decode engine shall get the ids of the prompt; ``tells_ids``: the engine was
@@ -145,25 +149,25 @@ class LegBodies:
             EngineError: a decode engine would not survive it.
             Moved: it is not the engine that the decode engine was told of.
         """
-        found = push.handover(
+        result = push.handover(
             prefill.id,
             answer,
             call.api,
             request,
-            self._manner,
+            self._policy,
             transfer=transfer,
             host=prefill.address.host,
-            is_followed=told is None,
+            is_followed=sent is None,
             tells_ids=tells_ids,
             reuses=reuses,
         )
-        if found.replaced is not None:
-            self._replaced(prefill, found.replaced)
-        if found.coordinates is not None or not is_auto:
-            self._learned.learn(prefill.id, found.coordinates)
-        if told is not None and told != found.coordinates:
+        if result.replaced is not None:
+            self._replaced(prefill, result.replaced)
+        if result.coordinates is not None or not is_auto:
+            self._learned.learn(prefill.id, result.coordinates)
+        if sent is not None and sent != result.coordinates:
             raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
-        return found
+        return result
 
     def note_looks_back(self, model: str | None, prefill: InstanceId, *, looks_back: bool) -> None:
         """Remember whether engines of a model look back at the tokens made so far, by defaults of
@@ -199,11 +203,11 @@ class LegBodies:
         """Return the model that an engine has made an answer with; raises NoModelName: it does not
         say.
         """
-        said = maybe(answer, NamedAnswer)
-        if said is None or not said.model:
+        named = maybe(answer, NamedAnswer)
+        if named is None or not named.model:
             raise NoModelName(f"{prefill} answered without the name of its model")
-        self._models[prefill] = said.model
-        return said.model
+        self._models[prefill] = named.model
+        return named.model
 
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: what answers next under this address may serve another model."""

@@ -375,12 +375,12 @@ class DecodeLeg(EngineLeg):
         elif passing:
             self._pass_on(lines, passing)
 
-    def _with_cache_usage(self, passing: bytes, said: Fields) -> bytes:
+    def _with_cache_usage(self, passing: bytes, usage: Fields) -> bytes:
         """Have the client told of the prefill engine's cache."""
-        told = with_cache_usage_in(passing, said)
-        if told is not passing:
+        with_usage = with_cache_usage_in(passing, usage)
+        if with_usage is not passing:
             self.record.own_usage = passing
-        return told
+        return with_usage
 
     def _note(self, lines: WholeLines, passing: bytes) -> None:
         """Take in what passes tells, and when it came."""
@@ -414,8 +414,10 @@ class DecodeLeg(EngineLeg):
             data = beginning.feed(piece)
             if data is None:
                 if beginning.line_size > LINE_MOST:
-                    said = f"{self.engine} sent a line of more than {LINE_MOST} bytes in its stream"
-                    self.give_up(AnswerRefused(said))
+                    reason = (
+                        f"{self.engine} sent a line of more than {LINE_MOST} bytes in its stream"
+                    )
+                    self.give_up(AnswerRefused(reason))
                 elif len(beginning.received) > ANSWER_MOST:
                     self.give_up(
                         AnswerRefused(

@@ -30,9 +30,9 @@ class ReleaseSender(Protocol):
 class Releaser:
     """Use it as a context manager: at the end it waits for what is under way."""
 
-    def __init__(self, engines: ReleaseSender, told: Sequence[Releases] = ()) -> None:
+    def __init__(self, engines: ReleaseSender, listeners: Sequence[Releases] = ()) -> None:
         self._engines = engines
-        self._told = told
+        self._listeners = listeners
         self._background = Background(_MOST)
 
     async def __aenter__(self) -> Self:
@@ -57,7 +57,7 @@ class Releaser:
 
     def _start(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
         if not self._background.start(partial(self._release, prefill, legs)):
-            self._tell(prefill, freed=False)
+            self._report(prefill, freed=False)
 
     async def _release(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
         """Send legs until one is answered with the status that stands beside it."""
@@ -67,13 +67,13 @@ class Releaser:
             except EngineError:
                 continue
             if answer.status == good:
-                self._tell(prefill, freed=True)
+                self._report(prefill, freed=True)
                 return
-        self._tell(prefill, freed=False)
+        self._report(prefill, freed=False)
 
-    def _tell(self, prefill: Instance, *, freed: bool) -> None:
-        for one in self._told:
-            one.released(prefill, freed=freed)
+    def _report(self, prefill: Instance, *, freed: bool) -> None:
+        for listener in self._listeners:
+            listener.released(prefill, freed=freed)
 
 
 def _twice(abandoning: LegRequest) -> Sequence[tuple[LegRequest, int]]:

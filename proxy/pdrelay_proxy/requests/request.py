@@ -107,16 +107,16 @@ class Request(PartRequest):
         services = owner.services
         head = self._head = RequestHead(path, headers, shown)
         span: RequestSpan | None = None
-        found = (
+        own_record = (
             RequestRecord(services.new_id(), path, services.ids.client_id_in(head.shown))
             if record is None
             else record
         )
         if services.spans is not None:
-            span = services.spans.request(found, tuple(headers))
+            span = services.spans.request(own_record, tuple(headers))
         self._owner = owner
         self._services = services
-        self._life = RequestLife(services, found, span)
+        self._life = RequestLife(services, own_record, span)
         self._client = ClientResponse(self._life, response)
         self._body: bytes | Upload = b""  # as far as it has come, and is not read
         self._ticket: Ticket | None = None
@@ -344,8 +344,8 @@ class Request(PartRequest):
         decode = self._life.record.decode
         if decode is not None and status == _OK and self._client.failure is None:
             served_by = decode.instance
-        for each in held_to_account(self._life.broken, served_by):
-            self._services.fleet.broke_off(each)
+        for broken in held_to_account(self._life.broken, served_by):
+            self._services.fleet.broke_off(broken)
 
     def _comment_when_quiet(self, interval_s: float) -> None:
         """Have comments in a stream."""

@@ -177,12 +177,12 @@ def head_lines(
 
     ``tells_cache`` and ``trouble``: as in :meth:`RequestRecord.server_timing`.
     """
-    said = record.id_lines()
+    lines = record.id_lines()
     timing = record.server_timing(trouble, tells_cache=tells_cache) if shows_times else ""
     if timing:
-        said = f"{said}server-timing: {timing}\r\n"
+        lines = f"{lines}server-timing: {timing}\r\n"
     plain = content_type if content_type in _PLAIN_TYPES else _plain(content_type)
-    return b"content-type: %b\r\n%b%b" % (plain, said.encode("latin-1"), last_lines)
+    return b"content-type: %b\r\n%b%b" % (plain, lines.encode("latin-1"), last_lines)
 
 
 def _plain(content_type: bytes) -> bytes:

@@ -111,8 +111,8 @@ class AnswerTerms(Terms):
             reason = _PREFILL_FAILED
         elif reason is None and call is not None and not self.can_split:
             reason = split_reason(choice.fleet, call.api, call.fields)
-        found = choice.route(reason)
-        return found.prefill, found.decode
+        chosen = choice.route(reason)
+        return chosen.prefill, chosen.decode
 
     def body_alone(self, choice: EngineChoice, /) -> Pieces:
         """Return the whole request."""

@@ -225,7 +225,7 @@ class MoveAloneTerms(_MoveTerms):
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose another engine, or, if all else fails, the one that the stream came from."""
         avoided = self.retries.avoided
-        decodes = [one for one in choice.usable(_DECODE) if one.id not in avoided]
+        decodes = [decode for decode in choice.usable(_DECODE) if decode.id not in avoided]
         others = _with_room(decodes, self._move.full_engines())
         return None, choice.choose_decode(others or [self._move.source])
 
@@ -274,7 +274,7 @@ class RestAfterMove(RestTerms):
 
     def _source(self, choice: EngineChoice) -> Instance | None:
         avoided = self.retries.avoided
-        if any(one.id not in avoided for one in choice.usable(_DECODE)):
+        if any(decode.id not in avoided for decode in choice.usable(_DECODE)):
             return None
         member = choice.fleet.registry.get(self._move.source.id)
         if member is None or member.instance.id in avoided:
@@ -300,14 +300,18 @@ def pair_for_move(
     """
     hints = hints.once_more()
     decodes = _with_room(
-        [one for one in fleet.usable(_DECODE) if one.id not in retries.avoided], full
+        [engine for engine in fleet.usable(_DECODE) if engine.id not in retries.avoided], full
     )
     if not decodes:
         raise NoInstance("no other decode engine can go on with the stream")
     if lender is not None and (readers := fleet.readers(lender, decodes)):
         return lender, fleet.pair([lender], readers, hints)[1]
     prefills = retries.among(fleet.usable(_PREFILL))
-    holders = [one for one in prefills if one.id == prompt_holder and fleet.fitting(one, decodes)]
+    holders = [
+        engine
+        for engine in prefills
+        if engine.id == prompt_holder and fleet.fitting(engine, decodes)
+    ]
     prefill, decode = fleet.pair(holders or prefills, decodes, hints)
     if prefill is None:
         raise NoMatchingInstance("no prefill engine can go on with the stream")
@@ -316,7 +320,7 @@ def pair_for_move(
 
 def _with_room(decodes: Sequence[Instance], full: Set[InstanceId]) -> Sequence[Instance]:
     """Leave out the engines that streams leave for want of KV room, if there are others."""
-    return ([one for one in decodes if one.id not in full] or decodes) if full else decodes
+    return ([decode for decode in decodes if decode.id not in full] or decodes) if full else decodes
 
 
 def _could_not_move(error: ProxyError) -> EngineError:

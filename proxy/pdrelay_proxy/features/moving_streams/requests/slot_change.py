@@ -33,7 +33,7 @@ def change_slot(
         return
     fleet = choice.fleet
     fitting = fleet.fitting(prefill, choice.usable(_DECODE))
-    others = fleet.nearest(prefill, [one for one in fitting if one.id not in avoided])
+    others = fleet.nearest(prefill, [engine for engine in fitting if engine.id not in avoided])
     try:
         other = choice.choose_decode(others) if others else None
     except ProxyError:  # none of them serves the model, or is the rank that the client wants

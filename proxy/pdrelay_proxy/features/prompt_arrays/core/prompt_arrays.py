@@ -213,15 +213,15 @@ class MergedStream(_Merged):
         )
 
 
-def _sum(one: object, other: object) -> object:
+def _sum(first: object, other: object) -> object:
     """Add up what is a number, wherever it stands."""
-    if one is None or other is None:
-        return other if one is None else one
-    if _is_object(one) and _is_object(other):
-        return {name: _sum(one.get(name), other.get(name)) for name in {**one, **other}}
-    if isinstance(one, int) and isinstance(other, int):
-        return one + other
-    return one
+    if first is None or other is None:
+        return other if first is None else first
+    if _is_object(first) and _is_object(other):
+        return {name: _sum(first.get(name), other.get(name)) for name in {**first, **other}}
+    if isinstance(first, int) and isinstance(other, int):
+        return first + other
+    return first
 
 
 def _is_object(value: object) -> TypeGuard[dict[str, object]]:

@@ -113,7 +113,7 @@ def build(
         discovery,
         shown,
         other_probes=other_probes,
-        metrics_listeners=[each for part in parts for each in part.metrics_listeners],
+        metrics_listeners=[listener for part in parts for listener in part.metrics_listeners],
         clock=clock,
     )
     requests = serving.requests

@@ -527,12 +527,12 @@ def _grouped(declared: Sequence[Setting]) -> Sequence[Setting]:
 
 
 DECLARED: Final = _grouped(
-    [one for owner in (Settings, *feature_settings()) for one in _declared(owner)]
+    [setting for owner in (Settings, *feature_settings()) for setting in _declared(owner)]
 )
-_BY_NAME: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED}
+_BY_NAME: Final[Mapping[str, Setting]] = {setting.name: setting for setting in DECLARED}
 OPTIONS: Final[Mapping[str, Setting]] = {
-    one.name: one for one in DECLARED if not one.option.environment
+    setting.name: setting for setting in DECLARED if not setting.option.environment
 }
 SECRETS: Final[Mapping[str, Setting]] = {
-    one.name: one for one in DECLARED if one.option.environment
+    setting.name: setting for setting in DECLARED if setting.option.environment
 }

@@ -23,8 +23,8 @@ from pdrelay_proxy.api.audit import Audit
 from pdrelay_proxy.api.error_answers import Answers, error_answers
 from pdrelay_proxy.api.schemas import OperatorError
 from pdrelay_proxy.core.admission.admin_key import AdminKey, fingerprint
-from pdrelay_proxy.core.admission.keys import Keyring, shown_key
-from pdrelay_proxy.core.http.bounded_body import whole
+from pdrelay_proxy.core.admission.keys import Keyring, key_in
+from pdrelay_proxy.core.http.bounded_body import read_bounded
 from pdrelay_proxy.core.http.content_codings import coding_of
 from pdrelay_proxy.core.http.json_bounds import check_names
 from pdrelay_proxy.core.model import Headers, first_header
@@ -109,14 +109,14 @@ class OperatorAccess:
         ``takes_join_key``: also those with the join key, for the engines of their own address
         (``own_engines.joining_host``).
         """
-        shown = request.headers.get("x-api-key")
+        header = request.headers.get("x-api-key")
         if not self.admin_key.exists and not (takes_join_key and self.join_key.exists):
             self.audit.refused(request, "the router has no admin key")
             raise HTTPException(404, _UNCONFIGURED)
-        if shown is None:
+        if header is None:
             self.audit.refused(request, "no X-Api-Key")
             raise HTTPException(401, _MISSING, _KEY_HEADERS)
-        key = shown.encode("latin-1")
+        key = header.encode("latin-1")
         joins = self.join_key.matches(key)
         if self.admin_key.matches(key):
             request.state.admin = fingerprint(key)
@@ -266,10 +266,10 @@ def require_any_key(
         if keyring.keys is None:
             return
         headers = tuple(request.scope["headers"])
-        shown = shown_key(headers)
-        if shown is None and by_browsers:
-            shown = _password(headers)
-        if shown is None:
+        key = key_in(headers)
+        if key is None and by_browsers:
+            key = _password(headers)
+        if key is None:
             sentence = (
                 "this shows the fleet: send an API key of this router, or its admin key as "
                 "X-Api-Key"
@@ -277,8 +277,8 @@ def require_any_key(
             raise Unauthorized(sentence, asks=asks)
         others = [value for name, value in headers if name == b"x-api-key"][:1]
         if all(
-            keyring.keys.owner(key) is None and not admin_key.matches(key)
-            for key in (shown, *others)
+            keyring.keys.owner(known_key) is None and not admin_key.matches(known_key)
+            for known_key in (key, *others)
         ):
             raise Unauthorized("the API key is not one that this router knows", asks=asks)
 
@@ -308,4 +308,4 @@ async def read_body(request: Request, *, limit: int) -> bytes:
     """
     check_length(request.headers.get("content-length", "").encode("latin-1"), limit)
     too_long = BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
-    return await whole(request.stream(), limit, too_long)
+    return await read_bounded(request.stream(), limit, too_long)

@@ -77,10 +77,10 @@ def _host(text: str) -> str | None:
     return text.lower()
 
 
-def _ip(kind: type[IPv4Address | IPv6Address], text: str) -> str | None:
+def _ip(ip_type: type[IPv4Address | IPv6Address], text: str) -> str | None:
     try:
-        ip = kind(text)
+        ip = ip_type(text)
     except ValueError:
         return None
-    plain = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
-    return str(ip if plain is None else plain)  # ::ffff:10.0.0.1 is 10.0.0.1
+    mapped = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
+    return str(ip if mapped is None else mapped)  # ::ffff:10.0.0.1 is 10.0.0.1

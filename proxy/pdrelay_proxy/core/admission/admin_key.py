@@ -32,12 +32,12 @@ class AdminKey:
         """Accept this key from now on, and no longer the one before."""
         self._keys = _keys_in(key)
 
-    def matches(self, shown: bytes) -> bool:
+    def matches(self, candidate: bytes) -> bool:
         """Return whether this is a key; how long it takes reveals nothing of the keys.
 
         Without a key, nothing matches.
         """
-        results = [hmac.compare_digest(shown, key) for key in self._keys]
+        results = [hmac.compare_digest(candidate, key) for key in self._keys]
         return any(results)
 
 

@@ -84,20 +84,20 @@ class Keys:
             is_whole=text.endswith("\n"),
         )
 
-    def owner(self, shown: bytes) -> str | None:
+    def owner(self, key: bytes) -> str | None:
         """Return the owner of a key; None: it is wrong. A wrong key takes as long as a right
         one.
         """
-        digest = hashlib.sha256(shown).digest()
+        digest = hashlib.sha256(key).digest()
         owner = None
-        for known, name in self.owners.items():
-            if hmac.compare_digest(known, digest):
+        for known_digest, name in self.owners.items():
+            if hmac.compare_digest(known_digest, digest):
                 owner = name
         return owner
 
-    def is_line(self, shown: bytes) -> bool:
+    def is_line(self, text: bytes) -> bool:
         """Return whether this is a whole line of the file: a name, a colon and a good key."""
-        return b":" in shown and self.owner(shown.partition(b":")[2]) is not None
+        return b":" in text and self.owner(text.partition(b":")[2]) is not None
 
 
 @dataclass(slots=True)
@@ -127,15 +127,15 @@ class Keyring:
         keys = self.keys
         if keys is None:
             return ANYBODY
-        shown = shown_key(headers)
-        if shown is None:
+        key = key_in(headers)
+        if key is None:
             raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
-        owner = keys.owner(shown)
+        owner = keys.owner(key)
         other = first_header(headers, b"x-api-key")
         if owner is None and other is not None:
             owner = keys.owner(other)  # clients configured for both APIs send both headers
         if owner is None and any(
-            keys.is_line(candidate) for candidate in (shown, other) if candidate is not None
+            keys.is_line(candidate) for candidate in (key, other) if candidate is not None
         ):
             raise Unauthorized("the API key has its name before it: send the part after the colon")
         if owner is None:
@@ -173,7 +173,7 @@ class Outbound:
         return tuple([header for header in headers if header[0] != b"authorization"])
 
 
-def shown_key(headers: Headers) -> bytes | None:
+def key_in(headers: Headers) -> bytes | None:
     """Return the key in a client's headers; clients of Anthropic's API send x-api-key."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":

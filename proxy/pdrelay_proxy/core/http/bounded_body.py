@@ -6,13 +6,13 @@ from typing import Final
 ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an engine's answer that is no stream
 
 
-async def whole(pieces: AsyncIterable[bytes], most: int, too_long: Exception) -> bytes:
-    """Return all pieces as one; raises ``too_long`` as soon as they exceed ``most`` bytes."""
-    read = list[bytes]()
+async def read_bounded(pieces: AsyncIterable[bytes], limit: int, too_long: Exception) -> bytes:
+    """Return all pieces as one; raises ``too_long`` as soon as they exceed ``limit`` bytes."""
+    pieces_read = list[bytes]()
     size = 0
     async for piece in pieces:
         size += len(piece)
-        if size > most:
+        if size > limit:
             raise too_long
-        read.append(piece)
-    return b"".join(read)
+        pieces_read.append(piece)
+    return b"".join(pieces_read)

@@ -53,8 +53,8 @@ def coding_of(declared: bytes) -> Coding | None:
     return _NAMES[names[0]]
 
 
-def decoded(coding: Coding, body: bytes, most: int) -> bytes:
-    """Return a decoded body of at most ``most`` bytes.
+def decoded(coding: Coding, body: bytes, limit: int) -> bytes:
+    """Return a decoded body of at most ``limit`` bytes.
 
     Raises:
         BodyTooLarge: it has more.
@@ -62,32 +62,32 @@ def decoded(coding: Coding, body: bytes, most: int) -> bytes:
     """
     try:
         if coding is Coding.GZIP:
-            return _decoded(body, most, _GZIP_BITS)
+            return _decoded(body, limit, _GZIP_BITS)
         # RFC 1950, 2.2
         is_zlib = len(body) > 1 and body[0] & 15 == 8 and (body[0] * 256 + body[1]) % 31 == 0
-        return _decoded(body, most, _ZLIB_BITS if is_zlib else _RAW_BITS)
+        return _decoded(body, limit, _ZLIB_BITS if is_zlib else _RAW_BITS)
     except zlib.error as exc:
         raise BadRequest(f"the body is not {coding}, as its Content-Encoding says: {exc}") from exc
 
 
-def _decoded(body: bytes, most: int, bits: int) -> bytes:
+def _decoded(body: bytes, limit: int, bits: int) -> bytes:
     decoder = zlib.decompressobj(bits)
     pieces = list[bytes]()
     size = 0
     members = 1
-    for at in range(0, len(body), _PIECE):
-        rest = body[at : at + _PIECE]
+    for offset in range(0, len(body), _PIECE):
+        rest = body[offset : offset + _PIECE]
         while rest:
             if decoder.eof:
                 members += 1
                 if bits != _GZIP_BITS or members > _MEMBERS_MOST:
                     raise BadRequest("the body goes on behind the end of its compressed data")
                 decoder = zlib.decompressobj(bits)
-            piece = decoder.decompress(rest, most - size + 1)
+            piece = decoder.decompress(rest, limit - size + 1)
             size += len(piece)
-            if size > most:
+            if size > limit:
                 raise BodyTooLarge(
-                    f"the body has more than {most} bytes once it is decoded, the most this router "
+                    f"the body has more than {limit} bytes once it is decoded, the most this router "
                     f"takes"
                 )
             pieces.append(piece)

@@ -63,12 +63,12 @@ def check_names(body: bytes) -> None:
     total = 0
     objects = 0
     strings = 0
-    at = 0
-    while at < len(body):
-        end = _end_of_piece(body, at)
-        is_string = end - at > _STEP  # one longer string
-        piece, string_count = (b"", 1) if is_string else _STRING.subn(b"", body[at:end])
-        at = end
+    offset = 0
+    while offset < len(body):
+        end = _end_of_piece(body, offset)
+        is_string = end - offset > _STEP  # one longer string
+        piece, string_count = (b"", 1) if is_string else _STRING.subn(b"", body[offset:end])
+        offset = end
         strings += string_count
         total += piece.count(b":")
         objects += piece.count(b"{")
@@ -87,27 +87,27 @@ def check_names(body: bytes) -> None:
         _count_names(piece, counts)
 
 
-def _end_of_piece(body: bytes, at: int) -> int:
-    """Return where the piece that begins at ``at`` ends: behind a string, or between two."""
-    match = _WHOLE_STRINGS.match(body, at, at + _STEP)
-    end = at if match is None else match.end()
-    return end if end > at else _end_of_string(body, at + 1)
+def _end_of_piece(body: bytes, offset: int) -> int:
+    """Return where the piece that begins at ``offset`` ends: behind a string, or between two."""
+    match = _WHOLE_STRINGS.match(body, offset, offset + _STEP)
+    end = offset if match is None else match.end()
+    return end if end > offset else _end_of_string(body, offset + 1)
 
 
 def _count_names(piece: bytes, counts: list[int]) -> None:
     """Add the names in a piece without its strings to those of the open objects."""
-    at = 0
+    offset = 0
     for brace in _BRACE.finditer(piece):
-        place = brace.start()
-        counts[-1] += piece.count(b":", at, place)
+        brace_at = brace.start()
+        counts[-1] += piece.count(b":", offset, brace_at)
         if counts[-1] > NAMES_MOST:
             _check_object(counts)
-        at = place + 1
+        offset = brace_at + 1
         if brace[0] == b"{":
             counts.append(0)
         elif len(counts) > 1:
             counts.pop()
-    counts[-1] += piece.count(b":", at)
+    counts[-1] += piece.count(b":", offset)
     if counts[-1] > NAMES_MOST:
         _check_object(counts)
 
@@ -150,24 +150,24 @@ def check_prompts(fields: Fields, size: int) -> None:
             )
 
 
-def count_items(array: bytes, most: int) -> int:
-    """Return how many items a JSON array has; counting ends beyond ``most`` (1 or more)."""
+def count_items(array: bytes, limit: int) -> int:
+    """Return how many items a JSON array has; counting ends beyond ``limit`` (1 or more)."""
     if _EMPTY.match(array):
         return 0
     count = 1
     depth = 0
-    at = 1
+    offset = 1
     for _ in range(_TOKENS_MOST):
-        token = _next(_INNER if depth else _OUTER, array, at)
+        token = _next(_INNER if depth else _OUTER, array, offset)
         if token is None:
             return count
-        at = token.end()
+        offset = token.end()
         mark = token[0]
         if mark == b'"':
-            at = _end_of_string(array, at)
+            offset = _end_of_string(array, offset)
         elif mark == b",":
             count += 1
-            if count > most:
+            if count > limit:
                 return count
         elif mark in (b"[", b"{"):
             depth += 1
@@ -175,26 +175,28 @@ def count_items(array: bytes, most: int) -> int:
             return count
         else:
             depth -= 1
-    return most + 1
+    return limit + 1
 
 
-def _next(token: re.Pattern[bytes], text: bytes, at: int) -> re.Match[bytes] | None:
-    """Return the next match of a token from ``at`` on."""
-    while at < len(text):
-        if match := token.search(text, at, at + _STEP):
+def _next(token: re.Pattern[bytes], text: bytes, offset: int) -> re.Match[bytes] | None:
+    """Return the next match of a token from ``offset`` on."""
+    while offset < len(text):
+        if match := token.search(text, offset, offset + _STEP):
             return match
-        at += _STEP
+        offset += _STEP
     return None
 
 
-def _end_of_string(text: bytes, at: int) -> int:
-    """Return the place behind the closing quote of a string whose first character is at ``at``."""
-    while at < len(text):
-        match = _IN_STRING.match(text, at, at + _STEP)
-        end = at if match is None else match.end()
+def _end_of_string(text: bytes, offset: int) -> int:
+    """Return the place behind the closing quote of a string whose first character is at
+    ``offset``.
+    """
+    while offset < len(text):
+        match = _IN_STRING.match(text, offset, offset + _STEP)
+        end = offset if match is None else match.end()
         if text[end : end + 1] == b'"':
             return end + 1
-        if end == at:  # a backslash at the very end of the text
+        if end == offset:  # a backslash at the very end of the text
             return len(text)
-        at = end
-    return at
+        offset = end
+    return offset

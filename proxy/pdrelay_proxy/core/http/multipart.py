@@ -44,14 +44,14 @@ def boundary_of(content_type: bytes) -> bytes:
             boundary.
     """
     parameters: dict[bytes, bytes] = {}
-    at = len(content_type.partition(b";")[0])
-    while at < len(content_type):
-        parameter = _PARAMETER.match(content_type, at)
+    offset = len(content_type.partition(b";")[0])
+    while offset < len(content_type):
+        parameter = _PARAMETER.match(content_type, offset)
         if parameter is None:
             raise UnsupportedMedia(
                 "the parameters of multipart/form-data cannot be read: write boundary=NAME alone"
             )
-        at = parameter.end()
+        offset = parameter.end()
         name = (parameter[1] or b"").lower()
         value = parameter[3] if parameter[2] is None else parameter[2]
         if not name:
@@ -92,25 +92,27 @@ def check_form(boundary: bytes, body: bytes) -> str | None:
     """
     delimiter = b"--" + boundary
     model = None
-    at = 2 if body.startswith(b"\r\n") else 0  # some clients begin so, and other parsers skip it
-    if not body.startswith(delimiter, at):
+    offset = (
+        2 if body.startswith(b"\r\n") else 0
+    )  # some clients begin so, and other parsers skip it
+    if not body.startswith(delimiter, offset):
         raise BadRequest("the form does not begin with its boundary")
     for _ in range(PARTS_MOST):
-        at += len(delimiter)
-        if body.startswith(b"--", at):
-            if body[at + 2 : at + 5] not in (b"", b"\r\n"):
+        offset += len(delimiter)
+        if body.startswith(b"--", offset):
+            if body[offset + 2 : offset + 5] not in (b"", b"\r\n"):
                 raise BadRequest("the form goes on behind its last boundary")
             return None if model is None else _text(model)
-        if not body.startswith(b"\r\n", at):
+        if not body.startswith(b"\r\n", offset):
             raise BadRequest("the form has its boundary within a part: choose another one")
-        start, name = _check_head(body, at + 2)
-        at = body.find(delimiter, start)
-        if at < 0:
+        start, name = _check_head(body, offset + 2)
+        offset = body.find(delimiter, start)
+        if offset < 0:
             raise BadRequest("the form does not end with its boundary")
-        if not body.startswith(b"\r\n", at - 2) or at - 2 < start:
+        if not body.startswith(b"\r\n", offset - 2) or offset - 2 < start:
             raise BadRequest("the form has its boundary within a part: choose another one")
         if name == _MODEL:
-            model = body[start : at - 2]
+            model = body[start : offset - 2]
     raise BadRequest(f"the form has more than {PARTS_MOST} parts, the most this router takes")
 
 
@@ -124,16 +126,16 @@ def _text(value: bytes) -> str | None:
         return None
 
 
-def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
-    """Check the head of the part that begins at ``at``; return where its value begins, and its
+def _check_head(body: bytes, offset: int) -> tuple[int, bytes]:
+    """Check the head of the part that begins at ``offset``; return where its value begins, and its
     name.
     """
-    end = at + HEAD_MOST
+    end = offset + HEAD_MOST
     name = None
-    while not body.startswith(b"\r\n", at):
-        header = _HEADER.match(body, at, end)
+    while not body.startswith(b"\r\n", offset):
+        header = _HEADER.match(body, offset, end)
         if header is None:
-            if len(body) > end and body.find(b"\r\n\r\n", at, end) < 0:
+            if len(body) > end and body.find(b"\r\n\r\n", offset, end) < 0:
                 raise BadRequest(f"a part of the form has a head of more than {HEAD_MOST} bytes")
             raise BadRequest(
                 "a part of the form has a head that cannot be read: write lines of name: value"
@@ -142,7 +144,7 @@ def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
             if name is not None:
                 raise BadRequest("a part of the form has two Content-Disposition lines")
             name = _name_in(header[2])
-        at = header.end()
+        offset = header.end()
     if name is None:
         raise BadRequest('a part of the form has no Content-Disposition: form-data; name="..."')
     for private in _PRIVATE:
@@ -152,19 +154,19 @@ def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
                 f"{field_name} is set by the router and must not be part of a request",
                 param=field_name,
             )
-    return at + 2, name
+    return offset + 2, name
 
 
 def _name_in(disposition: bytes) -> bytes:
     """Return the name of a field in a Content-Disposition."""
-    kind = _DISPOSITION.fullmatch(disposition)
-    if kind is None:
+    disposition_match = _DISPOSITION.fullmatch(disposition)
+    if disposition_match is None:
         raise BadRequest("a part of the form is not form-data")
-    rest = kind[1].rstrip(b" \t")
-    at = 0
+    rest = disposition_match[1].rstrip(b" \t")
+    offset = 0
     parameters: dict[bytes, bytes] = {}
-    while at < len(rest):
-        field = _FIELD.match(rest, at)
+    while offset < len(rest):
+        field = _FIELD.match(rest, offset)
         if field is None:
             raise BadRequest(
                 "a Content-Disposition of the form cannot be read: write a quote in a value as %22"
@@ -183,7 +185,7 @@ def _name_in(disposition: bytes) -> bytes:
                 "a value in a Content-Disposition ends with a backslash: parsers differ on it"
             )
         parameters[key] = value
-        at = field.end()
+        offset = field.end()
     name = parameters.get(b"name")
     if name is None or b"\\" in name:
         raise BadRequest("a part of the form has no plain name")

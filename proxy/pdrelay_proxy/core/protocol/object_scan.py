@@ -111,13 +111,13 @@ class _Scan:
 def without_name(text: bytes, name: str) -> bytes:
     """Return JSON without the members of one name, wherever they are; raises NotJson."""
     scan = _Scan(name)
-    at = 0
-    while at < len(text):
-        token = _TOKEN.match(text, at)
+    offset = 0
+    while offset < len(text):
+        token = _TOKEN.match(text, offset)
         if token is None:
-            raise NotJson(f"no JSON at byte {at}")
+            raise NotJson(f"no JSON at byte {offset}")
         scan.add(token[1])
-        at = token.end()
+        offset = token.end()
     if scan.expected is not _Next.NOTHING:
         raise NotJson("it ends too early")
     return b"".join(scan.kept)

@@ -68,24 +68,24 @@ def read_with_ids(answer: bytes, answer_type: type[_Answer]) -> _Answer | None:
     writes an answer, their name occurs once, and they end with the first bracket behind it. The
     name with its quotes cannot be part of a string, where a backslash precedes each quote.
     """
-    at = answer.find(_NAME)
-    begin = at + len(_NAME) + 1
-    end = answer.find(b"]", begin) + 1
+    name_at = answer.find(_NAME)
+    ids_begin = name_at + len(_NAME) + 1
+    ids_end = answer.find(b"]", ids_begin) + 1
     if (
-        at < 0
-        or end <= begin
-        or answer[begin - 1 : begin + 1] != b":["
-        or answer.find(_NAME, end) >= 0
+        name_at < 0
+        or ids_end <= ids_begin
+        or answer[ids_begin - 1 : ids_begin + 1] != b":["
+        or answer.find(_NAME, ids_end) >= 0
     ):
         return maybe(answer, answer_type)
-    parsed = maybe(answer[:begin] + b"null" + answer[end:], answer_type)
+    parsed = maybe(answer[:ids_begin] + b"null" + answer[ids_end:], answer_type)
     if parsed is not None:
         # A missing field is NULL itself; a null in the JSON only equals it.
         if parsed.prompt_token_ids is not NULL:
-            parsed.prompt_token_ids = msgspec.Raw(memoryview(answer)[begin:end])
+            parsed.prompt_token_ids = msgspec.Raw(memoryview(answer)[ids_begin:ids_end])
             return parsed
         if len(parsed.choices) == 1 and parsed.choices[0].prompt_token_ids is not NULL:
-            parsed.choices[0].prompt_token_ids = msgspec.Raw(memoryview(answer)[begin:end])
+            parsed.choices[0].prompt_token_ids = msgspec.Raw(memoryview(answer)[ids_begin:ids_end])
             return parsed
     return maybe(answer, answer_type)  # another field has this name
 

@@ -113,9 +113,9 @@ class Beginning:
         return None
 
 
-def _end_of_line(text: bytearray, at: int) -> int:
+def _end_of_line(text: bytearray, offset: int) -> int:
     """Return the place of the next line break, or -1."""
-    match = _BREAK.search(text, at)
+    match = _BREAK.search(text, offset)
     return -1 if match is None else match.start()
 
 

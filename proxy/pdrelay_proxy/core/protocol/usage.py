@@ -58,10 +58,10 @@ def counted(usage: msgspec.Raw) -> int | None:
 
 def prompt_tokens_in(events: bytes) -> int | None:
     """Return the prompt's tokens in whole lines of a stream; None: they have no number."""
-    at = events.find(_MARK)
-    while at >= 0:
-        start = events.rfind(b"\n", 0, at) + 1
-        end = events.find(b"\n", at)
+    mark_at = events.find(_MARK)
+    while mark_at >= 0:
+        start = events.rfind(b"\n", 0, mark_at) + 1
+        end = events.find(b"\n", mark_at)
         line = events[start : len(events) if end < 0 else end]
         parts = (
             [line]
@@ -74,7 +74,7 @@ def prompt_tokens_in(events: bytes) -> int | None:
                 and (tokens := prompt_tokens(part[len(_DATA) :])) is not None
             ):
                 return tokens
-        at = -1 if end < 0 else events.find(_MARK, end)
+        mark_at = -1 if end < 0 else events.find(_MARK, end)
     return None
 
 

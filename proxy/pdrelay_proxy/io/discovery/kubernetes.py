@@ -13,7 +13,7 @@ from typing import Final, Self
 import anyio
 import httpx
 
-from pdrelay_proxy.core.http.bounded_body import whole
+from pdrelay_proxy.core.http.bounded_body import read_bounded
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import read_text
 
@@ -166,7 +166,7 @@ class Kubernetes:
                     ) as response,
                 ):
                     too_long = KubeError(f"{path} is answered without end")
-                    body = await whole(response.aiter_bytes(), _MAX_BYTES, too_long)
+                    body = await read_bounded(response.aiter_bytes(), _MAX_BYTES, too_long)
         except TimeoutError as exc:
             raise KubeError(f"{path} is not answered within {self._timeout_s:g} s") from exc
         if response.status_code != HTTPStatus.OK:

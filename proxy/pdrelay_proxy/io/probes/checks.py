@@ -16,7 +16,7 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet import engine_metrics
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, shown_facts
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
-from pdrelay_proxy.core.http.bounded_body import whole
+from pdrelay_proxy.core.http.bounded_body import read_bounded
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import is_lack
 from pdrelay_proxy.core.raw_json import NotJson, decode
@@ -213,7 +213,7 @@ class HttpChecks:
             ):
                 _check_coding(response, path)
                 too_long = ProbeInvalid(f"answers {path} without end")
-                return response.status_code, await whole(
+                return response.status_code, await read_bounded(
                     response.aiter_bytes(), _MOST_BYTES, too_long
                 )
 

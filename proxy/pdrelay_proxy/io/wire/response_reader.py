@@ -46,11 +46,11 @@ class ResponseReader:
     def feed(self, data: bytes) -> Exception | None:
         """Read some bytes; return the error in them, if any."""
         self.unbounded_bytes += len(data)
-        at = 0 if self.in_response else self._read_stream_head(data)
+        head_end = 0 if self.in_response else self._read_stream_head(data)
         self.in_response = True
         if self.between:
-            end = parse_chunks(data, at, self.pieces)
-            if end > at:
+            end = parse_chunks(data, head_end, self.pieces)
+            if end > head_end:
                 self.unbounded_bytes = 0
             if end == len(data):
                 return None

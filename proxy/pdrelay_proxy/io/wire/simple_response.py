@@ -106,18 +106,18 @@ def parse_single_chunk(received: bytes) -> bytes | None:
     return received[len(beginning) : -2]
 
 
-def parse_chunks(received: bytes, at: int, pieces: list[bytes]) -> int:
-    """Append the contents of whole chunks of up to 4,095 bytes from ``at`` on; return where they
-    end.
+def parse_chunks(received: bytes, offset: int, pieces: list[bytes]) -> int:
+    """Append the contents of whole chunks of up to 4,095 bytes from ``offset`` on; return where
+    they end.
 
-    Call it only where ``at`` is the first byte of a chunk. A chunk with a line end inside is left
-    to llhttp.
+    Call it only where ``offset`` is the first byte of a chunk. A chunk with a line end inside is
+    left to llhttp.
     """
     # sizes and chunks alternate; cutting them out one by one takes longer
-    lines = received[at:].split(b"\r\n")
+    lines = received[offset:].split(b"\r\n")
     for size, piece in zip(lines[:-2:2], lines[1:-1:2], strict=True):
         if not piece or _SIZES.get(size) != len(piece):
             break
         pieces.append(piece)
-        at += len(size) + len(piece) + 4
-    return at
+        offset += len(size) + len(piece) + 4
+    return offset

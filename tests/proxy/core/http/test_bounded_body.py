@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdrelay_proxy.core.http.bounded_body import whole
+from pdrelay_proxy.core.http.bounded_body import read_bounded
 
 
 class TooLong(Exception):
@@ -18,14 +18,14 @@ async def pieces(*given, read=None):
 
 async def test_pieces_become_one():
     """In their order, up to the limit itself."""
-    assert await whole(pieces(), 0, TooLong()) == b""
-    assert await whole(pieces(b"ab", b"", b"c"), 3, TooLong()) == b"abc"
+    assert await read_bounded(pieces(), 0, TooLong()) == b""
+    assert await read_bounded(pieces(b"ab", b"", b"c"), 3, TooLong()) == b"abc"
 
 
 async def test_nothing_is_read_beyond_the_limit():
     """A body without an end must not fill the memory."""
     read = []
     with pytest.raises(TooLong):
-        await whole(pieces(b"ab", b"cd", b"ef", read=read), 3, TooLong())
+        await read_bounded(pieces(b"ab", b"cd", b"ef", read=read), 3, TooLong())
 
     assert read == [b"ab", b"cd"]

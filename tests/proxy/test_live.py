@@ -72,7 +72,7 @@ def test_an_engine_that_has_turned_goes_with_its_line_of_the_settings(name, to, 
     """They name the role with which it was added."""
     settings = replace(OLD, decode=("d0:1", "d1:1"))
     router = build(settings)
-    router.live.registry.departures.turn(InstanceId(name), to, now=0.0, at_once=True)
+    router.live.registry.departures.change_role(InstanceId(name), to, now=0.0, at_once=True)
     assert router.live.registry.member(InstanceId(name)).role is to
     router.live.prepared(settings, replace(settings, **gone))()
 
@@ -83,7 +83,7 @@ def test_an_engine_that_has_turned_stays_if_its_address_leaves_the_other_list():
     """There was another engine of that line."""
     old = replace(OLD, decode=("d0:1", "d1:1"))
     router = build(old)
-    router.live.registry.departures.turn(InstanceId("decode-1"), EngineRole.PREFILL, now=0.0, at_once=True)
+    router.live.registry.departures.change_role(InstanceId("decode-1"), EngineRole.PREFILL, now=0.0, at_once=True)
     before = replace(old, prefill=("p0:1", "p1:1", "d1:1"))
     router.live.prepared(before, old)()
 

@@ -299,7 +299,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         request.state.target = f"{named.id or f'{named.type} {named.instance}'} to {named.to}"
         return admin.rows(
             await _carried_out(
-                admin, named, partial(admin.discovery.turn, to=named.to, force=named.force)
+                admin, named, partial(admin.discovery.change_role, to=named.to, force=named.force)
             )
         )
 

@@ -116,7 +116,7 @@ class Departures:
 
     # ---- to turn
 
-    def check_turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
+    def check_role_change(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
         """Check whether an engine may turn; ``force``: also if no other one serves the role that it
         leaves.
 
@@ -147,7 +147,9 @@ class Departures:
         """
         return self._why_not(self._table.member(name), to) is None
 
-    def turn(self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False) -> None:
+    def change_role(
+        self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False
+    ) -> None:
         """Have an engine serve another role as soon as it has nothing left of the one it leaves.
 
         A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router

@@ -86,7 +86,7 @@ class RolesFeature(Feature):
 
 def _role_changes(core: Core, text: SharedText, clock: Callable[[], float]) -> LeasedRoleChanges:
     async def change_role(name: InstanceId, role: Role) -> None:
-        await core.discovery.turn(name, EngineRole(role.value))
+        await core.discovery.change_role(name, EngineRole(role.value))
 
     me = f"{socket.gethostname()}-{secrets.token_hex(4)}"
     return LeasedRoleChanges(me, text, change_role, clock=clock, wall=core.wall)

@@ -148,7 +148,7 @@ class Reconciler:
         present = self._registry.members_at(keys)
         self._carry_out(self.sources.desired_at(keys), present)
         if EngineSource.STORE not in self.sources.missing:  # until then roles are not known
-            self._turn_all([member for member in present if self._is_known(member)])
+            self._change_roles([member for member in present if self._is_known(member)])
 
     def assign_in_steps(
         self, assignments: Mapping[Key, Assignment], view: Generator[None]
@@ -165,7 +165,7 @@ class Reconciler:
             # engines that come with the view serve their role from the beginning
             members = self._registry.members()
             for begin in range(0, len(members), _AT_ONCE):
-                self._turn_all(
+                self._change_roles(
                     [
                         member
                         for member in members[begin : begin + _AT_ONCE]
@@ -179,7 +179,7 @@ class Reconciler:
                 key for key in {**before, **assignments} if before.get(key) != assignments.get(key)
             ]
             for begin in range(0, len(changed), _AT_ONCE):
-                self._turn_all(self._registry.members_at(changed[begin : begin + _AT_ONCE]))
+                self._change_roles(self._registry.members_at(changed[begin : begin + _AT_ONCE]))
                 yield
         self._begins = False
 
@@ -234,16 +234,18 @@ class Reconciler:
         # an engine of the settings
         return any(member.origin.wanted is None for member in self._registry.members_at([key]))
 
-    def _turn_all(self, members: Sequence[Member]) -> None:
+    def _change_roles(self, members: Sequence[Member]) -> None:
         """Start the role changes that assignments ask for."""
         for member in members:
             role = self.role_of(member)
             if member.heading is not role:
-                self._turn(member, role, at_once=self._begins)
+                self._change_role(member, role, at_once=self._begins)
 
-    def _turn(self, member: Member, role: EngineRole, *, at_once: bool) -> None:
+    def _change_role(self, member: Member, role: EngineRole, *, at_once: bool) -> None:
         before = member.turn
-        self._registry.departures.turn(member.instance.id, role, now=self.clock(), at_once=at_once)
+        self._registry.departures.change_role(
+            member.instance.id, role, now=self.clock(), at_once=at_once
+        )
         if member.heading is role:
             verb = "serves" if member.turn is None else "turns to"
             logger.info(
@@ -285,7 +287,7 @@ class Reconciler:
                 )
                 member = self._registry.member(instance.id)
                 if member.heading is not (role := self.role_of(member)):
-                    self._turn(member, role, at_once=True)
+                    self._change_role(member, role, at_once=True)
 
     def _change(self, action: Action, member: Member) -> None:
         name = member.instance.id
@@ -585,7 +587,7 @@ class Discovery:
         await self._leave(name, leaves=False)
         self._registry.departures.undrain(name, now=self._reconciler.clock())
 
-    async def turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
+    async def change_role(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
         """Change an engine's role, at all routers of the store, as soon as its last request in the
         old one is over.
 
@@ -598,7 +600,7 @@ class Discovery:
                 and ``force`` is not set.
             StoreDown: the store has not acknowledged it.
         """
-        self._registry.departures.check_turn(name, to, force=force)
+        self._registry.departures.check_role_change(name, to, force=force)
         await self._forget_assignments()
         member = self._registry.member(name)
         before = member.role

@@ -67,7 +67,7 @@ def test_a_decode_engine_turns_when_its_requests_are_over():
     registry = registry_of(1, 2)
     member = registry.member(InstanceId("decode-0"))
     member.load.enter(REQUEST)
-    registry.departures.turn("decode-0", PREFILL, now=1.0)
+    registry.departures.change_role("decode-0", PREFILL, now=1.0)
     assert sides(registry) == (["prefill-0"], ["decode-1"])
     assert "decode-0" in registry.departures.moving
     assert (member.role, member.heading, member.life.state) == (DECODE, PREFILL, HealthState.DRAINING)
@@ -87,7 +87,7 @@ def test_a_prefill_engine_turns_when_decode_engines_have_read_what_it_lends():
     """Twice in a row it says that it keeps nothing: its numbers are those of a step before."""
     registry = registry_of(2, 1)
     member = registry.member(InstanceId("prefill-1"))
-    registry.departures.turn("prefill-1", DECODE, now=0.0)
+    registry.departures.change_role("prefill-1", DECODE, now=0.0)
     for now, kept in enumerate((1.0, 0.0, 0.0)):
         registry.settle(patience_s=60, now=float(now))
         assert sides(registry) == (["prefill-0"], ["decode-0"])
@@ -101,12 +101,12 @@ def test_a_prefill_engine_turns_when_decode_engines_have_read_what_it_lends():
 def test_an_engine_that_is_both_has_one_id_and_one_load():
     """It adds a role at once, and drops one when all it has is over."""
     registry = registry_of(1, 2)
-    registry.departures.turn("decode-0", BOTH, now=0.0)
+    registry.departures.change_role("decode-0", BOTH, now=0.0)
     assert sides(registry) == (["prefill-0", "decode-0"], ["decode-0", "decode-1"])
     one, other = registry.member("decode-0").as_role(Role.PREFILL), registry.member("decode-0").as_role(Role.DECODE)
     assert (one.id, one.role, one.pool) == (other.id, Role.PREFILL, Role.DECODE)
     assert (other.role, other.pool) == (Role.DECODE, Role.DECODE)
-    registry.departures.turn("decode-0", DECODE, now=1.0)
+    registry.departures.change_role("decode-0", DECODE, now=1.0)
     assert sides(registry) == (["prefill-0"], ["decode-1"])
     registry.settle(patience_s=60, now=62.0)
 
@@ -119,7 +119,7 @@ def test_time_ends_a_turn():
     registry = registry_of(1, 2)
     member = registry.member(InstanceId("decode-0"))
     member.load.enter(REQUEST)
-    registry.departures.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.change_role("decode-0", PREFILL, now=0.0)
     registry.settle(patience_s=60, now=TURN_TIMEOUT_S - 1)
     assert member.role is DECODE
     registry.settle(patience_s=60, now=TURN_TIMEOUT_S)
@@ -135,8 +135,8 @@ def test_another_turn_ends_one_that_is_under_way(role, more):
     """Back to what it serves: it is as if nothing had been."""
     registry = registry_of(1, 2)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
-    registry.departures.turn("decode-0", PREFILL, now=0.0)
-    registry.departures.turn("decode-0", role, now=1.0)
+    registry.departures.change_role("decode-0", PREFILL, now=0.0)
+    registry.departures.change_role("decode-0", role, now=1.0)
 
     assert registry.member("decode-0").role is role
     assert "decode-0" in ids(registry, Role.DECODE)
@@ -148,8 +148,8 @@ def test_what_an_operator_drains_stays_drained_when_it_has_turned():
     """The two are asked for by themselves, in any order."""
     registry = registry_of(2, 2)
     registry.departures.drain("decode-0", now=0.0)
-    registry.departures.turn("decode-0", PREFILL, now=0.0)
-    registry.departures.turn("prefill-0", DECODE, now=0.0)
+    registry.departures.change_role("decode-0", PREFILL, now=0.0)
+    registry.departures.change_role("prefill-0", DECODE, now=0.0)
     registry.departures.drain("prefill-0", now=0.0)
     for now in (1.0, 61.0):
         registry.settle(patience_s=60, now=now)
@@ -175,14 +175,14 @@ def test_when_a_turn_is_over_a_drain_is_what_it_was_asked_to_be(moves, why, movi
     member.load.enter(REQUEST)
     steps = [
         lambda: registry.departures.drain("decode-0", now=0.0, moves=moves),
-        lambda: registry.departures.turn("decode-0", PREFILL, now=0.0),
+        lambda: registry.departures.change_role("decode-0", PREFILL, now=0.0),
     ]
     for step in steps if drains_first else reversed(steps):
         step()
     assert list(registry.departures.moving) == ["decode-0"]
     assert member.life.why == "turns to prefill, and its streams move"
     if end == "cancelled":
-        registry.departures.turn("decode-0", DECODE, now=1.0)
+        registry.departures.change_role("decode-0", DECODE, now=1.0)
     else:
         registry.settle(patience_s=60, now=TURN_TIMEOUT_S)
 
@@ -196,8 +196,8 @@ def test_an_engine_can_be_told_to_move_its_streams_after_a_turn_that_was_cancell
     registry = registry_of(1, 2)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
     registry.departures.drain("decode-0", now=0.0)
-    registry.departures.turn("decode-0", PREFILL, now=0.0)
-    registry.departures.turn("decode-0", DECODE, now=1.0)
+    registry.departures.change_role("decode-0", PREFILL, now=0.0)
+    registry.departures.change_role("decode-0", DECODE, now=1.0)
     registry.departures.drain("decode-0", now=2.0, moves=True)
 
     assert list(registry.departures.moving) == ["decode-0"]
@@ -207,10 +207,10 @@ def test_an_engine_can_be_told_to_move_its_streams_after_a_turn_that_was_cancell
 def test_a_turn_to_decode_does_not_keep_the_streams_of_what_is_undrained_moving():
     """An engine that is both, drained by moving, that gives up prefill: taken back, its streams stay."""
     registry = registry_of(1, 2)
-    registry.departures.turn("decode-0", BOTH, now=0.0)
+    registry.departures.change_role("decode-0", BOTH, now=0.0)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
     registry.departures.drain("decode-0", now=1.0, moves=True)
-    registry.departures.turn("decode-0", DECODE, now=1.0)
+    registry.departures.change_role("decode-0", DECODE, now=1.0)
     assert list(registry.departures.moving) == ["decode-0"]
     registry.departures.undrain("decode-0", now=2.0)
 
@@ -222,7 +222,7 @@ def test_what_is_taken_back_into_use_while_it_turns_still_turns():
     """A pod that is Ready again; an operator's undrain also ends the turn (io/discovery/reconciler.py)."""
     registry = registry_of(1, 2)
     registry.departures.drain("decode-0", now=0.0)
-    registry.departures.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.change_role("decode-0", PREFILL, now=0.0)
     registry.departures.undrain("decode-0", now=0.0)
     assert sides(registry) == (["prefill-0"], ["decode-1"])
     registry.settle(patience_s=60, now=1.0)
@@ -235,7 +235,7 @@ def test_an_engine_that_goes_while_it_turns_is_counted():
     registry = registry_of(1, 3)
     registry.member(InstanceId("decode-0")).load.enter(REQUEST)
     for name in ("decode-0", "decode-1"):
-        registry.departures.turn(name, PREFILL, now=0.0)
+        registry.departures.change_role(name, PREFILL, now=0.0)
     registry.remove("decode-0", now=1.0)
     registry.departures.retire("decode-1", now=1.0)
     registry.settle(patience_s=60, now=2.0)
@@ -253,13 +253,13 @@ def test_the_last_engine_of_a_role_does_not_turn_unless_it_is_forced():
     with pytest.raises(
         CannotTurn, match="prefill-0 is the last prefill engine that serves: turn another one to prefill"
     ):
-        registry.departures.check_turn("prefill-0", DECODE)
-    registry.departures.check_turn("prefill-0", DECODE, force=True)
-    registry.departures.check_turn("prefill-0", BOTH)
-    registry.departures.check_turn("decode-0", PREFILL)
-    registry.departures.turn("decode-0", PREFILL, now=0.0)
+        registry.departures.check_role_change("prefill-0", DECODE)
+    registry.departures.check_role_change("prefill-0", DECODE, force=True)
+    registry.departures.check_role_change("prefill-0", BOTH)
+    registry.departures.check_role_change("decode-0", PREFILL)
+    registry.departures.change_role("decode-0", PREFILL, now=0.0)
     with pytest.raises(CannotTurn, match="decode-1 is the last decode engine that serves"):
-        registry.departures.check_turn("decode-1", PREFILL)
+        registry.departures.check_role_change("decode-1", PREFILL)
 
     assert registry.departures.turns == {("decode", "refused"): 1, ("prefill", "refused"): 1}
 
@@ -279,7 +279,7 @@ def test_an_engine_that_does_not_serve_the_same_is_no_other_one(happen):
     registry.learn("decode-0", EngineCapabilities(models=frozenset({"m"})))
     happen(registry)
     with pytest.raises(CannotTurn, match="decode-0 is the last decode engine"):
-        registry.departures.check_turn("decode-0", PREFILL)
+        registry.departures.check_role_change("decode-0", PREFILL)
 
 
 def test_engines_that_cannot_serve_the_role_say_why():
@@ -295,19 +295,19 @@ def test_engines_that_cannot_serve_the_role_say_why():
         "decode-2": "decode-2 is rank 0 of a data-parallel engine: its ranks share an address, and cannot turn",
     }.items():
         with pytest.raises(CannotTurn, match=why):
-            registry.departures.check_turn(name, PREFILL, force=True)
-        registry.departures.turn(name, PREFILL, now=0.0)
+            registry.departures.check_role_change(name, PREFILL, force=True)
+        registry.departures.change_role(name, PREFILL, now=0.0)
         assert registry.member(name).heading is DECODE
     with pytest.raises(CannotTurn, match="prefill-0 is no longer listed"):
-        registry.departures.check_turn("prefill-0", BOTH)
+        registry.departures.check_role_change("prefill-0", BOTH)
     with pytest.raises(UnknownInstance):
-        registry.departures.check_turn("decode-9", BOTH)
+        registry.departures.check_role_change("decode-9", BOTH)
 
 
 def test_the_address_of_an_engine_that_has_turned_is_taken():
     """Else it would be twice in the pool that it has come to; its own role is free for nobody else either."""
     registry = registry_of(1, 2)
-    registry.departures.turn("decode-0", PREFILL, now=0.0)
+    registry.departures.change_role("decode-0", PREFILL, now=0.0)
     registry.settle(patience_s=60, now=1.0)
     for role in Role:
         with pytest.raises(AlreadyKnown, match="d0:80 is already known as decode-0"):
@@ -324,7 +324,7 @@ def test_what_was_true_of_the_old_role_is_dropped_and_the_cache_is_not():
     since = member.life.cache_since
     stint = member.stint
     before = registry.changes.count
-    registry.departures.turn("decode-0", PREFILL, now=1.0)
+    registry.departures.change_role("decode-0", PREFILL, now=1.0)
     registry.settle(patience_s=60, now=2.0)
 
     assert member.stint > stint
@@ -355,7 +355,7 @@ def test_an_engine_that_is_both_is_never_both_of_one_request(x, y, both, expecte
     """There would be nothing to transfer, and no slot that another engine could have had."""
     registry = registry_of(x, y)
     for number in range(both):
-        registry.departures.turn(f"decode-{number}", BOTH, now=0.0)
+        registry.departures.change_role(f"decode-{number}", BOTH, now=0.0)
 
     assert pairs_of(registry) == expected
 
@@ -363,7 +363,7 @@ def test_an_engine_that_is_both_is_never_both_of_one_request(x, y, both, expecte
 def test_one_engine_that_is_both_is_no_pair():
     """It serves alone, as a decode engine without a prefill engine does."""
     registry = registry_of(0, 1)
-    registry.departures.turn("decode-0", BOTH, now=0.0)
+    registry.departures.change_role("decode-0", BOTH, now=0.0)
     with pytest.raises(NoMatchingInstance):
         pairs_of(registry)
     found = group_engines(registry.usable(Role.PREFILL), registry.usable(Role.DECODE), registry.facts)
@@ -397,10 +397,10 @@ class Turning(RuleBasedStateMachine):
         member = self.registry.member(name)
         before = member.turn
         try:
-            self.registry.departures.check_turn(name, to, force=force)
+            self.registry.departures.check_role_change(name, to, force=force)
         except CannotTurn:
             return
-        self.registry.departures.turn(name, to, now=self.now)
+        self.registry.departures.change_role(name, to, now=self.now)
         assert member.heading is to
         self.begun += member.turn not in (None, before)
 

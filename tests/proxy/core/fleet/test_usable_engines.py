@@ -89,7 +89,7 @@ class World:
         member.life.missed("why", now=self.now)
 
     def turn(self, member, to):
-        self.registry.departures.turn(member.instance.id, to, now=self.now, at_once=True)
+        self.registry.departures.change_role(member.instance.id, to, now=self.now, at_once=True)
 
     def rest(self, member, place):
         avoided = frozenset({member.instance.id})

@@ -79,8 +79,8 @@ async def test_an_engine_that_turns_is_followed_on():
     with serving(engine) as at:
         async with following(at) as follower:
             await until_async(has(follower, 64))
-            follower.registry.departures.turn(D0, EngineRole.BOTH, now=0.0)
-            follower.registry.departures.turn(D0, EngineRole.PREFILL, now=0.0, at_once=True)
+            follower.registry.departures.change_role(D0, EngineRole.BOTH, now=0.0)
+            follower.registry.departures.change_role(D0, EngineRole.PREFILL, now=0.0, at_once=True)
             await asyncio.sleep(0.5)  # two looks at who is there
             assert has(follower, 64)()
             engine.cache.use(IDS)

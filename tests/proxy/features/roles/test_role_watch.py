@@ -112,7 +112,7 @@ async def test_an_engine_that_retires_before_it_has_turned_holds_up_nothing():
     world = World(8, 8)
     await world.run(8.5, 2.0, 60)
     world.registry.member("decode-7").load.enter("endless")
-    world.registry.departures.turn("decode-7", EngineRole.PREFILL, now=world.fleet.now)
+    world.registry.departures.change_role("decode-7", EngineRole.PREFILL, now=world.fleet.now)
     assert (await world.run(8.5, 2.0, 60)).verdict == "turning"
 
     world.registry.departures.retire("decode-7", now=world.fleet.now)

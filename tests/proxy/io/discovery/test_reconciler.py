@@ -422,7 +422,7 @@ def serving(world):
 
 
 async def turn_now(world, name, to, **more):
-    await world.discovery.turn(name, to, force=True, **more)
+    await world.discovery.change_role(name, to, force=True, **more)
     world.registry.settle(patience_s=60, now=world.now)
 
 
@@ -502,7 +502,7 @@ async def turns_beside_an_assignment(*, pods, age_s=0.0):
     late.entries.view(dict(world.store._entries))
     late.see(*pods, E, A)
     late.now = age_s
-    await late.discovery.turn("prefill-0", BOTH)
+    await late.discovery.change_role("prefill-0", BOTH)
     return sorted(key.authority for key in late.reconciler.assignments)
 
 
@@ -522,7 +522,7 @@ async def test_a_pod_that_is_not_ready_for_a_while_still_turns():
     """Unready it drains, Ready it is back in use: neither ends the turn."""
     world = World()
     world.see(D, E)
-    await world.discovery.turn("decode-0", PREFILL)
+    await world.discovery.change_role("decode-0", PREFILL)
     world.see(replace(D, leaves=True), E)
     world.see(D, E)
     world.registry.settle(patience_s=60, now=1)
@@ -571,7 +571,7 @@ async def test_two_routers_of_one_store_agree():
     other.registry.member("decode-0").load.leave("r")
     other.registry.settle(patience_s=60, now=2)
     assert serving(other) == serving(world)
-    await world.discovery.turn("decode-0", DECODE, force=True)
+    await world.discovery.change_role("decode-0", DECODE, force=True)
     await world.discovery.undrain("decode-0")
     other.entries.view(dict(world.store._entries))
 
@@ -697,7 +697,10 @@ async def test_of_turns_that_begin_at_the_same_moment_none_takes_the_last_engine
         world.see(A)
         if not is_idle:
             world.registry.member("decode-0").load.enter("r")
-    asked = [worlds[0].discovery.turn("decode-0", PREFILL), worlds[-1].discovery.turn("decode-1", PREFILL)]
+    asked = [
+        worlds[0].discovery.change_role("decode-0", PREFILL),
+        worlds[-1].discovery.change_role("decode-1", PREFILL),
+    ]
     found = await asyncio.gather(*asked, return_exceptions=True)
     for world in worlds:
         world.registry.settle(patience_s=60, now=1)
@@ -716,14 +719,14 @@ async def test_a_turn_that_is_refused_after_it_was_written_gives_back_what_was_a
     world = World("d:80", "e:80")
     SharedStore(world)
     world.see(A)
-    await world.discovery.turn("decode-0", BOTH)
-    first = asyncio.create_task(world.discovery.turn("decode-1", PREFILL, force=True))
+    await world.discovery.change_role("decode-0", BOTH)
+    first = asyncio.create_task(world.discovery.change_role("decode-1", PREFILL, force=True))
     await asyncio.sleep(0)  # it waits for the store
     with pytest.raises(CannotTurn, match="decode-0 is the last decode engine"):
-        await world.discovery.turn("decode-0", PREFILL)
+        await world.discovery.change_role("decode-0", PREFILL)
     await first
     assert [member.heading for member in world.registry.members()] == [BOTH, PREFILL, PREFILL]
-    await world.discovery.turn("decode-0", PREFILL, force=True)
+    await world.discovery.change_role("decode-0", PREFILL, force=True)
 
     assert [member.heading for member in world.registry.members()] == [PREFILL, PREFILL, PREFILL]
 
@@ -856,10 +859,10 @@ async def test_an_engine_that_cannot_turn_leaves_nothing_in_the_store():
     """The other routers must not hear of it."""
     world = World("d:80", "b:80#dp=2")
     with pytest.raises(CannotTurn, match="rank 0"):
-        await world.discovery.turn("decode-1", PREFILL)
+        await world.discovery.change_role("decode-1", PREFILL)
     world.see(A)
     with pytest.raises(CannotTurn, match="prefill-0 is the last"):
-        await world.discovery.turn("prefill-0", DECODE)
+        await world.discovery.change_role("prefill-0", DECODE)
 
     assert not world.store._entries
 

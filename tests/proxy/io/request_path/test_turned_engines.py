@@ -30,7 +30,7 @@ def fleet(policy, learned=None):
 
 
 def turn(fleet, name, to):
-    fleet.registry.departures.turn(name, to, now=0.0)
+    fleet.registry.departures.change_role(name, to, now=0.0)
     fleet.registry.settle(patience_s=0, now=0.0)
     assert fleet.registry.member(name).role is to
 

@@ -187,7 +187,7 @@ def test_rates_of_an_engine_that_turns_are_learned_anew():
     """What it took as a decode engine says nothing of it as a prefill engine beside others of that kind."""
     bench = Bench()
     request = bench.send(bench.d, ask(400))
-    bench.registry.departures.turn(bench.d.id, EngineRole.PREFILL, now=0.0)
+    bench.registry.departures.change_role(bench.d.id, EngineRole.PREFILL, now=0.0)
     bench.registry.settle(patience_s=0, now=0.0)
     bench.costs.stream_begun(bench.d, request, ask(400))
     bench.costs.left(bench.d, request)

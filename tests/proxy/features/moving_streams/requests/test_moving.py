@@ -621,7 +621,7 @@ async def test_a_stream_goes_back_to_an_engine_of_both_roles_as_to_a_decode_engi
 
     fleet = Fleet(then={"decode-0": dead})
     registry = fleet.router.registry
-    registry.departures.turn("decode-1", EngineRole.BOTH, now=0.0)
+    registry.departures.change_role("decode-1", EngineRole.BOTH, now=0.0)
     registry.departures.drain("decode-0", now=0.0)
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)

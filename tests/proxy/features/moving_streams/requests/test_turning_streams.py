@@ -81,8 +81,8 @@ class Fleet(Scripted):
         match verb:
             case "turn":
                 with suppress(CannotTurn):
-                    self.registry.departures.check_turn(name, more[0])
-                    self.registry.departures.turn(name, more[0], now=self.now)
+                    self.registry.departures.check_role_change(name, more[0])
+                    self.registry.departures.change_role(name, more[0], now=self.now)
             case "drain" | "move":
                 self.registry.departures.drain(name, now=self.now, moves=verb == "move")
             case "undrain":

@@ -257,7 +257,7 @@ def test_a_pair_of_which_one_has_turned_rests_no_longer(name, to):
         registry.learn(instance.id, EngineCapabilities(engine_id=instance.id))
     notes.loads(registry.member("decode-0").instance, [PeerNews("prefill-0", 0, {PairFailure.HANDSHAKE: 3})], 0.0)
     assert registry.member("decode-0").facts.resting == {"prefill-0"}
-    registry.departures.turn(name, to, now=0.0)
+    registry.departures.change_role(name, to, now=0.0)
     registry.settle(patience_s=60, now=61.0)
 
     assert not notes.health.pairs()

@@ -81,7 +81,7 @@ def test_a_router_knows_what_the_others_have_at_an_engine():
 def test_an_engine_that_has_turned_is_the_same_to_all_routers():
     """One router may be ahead of another: the name is by what the engine was added as."""
     one, other = met(OneRouter(1), OneRouter(2))
-    other.registry.departures.turn(other.names[0], EngineRole.DECODE, now=0.0, at_once=True)
+    other.registry.departures.change_role(other.names[0], EngineRole.DECODE, now=0.0, at_once=True)
     one.send(0)
 
     assert other.hears(one.says()) == [None]

@@ -14,10 +14,10 @@ import tracemalloc
 
 import msgspec
 
-from pdrelay_proxy.core.fleet import cache_index
 from pdrelay_proxy.core.model import InstanceId, RoutingHints
 from pdrelay_proxy.core.raw_json import maybe
 from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.features.kv_events.core import cache_index
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
 from pdrelay_proxy.features.kv_events.core.event_stream import KvEventStream, read_batch
 from pdrelay_proxy.features.kv_events.core.known_prompts import KnownPrompts

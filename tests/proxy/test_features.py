@@ -40,6 +40,39 @@ async def main():
 
 asyncio.run(main())
 """
+ARRAY = """
+import asyncio
+from support.sim import router, sims
+
+async def main():
+    engines = sims()
+    async with router(engines) as client:
+        answer = await client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 2})
+        print(answer.headers["server-timing"].partition(", prefill")[0].partition(", decode")[0])
+        print(len(answer.json()["choices"]), *[len(engine.log) for engine in engines.values()])
+
+asyncio.run(main())
+"""
+DRAIN = """
+import asyncio
+from pdrelay_proxy.settings import Settings
+from support.sim import router, sims
+
+async def main():
+    engines = sims(1, 2, token_s=0.05, kv_both=True)
+    settings = Settings(resume_streams=True, admin_key="sesame")
+    async with router(engines, settings) as client:
+        asked = {"prompt": "a", "max_tokens": 30, "temperature": 0, "stream": True}
+        answer = asyncio.create_task(client.post("/v1/completions", json=asked))
+        while not (serving := [name for name in ("d0", "d1") if engines[name].log]):
+            await asyncio.sleep(0.01)
+        order = {"id": f"decode-{serving[0][1]}", "move": True}
+        drained = await client.post("/instances/drain", json=order, headers={"x-api-key": "sesame"})
+        last = (await answer).text.split()[-1]
+        print(drained.status_code, last, sum(engines[name].log != [] for name in ("d0", "d1")))
+
+asyncio.run(main())
+"""
 WORKERS = """
 from pdrelay_proxy.consistency import check
 from pdrelay_proxy.errors import ConfigError
@@ -126,6 +159,26 @@ def test_all_tests_of_the_rest_pass_without_a_feature(copy, name):
 
     assert len(files) > 100
     assert " passed" in passed(copy, files)
+
+
+def test_an_array_of_prompts_goes_to_one_engine_without_the_feature_that_divides_it(copy):
+    """As one whose prompts cannot go their own ways."""
+    divided = python(copy, "-c", ARRAY).splitlines()
+    remove(copy, "prompt_arrays")
+    whole = python(copy, "-c", ARRAY).splitlines()
+
+    assert divided == ['mode;desc="each_prompt"', "2 2 2"]
+    assert whole == ['mode;desc="single", reason;desc="several_prompts"', "2 0 1"]
+
+
+def test_a_drained_engine_keeps_its_streams_without_the_feature_that_moves_them(copy):
+    """It is empty when they have ended."""
+    moved = python(copy, "-c", DRAIN)
+    remove(copy, "moving_streams")
+    kept = python(copy, "-c", DRAIN)
+
+    assert moved == "200 [DONE] 2\n"
+    assert kept == "200 [DONE] 1\n"
 
 
 def test_workers_are_refused_without_the_feature_that_has_them_meet(copy):

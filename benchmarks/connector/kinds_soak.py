@@ -90,7 +90,7 @@ class Story:
             self._start(role)
         self.thaw_at = {}  # role -> when its engine goes on
         self.late = ""  # what goes wrong with the next read
-        self.due = []  # reads with which it does: (what, request, its params)
+        self.due = []  # reads with which it does: (what, request, which try, its params)
         self.looks = {}  # role -> what its engine says of itself
 
     def _start(self, role):
@@ -206,7 +206,7 @@ class Story:
             return
         self.counts["not handed over"] += params is None
         if self.late:
-            self.due.append((self.late, request, params))
+            self.due.append((self.late, request, request.tries, params))
             self.late = ""
         else:
             self._ask_to_load(request, params)
@@ -242,7 +242,7 @@ class Story:
             case "leave":
                 self._leave()
 
-    def _be_late(self, what, request, params):
+    def _be_late(self, what, request, tried, params):
         """Have a read last until D has given it up, or D ask P when the lease is long over.
 
         Meanwhile the blocks that are read, there or here, get other owners.
@@ -251,7 +251,8 @@ class Story:
         seconds = TRANSFER + 1 if role == "p" else LEASE + 1
         if role == "p":
             self._freeze(role, FOREVER)
-        self._ask_to_load(request, params)
+        if request.tries == tried and request.name in self.requests:  # else it begins anew
+            self._ask_to_load(request, params)
         if role == "d":
             self._listen(self.dice.random() * 0.02)
             self._freeze(role, FOREVER)

@@ -98,9 +98,9 @@ class Client:
             .json()
         )
 
-    def decode(self, d, prompt):
+    def decode(self, d, prompt, *, params=None):
         """Ask D alone; return when its first token came."""
-        return self._decode(d, prompt, _name(), None)
+        return self._decode(d, prompt, _name(), params)
 
     def _decode(self, d, prompt, name, params):
         body = {

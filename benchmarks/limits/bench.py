@@ -2,15 +2,18 @@
 
 ``make bench-limits`` writes docs/benchmarks/limits.json and a part of connector.md there. An engine
 without a connector runs all the time; beside it first a pair with our connector and a router, then
-a pair with vLLM's.
+a pair with vLLM's, then an engine whose connector loads nothing.
 """
 
+import itertools
+import json
 import os
 import signal
 import statistics
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -33,7 +36,7 @@ from benchmarks.connector.pairs import (
 from benchmarks.page import paragraph, table
 from pdrelay_tools.local.processes import open_fleet
 from pdrelay_tools.local.recipe import Role
-from support.cluster import base_url, engine_spec, router_command, start_engine
+from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
 from support.proc import cpu_seconds
 from support.router_kind import said
 
@@ -41,6 +44,11 @@ FULL = {"legs": 24, "reads": 20, "routed": 60}
 QUICK = {"legs": 4, "reads": 4, "routed": 10}
 PREFILL, ROUTED = 1024, 256  # tokens of a prompt
 CONNECTORS = (PULL, NIXL_PULL)
+AT_ONCE = """
+The floor of the path: a connector that loads nothing, and says in the step of the order that it has. VLLM makes a step
+for the order, sleeps a millisecond, and makes another one (`vllm/v1/engine/core.py`). It computes one token then, and
+of a cached prompt all of its last block.
+"""
 
 
 def main():
@@ -71,6 +79,9 @@ def main():
                 found["idle"], found["plain idle"] = idle(pair.pids), idle((pid,))
                 if kind is PULL:
                     seen["routed"] = routed(pair, prompt, counts["routed"])
+        at_once = _at_once(model)
+        started(fleet, at_once)
+        seen["at once"] = legs_at_once(at_once, plain, client, prompt, counts["legs"])
     out = page.out_of(args, "limits")
     page.write(seen, out, parts(seen))
     print(page.page_of(out).read_text() if args.quick else "\n".join(parts(seen)))
@@ -89,6 +100,22 @@ def _spec(name, model, **options):
     )
 
 
+def _at_once(model):
+    """Return an engine whose connector loads nothing."""
+    spec = _spec(
+        "at-once",
+        model,
+        extra_env={"PYTHONPATH": str(ROOT), "PDRELAY_BENCH_STAMPS": str(LOGS / "at-once.stamps")},
+    )
+    config = {
+        "kv_connector": "LoadsAtOnce",
+        "kv_connector_module_path": "benchmarks.connector.stamped",
+        "kv_role": "kv_consumer",
+    }
+    args = ("--kv-transfer-config", json.dumps(config))
+    return replace(spec, extra_args=(*spec.extra_args, *args))
+
+
 def started(fleet, spec, *, stops=False):
     """Start an engine, and stop it if asked; return the seconds until it was ready, and its
     process.
@@ -105,12 +132,15 @@ def started(fleet, spec, *, stops=False):
 def legs(pair, plain, client, prompt, count):
     """Measure decode legs beside the same prompt from D's own cache, and prefill legs beside an
     engine without P/D.
+
+    D rests while P computes before either leg: right after another one it answers 2 ms sooner.
     """
     found = {"decode": {}, "cached": {}, "prefill": [], "computed": []}
     for number in range(count + 1):
         for length in LEG_LENGTHS:
             tokens = prompt(length)
             sent = pair.send(tokens)
+            client.first_leg(pair.p, prompt(length), is_leg=False)
             began = time.monotonic()
             cached = client.decode(pair.d, tokens) - began
             if number:
@@ -123,6 +153,20 @@ def legs(pair, plain, client, prompt, count):
             client.first_leg(engine, prompt(PREFILL), is_leg=name == "prefill")
             if number:
                 found[name].append(time.monotonic() - began)
+    return found
+
+
+def legs_at_once(d, plain, client, prompt, count):
+    """Measure the same two legs where nothing is loaded; another engine computes before each."""
+    found = {"decode": {}, "cached": {}}
+    for number, length in itertools.product(range(count + 1), LEG_LENGTHS):
+        tokens = prompt(length)
+        for name, params in (("decode", {"do_remote_prefill": True}), ("cached", None)):
+            client.first_leg(plain, prompt(length), is_leg=False)
+            began = time.monotonic()
+            seconds = client.decode(d, tokens, params=params) - began
+            if number:
+                found[name].setdefault(str(length), []).append(seconds)
     return found
 
 
@@ -193,6 +237,11 @@ began: on a busy machine read the ratios, not the times. The router: {seen["rout
         "# Costs beside their floors\n",
         about,
         table(heads, [*_legs(seen), *_engines(seen), *_reads(seen), *_router(seen)]),
+        AT_ONCE,
+        table(
+            ["prompt, tokens", "from D's cache, ms", "loaded at once, ms", "ratio"],
+            _rows_at_once(seen["at once"]),
+        ),
     ]
 
 
@@ -221,6 +270,14 @@ def _legs(seen):
         "{:.1f}",
         pairs,
     )
+
+
+def _rows_at_once(found):
+    for length in LEG_LENGTHS:
+        cached, decode = (
+            statistics.median(found[name][str(length)]) * 1e3 for name in ("cached", "decode")
+        )
+        yield [f"{length:,}", f"{cached:.1f}", f"{decode:.1f}", f"{decode / cached:.2f}"]
 
 
 def _engines(seen):

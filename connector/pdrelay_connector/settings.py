@@ -281,11 +281,11 @@ def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:
 
 def _in_our_names(extra_config: Mapping[str, object]) -> dict[str, object]:
     """Return the settings without those that only vLLM's own connector has."""
-    for key, why in ALWAYS.items():
+    for key, reason in ALWAYS.items():
         if extra_config.get(key, True) is not True:
             raise SettingsError(
                 f"kv_connector_extra_config[{key!r}] is {extra_config[key]!r}; it must be true: "
-                f"{why}"
+                f"{reason}"
             )
     for theirs, ours in SAME.items():
         if theirs in extra_config and ours in extra_config:

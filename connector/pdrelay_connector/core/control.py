@@ -176,11 +176,11 @@ class ControlPlane:
         """
         if self._sleep.state is not SleepState.FALLING_ASLEEP:
             return None
-        why = "this engine goes to sleep"
+        reason = "this engine goes to sleep"
         if self._push_coordinator is not None:
-            self._push_coordinator.give_up(why, now=now)
+            self._push_coordinator.give_up(reason, now=now)
         if self._push_receiver is not None:
-            self._push_receiver.give_up(why)
+            self._push_receiver.give_up(reason)
         if self._prefix_finder is not None:
             self._prefix_finder.give_up()
         user = self._user_of_memory(now)

@@ -84,7 +84,7 @@ class Link(Protocol):
         """Close a connection, or stop opening it; no event follows."""
         ...
 
-    def close_all(self, why: str) -> None:
+    def close_all(self, reason: str) -> None:
         """Close every connection, also half-open ones, and refuse new ones; no event follows."""
         ...
 

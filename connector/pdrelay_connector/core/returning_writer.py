@@ -39,10 +39,10 @@ class ReturningWriter:
         """Read what a decode engine has leased to us."""
         self._reader.load(order, now=now)
 
-    def give_up(self, why: str, *, now: float) -> None:
+    def give_up(self, reason: str, *, now: float) -> None:
         """End everything that is under way."""
-        self._writer.give_up(why, now=now)
-        self._reader.give_up(why, now=now)
+        self._writer.give_up(reason, now=now)
+        self._reader.give_up(reason, now=now)
 
     @property
     def uses_memory(self) -> bool:

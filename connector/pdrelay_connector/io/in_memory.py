@@ -59,11 +59,11 @@ class InMemoryNetwork:
         self._listeners[address] = link, welcome
         self._refusals.pop(address, None)
 
-    def refuse(self, link: "InMemoryLink", why: str) -> None:
+    def refuse(self, link: "InMemoryLink", reason: str) -> None:
         """Close all connections of a link, and refuse others until it listens again."""
         self._hang_up_all(link)
         self._refusals.update(
-            {address: why for address, entry in self._listeners.items() if entry[0] is link}
+            {address: reason for address, entry in self._listeners.items() if entry[0] is link}
         )
 
     def call(self, link: "InMemoryLink", address: Address) -> ConnId:
@@ -181,9 +181,9 @@ class InMemoryNetwork:
                 ConnectFailed(conn, f"cannot connect to {address}", has_ended=host is None)
             )
             return
-        if (why := self._refusals.get(address)) is not None:
+        if (reason := self._refusals.get(address)) is not None:
             link.inbox.append(
-                ConnectFailed(conn, f"{address} refused: {why}", is_incompatible=True)
+                ConnectFailed(conn, f"{address} refused: {reason}", is_incompatible=True)
             )
             return
         ends = {link.number: conn, host.number: next(self._conns)}
@@ -254,9 +254,9 @@ class InMemoryLink:
         self.network.hang_up(self, conn)
         self.inbox = [event for event in self.inbox if event.conn != conn]
 
-    def close_all(self, why: str) -> None:
+    def close_all(self, reason: str) -> None:
         """Close every connection, and refuse others."""
-        self.network.refuse(self, why)
+        self.network.refuse(self, reason)
         self.inbox = []
 
     def poll(self) -> Iterator[LinkEvent]:

@@ -164,7 +164,7 @@ class SocketLink:
             self._drop(connection)
         self._events = deque(event for event in self._events if event.conn != conn)
 
-    def close_all(self, why: str) -> None:
+    def close_all(self, reason: str) -> None:
         """Close every connection, also those that are being opened, and refuse others."""
         self._opener.cancel_all()
         for conn in list(self._conns.values()):
@@ -173,7 +173,7 @@ class SocketLink:
         self._events.clear()
         self._unread.clear()
         if self._server is not None:
-            self._server = replace(self._server, closed=why)
+            self._server = replace(self._server, closed=reason)
 
     def are_of_one_engine(self, first: ConnId, second: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, as their Hellos prove.

@@ -63,7 +63,7 @@ class _RemotePrefill:
     """A request here whose prompt another engine has computed."""
 
     source: PullParams | PushParams
-    is_met: bool  # False: a handshake may show that its engine's KV cannot be loaded
+    is_handshake_over: bool  # False: a handshake may show that its engine's KV cannot be loaded
     failure: str = ""  # of that handshake
     # its blocks are allocated and its load has begun; a request is never loaded twice
     loading: bool = False
@@ -161,22 +161,22 @@ class DecodeRequests:
             return
         engine = source.remote_engine_id
         handshake = self._handshakes.get(engine)
-        is_met = handshake is not None
-        self._remote_prefills[own] = _RemotePrefill(source, is_met)
+        is_handshake_over = handshake is not None
+        self._remote_prefills[own] = _RemotePrefill(source, is_handshake_over)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
         if handshake is not None and handshake.objection:
             self._skip_incompatible(own, handshake)
-        elif not is_met:
+        elif not is_handshake_over:
             self._post(lambda control, now: control.lease_renewer.report_handshake(engine, now=now))
 
-    def _refuse(self, own: RequestId, params: Mapping[str, Any], why: InvalidKvParams) -> None:
+    def _refuse(self, own: RequestId, params: Mapping[str, Any], error: InvalidKvParams) -> None:
         """A request loads nothing.
 
         Another secret, or clock, than its engine's concerns every request of both.
         """
-        self._counters.count(REFUSALS[type(why)])
-        logger.warning("pdrelay: %s computes its own prompt: %s", own, why)
-        cause = _CAUSES.get(type(why), "params")
+        self._counters.count(REFUSALS[type(error)])
+        logger.warning("pdrelay: %s computes its own prompt: %s", own, error)
+        cause = _CAUSES.get(type(error), "params")
         engine = params.get("remote_engine_id")
         if cause in (SECRET, CLOCK) and isinstance(engine, str) and len(engine) <= MAX_ID:
             self._counters.count_peer_load(cause, engine)
@@ -187,7 +187,7 @@ class DecodeRequests:
 
     def begin_found(self, own: RequestId, params: PullParams) -> None:
         """Load a prompt's beginning, which a decode engine has leased us from its prefix cache."""
-        self._remote_prefills[own] = _RemotePrefill(params, is_met=True)
+        self._remote_prefills[own] = _RemotePrefill(params, is_handshake_over=True)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, params, now=now))
 
     def _shares(self, request: Request, source: PullParams | PushParams) -> bool:
@@ -245,9 +245,12 @@ class DecodeRequests:
                 self._mended.append(ended.engine)
             self._handshakes[ended.engine] = ended
         for own, remote_prefill in list(self._remote_prefills.items()):
-            if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
+            if (
+                remote_prefill.is_handshake_over
+                or remote_prefill.source.remote_engine_id != ended.engine
+            ):
                 continue
-            remote_prefill.is_met = True
+            remote_prefill.is_handshake_over = True
             remote_prefill.failure = ended.failure
             if ended.is_absent:
                 self._name_own_host(remote_prefill.source)
@@ -324,12 +327,12 @@ class DecodeRequests:
         waits = takes_the_last_blocks(
             self._pool(), self._engine_config.groups, request, computed, end
         )
-        return (missing, True) if remote_prefill.is_met and not waits else (None, False)
+        return (missing, True) if remote_prefill.is_handshake_over and not waits else (None, False)
 
     def is_meeting(self, request: Request) -> bool:
         """Tell whether a request waits for the first handshake with its engine."""
         remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
-        return remote_prefill is not None and not remote_prefill.is_met
+        return remote_prefill is not None and not remote_prefill.is_handshake_over
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
@@ -511,7 +514,8 @@ class DecodeRequests:
         if any(isinstance(source, PullParams) for source in loading):
             return False
         is_meeting = is_searching or any(
-            not remote_prefill.is_met for remote_prefill in self._remote_prefills.values()
+            not remote_prefill.is_handshake_over
+            for remote_prefill in self._remote_prefills.values()
         )
         return bool(loading) or is_meeting or self.awaits_quarantine
 

@@ -274,9 +274,9 @@ def _check_group(group: KVCacheGroupSpec) -> None:
         kind = type(spec)
         if kind not in SUPPORTED:
             kinds = ", ".join(supported.__name__ for supported in SUPPORTED)
-            why = f" ({_IMMOVABLE[kind.__name__]})" if kind.__name__ in _IMMOVABLE else ""
+            reason = f" ({_IMMOVABLE[kind.__name__]})" if kind.__name__ in _IMMOVABLE else ""
             raise UnsupportedCache(
-                f"{layer} has a KV cache of kind {kind.__name__}{why}; supported are {kinds}"
+                f"{layer} has a KV cache of kind {kind.__name__}{reason}; supported are {kinds}"
             )
         if isinstance(spec, MambaSpec):
             _check_state(layer, spec)

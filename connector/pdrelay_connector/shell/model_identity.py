@@ -86,11 +86,11 @@ def is_read(weights: str) -> bool:
 _PLACE: Final = "those of "
 
 
-def _unread(model: ModelConfig, why: str) -> str:
+def _unread(model: ModelConfig, reason: str) -> str:
     place = getattr(model, "model_weights", None) or model.model
     served = model.served_model_name
     names = served if isinstance(served, str) else ", ".join(map(str, served or ()))
-    return f"{_PLACE}{place} at revision {revision_of(model)}, served as {names or model.model} (not read: {why})"
+    return f"{_PLACE}{place} at revision {revision_of(model)}, served as {names or model.model} (not read: {reason})"
 
 
 def _tokenizer(model: ModelConfig, load: LoadConfig) -> str:

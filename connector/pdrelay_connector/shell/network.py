@@ -63,12 +63,12 @@ def reach_remarks(settings: Settings) -> list[str]:
     """
     if not _moves_kv_here_only(settings):
         return []
-    why = f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}"
+    reason = f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}"
     # otherwise we may have chosen the devices ourselves, for that host
     if not _is_local(settings.host, settings.port):
-        why = f"{DEVICES_VARIABLE} is {LOOPBACK!r}"
+        reason = f"{DEVICES_VARIABLE} is {LOOPBACK!r}"
     return [
-        f"KV is loaded from engines of this machine only, because {why} and NIXL listens on "
+        f"KV is loaded from engines of this machine only, because {reason} and NIXL listens on "
         f"loopback; prefill "
         "engines elsewhere will be refused"
     ]

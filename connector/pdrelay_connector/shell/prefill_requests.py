@@ -169,15 +169,15 @@ class PrefillRequests:
         finally:
             self._window_pins.release(request.request_id)
 
-    def lease_ended(self, request: RequestId, why: LeaseEvent) -> None:
+    def lease_ended(self, request: RequestId, reason: LeaseEvent) -> None:
         """Free the blocks of a lease."""
         blocks = self._held_blocks.remove(request)
         self._transfers.ended(request)
         self._pool().free_blocks(reversed(blocks))
         if self._push_progress is not None:
             self._push_progress.forget(request)
-        level = logger.debug if why in (LeaseEvent.DONE, LeaseEvent.DROPPED) else logger.warning
-        level("pdrelay: lease of %s ended: %s (%d blocks)", request, why.name, len(blocks))
+        level = logger.debug if reason in (LeaseEvent.DONE, LeaseEvent.DROPPED) else logger.warning
+        level("pdrelay: lease of %s ended: %s (%d blocks)", request, reason.name, len(blocks))
 
     @property
     def has_pending(self) -> bool:

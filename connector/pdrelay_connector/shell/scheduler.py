@@ -310,9 +310,9 @@ class PDRelayConnectorScheduler:
 
     def _handle(self, result: ControlResult) -> None:
         match result:
-            case LeaseEnded(request, why):
-                self._notes.lease_ended(request, why)
-                self._prefills.lease_ended(request, why)
+            case LeaseEnded(request, reason):
+                self._notes.lease_ended(request, reason)
+                self._prefills.lease_ended(request, reason)
             case LoadResult(request, failure, checks=checks):
                 self._notes.load_ended(
                     request, has_failed=bool(failure), is_compared=checks is not None

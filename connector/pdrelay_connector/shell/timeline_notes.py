@@ -139,7 +139,7 @@ class TimelineNotes:
             self._counters.note(name, TimelineStep.FIRST_TOKEN, now)
         self._counters.note(name, TimelineStep.FINISHED, now, request.num_output_tokens)
 
-    def lease_ended(self, name: RequestId, why: LeaseEvent) -> None:
+    def lease_ended(self, name: RequestId, reason: LeaseEvent) -> None:
         """They are not any more."""
         if self._counters.keeps_events:
-            self._counters.note(name, _LEASE[why], self._clock())
+            self._counters.note(name, _LEASE[reason], self._clock())

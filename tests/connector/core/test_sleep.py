@@ -62,7 +62,7 @@ def test_leases_are_given_up_and_their_holders_are_told():
     sleep(world, world.p)
     world.run()
 
-    assert [ended.why for ended in world.p.freed] == [LeaseEvent.REVOKED]
+    assert [ended.reason for ended in world.p.freed] == [LeaseEvent.REVOKED]
     assert lost == ["d-a"]
     assert world.p.slept == [FellAsleep()]
 
@@ -126,7 +126,7 @@ def test_an_engine_that_sleeps_gives_back_what_it_has_leased():
     world.run()
 
     assert lost == ["d-a"]
-    assert [ended.why for ended in world.p.freed] == [LeaseEvent.DROPPED]
+    assert [ended.reason for ended in world.p.freed] == [LeaseEvent.DROPPED]
     assert world.d.slept == [FellAsleep()]
 
 

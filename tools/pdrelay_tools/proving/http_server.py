@@ -108,7 +108,7 @@ class HttpServer:
         received = bytearray()
         times = list[float]()
         status = None
-        why = ""
+        reason = ""
         is_late = False
         try:
             async with (
@@ -126,17 +126,23 @@ class HttpServer:
                     received += piece
                     times += [time.monotonic()] * piece.count(_DATA)
                     if len(received) > LARGEST_BODY:
-                        why = f"{self.name} answered more than {LARGEST_BODY} bytes"
+                        reason = f"{self.name} answered more than {LARGEST_BODY} bytes"
                         break
                     if after_events is not None and len(times) >= after_events:
-                        why = "hung up"
+                        reason = "hung up"
                         break
         except TimeoutError:
-            why = f"{self.name} gave no whole answer within {timeout_s:g} s"
+            reason = f"{self.name} gave no whole answer within {timeout_s:g} s"
             is_late = True
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
             # UnicodeError: a name that is none
-            why = f"{self.name}: {str(exc) or type(exc).__name__}"
+            reason = f"{self.name}: {str(exc) or type(exc).__name__}"
         return Reply(
-            status, bytes(received), why, is_late, sent_at, time.monotonic() - sent_at, tuple(times)
+            status,
+            bytes(received),
+            reason,
+            is_late,
+            sent_at,
+            time.monotonic() - sent_at,
+            tuple(times),
         )

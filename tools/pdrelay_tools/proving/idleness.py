@@ -157,8 +157,8 @@ async def _never_freed(bench: Bench, server: HttpServer, watch: _Watch) -> Findi
     if server.name in watch.unseen:
         del bench.usual[server.name]
         reply = await server.get("/metrics", timeout_s=_METRICS_S)
-        why = reply.failure() or "its metrics have no numbers of vLLM's cache"
-        return Finding(FindingName.BLOCKS_UNSEEN, f"{server.name}: {why}")
+        reason = reply.failure() or "its metrics have no numbers of vLLM's cache"
+        return Finding(FindingName.BLOCKS_UNSEEN, f"{server.name}: {reason}")
     if (holdings := await bench.holdings(server)) is not None:
         bench.usual[server.name] = holdings
     evidence = f"{server.name} still held {watch.first_held[server.name]} after {now() - watch.since:.0f} s"

@@ -91,9 +91,9 @@ async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[Readi
     alive = [member for member, line in zip(members, lines, strict=True) if line.sign is Sign.OK]
     for warning in fleet_warnings(engines.registry):
         yield ReadinessLine(Sign.FAILED, "engines", warning.text)
-    for (decode, prefill), why in pair_differences(alive).items():
+    for (decode, prefill), reason in pair_differences(alive).items():
         yield ReadinessLine(
-            Sign.FAILED, f"{decode} with {prefill}", f"they share no request: {why}"
+            Sign.FAILED, f"{decode} with {prefill}", f"they share no request: {reason}"
         )
     slow = [
         member.instance.role
@@ -277,17 +277,17 @@ class _ReadinessCheck:
         ``is_cut``: there was too little time for engines to publish their counters.
         """
         prefill, decode = exchange.pair
-        why = failure_with(now[decode.instance.id].failures, prefill.facts.engine_id)
-        if exchange.reply.is_late and not why:  # an engine may say later why it loads nothing
-            return self._unfinished(exchange.about, exchange.reply.why) if is_last else None
+        reason = failure_with(now[decode.instance.id].failures, prefill.facts.engine_id)
+        if exchange.reply.is_late and not reason:  # an engine may say later why it loads nothing
+            return self._unfinished(exchange.about, exchange.reply.reason) if is_last else None
         failure = exchange.reply.failure() or _malformed(exchange)
         if failure:
-            text = f"the request failed: {failure}{f' ({why})' if why else ''}"
+            text = f"the request failed: {failure}{f' ({reason})' if reason else ''}"
             return ReadinessLine(Sign.FAILED, exchange.about, text)
         readings = [
             metrics[member.instance.id] for member in (prefill, decode) for metrics in (before, now)
         ]
-        if not why and not all(reading.is_read for reading in readings):
+        if not reason and not all(reading.is_read for reading in readings):
             text = "answered, and an engine has not shown in time what it counts"
             return self._unfinished(exchange.about, text) if is_last else None
         counters = PairCounters(*(reading.counters for reading in readings))
@@ -298,14 +298,14 @@ class _ReadinessCheck:
             return ReadinessLine(Sign.OK, exchange.about, text)
         # a counter that is missing now stays missing
         has_metrics = all(now[member.instance.id].holdings is not None for member in exchange.pair)
-        if not why and not is_last and not (moved is None and has_metrics):
+        if not reason and not is_last and not (moved is None and has_metrics):
             return None
         if moved is None:
             text = (
                 "answered, and neither engine counts what moves: whether KV moved cannot be known"
             )
             return ReadinessLine(Sign.UNKNOWN, exchange.about, text)
-        if not why and is_cut:
+        if not reason and is_cut:
             return self._unfinished(
                 exchange.about,
                 "answered, and no engine had counted what moved when the time was over",
@@ -314,7 +314,7 @@ class _ReadinessCheck:
         return ReadinessLine(
             Sign.FAILED,
             exchange.about,
-            f"{text}, because {why}" if why else f"{text}; its log says why",
+            f"{text}, because {reason}" if reason else f"{text}; its log says why",
         )
 
 

@@ -198,7 +198,7 @@ class EnginePairs:
         try:
             handover = read_handover(reply.body)
         except Malformed as exc:
-            raise PrefillFailed(replace(reply, why=f"{prefill.name}: {exc}")) from exc
+            raise PrefillFailed(replace(reply, reason=f"{prefill.name}: {exc}")) from exc
         if handover.is_push:
             self._push_coordinates[prefill.name] = handover.coordinates()
         return reply, handover

@@ -63,7 +63,7 @@ class LeaseEnded(NamedTuple):
     """A lease has ended: its blocks may be freed."""
 
     request: RequestId
-    why: LeaseEvent
+    reason: LeaseEvent
 
 
 # Whether two connections are of one engine, as far as both have proven who they are. A decode
@@ -227,16 +227,16 @@ class LeaseTable:
         """Return when the first lease expires unless renewed; None when there is none."""
         return self._deadlines.next()
 
-    def end(self, request: RequestId, why: LeaseEvent) -> LeaseEnded:
+    def end(self, request: RequestId, reason: LeaseEvent) -> LeaseEnded:
         """End a lease."""
         lease = self._leases.pop(request)
-        lease.on(why)
+        lease.on(reason)
         self._unhold(request, lease)
         self._deadlines.discard(request)
-        if why not in _READ and lease.read_until > -inf:
+        if reason not in _READ and lease.read_until > -inf:
             self._late_reads.set(request, lease.read_until)
             self._late_ranks[request] = set()
-        return LeaseEnded(request, why)
+        return LeaseEnded(request, reason)
 
     def _unhold(self, request: RequestId, lease: _Lease) -> None:
         if lease.holder is None:

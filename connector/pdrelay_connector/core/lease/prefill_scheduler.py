@@ -325,7 +325,7 @@ class LeaseManager:
 
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:
-            self._counters.count(_COUNTER[lease.why])
+            self._counters.count(_COUNTER[lease.reason])
             self._sums_due.discard(lease.request)
             sampled = self._sampled.pop(lease.request, None)
             for conn, done in sampled.waiting.values() if sampled is not None else ():

@@ -138,10 +138,10 @@ class PullReader:
             if now >= load.meet_by:
                 self._time_out(load, now)
 
-    def give_up(self, why: str, *, now: float) -> None:
+    def give_up(self, reason: str, *, now: float) -> None:
         """Fail all loads."""
         for load in list(self._loads.values()):
-            self._abort_once(load, "loads_aborted", why, now)
+            self._abort_once(load, "loads_aborted", reason, now)
 
     @property
     def uses_memory(self) -> bool:
@@ -305,8 +305,8 @@ class PullReader:
             if not is_active:
                 self._release(load)
         elif step.failure and step.is_copy:
-            why = f"it was not copied out of host memory: {step.failure}"
-            self._abort(load, "loads_failed_staging", why, now)
+            reason = f"it was not copied out of host memory: {step.failure}"
+            self._abort(load, "loads_failed_staging", reason, now)
         elif step.failure:
             self._abort(load, "loads_failed_transfer", step.failure, now)
         elif step.is_copy:
@@ -374,8 +374,8 @@ class PullReader:
         """
         peer = self._peers.get(load.order.engine)
         if load.state is LoadState.WAITING and now < load.deadline:
-            why = f"{load.order.address} was not met: it does not answer, and did not before"
-            self._fail(load, "loads_failed_handshake", why, now)
+            reason = f"{load.order.address} was not met: it does not answer, and did not before"
+            self._fail(load, "loads_failed_handshake", reason, now)
             return
         is_hung = load.state in (LoadState.READING, LoadState.CONFIRMING)
         self._abort_once(
@@ -385,12 +385,12 @@ class PullReader:
             self._peers.disconnect(peer, "it does not answer")
             self._on_peer_changed(peer, now)
 
-    def _abort_once(self, load: Load, counter: str, why: str, now: float) -> None:
+    def _abort_once(self, load: Load, counter: str, reason: str, now: float) -> None:
         if load.state is not LoadState.ABORTING:
-            self._abort(load, counter, why, now)
+            self._abort(load, counter, reason, now)
 
     def _abort(
-        self, load: Load, counter: str, why: str, now: float, before: LoadEvent | None = None
+        self, load: Load, counter: str, reason: str, now: float, before: LoadEvent | None = None
     ) -> None:
         """Fail a load.
 
@@ -398,7 +398,7 @@ class PullReader:
         """
         self._send_drop(load)
         if not self._transfers.is_active(load.order.request):
-            self._fail(load, counter, why, now)
+            self._fail(load, counter, reason, now)
             return
         if before is not None:
             load.on(before)
@@ -406,7 +406,7 @@ class PullReader:
         load.deadline = inf
         self._transfers.cancel(load.order.request)
         self._count_failure(load, counter, now)
-        self._results.append(LoadResult(load.order.request, why, quarantined=True))
+        self._results.append(LoadResult(load.order.request, reason, quarantined=True))
 
     def _release(self, load: Load) -> None:
         """End the quarantine of an aborted load's blocks."""
@@ -415,13 +415,13 @@ class PullReader:
         self._results.append(BlocksReleased(load.order.request))
 
     def _fail_unmet(self, load: Load, peer: Peer, now: float) -> None:
-        why = f"{peer.address} was not met: {peer.reason}"
-        self._fail(load, "loads_failed_handshake", why, now, cause=peer.cause)
+        reason = f"{peer.address} was not met: {peer.reason}"
+        self._fail(load, "loads_failed_handshake", reason, now, cause=peer.cause)
 
-    def _fail(self, load: Load, counter: str, why: str, now: float, *, cause: str = "") -> None:
+    def _fail(self, load: Load, counter: str, reason: str, now: float, *, cause: str = "") -> None:
         load.on(LoadEvent.FAILED)
         self._count_failure(load, counter, now, cause=cause)
-        self._end(load, why)
+        self._end(load, reason)
 
     def _count_failure(self, load: Load, counter: str, now: float, *, cause: str = "") -> None:
         self._counters.count_load(counter, load.order.engine, cause=cause)

@@ -257,10 +257,10 @@ class PushReceiver:
         if (push := self._pushes.get(request)) is not None:
             self._abort(push, "loads_aborted", "the request was aborted")
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Stop all pushes. None is left (``len()``) when no engine writes here any more."""
         for push in list(self._pushes.values()):
-            self._abort(push, "loads_aborted", why)
+            self._abort(push, "loads_aborted", reason)
 
     def on(self, conn: ConnId, message: Message) -> bool:
         """Handle a message of P; false: it is for another object."""
@@ -326,11 +326,11 @@ class PushReceiver:
             if now >= (peer.unanswered_since or 0.0) + self._peer_timeout:
                 self._abort_all_of(peer)
         for request in self._contention_deadlines.take_due(now=now) if self._is_contended else ():
-            why = (
+            reason = (
                 f"nothing came for {self._contention_timeout:g} s, and others wait for its slots "
                 f"of host memory"
             )
-            self._abort(self._pushes[request], "loads_failed_staging", why)
+            self._abort(self._pushes[request], "loads_failed_staging", reason)
         dues = [
             self._deadlines.next(),
             self._contention_deadlines.next() if self._is_contended else None,
@@ -461,10 +461,10 @@ class PushReceiver:
             self._approach(push, now)
             return
         if push.state is ReceiveState.REGISTERED:
-            why = f"{peer.address} is gone: {peer.reason}"
+            reason = f"{peer.address} is gone: {peer.reason}"
             self._counters.count_load("loads_failed_peer", push.order.engine)
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
-            self._report(push, why)
+            self._report(push, reason)
         push.on(ReceiveEvent.PEER_LOST)
         push.is_silent = peer.is_silent
         push.is_reset = peer.is_reset
@@ -510,7 +510,7 @@ class PushReceiver:
                 push.is_silent = push.is_reset = False
                 self._outlast_dead(push, now)
 
-    def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
+    def _abort(self, push: _ExpectedPush, counter: str, reason: str) -> None:
         """End a push for a reason of ours, and cancel it at P."""
         order = push.order
         was = push.state
@@ -518,12 +518,12 @@ class PushReceiver:
             return
         if was in (ReceiveState.QUEUED, ReceiveState.WAITING):
             self._lease_renewer.release(order.request, order.engine)
-            self._fail(push, counter, why)
+            self._fail(push, counter, reason)
             return
         self._counters.count_load(counter, order.engine)
         push.on(ReceiveEvent.ABORTED)
         self._clear_deadlines(push)
-        self._report(push, why)
+        self._report(push, reason)
         self._lease_renewer.release(order.request, order.engine)
         peer = self._peers.get(order.engine)
         if (
@@ -559,10 +559,10 @@ class PushReceiver:
         self._deadlines.discard(push.order.request)
         self._contention_deadlines.discard(push.order.request)
 
-    def _fail(self, push: _ExpectedPush, counter: str, why: str, *, cause: str = "") -> None:
+    def _fail(self, push: _ExpectedPush, counter: str, reason: str, *, cause: str = "") -> None:
         push.on(ReceiveEvent.FAILED)
         self._counters.count_load(counter, push.order.engine, cause=cause)
-        self._end(push, why)
+        self._end(push, reason)
 
     def _end(self, push: _ExpectedPush, failure: str, checks: LoadChecks | None = None) -> None:
         order = push.order

@@ -232,13 +232,13 @@ class PushCoordinator:
             if released.request not in self._leased:
                 continue  # it was to be read
             self._leased.discard(released.request)
-            why = released.why.name.lower().replace("_", " ")
-            self._stop_all(released.request, f"its lease is over ({why})", now, lease_lost=True)
+            reason = released.reason.name.lower().replace("_", " ")
+            self._stop_all(released.request, f"its lease is over ({reason})", now, lease_lost=True)
 
-    def give_up(self, why: str, *, now: float) -> None:
+    def give_up(self, reason: str, *, now: float) -> None:
         """Stop all pushes."""
         for request in list(self._by_request):
-            self._stop_all(request, why, now)
+            self._stop_all(request, reason, now)
 
     @property
     def may_write(self) -> bool:

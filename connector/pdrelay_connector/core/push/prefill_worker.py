@@ -120,10 +120,10 @@ class PushWriter:
         else:
             self._awaiting_device.append((event, ready or (lambda: True)))
 
-    def give_up(self, why: str, *, now: float) -> None:  # noqa: ARG002 -- as the reader does
+    def give_up(self, reason: str, *, now: float) -> None:  # noqa: ARG002 -- as the reader does
         """Stop all pushes."""
         for job in list(self._jobs.values()):
-            self._stop(job, why)
+            self._stop(job, reason)
 
     @property
     def uses_memory(self) -> bool:

@@ -97,10 +97,10 @@ class StagingCoordinator:
     def released(self, ended: Iterable[LeaseEnded]) -> None:
         """Release the staged parts of leases that are over."""
         for released in ended:
-            why = f"its lease is over ({released.why.name.lower().replace('_', ' ')})"
+            reason = f"its lease is over ({released.reason.name.lower().replace('_', ' ')})"
             for key in list(self._by_request.get(released.request, ())):
                 for part in list(self._reads[key].parts.values()):
-                    self._end(part, why)
+                    self._end(part, reason)
                 self._forget(key)
         self._give_room()
 
@@ -231,16 +231,16 @@ class StagingCoordinator:
         if part.state is PartState.STAGED and not part.ranks:
             self._end(part, "")
 
-    def _drop_rank(self, key: StagedReadId, rank: int, why: str) -> None:
+    def _drop_rank(self, key: StagedReadId, rank: int, reason: str) -> None:
         """A rank has stopped: the others get no further parts, but may read the staged one."""
         if (read := self._reads.get(key)) is None:
             return
-        read.broken = why
+        read.broken = reason
         for part in list(read.parts.values()):
             if part.state is PartState.STAGED:
                 self._part_read(part, rank)
             else:
-                self._end(part, why)
+                self._end(part, reason)
         conn = read.ranks.pop(rank, None)
         if conn is not None and conn not in read.ranks.values():
             _remove(self._by_conn, conn, key)
@@ -253,12 +253,12 @@ class StagingCoordinator:
         for conn in set(read.ranks.values()):
             _remove(self._by_conn, conn, key)
 
-    def _end(self, part: StagedPart, why: str) -> None:
+    def _end(self, part: StagedPart, reason: str) -> None:
         """End a part; ranks that still wait for it get the reason ``why``."""
         order = part.order
         if part.state is not PartState.STAGED:
             for conn in part.ranks.values():
-                self._link.send(conn, PartRefused(order.reader, order.part, why[:MAX_REASON]))
+                self._link.send(conn, PartRefused(order.reader, order.part, reason[:MAX_REASON]))
         part.on(PartEvent.ENDED)
         self._set_deadline(part, inf)
         del self._reads[part.read_id].parts[order.part]

@@ -27,7 +27,7 @@ def counted(engine, name):
 
 
 def why(world):
-    return [ended.why for ended in world.d.freed]
+    return [ended.reason for ended in world.d.freed]
 
 
 def test_p_reads_what_d_has_computed(world):

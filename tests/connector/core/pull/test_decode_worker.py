@@ -138,7 +138,7 @@ def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):
     assert "block 500" in world.d.result("d-a").failure
     assert world.d.result("d-b").failure == ""
     assert world.d.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
-    assert [released.why.name for released in world.p.freed] == ["DROPPED", "DONE"]
+    assert [released.reason.name for released in world.p.freed] == ["DROPPED", "DONE"]
 
 
 def test_a_read_that_nixl_fails_gives_the_blocks_back(world):
@@ -150,7 +150,7 @@ def test_a_read_that_nixl_fails_gives_the_blocks_back(world):
     world.run()
 
     assert "NIXL: peer gone" in world.d.result("d-a").failure
-    assert [released.why.name for released in world.p.freed] == ["DROPPED"]
+    assert [released.reason.name for released in world.p.freed] == ["DROPPED"]
 
 
 def test_a_verdict_of_another_peer_does_not_count(world):

@@ -32,7 +32,7 @@ def borrowed(world):
 
 
 def why(world):
-    return [released.why for released in world.p.freed]
+    return [released.reason for released in world.p.freed]
 
 
 def test_blocks_arrive_and_are_freed_at_once(world):

@@ -67,7 +67,7 @@ class Harness:
         self.push_coordinator.advance(now=self.now)
         released = self.lease_manager.take_released()
         self.push_coordinator.released(released, now=self.now)
-        self.ended = [(each.request, each.why.name) for each in released]
+        self.ended = [(each.request, each.reason.name) for each in released]
 
     def attend(self, *ranks):
         for rank in ranks or (0, 1):

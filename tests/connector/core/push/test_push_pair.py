@@ -59,7 +59,7 @@ def assert_kept_until_healed(world, into, **wait):
 
 
 def why(world):
-    return [released.why.name for released in world.p.freed]
+    return [released.reason.name for released in world.p.freed]
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])

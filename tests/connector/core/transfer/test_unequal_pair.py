@@ -97,7 +97,7 @@ def test_pipeline_stages_that_are_cut_differently(move, p, d, tp):
     world = move(model, Shape(tp[0], (4, 8), p), Shape(tp[1], (8, 4), d), prompt=37)
     (ended,) = world.p.lease_manager.take_released()
 
-    assert ended.why.name == "DONE"
+    assert ended.reason.name == "DONE"
 
 
 def test_a_lease_of_stages_ends_when_the_last_stage_has_read():
@@ -137,7 +137,7 @@ def test_engines_of_other_shapes_are_known_before_a_load(mode):
     released = p.lease_manager.take_released()
 
     assert ended.objection == "region 0: its blocks have 8 tokens, ours 12; one must be a multiple of the other"
-    assert [lease.why.name for lease in released] == ["DROPPED"]
+    assert [lease.reason.name for lease in released] == ["DROPPED"]
 
 
 def two_stages_are_read():
@@ -196,7 +196,7 @@ def ends_when_the_fourth_has_read(world):
     world.run()
 
     assert world.results() == [LoadResult(A, "")]
-    assert [released.why.name for released in world.p.lease_manager.take_released()] == ["DONE"]
+    assert [released.reason.name for released in world.p.lease_manager.take_released()] == ["DONE"]
 
 
 def test_one_unreadable_rank_fails_the_load_once_and_late_bytes_hit_no_other_request():
@@ -250,4 +250,4 @@ def test_what_looks_back_no_further_than_itself_is_lacking_nothing():
     world = pulled(model)
     pushed(model)
 
-    assert [released.why.name for released in world.p.lease_manager.take_released()] == ["DONE"]
+    assert [released.reason.name for released in world.p.lease_manager.take_released()] == ["DONE"]

@@ -115,7 +115,7 @@ def test_a_busy_prefill_engine_keeps_its_blocks_and_the_reader_waiting():
     story.run()
 
     assert "1 of 3 sampled blocks" in story.failure
-    assert [released.why for released in story.world.p.freed] == [LeaseEvent.DONE]
+    assert [released.reason for released in story.world.p.freed] == [LeaseEvent.DONE]
 
 
 def test_a_lease_that_ends_before_its_checksums_are_there_has_not_held():
@@ -128,7 +128,7 @@ def test_a_lease_that_ends_before_its_checksums_are_there_has_not_held():
     story.run()
 
     assert "lease" in story.failure
-    assert [released.why for released in story.world.p.freed] == [LeaseEvent.DROPPED]
+    assert [released.reason for released in story.world.p.freed] == [LeaseEvent.DROPPED]
 
 
 def test_a_prefill_engine_whose_step_takes_too_long_is_not_taken_for_hung():
@@ -139,7 +139,7 @@ def test_a_prefill_engine_whose_step_takes_too_long_is_not_taken_for_hung():
     story.begin()
     story.run(seconds=TIMEOUT + 1)
     assert story.failure == ""
-    assert [released.why for released in p.freed] == [LeaseEvent.DONE]
+    assert [released.reason for released in p.freed] == [LeaseEvent.DONE]
     p.is_busy = False
     story.run()
 

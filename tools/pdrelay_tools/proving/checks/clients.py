@@ -43,7 +43,7 @@ async def abandoned_streams(bench: Bench) -> CheckResult:
         )
     )
     findings = [
-        Finding(FindingName.NO_ANSWER, f"no first token: {reply.why}")
+        Finding(FindingName.NO_ANSWER, f"no first token: {reply.reason}")
         for reply in replies
         if reply.is_late
     ]
@@ -126,8 +126,8 @@ def bodies(model: str, longest: int) -> dict[str, Mapping[str, object] | bytes]:
 
 def _nonsense_findings(name: str, reply: Reply) -> list[Finding]:
     if reply.is_late:
-        return [Finding(FindingName.NO_ANSWER, f"{name}: {reply.why}")]
-    if reply.status == 200 and not reply.why:
+        return [Finding(FindingName.NO_ANSWER, f"{name}: {reply.reason}")]
+    if reply.status == 200 and not reply.reason:
         return [Finding(FindingName.BAD_INPUT_ACCEPTED, f"{name}: HTTP 200")]
     if reply.status is None or not 400 <= reply.status < 500:
         return [Finding(FindingName.BAD_INPUT_ERROR, f"{name}: {reply.failure()}")]

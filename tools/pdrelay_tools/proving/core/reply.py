@@ -18,7 +18,7 @@ class Reply:
 
     status: int | None  # None: no response, see `why`
     body: bytes
-    why: str  # there is no response, or an incomplete one; empty: it is complete
+    reason: str  # there is no response, or an incomplete one; empty: it is complete
     is_late: bool  # ... because it took too long
     sent_at: float
     seconds: float
@@ -35,8 +35,8 @@ class Reply:
 
     def failure(self) -> str:
         """Describe the failure; empty: it is a success."""
-        if self.why:
-            return self.why
+        if self.reason:
+            return self.reason
         if self.status == 200:
             return ""
         return f"HTTP {self.status}: {self.body[:_SHOWN].decode(errors='replace')}"
@@ -64,7 +64,7 @@ def findings_of(
 ) -> list[Finding]:
     """Judge a reply; ``reference``: the right answer, if known; ``may_fail``: errors are fine."""
     if reply.is_late:
-        return [Finding(FindingName.NO_ANSWER, f"{question}: {reply.why}")]
+        return [Finding(FindingName.NO_ANSWER, f"{question}: {reply.reason}")]
     if reply.failure():
         return (
             []

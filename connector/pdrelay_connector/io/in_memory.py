@@ -360,11 +360,11 @@ class InMemoryTransferAgent:
 
 def pieces_of(spans: Spans) -> Iterator[tuple[int, int]]:
     """Return the numbers of the pieces that a transfer copies: there, and here."""
-    for there, here, size in spans.tolist():
-        if there % BLOCK_BYTES or here % BLOCK_BYTES or size % BLOCK_BYTES:
+    for remote, local, size in spans.tolist():
+        if remote % BLOCK_BYTES or local % BLOCK_BYTES or size % BLOCK_BYTES:
             raise TransferError(
-                f"{size} bytes from {there} to {here}: this memory has pieces of {BLOCK_BYTES} "
+                f"{size} bytes from {remote} to {local}: this memory has pieces of {BLOCK_BYTES} "
                 f"bytes"
             )
         for offset in range(0, size, BLOCK_BYTES):
-            yield (there + offset) // BLOCK_BYTES, (here + offset) // BLOCK_BYTES
+            yield (remote + offset) // BLOCK_BYTES, (local + offset) // BLOCK_BYTES

@@ -194,17 +194,17 @@ def copy_on_host(
     Torch releases the GIL within each call, one layer at a time. Consecutive slots, the usual case,
     need no intermediate tensor.
     """
-    there = torch.tensor(rows)
-    here = torch.tensor(into)
+    source_rows = torch.tensor(rows)
+    target_rows = torch.tensor(into)
     source_run = _run(rows)
     target_run = _run(into)
     for name, tensor in source.items():
         if source_run is not None:
-            target[name].index_copy_(0, here, tensor[source_run])
+            target[name].index_copy_(0, target_rows, tensor[source_run])
         elif target_run is not None and target[name].is_contiguous():
-            torch.index_select(tensor, 0, there, out=target[name][target_run])
+            torch.index_select(tensor, 0, source_rows, out=target[name][target_run])
         else:
-            target[name].index_copy_(0, here, tensor.index_select(0, there))
+            target[name].index_copy_(0, target_rows, tensor.index_select(0, source_rows))
 
 
 def stream_beside(device: torch.device) -> Around:

@@ -56,15 +56,15 @@ def cut(
     Parts begin and end with whole blocks on both sides, except for the first and the last.
     """
     limits = steps(ours, theirs)
-    here = block_sizes(ours)
-    there = block_sizes(theirs)
+    our_block_sizes = block_sizes(ours)
+    their_block_sizes = block_sizes(theirs)
     pieces = [
         list(
             _pieces(
                 token_range,
                 limits[token_range.group],
-                here[token_range.group],
-                there[token_range.group],
+                our_block_sizes[token_range.group],
+                their_block_sizes[token_range.group],
             )
         )
         if token_range.group in limits
@@ -77,13 +77,19 @@ def cut(
     ]
 
 
-def _pieces(whole: TokenRange, step: int, here: int, there: int) -> Iterator[TokenRange]:
+def _pieces(
+    whole: TokenRange, step: int, our_block_size: int, their_block_size: int
+) -> Iterator[TokenRange]:
     start = whole.start
     while start < whole.stop:
         stop = min(whole.stop, (start // step + 1) * step)
-        remote = _blocks(whole.remote, whole.start, start, stop, there)
+        remote = _blocks(whole.remote, whole.start, start, stop, their_block_size)
         yield TokenRange(
-            whole.group, start, stop, remote, _blocks(whole.local, whole.start, start, stop, here)
+            whole.group,
+            start,
+            stop,
+            remote,
+            _blocks(whole.local, whole.start, start, stop, our_block_size),
         )
         start = stop
 

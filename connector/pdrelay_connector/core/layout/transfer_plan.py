@@ -121,11 +121,11 @@ def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, 
 
 def shared_regions(ours: RankInfo, theirs: RankInfo) -> list[tuple[Region, Region]]:
     """Return the regions of the layers that both ranks have, in our order."""
-    there = _by_layer(theirs)
+    their_regions = _by_layer(theirs)
     return [
         pair
-        for layer, here in _by_layer(ours).items()
-        for pair in zip(here, there.get(layer, ()), strict=False)
+        for layer, our_regions in _by_layer(ours).items()
+        for pair in zip(our_regions, their_regions.get(layer, ()), strict=False)
     ]
 
 
@@ -138,12 +138,12 @@ def _by_layer(info: RankInfo) -> dict[str, list[Region]]:
 
 def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
     """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless both have the same layers."""
-    here, there = (
+    our_layers, their_layers = (
         {region.layer for info in infos for region in info.regions} for infos in (ours, theirs)
     )
-    if here != there:
-        odd = min(here ^ there)
-        having, lacking = ("we have", "it lacks") if odd in here else ("it has", "we lack")
+    if our_layers != their_layers:
+        odd = min(our_layers ^ their_layers)
+        having, lacking = ("we have", "it lacks") if odd in our_layers else ("it has", "we lack")
         raise IncompatiblePeer(f"{having} the layer {odd}, which {lacking}")
 
 
@@ -156,13 +156,12 @@ def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
         raise IncompatiblePeer(
             "an engine with pipeline stages exchanges no KV with one that has host staging"
         )
-    there = _by_layer(theirs)
+    their_regions = _by_layer(theirs)
     for layer, regions in _by_layer(ours).items():
-        if layer in there and len(regions) != len(there[layer]):
+        if layer in their_regions and len(regions) != len(their_regions[layer]):
             raise IncompatiblePeer(
-                f"its cache has {len(there[layer])} regions of {layer or 'all layers'}, ours has "
-                f"{len(regions)}; they "
-                "must be equal"
+                f"its cache has {len(their_regions[layer])} regions of {layer or 'all layers'}, "
+                f"ours has {len(regions)}; they must be equal"
             )
     for number, (our, their) in enumerate(shared_regions(ours, theirs)):
         fault = next(_faults(ours, our, theirs, their), None)
@@ -176,21 +175,24 @@ def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Ite
     Each test relies on those before it.
     """
     yield from _state_faults(ours, our, theirs, their)
-    for text, here, there in (
+    for text, our_value, their_value in (
         ("entries in {} parts", our.parts, their.parts),
         ("entries of {} bytes", our.width, their.width),
         ("{} KV heads on all ranks", our.all_heads, their.all_heads),
         ("KV cache group {}", our.group, their.group),
         ("entries of {} tokens", our.covers, their.covers),
     ):
-        if here != there:
-            yield f"it has {text.format(there)}, ours {here}; they must be equal"
-    for text, here, there in (
+        if our_value != their_value:
+            yield f"it has {text.format(their_value)}, ours {our_value}; they must be equal"
+    for text, our_value, their_value in (
         ("its blocks have", our.block_size, their.block_size),
         ("its kernel's blocks have", our.tokens * our.covers, their.tokens * their.covers),
     ):
-        if max(here, there) % min(here, there):
-            yield f"{text} {there} tokens, ours {here}; one must be a multiple of the other"
+        if max(our_value, their_value) % min(our_value, their_value):
+            yield (
+                f"{text} {their_value} tokens, ours {our_value}; one must be a multiple of the "
+                f"other"
+            )
     if our.opaque or their.opaque:
         yield from _differences(ours, our, theirs, their)
     for whose, info, region in (("our", ours, our), ("its", theirs, their)):
@@ -239,7 +241,7 @@ def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -
     """
     ranks = (ours.ranks, theirs.ranks) if our.all_heads > 1 else (1, 1)
     strides = (our.head_stride, their.head_stride) if max(our.heads, their.heads) > 1 else (0, 0)
-    for text, here, there in (
+    for text, our_value, their_value in (
         ("its blocks have {} tokens", our.block_size, their.block_size),
         (
             "its kernel's blocks have {} tokens",
@@ -250,11 +252,11 @@ def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -
         ("its heads are {} bytes apart", *strides),
         ("its tokens are {} bytes apart", our.token_stride, their.token_stride),
     ):
-        if here != there:
+        if our_value != their_value:
             rule = (
                 "must be equal, because the order within its attention kernel's blocks is unknown"
             )
-            yield f"{text.format(there)}, ours {here}; they {rule}"
+            yield f"{text.format(their_value)}, ours {our_value}; they {rule}"
 
 
 def _end(region: Region) -> int:
@@ -330,22 +332,21 @@ class _BlockGeometry(NamedTuple):
 class _SameLayout(NamedTuple):
     """Layers of one group with equal geometry: only their base addresses differ."""
 
-    there: _BlockGeometry
-    here: _BlockGeometry
+    their_blocks: _BlockGeometry
+    our_blocks: _BlockGeometry
     pattern: Spans  # runs of the tokens that share a row on both sides
     bases: Spans  # base addresses of each layer; bytes are 0
 
     def runs(self, token_range: TokenRange) -> Spans:
         """Return the runs of all layers, merged within each layer."""
-        remote = self.there.block_ids(
-            token_range, token_range.remote
-        )  # checks the range before an array of its size is allocated
-        local = self.here.block_ids(token_range, token_range.local)
-        unit = min(self.there.tokens, self.here.tokens) * self.here.covers
+        # block_ids checks the range before an array of its size is allocated.
+        remote = self.their_blocks.block_ids(token_range, token_range.remote)
+        local = self.our_blocks.block_ids(token_range, token_range.local)
+        unit = min(self.their_blocks.tokens, self.our_blocks.tokens) * self.our_blocks.covers
         tokens = np.arange(token_range.start // unit * unit, token_range.stop, unit, dtype=np.int64)
-        there = self.there.offsets(token_range, remote, tokens)
-        here = self.here.offsets(token_range, local, tokens)
-        units = np.stack((there, here, np.zeros_like(tokens)), axis=1)
+        their_offsets = self.their_blocks.offsets(token_range, remote, tokens)
+        our_offsets = self.our_blocks.offsets(token_range, local, tokens)
+        units = np.stack((their_offsets, our_offsets, np.zeros_like(tokens)), axis=1)
         layer = merge((units[:, None] + self.pattern).reshape(-1, 3))
         return (self.bases[:, None] + layer).reshape(-1, 3)
 
@@ -372,9 +373,12 @@ class Route:
                 base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
                 alike.setdefault(key, []).append(base)
         self._groups: dict[int, list[_SameLayout]] = {region.group: [] for region in ours.regions}
-        for (group, there, here, count), bases in alike.items():
+        for (group, their_blocks, our_blocks, count), bases in alike.items():
             layers = _SameLayout(
-                there, here, _pattern(there, here, count), np.array(sorted(bases), dtype=np.int64)
+                their_blocks,
+                our_blocks,
+                _pattern(their_blocks, our_blocks, count),
+                np.array(sorted(bases), dtype=np.int64),
             )
             self._groups[group].append(layers)
 
@@ -435,10 +439,10 @@ def merge(runs: Spans) -> Spans:
     """Order runs by remote address, and merge those that are adjacent on both sides."""
     if not runs.size:
         return runs
-    there, here, length = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
-    starts = (there[1:] != there[:-1] + length[:-1]) | (here[1:] != here[:-1] + length[:-1])
+    remote, local, length = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
+    starts = (remote[1:] != remote[:-1] + length[:-1]) | (local[1:] != local[:-1] + length[:-1])
     first = np.concatenate(([0], np.flatnonzero(starts) + 1))
-    return np.stack((there[first], here[first], np.add.reduceat(length, first)), axis=1)
+    return np.stack((remote[first], local[first], np.add.reduceat(length, first)), axis=1)
 
 
 def _shared_heads(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
@@ -463,15 +467,15 @@ def _geometry(whose: str, region: Region) -> _BlockGeometry:
     return _BlockGeometry(whose, *sizes, *strides, *parts, region.covers)
 
 
-def _pattern(there: _BlockGeometry, here: _BlockGeometry, heads: int) -> Spans:
+def _pattern(their_blocks: _BlockGeometry, our_blocks: _BlockGeometry, heads: int) -> Spans:
     """Return the runs of ``heads`` heads for the tokens that share a row on both sides.
 
     They are relative to the first of these tokens.
     """
-    shape = heads, min(there.tokens, here.tokens), here.parts
+    shape = heads, min(their_blocks.tokens, our_blocks.tokens), our_blocks.parts
     head, token, part = np.indices(shape, dtype=np.int64).reshape(3, -1)
     places = [
         head * side.head_stride + token * side.token_stride + part * side.part_stride
-        for side in (there, here)
+        for side in (their_blocks, our_blocks)
     ]
-    return merge(np.stack((*places, np.full_like(token, here.width)), axis=1))
+    return merge(np.stack((*places, np.full_like(token, our_blocks.width)), axis=1))

@@ -81,13 +81,13 @@ class Slots(Generic[OwnerT]):
         """Grant slots to the owners at the head of the queue, in order; return the grants."""
         granted: list[SlotsGranted[OwnerT]] = []
         while self._waiting:
-            ticket, wanted = next(iter(self._waiting.items()))
-            if any(want > len(free) for want, free in zip(wanted, self._free, strict=True)):
+            ticket, counts = next(iter(self._waiting.items()))
+            if any(count > len(free) for count, free in zip(counts, self._free, strict=True)):
                 break
             del self._waiting[ticket]
             slots = tuple(
-                tuple(heapq.heappop(free) for _ in range(want))
-                for want, free in zip(wanted, self._free, strict=True)
+                tuple(heapq.heappop(free) for _ in range(count))
+                for count, free in zip(counts, self._free, strict=True)
             )
             self._granted[ticket] = slots
             granted.append(SlotsGranted(ticket, slots))

@@ -96,29 +96,35 @@ def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
     slices = _slices(group, slice_of)
     if len(slices) == 1:
         return [share]
-    p = len(group.prefill)
-    d = len(group.decode)
-    fair = [min(len(each.prefill) / p, len(each.decode) / d) for each in slices]
+    prefills = len(group.prefill)
+    decodes = len(group.decode)
+    fair = [
+        min(len(engines.prefill) / prefills, len(engines.decode) / decodes) for engines in slices
+    ]
     total = fsum(fair)
     stretch = min(1.0 / total, BOUND) if total > 0 else 1.0
     shares = list[GroupShare]()
     givers = list[_Room]()
     takers = list[_Room]()
-    for each, least in zip(slices, fair, strict=True):
+    for engines, least in zip(slices, fair, strict=True):
         used = least * stretch
         if least > 0:
             part = CompatibleGroup(
-                _name(group, each),
-                each.prefill,
-                each.decode,
-                group.prefill_count * len(each.prefill) / p,
+                _name(group, engines),
+                engines.prefill,
+                engines.decode,
+                group.prefill_count * len(engines.prefill) / prefills,
             )
             weight = share.weight * used
             shares.append(
                 GroupShare(part, alone=False, weight=weight, limit=share.weight * least * BOUND)
             )
-        givers.append(_Room(each.name, each.prefill, max(0.0, len(each.prefill) / p - used)))
-        takers.append(_Room(each.name, each.decode, max(0.0, len(each.decode) / d - used)))
+        givers.append(
+            _Room(engines.name, engines.prefill, max(0.0, len(engines.prefill) / prefills - used))
+        )
+        takers.append(
+            _Room(engines.name, engines.decode, max(0.0, len(engines.decode) / decodes - used))
+        )
     rest = 1.0 - total * stretch
     if rest > _LEAST:
         shares.extend(_crossing(share, _scaled(givers, rest), _scaled(takers, rest)))

@@ -239,12 +239,13 @@ def _inner(names, *, calls):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=["short", "nonstream"], choices=_KINDS)
+    parser.add_argument("names", nargs="*", choices=_KINDS)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--calls", action="store_true")
     parser.add_argument("--keep", help="keep callgrind's profiles under this name")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.names = given.names or ["short", "nonstream"]
     if given.inner or given.calls:
         _inner(given.names, calls=given.calls)
     from support.compiled import compiled

@@ -237,9 +237,16 @@ def _inner(names, *, calls):
     os._exit(0)  # nothing is closed: nobody is there
 
 
+def _kind(name):
+    if name not in _KINDS:
+        raise argparse.ArgumentTypeError(f"{name} is not a scenario: write {', '.join(_KINDS)}")
+    return name
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=_KINDS)
+    # Python 3.11 would look for the empty list among the choices
+    parser.add_argument("names", nargs="*", type=_kind, help=", ".join(_KINDS))
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--calls", action="store_true")
     parser.add_argument("--keep", help="keep callgrind's profiles under this name")

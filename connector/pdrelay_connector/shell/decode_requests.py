@@ -337,7 +337,7 @@ class DecodeRequests:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         own = RequestId(request.request_id)
-        self._partial.taken_up(own)
+        self._partial.evict(own)
         remote_prefill = self._remote_prefills.get(own)
         if remote_prefill is None or remote_prefill.loading:
             return
@@ -423,7 +423,7 @@ class DecodeRequests:
             self._mode_of(remote_prefill.source).abort(own)  # its load ends in loads_ended()
         elif remote_prefill is not None:
             self._release_lease(own)
-        self._partial.taken_up(own)
+        self._partial.evict(own)
         prompt = self._prompts.pop(own, None)
         if prompt is not None and self._loaders.get(prompt) is request:
             self._loaders[prompt] = None

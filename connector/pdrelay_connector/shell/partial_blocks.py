@@ -47,20 +47,23 @@ class PartialBlocks:
         if partial:
             self._loading[request.request_id] = request, partial
 
-    def taken_up(self, name: str) -> None:
-        """VLLM has entered the blocks of a load that has ended into its prefix cache, or frees
-        them: take those out that are not complete.
+    def evict(self, name: str) -> None:
+        """Take incomplete blocks of a load out of the prefix cache: vLLM has entered them there.
+
+        Called when the load has ended and its request is scheduled, or is over.
         """
-        if (known := self._loading.pop(name, None)) is not None:
-            self._pool().evict_blocks(known[1])
+        loading = self._loading.pop(name, None)
+        if loading is not None:
+            _, partial = loading
+            self._pool().evict_blocks(partial)
 
     def step(self) -> None:
-        """A step is scheduled.
+        """Evict those of loads that have ended, once a step is scheduled.
 
-        Of a load that has ended, vLLM may have found no block for the next token: then it has
-        looked for no other request's prefix since.
+        VLLM may have found no block for the next token of such a request, and then ``evict`` was
+        not called. It stops at that request: no other one was looked up in the prefix cache since.
         """
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         ended = [name for name, (request, _) in self._loading.items() if request.status != waiting]
         for name in ended:
-            self.taken_up(name)
+            self.evict(name)

@@ -49,7 +49,7 @@ def test_what_is_loaded_in_part_leaves_the_cache(groups, sizes, evicted):
     cache = Cache(*groups)
     cache.load(sizes)
     assert cache.evicted == set()
-    cache.partial.taken_up("r")
+    cache.partial.evict("r")
 
     assert cache.evicted == evicted
     assert len(cache.partial) == 0
@@ -59,7 +59,7 @@ def test_what_is_loaded_from_the_start_of_a_block_stays():
     """The prefix cache has what is before it."""
     cache = Cache(FULL, WINDOW)
     cache.load([4, 4], external=TOKENS - 64)
-    cache.partial.taken_up("r")
+    cache.partial.evict("r")
 
     assert cache.evicted == set()
 

@@ -257,12 +257,16 @@ class Story:
             self._listen(self.dice.random() * 0.02)
             self._freeze(role, FOREVER)
         self._listen(seconds)
-        self._use_again("d" if role == "p" else "p")
+        other = "d" if role == "p" else "p"
+        asked = self._use_again(other)
         if role in self.thaw_at:
             self._thaw(role)
+        self._listen(0.3)
+        for each in reversed(asked):  # what is in those blocks now is read, if it is still cached
+            self._ask(Request(f"{each.name}a", [*each.prompt, 1], 1, other))
 
     def _use_again(self, role):
-        """Have an engine use all of its free blocks."""
+        """Have an engine use all of its free blocks; return the prompts that are in them."""
         asked = []
         while len(asked) < 10:
             prompt = [self.dice.randrange(3) for _ in range(80)]
@@ -272,6 +276,7 @@ class Story:
         end = time.monotonic() + 10
         while time.monotonic() < end and not all(each.is_done for each in asked):
             self._listen(0.05)
+        return asked
 
     def _leave(self):
         living = [each for each in self.requests.values() if not each.is_done]

@@ -205,6 +205,7 @@ types: mypy ## mypy and basedpyright
 
 mypy: $(STAMPS)/dev
 	$(BIN)/mypy
+	$(BIN)/mypy examples/*/*.py
 
 .PHONY: imports
 imports: $(STAMPS)/dev ## who may import whom

@@ -36,8 +36,8 @@ async def follow(url):
     class Observer:
         heard = pods.heard
 
-        async def take(self, objects):
-            await pods.take(objects)
+        async def receive(self, objects):
+            await pods.receive(objects)
             spent_s.append(time.process_time())
             versions.clear()
             say("view", len(registry.members()), time.monotonic())

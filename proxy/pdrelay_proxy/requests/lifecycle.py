@@ -40,9 +40,7 @@ class RequestEvent(FastStrEnum):
     RETRY = auto()  # a leg has failed: both are sent again under a new id
     FIRST_EVENT = auto()  # of a stream
     RESUME = auto()  # a stream broke off: another decode engine goes on with it
-    TAKE_OVER = (
-        auto()
-    )  # a stream was cut, because its engine drains: two other engines go on with it
+    TAKE_OVER = auto()  # a stream was cut by a feature: other engines go on with it
     END = auto()  # answered, failed, refused, left by its client or cut off by a shutdown
 
 

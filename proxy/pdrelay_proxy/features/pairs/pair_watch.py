@@ -45,7 +45,7 @@ class PairWatch:
         """List those whose KV seems to be pushed, for those count it themselves."""
         used = self._notes.matrix.used_since(self._round_began) - self._read_from
         self._round_began = now
-        self._read_from = set()
+        self._read_from = set[InstanceId]()
         prefills = self._registry.known(Role.PREFILL) if used else ()
         return [
             prefill

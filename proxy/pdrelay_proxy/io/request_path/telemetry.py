@@ -4,7 +4,7 @@ stats and the log.
 The request calls this at the transitions of its life (requests/lifecycle.py); nothing else counts
 requests. Nearly all calls are deferred (io/request_path/deferred.py): they cost least when they are
 made for many requests at a time. Spans get the same events from the request itself, for they have
-to be opened before a leg is sent (io/traces.py).
+to be opened before a leg is sent (features/why/traces.py).
 """
 
 import logging

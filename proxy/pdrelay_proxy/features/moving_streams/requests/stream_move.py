@@ -1,7 +1,7 @@
 """One stream that moves to another engine: what its request and those that look after all moves
 know of it.
 
-requests/stream_moves.py decides which streams are cut, and when.
+stream_moves.py decides which streams are cut, and when.
 """
 
 from abc import abstractmethod

@@ -4,8 +4,7 @@
 A stream is cut behind a token. The engine that it leaves has the KV cache of prompt and answer, so
 it is the prefill engine of the rest, and another decode engine reads from it. Where it cannot be, a
 prefill engine computes them. requests/resumed_stream.py makes the requests for the rest; this
-module decides which streams are cut, and when, and counts what becomes of them
-(requests/stream_move.py).
+module decides which streams are cut, and when, and counts what becomes of them (stream_move.py).
 """
 
 import asyncio

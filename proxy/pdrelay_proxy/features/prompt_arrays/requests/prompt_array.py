@@ -39,8 +39,6 @@ from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import JSON_TYPE, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 
-# bytes of a part that is served, but for its prompt and the fields that all share
-_PART_SIZE: Final = 16 * 1024
 # parts of one array that are under way: other clients' requests shall not wait behind them
 AT_ONCE_AT_LEAST: Final = 16
 AT_ONCE_AT_MOST: Final = 64
@@ -64,7 +62,6 @@ class PromptArray(ClaimedAnswer):
     __slots__ = (
         "_at_once",
         "_begun",
-        "_bytes",
         "_call",
         "_client",
         "_failure",

@@ -232,6 +232,14 @@ class _Process:
     async def _end_when_asked(self) -> None:
         await self._end_asked.wait()
         settings = self._settings
+        try:
+            await self._finish_requests(settings)
+        except Exception:  # a bug must not keep a process that was told to end
+            logger.exception("the router ends at once")
+        self._server.end()
+
+    async def _finish_requests(self, settings: Settings) -> None:
+        """Serve on for the grace, then finish what is under way, as far as there is time."""
         lifetime = self._lifetime
         lifetime.on(Step.SHUTDOWN)
         logger.info(
@@ -253,7 +261,6 @@ class _Process:
             logger.warning("%d answers are not read to their end: they are cut off", unread)
         if lifetime.in_flight or unread:
             self._server.config.timeout_graceful_shutdown = 0
-        self._server.end()
 
     async def _idle(self, seconds: float) -> None:
         """Wait until nothing is in flight, at most ``seconds``."""
@@ -274,3 +281,5 @@ class _Process:
     async def _unless_hurried(self, waiting: Awaitable[None]) -> None:
         async with meanwhile(waiting) as task, meanwhile(self._hurry_asked.wait()) as hurried:
             await asyncio.wait((task, hurried), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import socket
+import ssl
 import time
 import tracemalloc
 from collections import Counter
@@ -25,6 +26,7 @@ from pdrelay_proxy.features.why.settings import WhySettings
 from pdrelay_proxy.io.logs import FACTS
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
+from support.certificates import Authority
 from support.clock import Clock
 from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
@@ -264,6 +266,41 @@ def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(options,
                 await until(lambda: not named(*PARTS) - before)  # what waits to be told is told in a moment
 
     play(scene())
+
+
+def test_a_connection_over_tls_says_at_any_time_whether_its_answer_is_read(tmp_path):
+    """A router that ends asks each; uvloop takes its socket away before it says that the connection is lost."""
+    authority = Authority(tmp_path, "ca")
+    pair = authority.sign("router")
+    trust = ssl.create_default_context(cafile=authority.own.cert)
+
+    async def scene():
+        loop = asyncio.get_running_loop()
+        seen = set()
+
+        def ask_all(state):
+            seen.update(connection.is_unread() for connection in tuple(state.connections))
+            asking[0] = loop.call_soon(ask_all, state)
+
+        async with staged(tls_cert=pair.cert, tls_key=pair.key) as stage:
+            asking = [loop.call_soon(ask_all, stage.state)]
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, ssl=trust)
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert (await answer(reader)).status == 200
+                writer.close()
+                await until(lambda: not stage.state.connections)
+            asking[0].cancel()
+        return seen
+
+    errors = []
+
+    async def watched():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        return await scene()
+
+    assert False in play(watched())
+    assert errors == []
 
 
 def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(tmp_path):

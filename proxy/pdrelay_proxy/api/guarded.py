@@ -392,9 +392,12 @@ class GuardedProtocol(asyncio.Protocol):
         transport = self.transport
         if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is None:
             return transport.get_write_buffer_size() > 0
+        sock = transport.get_extra_info("socket")
+        if sock is None:  # uvloop has closed it, and calls connection_lost next
+            return False
         count = bytearray(4)
-        with suppress(OSError):  # it has just been closed, or the system has no such call
-            ioctl(transport.get_extra_info("socket").fileno(), TIOCOUTQ, count)
+        with suppress(OSError, ValueError):  # it is being closed, or the system has no such call
+            ioctl(sock.fileno(), TIOCOUTQ, count)
         return any(count)
 
     def shutdown(self) -> None:

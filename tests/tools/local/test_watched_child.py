@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -25,6 +26,21 @@ def test_a_report_has_the_size_of_the_largest_file(tmp_path):
     run(tmp_path, f"open({str(tmp_path / 'a')!r}, 'w').write('x' * 300)", report=lambda size, _: sizes.append(size))
 
     assert sizes[-1] == 300
+
+
+def test_a_child_that_has_ended_before_it_is_watched_is_reported(tmp_path, monkeypatch):
+    """On a busy machine that is so for any that is quick."""
+
+    class Ended(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    sizes = []
+    run(tmp_path, f"open({str(tmp_path / 'a')!r}, 'w').write('x' * 300)", report=lambda size, _: sizes.append(size))
+
+    assert sizes == [300]
 
 
 def test_a_folder_that_the_child_removes_meanwhile_is_passed_over(tmp_path, monkeypatch):

@@ -53,9 +53,11 @@ def run_watched(
             start_new_session=True,  # Ctrl-C reaches only this process, which then ends it
         )
     try:
-        while process.poll() is None:
+        is_over = False
+        while not is_over:  # one that is over at once is reported, too
             with suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_S)
+            is_over = process.poll() is not None
             now = time.monotonic()
             sizes = _sizes(folder)
             size = sum(sizes)
@@ -65,11 +67,11 @@ def run_watched(
             report(max(sizes, default=0), now - start)
             if most_seen > limits.most_bytes:
                 raise LocalError(f"it wrote more than {limits.most_bytes:,} bytes")
-            if now - moved_at > limits.silence_s:
+            if not is_over and now - moved_at > limits.silence_s:
                 raise LocalError(
                     f"for {limits.silence_s:.0f} s nothing came{_quoted(log, last_words)}"
                 )
-            if now - start > limits.most_s:
+            if not is_over and now - start > limits.most_s:
                 raise LocalError(
                     f"it was not done after {limits.most_s:.0f} s{_quoted(log, last_words)}"
                 )

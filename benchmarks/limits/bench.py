@@ -249,7 +249,8 @@ def _row(cost, floor, unit, pairs):
     """A row; the floor that is shown is that beside our connector, each ratio is with its own."""
     cells = []
     for value, least in pairs:
-        cells += [unit.format(value), f"{value / least:.2f}"]
+        # an engine that rests may use no tick of the clock
+        cells += [unit.format(value), f"{value / least:.2f}" if least else ""]
     return [cost, floor, unit.format(pairs[0][1]), *cells, *["" for _ in range(4 - len(cells))]]
 
 

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import msgspec
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.raw_json import Fields, encode, maybe
+from pdrelay_proxy.core.raw_json import NULL, Fields, encode, maybe
 
 _COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call
 _DEFAULT_LIMIT: Final = (
@@ -103,3 +103,25 @@ def raw(value: object) -> msgspec.Raw:
 def raw_fields(fields: Fields) -> msgspec.Raw:
     """Encode an object inside another."""
     return msgspec.Raw(encode(fields))
+
+
+def usage_of_one_engine(usage: Fields, prompt_tokens: int, completion_tokens: int) -> msgspec.Raw:
+    """Return an engine's usage with the counts that a single engine would have had.
+
+    An engine that goes on behind tokens which were shown counts these as part of its prompt. A
+    single one has at most all but the last token of the prompt cached.
+    """
+    counts: Fields = {
+        "prompt_tokens": raw(prompt_tokens),
+        "completion_tokens": raw(completion_tokens),
+        "total_tokens": raw(prompt_tokens + completion_tokens),
+    }
+    details = maybe(usage.get("prompt_tokens_details", NULL), Fields)
+    if details is not None:
+        cached = maybe(details.get("cached_tokens", NULL), int)
+        if cached is not None:
+            most = max(prompt_tokens - 1, 0)
+            counts["prompt_tokens_details"] = raw_fields(
+                details | {"cached_tokens": raw(min(cached, most))}
+            )
+    return raw_fields(usage | counts)

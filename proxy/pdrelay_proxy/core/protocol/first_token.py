@@ -24,7 +24,7 @@ from pdrelay_proxy.core.protocol.continuation import (
     limits_behind,
     prompt_of,
     raw,
-    raw_fields,
+    usage_of_one_engine,
 )
 from pdrelay_proxy.core.raw_json import (
     FALSE,
@@ -369,25 +369,12 @@ def _is_role(written: bytes) -> bool:
     return bool(choices)
 
 
-def _whole_usage(said: Fields) -> msgspec.Raw:
+def _whole_usage(usage: Fields) -> msgspec.Raw:
     """Count as one engine would have: the first token is none of the prompt's.
 
     A decode engine reads all but the last token of a prompt. Where the token was shown that is all
     of the client's.
     """
-    asked = (maybe(said.get("prompt_tokens", NULL), int) or 1) - 1
-    made = (maybe(said.get("completion_tokens", NULL), int) or 0) + 1
-    counts: Fields = {
-        "prompt_tokens": raw(asked),
-        "completion_tokens": raw(made),
-        "total_tokens": raw(asked + made),
-    }
-    details = maybe(said.get("prompt_tokens_details", NULL), Fields)
-    if (
-        details is not None
-        and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None
-    ):
-        counts["prompt_tokens_details"] = raw_fields(
-            details | {"cached_tokens": raw(min(cached, max(asked - 1, 0)))}
-        )
-    return raw_fields(said | counts)
+    prompt_tokens = (maybe(usage.get("prompt_tokens", NULL), int) or 1) - 1
+    completion_tokens = (maybe(usage.get("completion_tokens", NULL), int) or 0) + 1
+    return usage_of_one_engine(usage, prompt_tokens, completion_tokens)

@@ -30,7 +30,14 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.continuation import Rest, limits_behind, prompt_of, raw, raw_fields
+from pdrelay_proxy.core.protocol.continuation import (
+    Rest,
+    limits_behind,
+    prompt_of,
+    raw,
+    raw_fields,
+    usage_of_one_engine,
+)
 from pdrelay_proxy.core.protocol.first_token import FirstToken
 from pdrelay_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
 from pdrelay_proxy.core.schemas import PlainMessage
@@ -306,22 +313,8 @@ class Replay:
     def _usage(self, engine_usage: Fields, generated: int) -> msgspec.Raw:
         """Return the usage that a single engine would have counted."""
         if not self._resumed and engine_usage:
-            return msgspec.Raw(encode(engine_usage))
-        prompt_tokens = len(self._prompt)
-        counts: Fields = {
-            "prompt_tokens": raw(prompt_tokens),
-            "completion_tokens": raw(generated),
-            "total_tokens": raw(prompt_tokens + generated),
-        }
-        details = maybe(engine_usage.get("prompt_tokens_details", NULL), Fields)
-        if (
-            details is not None
-            and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None
-        ):
-            counts["prompt_tokens_details"] = raw_fields(
-                details | {"cached_tokens": raw(min(cached, max(prompt_tokens - 1, 0)))}
-            )
-        return msgspec.Raw(encode(engine_usage | counts))
+            return raw_fields(engine_usage)
+        return usage_of_one_engine(engine_usage, len(self._prompt), generated)
 
 
 def behind(first_token: FirstToken) -> Replay:

@@ -72,7 +72,8 @@ class LoadsAtOnce(KVConnectorBase_V1):
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
-        self._ordered, self._known = [], set()
+        self._ordered = []
+        self._known = set()
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         params = request.kv_transfer_params or {}

@@ -772,8 +772,8 @@ async def test_an_engine_with_too_little_time_for_moves_is_not_broken(side):
     assert fleet.outcomes == {("resumed",): 8}
 
 
-async def test_a_client_that_leaves_ends_the_move():
-    """Nothing is held, at no engine."""
+async def moving_without_end():
+    """Return a fleet and the client of a stream that moves: no prefill engine answers for the rest."""
 
     async def prefill(leg):
         if is_rest(leg):
@@ -785,6 +785,12 @@ async def test_a_client_that_leaves_ends_the_move():
     await until(lambda: fleet.sent)
     fleet.drain()
     await until(lambda: len(fleet.engines.legs) == 3)
+    return fleet, client
+
+
+async def test_a_client_that_leaves_ends_the_move():
+    """Nothing is held, at no engine."""
+    fleet, client = await moving_without_end()
     client.hang_up()
     await client.end()
 
@@ -795,17 +801,7 @@ async def test_a_client_that_leaves_ends_the_move():
 
 async def test_a_request_that_is_over_while_its_stream_moves_says_why():
     """No engine has failed: none gets more of it, and the client does not read that its stream could not move."""
-
-    async def prefill(leg):
-        if is_rest(leg):
-            await never()
-        return await pulled_prefill(leg)
-
-    fleet = Fleet(prefill=prefill)
-    client = fleet.router.start(asked(Api.COMPLETIONS))
-    await until(lambda: fleet.sent)
-    fleet.drain()
-    await until(lambda: len(fleet.engines.legs) == 3)
+    fleet, client = await moving_without_end()
     client.request.interrupt(cut_short())
     await client.end()
 

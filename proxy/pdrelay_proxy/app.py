@@ -24,6 +24,7 @@ from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.features import features, has_other_routers, pairs_within
 from pdrelay_proxy.features.feature import Core, Feature, Ground
 from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
@@ -86,6 +87,9 @@ def build(
         (feature_spans for feature in added if (feature_spans := feature.spans()) is not None), None
     )
     claims = next((own for feature in added if (own := feature.claims()) is not None), None)
+    openings = next(
+        (found for feature in added if (found := feature.openings()) is not None), StreamOpenings()
+    )
     fleet = build_fleet(settings, engines, clock, [feature.routing() for feature in added])
     watchers = [make for feature in added if (make := feature.watcher()) is not None]
     serving = build_requests(
@@ -96,6 +100,7 @@ def build(
         ended=ended,
         spans=spans,
         claims=claims,
+        openings=openings,
         watchers=watchers,
     )
     feeds = [feed for feature in added if (feed := feature.feed()) is not None]

@@ -52,14 +52,6 @@ class KvTransferMode(StrEnum):
     PUSH = "push"  # every prefill engine pushes; one that reports pull is an error
 
 
-class FirstTokenFrom(StrEnum):
-    """Which engine generates the first token that the client of a stream gets."""
-
-    DECODE = "decode"  # always the decode engine
-    # if the decode engine can continue it exactly; otherwise the decode engine
-    PREFILL = "prefill"
-
-
 class LogLevel(StrEnum):
     """The lowest severity that the log shows."""
 
@@ -164,9 +156,6 @@ class Settings:
     return_kv: bool = ENGINES.option(False,
         "prefill engines read the KV of earlier answers from decode engines; the connector of both needs return_kv, "
         "too")
-    first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,
-        "prefill: clients of streams get the prefill engine's token at once, where the decode engine can continue "
-        "exactly", live=True)
     session_names: tuple[SessionName, ...] = ENGINES.option((),
         "headers, or body:FIELD, that name a session; they come before the built-in names",
         unset="the built-in names only")

@@ -12,10 +12,11 @@ with warnings.catch_warnings():
     from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.first_token import first_token
 from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.raw_json import maybe
-from pdrelay_proxy.core.schemas import FirstTokenOffer, TokensAnswer
+from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.features.first_token.core.first_token import first_token
+from pdrelay_proxy.features.first_token.schemas import FirstTokenOffer
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 OFFER = FirstTokenOffer(("completions", "chat"), 4096)

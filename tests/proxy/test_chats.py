@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
 from pdrelay_proxy.features.kv_events.settings import KvEvents
-from pdrelay_proxy.settings import FirstTokenFrom, PolicyName
+from pdrelay_proxy.settings import PolicyName
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.chat_scenes import CACHE_BLOCKS, DECODE, PREFILL, STICKY, Ask, Scene
 

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from pdrelay_proxy.core.address import Address
@@ -22,6 +22,7 @@ from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.core.model import Api, EngineResponse, LegRequest, RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import failure_of
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
+from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import EngineError
@@ -29,6 +30,7 @@ from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_transfer
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.options import with_values
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
@@ -474,7 +476,7 @@ def router_of(
             registry.add(role, Address("http", "h", port))
     policy, settings, lifetime = (
         TRANSFER_POLICIES[mode],
-        replace(settings or Settings(), retries=retries, **rules),
+        with_values(settings or Settings(), {"retries": retries, **rules}),
         Lifetime(),
     )
     learned, telemetry = (
@@ -485,6 +487,7 @@ def router_of(
     routing = [feature.routing() for feature in added]
     fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, added=routing, later=telemetry.later)
     claims = next((own for feature in added if (own := feature.claims()) is not None), None)
+    openings = [own for feature in added if (own := feature.openings()) is not None] or [StreamOpenings()]
     names, ended, numbers = [], {}, itertools.count()
 
     def request_over(record):
@@ -516,6 +519,7 @@ def router_of(
         new_id=lambda: RequestId(names.pop(0) if names else f"n{next(numbers)}"),
         new_transfer=new_transfer,
         request_over=request_over,
+        openings=openings[0],
         spans=spans,
     )
     if watchers is None:

@@ -16,6 +16,7 @@ from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
+from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.request_record import ClientIds
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.core.routing.session_ids import SessionIds
@@ -63,12 +64,14 @@ def build_requests(
     ended: Sequence[HearEnded] = (),
     spans: Spans | None = None,
     claims: CallClaims | None = None,
+    openings: StreamOpenings,
     watchers: Sequence[MakeWatcher] = (),
 ) -> RequestSide:
     """Build it. Raises ConfigError.
 
     ``ended``: observers of requests that are over; ``claims``: requests that a feature answers;
-    ``watchers``: make what looks at all requests, behind each look at their deadlines.
+    ``openings``: of streams, before a decode engine has answered; ``watchers``: make what looks at
+    all requests, behind each look at their deadlines.
     """
     wire = engines.wire
     gate = Gate(settings, clock, has_other_routers=engines.has_other_routers)
@@ -119,6 +122,7 @@ def build_requests(
         reports=settings.load_reports
         and settings.prefill_policy != PolicyName.ROUND_ROBIN
         and not engines.has_other_routers,
+        openings=openings,
         spans=spans,
     )
     requests = RequestSet(services, claims, watchers)

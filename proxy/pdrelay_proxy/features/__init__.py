@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FEATURES: Final = (
     "expected_ttft",
+    "first_token",
     "kv_events",
     "moving_streams",
     "pairs",

@@ -10,6 +10,7 @@ from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.fleet.compatibility import PairsWithin
 from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes
+from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.background import Running
@@ -109,6 +110,10 @@ class Feature:
         """Return what tells requests that it answers itself, by requests of its own; None: it
         answers none.
         """
+        return None
+
+    def openings(self) -> StreamOpenings | None:
+        """Return what begins streams with prefill engines' answers; None: it begins none."""
         return None
 
     def watcher(self) -> MakeWatcher | None:

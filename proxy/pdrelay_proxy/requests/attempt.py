@@ -19,6 +19,7 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
+from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens
 from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.schemas import Coordinates
@@ -186,12 +187,12 @@ class Attempt(LegOwner):
         services.leg_bodies.note_looks_back(
             self._plan.hints.model, leg.instance.id, looks_back=handover.looks_back
         )
-        if self.terms.shows_token:
-            leg.first = services.first_tokens.read(
+        if self.terms.can_open:
+            leg.stream_opening = services.openings.read_opening(
                 call,
                 leg.instance.id,
                 handover,
-                shows=leg.shows,
+                is_asked=leg.opens,
                 is_auto=self.choice.mode is not None,
             )
         if not self.terms.is_takeover:  # else the engine may have all of it in its own cache
@@ -236,7 +237,7 @@ class Attempt(LegOwner):
                 sent=self.coordinates,
                 answer=body,
                 reuses=leg.reuses,
-                tells_ids=leg.shows or leg.learns,
+                tells_ids=leg.opens or leg.learns,
                 is_auto=self.choice.mode is not None,
             )
         except (EngineError, Refused) as error:
@@ -330,17 +331,17 @@ class Attempt(LegOwner):
         if VERDICTS[failed.failure].may_move:
             self._life.services.push_coordinates.forget(failed.instance.id)
             self._life.services.leg_bodies.forget(failed.instance.id)
-            self._life.services.first_tokens.forget(failed.instance.id)
+            self._life.services.openings.forget(failed.instance.id)
 
     # ---- streaming
 
-    def token_shown(self) -> None:
-        """The client has the prefill engine's token: the decode engine gets it as the last one of
-        its prompt.
+    def opened(self, opening: Opening) -> None:
+        """The client has the opening of its stream: the decode engine gets the tokens of that at
+        the end of its prompt.
         """
         self._life.record.last_token_at = self._life.services.clock()
         if self.prefill is not None and self.prefill.counted is not None:
-            self.prefill.counted += 1
+            self.prefill.counted += opening.tokens
 
     def pause(self) -> None:
         """Let the engine of a stream wait."""

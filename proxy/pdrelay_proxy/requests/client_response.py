@@ -14,8 +14,7 @@ from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.model import LegOrder
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.protocol.fault_table import failure_of
-from pdrelay_proxy.core.protocol.first_token import FirstToken, Spliced
-from pdrelay_proxy.core.protocol.replay import behind
+from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from pdrelay_proxy.errors import EngineError, ProxyError, TurnedAway
 from pdrelay_proxy.requests.attempt import Attempt
@@ -72,25 +71,25 @@ class ClientResponse:
 
     # ---- a stream from an engine
 
-    def begin_with_token(self, attempt: Attempt, first: FirstToken, *, can_resume: bool) -> None:
-        """Begin a stream with the prefill engine's token; ``can_resume``: another engine may go on
-        with the stream.
+    def open_stream(self, attempt: Attempt, opening: Opening, *, can_resume: bool) -> None:
+        """Begin a stream before a decode engine has answered; ``can_resume``: another engine may go
+        on with the stream.
         """
         life = self._life
         life.record.ttft_s = life.elapsed_s()
         self.writer.begin(
             _OK,
             self._head_lines(STREAM, STREAM_LINES),
-            first.events(),
+            opening.events(),
             streams=True,
-            last=first.is_all,
+            last=opening.is_all,
         )
-        attempt.token_shown()
-        if first.is_all:
+        attempt.opened(opening)
+        if opening.is_all:
             life.record.answered = True
             self.writer.end()
         else:
-            self.replay = behind(first) if can_resume else Spliced(first)
+            self.replay = opening.continuation(can_resume=can_resume)
 
     def begin_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the head with the first event: the head's time is the first token's."""

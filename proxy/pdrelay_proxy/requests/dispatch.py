@@ -42,7 +42,7 @@ _PUSH = RequestEvent.PUSH
 _SINGLE = RequestEvent.SINGLE
 _RETRY = RequestEvent.RETRY
 _PREFILLED = RequestEvent.PREFILLED
-_FIRST_TOKEN = RequestEvent.FIRST_TOKEN
+_OPENED = RequestEvent.OPENED
 _NEXT_DECODE = RequestEvent.NEXT_DECODE
 _FIRST_EVENT = RequestEvent.FIRST_EVENT
 _CONTINUING: Final = RequestState.CONTINUING
@@ -225,14 +225,14 @@ class Dispatch(Answering):
         """Make the decode leg's body of the prefill engine's answer; True: that answer is all the
         client gets.
         """
-        first = leg.first
+        opening = leg.stream_opening
         life = self._life
-        if first is None:
+        if opening is None:
             life.on(_PREFILLED)
         else:
-            life.on(_FIRST_TOKEN)
-            self._client.begin_with_token(attempt, first, can_resume=self.settings.resume_streams)
-            if first.is_all:
+            life.on(_OPENED)
+            self._client.open_stream(attempt, opening, can_resume=self.settings.resume_streams)
+            if opening.is_all:
                 attempt.settle(leg)
                 return True
         if call is not None and leg.handover is not None:
@@ -264,7 +264,9 @@ class Dispatch(Answering):
             and (call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode))
         ):
             ids = handover.ids
-        attempt.body = decode_body(call, life.record, attempt.id, handover, leg.first, ids=ids)
+        attempt.body = decode_body(
+            call, life.record, attempt.id, handover, leg.stream_opening, ids=ids
+        )
 
     async def _decode(self, attempt: Attempt, decode: Instance, lent_by: PrefillLeg | None) -> None:
         """Get the answer from a decode engine, or from another one if this one got nothing of the

@@ -18,10 +18,10 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol import push, request_bodies, returned_kv
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
-from pdrelay_proxy.core.protocol.first_token import FirstToken, asked_for_token
 from pdrelay_proxy.core.protocol.push import TransferPolicy
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
-from pdrelay_proxy.core.raw_json import TRUE, Pieces, encode_in_pieces, maybe
+from pdrelay_proxy.core.protocol.stream_opening import Opening
+from pdrelay_proxy.core.raw_json import TRUE, Fields, Pieces, encode_in_pieces, maybe
 from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.schemas import Coordinates, NamedAnswer
 from pdrelay_proxy.errors import Moved, NoModelName
@@ -42,16 +42,16 @@ def prefill_body(
     transfer: TransferId,
     *,
     reuses: bool,
-    shows: bool = False,
     learns: bool = False,
+    own_fields: Fields | None = None,
     cached_on: CachedOn | None = None,
     ids: msgspec.Raw | None = None,
     pushes: bool = False,
 ) -> Pieces:
     """Return the body of a prefill leg.
 
-    ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the
-    token that it makes. ``learns``: as ``reuses``, for the choice of engines; ``cached_on``: the
+    ``reuses``: its answer shall tell the tokens of the prompt; ``learns``: the same, for the choice
+    of engines. ``own_fields``: what the engine is asked beside its usual leg; ``cached_on``: the
     decode engine that may be asked for KV of the prompt; ``ids``: the tokens of a chat's prompt, in
     place of its messages; ``pushes``: the engine can do either, and shall push.
     """
@@ -59,8 +59,8 @@ def prefill_body(
     leg_fields = request_bodies.prefill_fields(call.api, fields, transfer, pushes=pushes)
     if reuses or learns:
         leg_fields["return_token_ids"] = TRUE
-    if shows:
-        leg_fields.update(asked_for_token(call.fields))
+    if own_fields is not None:
+        leg_fields.update(own_fields)
     if cached_on is not None:
         leg_fields["kv_transfer_params"] = returned_kv.naming(
             leg_fields["kv_transfer_params"], cached_on
@@ -77,20 +77,20 @@ def decode_body(
     record: RequestRecord,
     request: RequestId,
     handover: PrefillResult,
-    first: FirstToken | None = None,
+    opening: Opening | None = None,
     *,
     ids: msgspec.Raw | None = None,
 ) -> Pieces:
     """Return the body of a decode leg that follows its prefill leg.
 
-    ``first``: the token that was shown, behind which it goes on; ``ids``: of the prompt, in place
-    of its text or its messages.
+    ``opening``: what the client has of its stream; ``ids``: of the prompt, in place of its text or
+    its messages.
     """
     record.push = LegOrder.SEQUENTIAL if handover.coordinates else None
     record.transfer = handover.transfer
     fields = request_bodies.named(call.api, call.fields, request)
-    if first is not None:
-        leg_fields = first.decode_fields(fields, handover.params)
+    if opening is not None:
+        leg_fields = opening.decode_fields(fields, handover.params)
     elif ids is not None:
         return request_bodies.decode_pieces_with_ids(
             call.api, fields, handover.params, ids, call.shared

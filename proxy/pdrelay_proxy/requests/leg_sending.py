@@ -9,7 +9,7 @@ from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
 from pdrelay_proxy.core.model import GenerationRequest, Instance, RequestId
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
-from pdrelay_proxy.core.raw_json import Pieces
+from pdrelay_proxy.core.raw_json import Fields, Pieces
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.io.request_path.returned_kv import cached_on
 from pdrelay_proxy.requests.engine_choice import EngineChoice
@@ -65,7 +65,10 @@ class LegSending:
             seconds = min(seconds, terms.seconds_for(prefill))
         now = services.clock()
         leg = PrefillLeg(owner, prefill, now, now + seconds)
-        leg.shows = terms.shows_token and services.first_tokens.may_show(call, prefill.id)
+        own_fields: Fields | None = None
+        if terms.can_open:
+            own_fields = services.openings.prefill_fields(call, prefill.id)
+            leg.opens = own_fields is not None
         if not terms.is_takeover:
             leg.reuses = reuses
             reader = services.fleet.id_reader
@@ -80,7 +83,7 @@ class LegSending:
             self.request,
             self.transfer,
             reuses=leg.reuses,
-            shows=leg.shows,
+            own_fields=own_fields,
             learns=leg.learns,
             cached_on=holder,
             ids=terms.ids,

@@ -14,7 +14,6 @@ from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
 from pdrelay_proxy.core.model import EngineResponse, Instance, PrefillResult
 from pdrelay_proxy.core.protocol.engine_errors import leg_error, refusal
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.protocol.first_token import FirstToken
 from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer, is_stream
 from pdrelay_proxy.core.protocol.sse import (
     LINE_MOST,
@@ -23,6 +22,7 @@ from pdrelay_proxy.core.protocol.sse import (
     error_status,
     first_data,
 )
+from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.protocol.usage import (
     prompt_tokens_in,
     usage_alone,
@@ -187,15 +187,15 @@ class PrefillLeg(EngineLeg):
         "_pieces",
         "_size",
         "counted",
-        "first",
         "handed_over_at",
         "handover",
         "is_followed",
         "is_read",
         "learns",
         "load",
+        "opens",
         "reuses",
-        "shows",
+        "stream_opening",
     )
 
     def __init__(
@@ -214,8 +214,8 @@ class PrefillLeg(EngineLeg):
         self.is_read = False  # a decode engine has come, or may have come, for its blocks
         self.learns = False  # it was asked for the tokens of the prompt, for later prompts
         self.reuses = False  # the same, for the decode engine
-        self.shows = False  # it was asked for a token that the client may see
-        self.first: FirstToken | None = None  # the token that the client gets from it
+        self.opens = False  # it was asked for what the client's stream may begin with
+        self.stream_opening: Opening | None = None  # what that begins with, as its answer says
 
     @property
     def has_good_beginning(self) -> bool:

@@ -20,7 +20,7 @@ class RequestState(FastStrEnum):
     PREFILLING = auto()  # pull: the prefill leg is under way
     BOTH = auto()  # push: both legs are, and nothing is shown
     DECODING = auto()  # the decode leg alone is, and nothing is shown
-    # the prefill engine's token is shown; the decode leg is under way, and nothing of it is shown
+    # the opening of a stream is shown; the decode leg is under way, and nothing of it is shown
     CONTINUING = auto()
     STREAMING = auto()  # a stream has begun to be shown
     OVER = auto()
@@ -35,7 +35,7 @@ class RequestEvent(FastStrEnum):
     PUSH = auto()  # both legs are sent
     SINGLE = auto()  # one engine serves it alone
     PREFILLED = auto()  # pull: the prefill engine has answered, and the decode leg is sent
-    FIRST_TOKEN = auto()  # pull: the same, and the prefill engine's token is shown
+    OPENED = auto()  # pull: the same, and the stream begins with what that answer has
     NEXT_DECODE = auto()  # another decode engine gets the same leg: the first got nothing of it
     RETRY = auto()  # a leg has failed: both are sent again under a new id
     FIRST_EVENT = auto()  # of a stream
@@ -61,7 +61,7 @@ TRANSITIONS: Final[Mapping[RequestState, Mapping[RequestEvent, RequestState]]] =
     },
     _STATE.PREFILLING: {
         _EVENT.PREFILLED: _STATE.DECODING,
-        _EVENT.FIRST_TOKEN: _STATE.CONTINUING,
+        _EVENT.OPENED: _STATE.CONTINUING,
         _EVENT.RETRY: _STATE.ROUTING,
         _EVENT.END: _STATE.OVER,
     },

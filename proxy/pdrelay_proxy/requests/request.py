@@ -36,14 +36,13 @@ from pdrelay_proxy.requests.services import RequestSpan, Services
 from pdrelay_proxy.requests.stream_comments import CommentedResponse
 from pdrelay_proxy.requests.terms import AnswerTerms, StreamCut, Takeover
 from pdrelay_proxy.requests.upload import Upload
-from pdrelay_proxy.settings import FirstTokenFrom, Settings
+from pdrelay_proxy.settings import Settings
 
 _OK: Final = 200
 # Looking a member up takes as long as a call.
 _QUEUED = RequestEvent.QUEUED
 _ADMITTED = RequestEvent.ADMITTED
 _END = RequestEvent.END
-_FROM_PREFILL: Final = FirstTokenFrom.PREFILL
 _WAITING: Final = TicketState.WAITING
 _STREAMING: Final = RequestState.STREAMING
 _NO_HEAD: Final = RequestHead("", ())
@@ -305,7 +304,7 @@ class Request(PartRequest):
                 claimed = None
             call = plan.call
             settings = dispatch.settings
-            continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
+            continues = settings.resume_streams or self._services.openings.are_wanted(settings)
             if claimed is not None:
                 await claimed.answer()
             elif call is not None and continues and may_be_resumed(call):

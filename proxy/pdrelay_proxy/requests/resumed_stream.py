@@ -1,11 +1,9 @@
-"""A stream that other engines continue: behind P's token, when its engine breaks off, or when a
+"""A stream that other engines continue: behind its opening, when its engine breaks off, or when a
 feature takes it over.
 
 The client sees one stream. core/protocol/replay.py remembers what it has got, and makes the request
 for the rest.
 """
-
-from typing import Final
 
 from pdrelay_proxy.core.model import GenerationRequest, Role
 from pdrelay_proxy.core.protocol.continuation import Continuation
@@ -28,9 +26,6 @@ from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
 from pdrelay_proxy.requests.terms import AnswerTerms, StreamCut, Takeover, Terms
-from pdrelay_proxy.settings import FirstTokenFrom
-
-_FROM_PREFILL: Final = FirstTokenFrom.PREFILL  # looking a member up takes as long as a call
 
 
 def may_be_resumed(call: GenerationRequest) -> bool:
@@ -59,9 +54,9 @@ class ResumedStream:
         if settings.resume_streams and not dispatch.looks_back:
             client.replay = Replay(call.api, call.fields)
             call = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
-        shows_token = settings.first_token_from is _FROM_PREFILL
+        can_open = life.services.openings.are_wanted(settings)
         self._terms: Terms = AnswerTerms(
-            call, RetryAttempts(settings.retries), can_split=True, shows_token=shows_token
+            call, RetryAttempts(settings.retries), can_split=True, can_open=can_open
         )
 
     async def answer(self) -> None:

@@ -11,6 +11,7 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.model import Headers, Instance, RequestId, TransferId
+from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.raw_json import Pieces
 from pdrelay_proxy.core.request_record import ClientIds, RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryBudget
@@ -18,7 +19,6 @@ from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.requests.body_reader import BodyReader
-from pdrelay_proxy.requests.first_tokens import FirstTokens
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_accounts import LegAccounts
@@ -113,6 +113,6 @@ class Services:
     request_over: Callable[[RequestRecord], None]
     reports: bool = False  # prefill engines are asked how busy they are
     ids: ClientIds = field(default_factory=ClientIds)
-    first_tokens: FirstTokens = field(default_factory=FirstTokens)
+    openings: StreamOpenings = field(default_factory=StreamOpenings)
     origins: AllowedOrigins | None = None  # None: no web page may read answers
     spans: Spans | None = None

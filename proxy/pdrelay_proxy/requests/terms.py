@@ -32,7 +32,7 @@ class Terms:
     A class, because a compiled call of a Protocol is slow.
     """
 
-    __slots__ = ("call", "can_split", "ids", "is_takeover", "retries", "shows_token")
+    __slots__ = ("call", "can_open", "can_split", "ids", "is_takeover", "retries")
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class Terms:
         retries: RetryAttempts,
         *,
         can_split: bool = False,
-        shows_token: bool = False,
+        can_open: bool = False,
     ) -> None:
         """``call``: what two engines are asked; None: the endpoint generates no text.
 
-        ``can_split``: its fields were looked at, and need no engine of their own; ``shows_token``:
-        the client may see the token of a prefill engine whose blocks are read.
+        ``can_split``: its fields were looked at, and need no engine of their own; ``can_open``: its
+        stream may begin with what a prefill engine has answered.
         """
         self.call = call
         self.retries = retries
         self.can_split = can_split
-        self.shows_token = shows_token
+        self.can_open = can_open
         self.ids: msgspec.Raw | None = None  # of a chat's prompt, in place of its messages
         # A stream that engines take over from another one that still has it, until they have begun.
         self.is_takeover = False

@@ -1,18 +1,14 @@
 """The table of a request's states: what is in it, and that nothing else is."""
 
 import asyncio
-import json
 
 import pytest
 
-from pdrelay_proxy.core.model import EngineResponse
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
-from pdrelay_proxy.settings import FirstTokenFrom, Settings
-from support.greedy import events, first_answer
+from pdrelay_proxy.settings import Settings
+from support.greedy import events
 from support.scripted import JSON, Scripted, call, good_decode, prefilled, router_of
-
-OFFER = {"apis": ["completions"], "max_model_len": 4096}
 
 
 def test_every_state_has_a_row():
@@ -53,7 +49,6 @@ class Walk:
     def __init__(self, *decodes):
         self.seen = []
         self.client = None
-        self.answer = {}  # of a prefill engine, beside its parameters
         self._decodes = list(decodes)  # what the decode legs answer, one after the other
 
     def look(self, *_):
@@ -63,8 +58,7 @@ class Walk:
 
     async def prefill(self, leg):
         self.look()
-        params = prefilled(leg, transfer_mode=self.mode, pdrelay_first_token=OFFER if self.answer else None)
-        return EngineResponse(200, JSON, json.dumps(self.answer | json.loads(params.body)).encode())
+        return prefilled(leg, transfer_mode=self.mode)
 
     async def decode(self, leg):
         self.look()
@@ -78,7 +72,7 @@ class Walk:
         self.mode = mode
         router = router_of(Scripted(self.prefill, self.decode), 2, 2, **options)
         for name in "ab":
-            await router.serve(asked if self.answer else None, name=name)
+            await router.serve(name=name)
         self.client = router.start(asked, name="r")
         self.look()
         self.client.response.on_write = self.look
@@ -123,18 +117,6 @@ async def test_a_resumed_stream_is_decoded_once_more():
     seen = await walk.served(call(**asked), resume_streams=True)
 
     assert seen == ["PREFILLING", "DECODING", "STREAMING", "DECODING", "STREAMING", "OVER"]
-    assert walk.client.error is None
-
-
-async def test_a_stream_with_the_prefill_engines_token_goes_on():
-    """With a decode engine; one that fails is replaced by another one alone."""
-    asked = {"stream": True, "temperature": 0, "max_tokens": 6, "prompt": "once"}
-    rest = [*events(asked, name="x")]
-    walk = Walk(EngineError("broke off"), (200, rest))
-    walk.answer = first_answer(asked | {"return_token_ids": True}, name="x")
-    seen = await walk.served(call(**asked), first_token_from=FirstTokenFrom.PREFILL)
-
-    assert seen == ["PREFILLING", "CONTINUING", "DECODING", "STREAMING", "OVER"]
     assert walk.client.error is None
 
 

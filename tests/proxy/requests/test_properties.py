@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from pdrelay_proxy.core.model import EngineResponse, Role
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from pdrelay_proxy.errors import EngineError, EngineTimeout
+from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
 from pdrelay_proxy.requests.lifecycle import RequestState
-from pdrelay_proxy.settings import FirstTokenFrom, Settings
+from pdrelay_proxy.settings import Settings
 from support.greedy import events, first_answer, read
 from support.scripted import DONE, EVENT, JSON, Noted, Scripted, call, prefilled, request_id, router_of
 from support.searching import examples

@@ -38,7 +38,6 @@ from pdrelay_proxy.core.protocol.continuation import (
     raw_fields,
     usage_of_one_engine,
 )
-from pdrelay_proxy.core.protocol.first_token import FirstToken
 from pdrelay_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
 from pdrelay_proxy.core.schemas import PlainMessage
 
@@ -317,18 +316,9 @@ class Replay:
         return usage_of_one_engine(engine_usage, len(self._prompt), generated)
 
 
-def behind(first_token: FirstToken) -> Replay:
-    """Return the Replay behind the token of a prefill engine, which the client has."""
-    prompt = maybe(first_token.prompt, list[int]) or []
-    return Replay(
-        first_token.api,
-        first_token.fields,
-        _prompt=prompt,
-        _shown=[first_token.token],
-        _before=1,
-        _head=first_token.head,
-        _resumed=True,
-    )
+def behind(api: Api, fields: Fields, *, prompt: list[int], token: int, head: Fields) -> Replay:
+    """Return the Replay behind a token that the client has; ``head``: of the events so far."""
+    return Replay(api, fields, _prompt=prompt, _shown=[token], _before=1, _head=head, _resumed=True)
 
 
 def _set_text(choice: Fields, delta: Fields, text: str) -> None:

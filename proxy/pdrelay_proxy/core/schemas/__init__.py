@@ -69,18 +69,9 @@ class KvParams(TransferNaming, kw_only=True):
     remote_host: _Text
     remote_port: int
     remote_block_ids: msgspec.Raw
-    pdrelay_first_token: msgspec.Raw = NULL  # a FirstTokenOffer, for routers alone
+    pdrelay_first_token: msgspec.Raw = NULL  # what it offers of its token, for routers alone
     # true: no other engine goes on exactly with its streams; for routers alone
     pdrelay_looks_back: msgspec.Raw = NULL
-
-
-class FirstTokenOffer(msgspec.Struct, frozen=True):
-    """What a prefill engine says of its token
-    (connector/pdrelay_connector/shell/first_token.py).
-    """
-
-    apis: tuple[str, ...]  # for which a client may see it
-    max_model_len: Annotated[int, msgspec.Meta(ge=1)]  # tokens of a prompt and its answer together
 
 
 class LeaseOffer(msgspec.Struct):
@@ -89,7 +80,7 @@ class LeaseOffer(msgspec.Struct):
     pdrelay_lease: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
-class FirstTokenChoice(msgspec.Struct):
+class TokensChoice(msgspec.Struct):
     """The choice of an answer that has one token."""
 
     text: str | None = None
@@ -98,25 +89,6 @@ class FirstTokenChoice(msgspec.Struct):
     stop_reason: msgspec.Raw = NULL
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: msgspec.Raw = NULL
-
-
-class RoleDelta(msgspec.Struct):
-    """What an event of a chat's stream adds, as far as it tells whether it only says who speaks."""
-
-    role: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    content: msgspec.Raw = NULL
-
-
-class RoleChoice(msgspec.Struct):
-    """The choice of such an event."""
-
-    delta: RoleDelta | None = None
-
-
-class RoleEvent(msgspec.Struct):
-    """Such an event."""
-
-    choices: tuple[RoleChoice, ...] = ()
 
 
 class PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,7 +105,7 @@ class TokensAnswer(msgspec.Struct):
     id: msgspec.Raw = NULL
     created: msgspec.Raw = NULL
     model: msgspec.Raw = NULL
-    choices: tuple[FirstTokenChoice, ...] = ()
+    choices: tuple[TokensChoice, ...] = ()
     usage: dict[str, msgspec.Raw] | None = None
     prompt_token_ids: msgspec.Raw = NULL  # of a chat
     system_fingerprint: msgspec.Raw = NULL

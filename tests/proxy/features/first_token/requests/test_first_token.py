@@ -6,7 +6,8 @@ import pytest
 
 from pdrelay_proxy.core.model import Api, EngineResponse, Role
 from pdrelay_proxy.errors import EngineError
-from pdrelay_proxy.settings import FirstTokenFrom
+from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
+from pdrelay_proxy.requests.lifecycle import RequestState
 from support.greedy import HALF, event, events, first_answer, ids_of, next_token, read
 from support.scripted import JSON, Scripted, call, never, params_of, prefilled, request_id, router_of, until
 
@@ -256,6 +257,22 @@ async def test_without_an_offer_everything_is_as_always(api, offer, options):
     assert is_whole(client, BODIES[api])
     (asked,) = engines.asked(Role.DECODE)
     assert asked["max_tokens"] == 8
+
+
+async def test_a_stream_with_the_prefill_engines_token_goes_on():
+    """With a decode engine; one that fails is replaced by another one alone."""
+    states = []
+
+    def seen(answer):
+        states.append(client.request.state)
+        return answer
+
+    engines = Engines(lambda _: seen(BROKEN), lambda stream: (200, seen(stream)))
+    _, client = await started(engines, TEXT, Api.COMPLETIONS)
+    await client.end()
+
+    assert states == [RequestState.CONTINUING, RequestState.DECODING]
+    assert is_whole(client, TEXT)
 
 
 async def test_the_first_request_to_a_prefill_engine_teaches_the_router():

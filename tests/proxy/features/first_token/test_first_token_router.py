@@ -5,7 +5,8 @@ import json
 import pytest
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.settings import FirstTokenFrom, Settings
+from pdrelay_proxy.features.first_token.settings import FirstTokenFrom, FirstTokenSettings
+from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
@@ -15,8 +16,9 @@ BODIES = {
     Api.COMPLETIONS: BASE | {"prompt": "over the hill"},
     Api.CHAT: BASE | {"messages": [{"role": "user", "content": "over the hill"}]},
 }
-FIRST = Settings(first_token_from=FirstTokenFrom.PREFILL)
-RESUMING = Settings(first_token_from=FirstTokenFrom.PREFILL, resume_streams=True)
+FROM_PREFILL = FirstTokenSettings(FirstTokenFrom.PREFILL)
+FIRST = Settings().with_features(FROM_PREFILL)
+RESUMING = Settings(resume_streams=True).with_features(FROM_PREFILL)
 
 
 async def asked_twice(engines, api, settings, fault=None):

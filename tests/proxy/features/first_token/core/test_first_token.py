@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.first_token import Spliced, first_token, may_show, offered
 from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.raw_json import encode, maybe
-from pdrelay_proxy.core.schemas import FirstTokenOffer, TokensAnswer
+from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.features.first_token.core.first_token import Spliced, first_token, may_show, offered
+from pdrelay_proxy.features.first_token.schemas import FirstTokenOffer
 from support.greedy import events, first_answer, ids_of, read
 
 OFFER = FirstTokenOffer(("completions", "chat"), 4096)

@@ -18,6 +18,7 @@ from msgspec import UNSET
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.continuation import (
+    Continuation,
     Rest,
     least,
     limits,
@@ -26,6 +27,8 @@ from pdrelay_proxy.core.protocol.continuation import (
     raw,
     usage_of_one_engine,
 )
+from pdrelay_proxy.core.protocol.replay import behind
+from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.raw_json import (
     FALSE,
     NULL,
@@ -36,7 +39,8 @@ from pdrelay_proxy.core.raw_json import (
     encode,
     maybe,
 )
-from pdrelay_proxy.core.schemas import FirstTokenChoice, FirstTokenOffer, RoleEvent, TokensAnswer
+from pdrelay_proxy.core.schemas import TokensAnswer, TokensChoice
+from pdrelay_proxy.features.first_token.schemas import FirstTokenOffer, RoleEvent
 
 _COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
 _CHAT: Final = Api.CHAT
@@ -99,7 +103,7 @@ def offered(offer: msgspec.Raw) -> FirstTokenOffer | None:
         return None
 
 
-class FirstToken:
+class FirstToken(Opening):
     """The first token of an answer, which may be all of it. It does not change."""
 
     __slots__ = (
@@ -110,7 +114,6 @@ class FirstToken:
         "api",
         "fields",
         "head",
-        "is_all",
         "prompt",
         "token",
     )
@@ -125,6 +128,7 @@ class FirstToken:
         prompt: msgspec.Raw,
     ) -> None:
         (choice,) = said.choices
+        Opening.__init__(self, 1, choice.finish_reason == "stop")
         self.api = api
         self.fields = fields  # the client's
         self._said = said
@@ -139,7 +143,6 @@ class FirstToken:
         self._begin = b"data: " + encode(self.head)[:-1] + b',"choices":['  # of each event
         self.prompt = prompt  # its tokens
         self.token = token
-        self.is_all = choice.finish_reason == "stop"
 
     def events(self) -> bytes:
         """Return the beginning of the client's stream, or all of it, as vLLM would have sent it."""
@@ -218,6 +221,13 @@ class FirstToken:
         """Return the prompt and the token; they may be many, and are not read."""
         return bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token
 
+    def continuation(self, *, can_resume: bool) -> Continuation:
+        """Return what joins the decode engine's stream to it."""
+        if not can_resume:
+            return Spliced(self)
+        prompt = maybe(self.prompt, list[int]) or []
+        return behind(self.api, self.fields, prompt=prompt, token=self.token, head=self.head)
+
 
 def first_token(
     api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None, counted: int | None
@@ -255,7 +265,7 @@ def first_token(
     return FirstToken(api, fields, said, tokens[0], text, prompt)
 
 
-def _content(choice: FirstTokenChoice) -> str | None:
+def _content(choice: TokensChoice) -> str | None:
     """Return the text of a message that has nothing else."""
     message = choice.message or {}
     for name, value in message.items():

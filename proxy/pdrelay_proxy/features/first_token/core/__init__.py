@@ -1,0 +1,1 @@
+"""Which tokens a client may see, and the stream behind one."""

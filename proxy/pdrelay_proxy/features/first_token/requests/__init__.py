@@ -1,0 +1,1 @@
+"""The life of a stream that begins with a prefill engine's token."""

@@ -25,7 +25,7 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
-from pdrelay_proxy.features import features, has_other_routers, pairs_within
+from pdrelay_proxy.features import features, has_other_routers, pairs_within, shared_store
 from pdrelay_proxy.features.feature import Core, Feature, Ground
 from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
 from pdrelay_proxy.io.reloads import FileReloads
@@ -104,7 +104,7 @@ def build(
         watchers=watchers,
     )
     feeds = [feed for feature in added if (feed := feature.feed()) is not None]
-    discovery = build_discovery(settings, engines.registry, clock, feeds)
+    discovery = build_discovery(shared_store(settings), engines.registry, clock, feeds)
     core = Core(serving, discovery, wall)
     parts = [feature.parts(core) for feature in added]
     shown = [part.status for part in parts]

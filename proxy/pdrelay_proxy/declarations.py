@@ -3,6 +3,7 @@
 ``settings.py`` declares the router's own, and each folder of ``features`` may declare its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeVar
 
@@ -16,7 +17,7 @@ class Kind:
 
     # the end of an error: "'soon' is not a time: write a number of seconds above 0"
     right: str
-    metavar: str  # for a string: the name of its check in options.py
+    metavar: str  # for a string without ``check``: the name of its check in options.py
     value_type: type = str  # in TOML, where a float may be written as a whole number
     least: float = -ENDLESS
     above: float | None = None  # every value must be greater
@@ -24,6 +25,8 @@ class Kind:
     choices: tuple[str, ...] = ()
     is_open: bool = False  # there may be more choices, which options.py checks by the metavar
     unit: str = ""
+    # of a string: returns the value; None, or ValueError with a sentence, if it is not right
+    check: Callable[[str], str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,6 @@ DnsName = Annotated[
     Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME"),
 ]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
-Store = Annotated[
-    str,
-    Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE"),
-]
 SessionName = Annotated[
     str,
     Kind(

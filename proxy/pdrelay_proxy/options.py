@@ -15,11 +15,9 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, cast, get_args
-from urllib.parse import urlsplit
 
 from pdrelay_proxy.core.address import Address, dns_name
 from pdrelay_proxy.core.discovery.kubernetes_objects import LABEL_KEY
-from pdrelay_proxy.core.discovery.store_url import split_prefix
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.address_allowlist import AllowList
 from pdrelay_proxy.core.http.allowed_origins import is_origin
@@ -386,7 +384,7 @@ def _has_engines(settings: Settings) -> bool:
     is_added_by_hand = any(key is not None for key in keys)
     finds_engines = any(feature.finds_engines(settings) for feature in features())
     is_named = bool(settings.prefill or settings.decode)
-    return is_named or is_added_by_hand or finds_engines or settings.store != "memory"
+    return is_named or is_added_by_hand or finds_engines
 
 
 def read(kind: Kind, text: str) -> object:
@@ -423,7 +421,8 @@ def _value(kind: Kind, text: str) -> object | None:
             else None
         )
     if kind.value_type is str:
-        return _CHECKS[kind.metavar](text) if kind.metavar in _CHECKS else text or None
+        check = kind.check or _CHECKS.get(kind.metavar)
+        return text or None if check is None else check(text)
     try:
         number: float = kind.value_type(text) if _NUMBER.fullmatch(text) else kind.most + 1
     except ValueError:
@@ -458,22 +457,6 @@ def _host(text: str) -> str | None:
     return bare if text == "*" or _HOST_NAME.fullmatch(bare) else None
 
 
-def _store(text: str) -> str | None:
-    kind, _, where = text.partition(":")
-    if urlsplit(text).password is not None:
-        raise ValueError(
-            "a store's URL is shown by ps: put its password into the environment as "
-            "PDRELAY_REDIS_PASSWORD"
-        )
-    if kind in ("redis", "rediss", "unix"):
-        split_prefix(text)  # raises ValueError
-    return (
-        text
-        if text == "memory" or (where and kind in ("file", "kubernetes", "redis", "rediss", "unix"))
-        else None
-    )
-
-
 _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "ENGINE": _engine,
     "PEER": _peer,
@@ -481,7 +464,6 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "HOST": _host,
     "DNS_NAME": dns_name,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
-    "STORE": _store,
     "LABEL": lambda text: text if LABEL_KEY.fullmatch(text) else None,
     "POOL": lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
     "POLICY": lambda text: text if text in installed_policies() else None,

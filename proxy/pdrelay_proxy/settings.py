@@ -33,7 +33,6 @@ from pdrelay_proxy.declarations import (
     SessionName,
     SomeBytes,
     SomeSeconds,
-    Store,
     Switch,
     WholeSeconds,
 )
@@ -145,9 +144,6 @@ class Settings:
     allowed_instances: tuple[Network, ...] = ENGINES.option((),
         "networks, addresses and names at which engines may be added at run time",
         unset="loopback and private networks", chart="router.allowedInstances")
-    store: Store = ENGINES.option("memory",
-        "where engines added at run time are kept: memory, file:PATH, kubernetes:[NAMESPACE/]CONFIGMAP or redis://...",
-        chart="router.store.type")
     decode_only_fallback: bool = ENGINES.option(True,
         "decode engines serve alone while there is no prefill engine; false: such requests get 503", live=True)
     min_split_new_bytes: SomeBytes = ENGINES.option(0,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features import for_workers
 from pdrelay_proxy.io.listening import bound, reserved, url_of
 from pdrelay_proxy.io.worker_place import (
     END,
@@ -48,9 +49,7 @@ def run(settings: Settings, serve: Serve) -> int:
     with ExitStack() as stack:
         port = stack.enter_context(reserved(settings.host, settings.port))
         _check_admin_ports(settings)
-        store = settings.store
-        if store == "memory":
-            store = f"file:{stack.enter_context(_folder())}/engines"
+        common = for_workers(settings, lambda: stack.enter_context(_folder()))
         logger.info(
             "each of %d workers has these limits for itself: %s",
             settings.workers,
@@ -61,15 +60,13 @@ def run(settings: Settings, serve: Serve) -> int:
         gc.collect()
         gc.freeze()  # otherwise a collection in a worker would copy its shared pages
         return asyncio.run(
-            _Crew(serve, settings, peer_sockets, port=port, store=store, url=url).run()
+            _Crew(serve, settings, peer_sockets, port=port, common=common, url=url).run()
         )
 
 
 @contextmanager
 def _folder() -> Generator[str]:
-    """Make a folder for this user alone, for the workers' store of engines that are added at run
-    time.
-    """
+    """Make a folder for this user alone, in which features have files for all workers."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="pdrelay-", ignore_cleanup_errors=True)
     except OSError as exc:
@@ -146,14 +143,14 @@ class _Crew:
         peer_sockets: Sequence[socket.socket],
         *,
         port: int,
-        store: str,
+        common: Sequence[object],
         url: str,
     ) -> None:
         self._serve = serve
         self._settings = settings
         self._peer_sockets = peer_sockets  # of the workers, by their numbers
         self._port = port
-        self._store = store
+        self._common = common  # settings of features that are for all workers
         self._url = url
         self._secret = secrets.token_urlsafe(32)
         self._workers: list[_Worker | None] = [None] * len(peer_sockets)
@@ -294,7 +291,7 @@ class _Crew:
         return WorkerPlace(
             number,
             self._port,
-            self._store,
+            self._common,
             peer_socket,
             tuple(
                 other.getsockname()[1] for other in self._peer_sockets if other is not peer_socket

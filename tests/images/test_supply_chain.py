@@ -63,7 +63,10 @@ EXCEPTIONS = {
     ("examples/05-gpu/wheels.py", "--no-index --no-deps --no-compile"): "the folder of wheels that was made elsewhere",
     ("hatch_build.py", "pip wheel .``"): "a sentence",
     ("proxy/pdrelay_proxy/features/why/feature.py", "pip install 'pdrelay[tracing]'"): "a sentence for the operator",
-    ("proxy/pdrelay_proxy/building/discovery.py", "pip install 'pdrelay[redis]'"): "a sentence for the operator",
+    (
+        "proxy/pdrelay_proxy/features/stores/store_location.py",
+        "pip install 'pdrelay[redis]'",
+    ): "a sentence for the operator",
     ("proxy/pdrelay_proxy/cli.py", "pip install 'pdrelay[proxy]'"): "a sentence for the operator",
     ("proxy/pdrelay_proxy/cli.py", "pip install 'pdrelay[tools]'"): "a sentence for the operator",
     ("proxy/pdrelay_proxy/cli.py", "pip install 'pdrelay[connector]'"): "a sentence for the operator",

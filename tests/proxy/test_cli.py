@@ -12,6 +12,7 @@ from pdrelay_proxy import server
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.pods.settings import PodSettings
+from pdrelay_proxy.features.stores.settings import StoreSettings
 from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
 from pdrelay_proxy.settings import KvTransferMode, Settings
 
@@ -223,7 +224,7 @@ def test_serve_starts_the_server(monkeypatch):
         Settings(decode=("d0:1",)),
         Settings(admin_key="sesame"),
         Settings(admin_key_file="key"),
-        Settings(store="file:/tmp/engines"),
+        Settings().with_features(StoreSettings("file:/tmp/engines")),
         Settings().with_features(PodSettings("app=pdrelay")),
         Settings().with_features(PodSettings(kubernetes_inference_pool="pool")),
     ],

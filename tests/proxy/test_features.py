@@ -73,6 +73,21 @@ async def main():
 
 asyncio.run(main())
 """
+ADD = """
+import asyncio
+from pdrelay_proxy.settings import Settings
+from support.sim import router, sims
+
+async def main():
+    async with router(sims(1, 2), Settings(admin_key="sesame")) as client:
+        for path in ("remove", "add"):
+            order = {"type": "decode", "instance": "d1:80"}
+            changed = await client.post(f"/instances/{path}", json=order, headers={"x-api-key": "sesame"})
+            listed = await client.get("/instances", headers={"x-api-key": "sesame"})
+            print(path, changed.status_code, len(listed.json()["instances"]))
+
+asyncio.run(main())
+"""
 WORKERS = """
 from pdrelay_proxy.consistency import check
 from pdrelay_proxy.errors import ConfigError
@@ -179,6 +194,14 @@ def test_a_drained_engine_keeps_its_streams_without_the_feature_that_moves_them(
 
     assert moved == "200 [DONE] 2\n"
     assert kept == "200 [DONE] 1\n"
+
+
+def test_engines_are_added_and_removed_without_the_feature_that_keeps_them(copy):
+    """The router has them in memory."""
+    kept = python(copy, "-c", ADD)
+    remove(copy, "stores")
+
+    assert python(copy, "-c", ADD) == kept == "remove 200 2\nadd 200 3\n"
 
 
 def test_workers_are_refused_without_the_feature_that_has_them_meet(copy):

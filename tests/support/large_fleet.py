@@ -32,8 +32,8 @@ from pdrelay_proxy.core.routing.group_choice import GroupChoice
 from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
+from pdrelay_proxy.io.discovery.memory import MemoryStore
 from pdrelay_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
-from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet

@@ -23,7 +23,7 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAccepted, NotAllowed
 from pdrelay_proxy.io.discovery.reconciler import Discovery
-from pdrelay_proxy.io.discovery.stores import StoreDown, StoreNotWritten
+from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
 from pdrelay_proxy.io.probes.newcomers import Newcomers
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.wire.connection_guard import Guard

@@ -54,7 +54,7 @@ from pdrelay_proxy.errors import (
     UnknownModel,
 )
 from pdrelay_proxy.io.discovery.reconciler import Discovery, NotManagedHere
-from pdrelay_proxy.io.discovery.stores import StoreDown
+from pdrelay_proxy.io.discovery.store import StoreDown
 
 _ROWS_AT_ONCE: Final = 50
 _RESTING_MOST: Final = 20  # pairs that are listed

@@ -21,7 +21,7 @@ class SharedText(Protocol):
     async def read(self) -> str:
         """Return the text; empty: there is none.
 
-        Raises StoreDown (io/discovery/stores) with the reason.
+        Raises StoreDown (io/discovery/store.py) with the reason.
         """
         ...
 

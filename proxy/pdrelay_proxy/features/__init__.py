@@ -8,7 +8,7 @@ policies; and ``command.py``, a subcommand of ``pdrelay`` with the folder's name
 in its ``__init__.py`` says what it does. No other module of the router imports one inside a folder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 if TYPE_CHECKING:
     from pdrelay_proxy.core.fleet.compatibility import PairsWithin
     from pdrelay_proxy.features.feature import Feature
+    from pdrelay_proxy.io.discovery.store import SharedStore
     from pdrelay_proxy.settings import Settings
 
 FEATURES: Final = (
@@ -31,6 +32,7 @@ FEATURES: Final = (
     "prompt_arrays",
     "roles",
     "slices",
+    "stores",
     "why",
 )
 
@@ -53,6 +55,19 @@ def pairs_within(settings: "Settings") -> "PairsWithin":
         None,
     )
     return requirement or (lambda _slice: None)
+
+
+def shared_store(settings: "Settings") -> "SharedStore | None":
+    """Return where routers keep the engines that operators add; None: each in its memory."""
+    return next(
+        (store for feature in features() if (store := feature.shared_store(settings)) is not None),
+        None,
+    )
+
+
+def for_workers(settings: "Settings", folder: Callable[[], str]) -> Sequence[object]:
+    """Return settings of features that workers have in common, in place of the operator's."""
+    return [common for feature in features() for common in feature.for_workers(settings, folder)]
 
 
 @lru_cache(1)

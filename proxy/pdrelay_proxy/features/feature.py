@@ -15,6 +15,7 @@ from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
+from pdrelay_proxy.io.discovery.store import SharedStore
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.probes.metrics_listener import MetricsListener
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
@@ -74,7 +75,7 @@ class Feature:
 
     @staticmethod
     def finds_engines(settings: Settings, /) -> bool:
-        """Tell whether ``feed`` finds engines, so that the settings need not name any."""
+        """Tell whether it finds engines, so that the settings need not name any."""
         del settings
         return False
 
@@ -89,6 +90,21 @@ class Feature:
         """Return a rule by which a slice limits an engine's partners; None: no rule."""
         del settings
         return None
+
+    @staticmethod
+    def shared_store(settings: Settings, /) -> SharedStore | None:
+        """Return where routers keep the engines that operators add; None: in memory."""
+        del settings
+        return None
+
+    @staticmethod
+    def for_workers(settings: Settings, folder: Callable[[], str], /) -> Sequence[object]:
+        """Return settings of features that workers have in common, in place of the operator's.
+
+        ``folder``: makes a folder for all workers, and returns its path; raises ConfigError.
+        """
+        del settings, folder
+        return ()
 
     def feed(self) -> EngineFeed | None:
         """Return a source of engines that runs while the router serves."""

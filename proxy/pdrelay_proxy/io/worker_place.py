@@ -5,6 +5,7 @@ and follow one store. Each has its own numbers, and so its own admin port.
 """
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -34,7 +35,7 @@ class WorkerPlace:
 
     number: int  # from 0
     port: int  # on which all workers listen
-    store: str  # of engines that are added at run time, for all workers
+    common: Sequence[object]  # settings of features that are for all workers
     peer_socket: socket.socket  # UDP, bound to the port at which the others reach this worker
     peer_ports: tuple[int, ...]  # of the others, on loopback
     secret: str  # signs their datagrams
@@ -51,8 +52,7 @@ class WorkerPlace:
             workers=1,
             port=self.port,
             admin_port=admin_port_of(settings, self.number),
-            store=self.store,
-        )
+        ).with_features(*self.common)
 
 
 def received(line: socket.socket) -> bytes | None:

@@ -1,7 +1,7 @@
 """What makes a worker a router among others."""
 
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -11,6 +11,13 @@ from pdrelay_proxy.io.worker_place import WorkerPlace, check_workers, limits_of_
 from pdrelay_proxy.settings import Settings
 
 SEVERAL = Settings(workers=3, port=8000, admin_port=9000, decode=("d:1",))
+
+
+@dataclass(frozen=True)
+class Common:
+    """Settings of a feature."""
+
+    text: str = ""
 
 
 def check_several(settings):
@@ -23,15 +30,15 @@ def check_several(settings):
 def place():
     """The place of worker 1 of three; its sockets lead nowhere."""
     with socket.socket() as nowhere:
-        yield WorkerPlace(1, 8000, "file:/x/engines", nowhere, (701, 703), "s" * 32, SEVERAL, nowhere)
+        yield WorkerPlace(1, 8000, (Common("all"),), nowhere, (701, 703), "s" * 32, SEVERAL, nowhere)
 
 
-def test_a_worker_is_a_router_with_an_admin_port_of_its_own_and_the_store_of_all(place):
+def test_a_worker_is_a_router_with_an_admin_port_of_its_own_and_some_settings_of_all(place):
     """So that they share what routers share, and nothing else is needed."""
     own = place.settings(SEVERAL)
 
     assert (own.workers, own.port, own.admin_port) == (1, 8000, 9001)
-    assert own.store == "file:/x/engines"
+    assert own.for_feature(Common) == Common("all")
     check(own)
 
 

@@ -7,11 +7,10 @@ from contextlib import aclosing
 from functools import partial
 from typing import Final
 
-from pdrelay_proxy.building.discovery import build_shared_text
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.ports import SharedText
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.features import has_other_routers
+from pdrelay_proxy.features import has_other_routers, shared_store
 from pdrelay_proxy.features.feature import Core, Feature, FeatureParts
 from pdrelay_proxy.features.roles.leased_role_changes import LeasedRoleChanges
 from pdrelay_proxy.features.roles.role_board import RoleBoard
@@ -21,6 +20,7 @@ from pdrelay_proxy.features.roles.role_watch import RoleWatch
 from pdrelay_proxy.features.roles.settings import RoleSettings, RolesMode
 from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_proxy.io.background import Running
+from pdrelay_proxy.io.discovery.memory import MemoryText
 from pdrelay_proxy.settings import Settings
 
 
@@ -40,7 +40,7 @@ class RolesFeature(Feature):
             )
         # workers have a store in any case
         has_others = settings.workers == 1 and has_other_routers(settings)
-        if chosen.roles is RolesMode.AUTO and has_others and settings.store == "memory":
+        if chosen.roles is RolesMode.AUTO and has_others and shared_store(settings) is None:
             raise ConfigError(
                 "roles is auto, and several routers (peers) would decide at the same time, because "
                 "store is memory: "
@@ -64,11 +64,7 @@ class RolesFeature(Feature):
         limits = RoleLimits(
             chosen.min_prefill, chosen.min_decode, turns_per_hour=chosen.turns_per_hour
         )
-        text = (
-            build_shared_text(settings, "roles", lasts_s=LASTS_S)
-            if chosen.roles is RolesMode.AUTO
-            else None
-        )
+        text = _text(settings) if chosen.roles is RolesMode.AUTO else None
         admission = core.serving.gate.admission
         watch = RoleWatch(
             engines.registry,
@@ -82,6 +78,12 @@ class RolesFeature(Feature):
         )
         closing: tuple[Running, ...] = () if text is None else (partial(aclosing, text),)
         return FeatureParts((*closing, watch.running), status=board.status, families=board.families)
+
+
+def _text(settings: Settings) -> SharedText:
+    """Return the text with the lease of the router that decides."""
+    store = shared_store(settings)
+    return MemoryText() if store is None else store.text("roles", lasts_s=LASTS_S)
 
 
 def _role_changes(core: Core, text: SharedText, clock: Callable[[], float]) -> LeasedRoleChanges:

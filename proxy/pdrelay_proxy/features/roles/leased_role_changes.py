@@ -7,7 +7,7 @@ from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.ports import SharedText
 from pdrelay_proxy.errors import ProxyError
 from pdrelay_proxy.features.roles.role_lease import LeaseView, RoleHold, RoleLease
-from pdrelay_proxy.io.discovery.stores import StoreDown
+from pdrelay_proxy.io.discovery.store import StoreDown
 
 logger = logging.getLogger(__name__)
 

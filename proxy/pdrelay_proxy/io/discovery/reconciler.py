@@ -29,7 +29,7 @@ from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
 from pdrelay_proxy.io.background import Running, meanwhile, repeatedly
-from pdrelay_proxy.io.discovery.stores import Store, StoreDown
+from pdrelay_proxy.io.discovery.store import Store, StoreDown
 
 logger = logging.getLogger(__name__)
 # a source that was silent for longer may be out of date; a watch that works is heard sooner

@@ -20,7 +20,7 @@ from pdrelay_proxy.core.discovery.reconcile import MOST
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.discovery.kubernetes import Expired, KubeError, Kubernetes
-from pdrelay_proxy.io.discovery.stores import Observer
+from pdrelay_proxy.io.discovery.store import Observer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

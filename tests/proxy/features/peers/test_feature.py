@@ -22,7 +22,7 @@ PEERS = PeerSettings(("router-2:8001", "10.0.0.3:9001"), 8002, "s" * 32)
 def place():
     """The place of worker 1 of three; its sockets lead nowhere."""
     with socket.socket() as nowhere:
-        yield WorkerPlace(1, 8000, "file:/x/engines", nowhere, (701, 703), "s" * 32, SEVERAL, nowhere)
+        yield WorkerPlace(1, 8000, (), nowhere, (701, 703), "s" * 32, SEVERAL, nowhere)
 
 
 def meeting(settings, place=None):

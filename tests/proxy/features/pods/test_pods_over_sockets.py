@@ -2,13 +2,13 @@
 
 import asyncio
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
 
 import httpx
 import pytest
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.features.pods.settings import PodSettings
+from pdrelay_proxy.features.stores.settings import StoreSettings
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.rules import expected_text
 from support.kube_api import KubeApi, pod
@@ -162,7 +162,7 @@ def _number(text, name):
 
 async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(account, monkeypatch):
     """The closure of its RBAC: these calls and no others, in its own namespace."""
-    settings = replace(OPEN, store="kubernetes:pdrelay-instances")
+    settings = OPEN.with_features(StoreSettings("kubernetes:pdrelay-instances"))
     async with cluster(account, monkeypatch, settings) as (api, _, _, client):
         api.put("configmaps", "pdrelay-instances", {"metadata": {}})
         await until_rows(client, lambda rows: len(rows) == 2)
@@ -187,8 +187,8 @@ async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(acco
 
 async def test_pods_and_store_may_be_in_other_namespaces(account, monkeypatch):
     """Each names its own; neither has to be the router's."""
-    there = PodSettings("app=pdrelay", kubernetes_namespace="engines")
-    settings = replace(OPEN, store="kubernetes:fleet/pdrelay-instances").with_features(there)
+    pods = PodSettings("app=pdrelay", kubernetes_namespace="engines")
+    settings = OPEN.with_features(pods, StoreSettings("kubernetes:fleet/pdrelay-instances"))
     async with cluster(account, monkeypatch, settings, x=0, y=0) as (api, _, _, client):
         api.put("configmaps", "pdrelay-instances", {"metadata": {}}, "fleet")
         async with asyncio.timeout(20):

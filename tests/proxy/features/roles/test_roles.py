@@ -13,6 +13,7 @@ from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.peers.settings import PeerSettings
 from pdrelay_proxy.features.roles.settings import RoleSettings, RolesMode
+from pdrelay_proxy.features.stores.settings import StoreSettings
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import Sim
 from pdrelay_tools.simulated.rules import expected_text
@@ -149,7 +150,8 @@ async def test_engines_follow_the_traffic_and_no_request_is_lost():
 async def test_of_two_routers_one_decides_and_the_other_goes_on_when_it_is_gone(tmp_path):
     """The turns of the first one are the fleet's: they count for the second one, which has learned its rates."""
     fleet = FluidFleet(4, 4)
-    engines, settings = shown(fleet), replace(AUTO, store=f"file:{tmp_path / 'set.json'}")
+    engines = shown(fleet)
+    settings = AUTO.with_features(StoreSettings(f"file:{tmp_path / 'set.json'}"))
 
     async def until_prefill(count, clients):
         for _ in range(40):
@@ -197,4 +199,4 @@ def test_several_routers_without_a_shared_store_are_refused():
 
     with pytest.raises(ConfigError, match=r"several routers .peers. would decide at the same time"):
         check(settings)
-    check(replace(settings, store="redis://h:6379/0"))
+    check(settings.with_features(StoreSettings("redis://h:6379/0")))

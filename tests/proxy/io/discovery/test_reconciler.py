@@ -25,9 +25,9 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
+from pdrelay_proxy.io.discovery.memory import MemoryStore
 from pdrelay_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
-from pdrelay_proxy.io.discovery.stores import StoreDown, replace_entry
-from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
+from pdrelay_proxy.io.discovery.store import StoreDown, replace_entry
 
 A = Wanted(Role.PREFILL, Target.parse("a:80#revision=v1"), "uid-a")
 B = Wanted(Role.DECODE, Target.parse("b:80#dp=2"), "uid-b")

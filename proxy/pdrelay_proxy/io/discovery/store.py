@@ -1,10 +1,10 @@
-"""Stores of engines that operators add: this process, a file, or where other routers see them,
-too.
-"""
+"""The interface of stores, which keep the engines that operators add."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias, TypeVar
+
+from pdrelay_proxy.core.ports import SharedText
 
 S_contra = TypeVar("S_contra", contravariant=True)
 
@@ -68,6 +68,23 @@ class Store(Protocol):
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Send views to the observer while the block lasts, whichever router makes the changes."""
+        ...
+
+
+class SharedStore(Protocol):
+    """A place in which several routers keep engines and short texts. Its methods raise
+    ConfigError: a dependency is missing.
+    """
+
+    def engines(self, observer: StoreObserver, clock: Callable[[], float]) -> Store:
+        """Return the store of engines; ``clock``: seconds, of which only differences count."""
+        ...
+
+    def text(self, name: str, *, lasts_s: float) -> SharedText:
+        """Return a text beside the engines, after their store.
+
+        ``lasts_s``: the duration of the lease in the text.
+        """
         ...
 
 

@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from pdrelay_proxy.core.discovery.store_url import split_prefix
+from pdrelay_proxy.features.stores.store_url import split_prefix
 from pdrelay_proxy.options import OPTIONS, read
 
 

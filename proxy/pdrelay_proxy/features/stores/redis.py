@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from pdrelay_proxy.core.discovery.reconcile import MOST, TEXT_MOST
-from pdrelay_proxy.core.discovery.store_url import split_prefix
-from pdrelay_proxy.io.discovery.stores import StoreDown, StoreObserver
+from pdrelay_proxy.features.stores.store_url import split_prefix
+from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
 _KEYS: Final = ("instances", "epoch", "version")

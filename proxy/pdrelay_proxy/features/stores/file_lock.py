@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pdrelay_proxy.io.discovery.stores import StoreDown
+from pdrelay_proxy.io.discovery.store import StoreDown
 
 LOCK_WAIT_S: Final = 5.0  # a change takes milliseconds
 _POLL_S: Final = 0.01

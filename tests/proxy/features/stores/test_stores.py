@@ -15,14 +15,14 @@ from pdrelay_proxy.core.discovery.reconcile import MOST
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.features.stores.configmap import ConfigMapStore
+from pdrelay_proxy.features.stores.file import FileStore
+from pdrelay_proxy.features.stores.file_text import FileText
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.memory import MemoryStore
 from pdrelay_proxy.io.discovery.reconciler import Entries, Reconciler
 from pdrelay_proxy.io.discovery.reflector import WatchTimes
-from pdrelay_proxy.io.discovery.shared_texts import FileText
-from pdrelay_proxy.io.discovery.stores import StoreDown, StoreNotWritten
-from pdrelay_proxy.io.discovery.stores.configmap import ConfigMapStore
-from pdrelay_proxy.io.discovery.stores.file import FileStore
-from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
+from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
@@ -86,7 +86,7 @@ class RedisWorld:
     up = start
 
     def store(self, ear, query=""):
-        from pdrelay_proxy.io.discovery.stores.redis import RedisStore
+        from pdrelay_proxy.features.stores.redis import RedisStore
 
         return RedisStore(self.server.url + query, ear, reread_s=0.5)
 
@@ -236,19 +236,6 @@ async def test_a_redis_that_comes_back_empty_gets_back_what_the_routers_know(tmp
 
         async with stores(found, 1) as [(_, late)]:
             assert late.entries == {"a": "1", "b": "2"}
-
-
-async def test_the_memory_store_is_there_as_soon_as_it_runs():
-    """And says so again and again."""
-    ear = Ear()
-    store = MemoryStore(ear, heartbeat_s=0.01)
-    async with store.running():
-        assert ear.entries == {}
-        await store.put("a", "1")
-        assert ear.entries == {"a": "1"}
-        await until_async(lambda: ear.hearings > 2)
-    await store.delete("a")
-    assert ear.entries == {}
 
 
 @pytest.mark.parametrize("name", WORLDS)

@@ -13,14 +13,14 @@ import msgspec
 
 from pdrelay_proxy.core.discovery.reconcile import MOST, text_of_entry
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, text
+from pdrelay_proxy.features.stores.file_lock import LOCK_WAIT_S, locked
 from pdrelay_proxy.io.background import meanwhile, repeatedly
-from pdrelay_proxy.io.discovery.stores import (
+from pdrelay_proxy.io.discovery.store import (
     StoreDown,
     StoreNotWritten,
     StoreObserver,
     replace_entry,
 )
-from pdrelay_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024

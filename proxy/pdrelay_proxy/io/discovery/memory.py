@@ -1,4 +1,4 @@
-"""A store of this process alone, which ends with it."""
+"""What a router without a shared store has in its place: engines and texts that end with it."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from pdrelay_proxy.core.discovery.reconcile import MOST
 from pdrelay_proxy.io.background import meanwhile
-from pdrelay_proxy.io.discovery.stores import StoreDown, StoreObserver, replace_entry
+from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver, replace_entry
 
 
 class MemoryStore:
@@ -51,3 +51,22 @@ class MemoryStore:
         while True:
             self._observer.heard()
             await asyncio.sleep(self._heartbeat_s)
+
+
+class MemoryText:
+    """A text of this process alone."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    async def read(self) -> str:
+        """Return the text."""
+        return self._text
+
+    async def replace(self, text: str, /) -> bool:
+        """Write the text."""
+        self._text = text
+        return True
+
+    async def aclose(self) -> None:
+        """Close nothing."""

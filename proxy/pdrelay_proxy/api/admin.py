@@ -105,6 +105,7 @@ def admin_routes(
         candidate = Instance(InstanceId("candidate"), role, target.address)
         try:
             served = await models.accepted(candidate, passed_on(request.scope))
+            await newcomers.check(candidate)
         except NotAccepted as exc:
             raise _not_added(new, exc) from exc
         try:

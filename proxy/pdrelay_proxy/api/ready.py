@@ -1,7 +1,5 @@
 """Routes for probes: whether the process lives, has engines, and should get requests."""
 
-from typing import Final
-
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
@@ -10,13 +8,12 @@ from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
 from pdrelay_proxy.api.schemas import ErrorResponse, FleetHealth, Health
 from pdrelay_proxy.core.admission.lifetime import Lifetime, Stage
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.http.response_head import VERSION_HEADER
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ClosingDown, NoInstance
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
-
-VERSION_HEADER: Final = b"x-pdrelay-version"
 
 
 class _VersionedRoute(APIRoute):
@@ -24,11 +21,11 @@ class _VersionedRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with one more header."""
-        version = str(find_build()).encode()
+        version = VERSION_HEADER.encode(), str(find_build()).encode()
 
         async def send_versioned(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (VERSION_HEADER, version)]
+                message["headers"] = [*message["headers"], version]
             await send(message)
 
         await super().handle(scope, receive, send_versioned)

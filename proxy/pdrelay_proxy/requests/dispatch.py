@@ -170,7 +170,7 @@ class Dispatch(Answering):
             life.broken = tuple(
                 [broken for broken in life.broken if broken.instance is not failed.instance]
             )
-        if not self._client.writer.begun:
+        if life.record.ttft_s is None:  # a comment alone may have begun the stream
             life.cache_usage = None  # another engine computes the prompt
         life.record.set_aside(role, failed.failure)
         life.record.start_over()

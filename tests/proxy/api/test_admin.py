@@ -136,6 +136,26 @@ async def test_why_an_engine_is_not_added_is_in_the_log_and_in_a_header(caplog):
     assert refused.headers["x-pdrelay-reason"].startswith("candidate cannot be reached")
 
 
+async def test_a_router_is_not_added():
+    """Its own address is easily taken for an engine's, for both listen on port 8000 by default."""
+    async with router(sims()) as another:
+
+        async def router_there(request):
+            answer = await another.request(request.method, request.url.path, content=request.content)
+            return httpx.Response(answer.status_code, headers=answer.headers, stream=httpx.ByteStream(answer.content))
+
+        async with router(sims() | {"r0": router_there, "q0": router_there}, OPEN) as client:
+            for name, role in (("r0", "prefill"), ("q0", "decode")):
+                new = {"type": role, "instance": f"{name}:80"}
+                response = await client.post("/instances/add", json=new, headers=KEY)
+                said = response.headers["x-pdrelay-reason"]
+                assert (response.status_code, response.json()) == (400, {"detail": "Instance validation failed."})
+                assert said.startswith("candidate is a router, not an engine: ")
+            status = (await client.get("/status")).json()
+
+    assert (status["prefill_node_count"], status["decode_node_count"]) == (1, 1)
+
+
 async def test_a_name_that_leads_nowhere_is_in_the_log_too(caplog, monkeypatch):
     """Nothing has been sent by then."""
 

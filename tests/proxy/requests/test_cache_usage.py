@@ -1,10 +1,12 @@
 """What clients are told of caches: the prefill engine's word, as one engine would say it."""
 
+import asyncio
 import json
 
 import pytest
 
-from pdrelay_proxy.core.model import Api, EngineResponse
+from pdrelay_proxy.core.model import Api, EngineResponse, SingleEngineReason
+from pdrelay_proxy.errors import EngineError
 from support.bodies import BASE
 from support.scripted import DONE, JSON, Asked, Scripted, failing, prefilled, request_id, router_of
 from support.simulated_loop import settle
@@ -144,3 +146,39 @@ async def test_the_prefill_engine_of_the_answer_counts(streams):
 
     assert len(legs) == 2
     assert usages(client.body, streams) == [others]
+
+
+@pytest.mark.parametrize("comments", [0.0, 1.0])
+@pytest.mark.parametrize("api", SAID)
+async def test_of_an_engine_whose_prompt_was_not_used_nothing_counts(api, comments):
+    """One engine serves the request alone, as its decode engine has failed: also where a comment began the stream."""
+    of_prefill, of_alone = SAID[api]
+
+    async def slow_to_fail(_):
+        await asyncio.sleep(5)
+        return EngineResponse(500, JSON, b'{"error":{"message":"x"}}')
+
+    legs = []
+
+    async def decode(leg):
+        legs.append(leg)
+        return await (slow_to_fail if len(legs) == 1 else decode_of(api, of_alone))(leg)
+
+    prefills = iter([prefill_of(api, "pull", of_prefill)])
+
+    async def prefill(leg):
+        side = next(prefills, None)
+        if side is None:
+            raise EngineError("broke off")
+        return await side(leg)
+
+    clock = asyncio.get_running_loop().time
+    router = router_of(Scripted(prefill, decode), clock=clock, stream_comment_interval_s=comments)
+    async with router.requests:
+        client = await serve(router, api, streams=True, name="r")
+
+    assert (b": keep-alive" in client.body) is bool(comments)
+    assert client.record.single_reason is SingleEngineReason.PREFILL_FAILED
+    told = usages(client.body, streams=True)
+    assert told
+    assert all(usage == of_alone for usage in told)

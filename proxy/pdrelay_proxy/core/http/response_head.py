@@ -13,5 +13,7 @@ def _status_line(status: int) -> bytes:
 
 
 STATUS_LINES: Final[dict[int, bytes]] = {number: _status_line(number) for number in range(100, 600)}
+# A router has it in its answers to probes, and no engine has.
+VERSION_HEADER: Final = "x-pdrelay-version"
 HEADER_NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
 CONTROLS: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # which no value may have

@@ -17,6 +17,7 @@ from pdrelay_proxy.core.fleet import engine_metrics
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, shown_facts
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.http.bounded_body import read_bounded
+from pdrelay_proxy.core.http.response_head import VERSION_HEADER
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import is_lack
 from pdrelay_proxy.core.raw_json import NotJson, decode
@@ -55,6 +56,10 @@ class ProbeInvalid(ProbeFailed):
     """The engine answers, but not as one that lives."""
 
     silent = False
+
+
+class ProbeOfRouter(ProbeInvalid):
+    """A router answers, this one or another: it would refuse the legs of all requests."""
 
 
 class ProbeNotMade(ProbeFailed):
@@ -212,6 +217,8 @@ class HttpChecks:
                 ) as response,
             ):
                 _check_coding(response, path)
+                if VERSION_HEADER in response.headers:
+                    raise ProbeOfRouter("is a router, not an engine: name the engines themselves")
                 too_long = ProbeInvalid(f"answers {path} without end")
                 return response.status_code, await read_bounded(
                     response.aiter_bytes(), _MOST_BYTES, too_long

@@ -1,5 +1,5 @@
-"""Looks at an engine that was added just now, before its first probe: whether it shares a request
-with any other.
+"""Looks at an engine that is added, before its first probe: whether it is one, and whether it
+shares a request with any other.
 """
 
 import asyncio
@@ -7,9 +7,10 @@ import asyncio
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.core.steps import finish
-from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
+from pdrelay_proxy.errors import NotAccepted
+from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed, ProbeOfRouter
 
 
 class Newcomers:
@@ -19,6 +20,19 @@ class Newcomers:
         self._registry = registry
         self._checks = checks
         self._patience_s = patience_s  # for all that an engine says: an operator waits for it
+
+    async def check(self, candidate: Instance) -> None:
+        """Accept what may be an engine; what else is wrong with it, its probes will say.
+
+        Raises NotAccepted: a router is there.
+        """
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._checks.probe(candidate, is_whole=False)
+        except ProbeOfRouter as found:
+            raise NotAccepted(f"{candidate.id} {found}") from found
+        except (ProbeFailed, TimeoutError):
+            return
 
     async def warning(self, role: Role, address: Address) -> str | None:
         """Say why an engine that is known by now shares no request; None: it may, as far as it

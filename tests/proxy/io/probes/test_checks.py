@@ -136,6 +136,20 @@ async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said, 
     assert caught.value.silent is silent
 
 
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_router_is_no_engine(status):
+    """This very router or another: it would refuse each leg as if its client were to blame."""
+
+    async def handle(request):
+        return httpx.Response(status, headers={"x-pdrelay-version": "0.1.0"}, json={"status": "ok"})
+
+    look = HttpChecks(timeout_s=20, transport=httpx.MockTransport(handle))
+    with pytest.raises(ProbeFailed, match=r"^is a router, not an engine: ") as caught:
+        await look.probe(D, is_whole=False)
+
+    assert not caught.value.silent
+
+
 async def test_an_engine_without_metrics_shows_nothing():
     """Then the drain goes by time."""
     look = checks(GOOD)

@@ -15,8 +15,9 @@ import time
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.features.pods.pod import read_pod
+from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 
 
@@ -27,7 +28,7 @@ def say(what, *values):
 
 async def follow(url):
     registry, spent_s, versions = Registry(), [], []
-    pods = Pods(Reconciler(registry, [EngineSource.PODS], time.monotonic))
+    pods = EngineObjects(Reconciler(registry, [EngineSource.PODS], time.monotonic))
 
     def read(meta, raw):
         versions.append(meta.resource_version)

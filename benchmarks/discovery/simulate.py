@@ -26,7 +26,7 @@ from benchmarks.discovery import ready, report, shared_api
 from benchmarks.discovery.pods import LIFE, line, pages_of, pod, role_of
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.discovery.reconcile import entry_name, entry_of
+from pdrelay_proxy.core.discovery.store_entries import entry_name, entry_of
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -50,7 +50,8 @@ from pdrelay_proxy.features.expected_ttft.weighing import ITL_WEIGHT
 from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.features.slices.core.slice_preference import SlicePreference
 from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
-from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.caches import Caches
@@ -369,7 +370,7 @@ class Api:
 async def following(api, registry):
     """Run the reflector and the reconciler over it."""
     reconciler = Reconciler(registry, [EngineSource.PODS], time.monotonic)
-    pods = Pods(reconciler)
+    pods = EngineObjects(reconciler)
     reflector = Reflector(
         api,
         Collection("/api/v1/namespaces/llm/pods"),

@@ -37,6 +37,7 @@ SUITES = {
         "tests/proxy/io/wire/test_hung_engines.py",
         "tests/proxy/io/test_metrics.py",
         "tests/proxy/io/probes/test_prober.py",
+        "tests/proxy/io/discovery/test_engine_changes.py",
         "tests/proxy/io/discovery/test_reconciler.py",
         "tests/proxy/io/test_status.py",
         "tests/proxy/features/why/test_traces.py",

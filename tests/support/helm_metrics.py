@@ -10,7 +10,7 @@ from pdrelay_connector.core.counters import COUNTERS, GAUGES
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.discovery.reconcile import Freshness
+from pdrelay_proxy.core.discovery.sources import Freshness
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource

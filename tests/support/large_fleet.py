@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.discovery.reconcile import entry_of
+from pdrelay_proxy.core.discovery.store_entries import entry_of
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -32,8 +32,12 @@ from pdrelay_proxy.core.routing.group_choice import GroupChoice
 from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
+from pdrelay_proxy.io.discovery.discovery import Discovery
+from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
+from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
+from pdrelay_proxy.io.discovery.entries import Entries
 from pdrelay_proxy.io.discovery.memory import MemoryStore
-from pdrelay_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
@@ -82,11 +86,12 @@ class Fleet:
         settings, clock = Settings(circuit_breaker_failures=1, ejection_time_s=0.5), time.monotonic
         self.registry = Registry(settings)
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS, EngineSource.STORE], clock)
-        self.pods, entries = Pods(self.reconciler), Entries(self.reconciler)
+        self.pods, entries = EngineObjects(self.reconciler), Entries(self.reconciler)
         store = MemoryStore(entries, most=10)
         pairs = PairSelector(self.registry, GroupChoice(RoundRobin(), bounds=ShareBounds(self.registry)))
         self.fleet = LiveFleet(self.registry, pairs, PushCoordinates(at_once=True), clock)
-        self.discovery = Discovery(self.registry, self.reconciler, entries, store)
+        changes = EngineChanges(self.registry, self.reconciler, entries, store)
+        self.discovery = Discovery(self.reconciler, store, changes)
         self.prober = Prober(self.registry, Checks(), settings, clock, random.random)
         self.telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), clock)
         self.queue = Admission(settings)
@@ -127,7 +132,7 @@ class Fleet:
     def list(self):
         """Hear of all pods for the first time, as a router does that has just started, in steps."""
         reconciler = Reconciler(Registry(), [EngineSource.PODS], time.monotonic)
-        return Pods(reconciler).view_in_steps(dict(self.engines))
+        return EngineObjects(reconciler).view_in_steps(dict(self.engines))
 
     def store(self):
         """Hear for the first time of a store that has all engines, in steps."""

@@ -22,7 +22,7 @@ from pdrelay_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAccepted, NotAllowed
-from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
 from pdrelay_proxy.io.probes.newcomers import Newcomers
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
@@ -48,7 +48,7 @@ _NO_OBJECT: Final = "The body is not a JSON object."
 def admin_routes(
     fleet: LiveFleet,
     models: ModelCatalog,
-    discovery: Discovery,
+    changes: EngineChanges,
     *,
     guard: Guard,
     own: OwnEngines,
@@ -109,7 +109,7 @@ def admin_routes(
         except NotAccepted as exc:
             raise _not_added(new, exc) from exc
         try:
-            await discovery.add(role, target)
+            await changes.add(role, target)
         except AlreadyKnown as exc:
             raise HTTPException(400, "Instance already exists.") from exc
         except StoreDown as exc:

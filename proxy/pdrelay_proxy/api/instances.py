@@ -53,7 +53,7 @@ from pdrelay_proxy.errors import (
     UnknownInstance,
     UnknownModel,
 )
-from pdrelay_proxy.io.discovery.reconciler import Discovery, NotManagedHere
+from pdrelay_proxy.io.discovery.engine_changes import EngineChanges, NotManagedHere
 from pdrelay_proxy.io.discovery.store import StoreDown
 
 _ROWS_AT_ONCE: Final = 50
@@ -75,7 +75,7 @@ class InstanceAdmin:
     registry: Registry
     explainer: Explainer
     clock: Callable[[], float]  # seconds; the registry's clock
-    discovery: Discovery
+    changes: EngineChanges
     own: OwnEngines
     # whether the present settings let streams change their engines
     resumes: Callable[[], bool] = lambda: False
@@ -136,7 +136,7 @@ class InstanceAdmin:
             why = "another router has requests there"
         drain = member.drain
         is_by_hand = drain is not None and not drain.by_turn
-        if self.has_other_routers and is_by_hand and not self.discovery.is_drain_shared(member):
+        if self.has_other_routers and is_by_hand and not self.changes.is_drain_shared(member):
             why = f"{why}; by this router alone: give the order to the others, too"
         return InstanceRow(
             id=instance.id,
@@ -271,8 +271,8 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             host = joining_host(request)
             return admin.rows(await _carried_out(admin, named, change_engine, host=host), host=host)
 
-    act("remove", admin.discovery.remove, "Forget engines at once")
-    act("undrain", admin.discovery.undrain, "Send engines requests again")
+    act("remove", admin.changes.remove, "Forget engines at once")
+    act("undrain", admin.changes.undrain, "Send engines requests again")
 
     @router.post(
         "/drain",
@@ -285,7 +285,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     async def drain(request: Request, named: DrainedInstance) -> InstanceList:
         request.state.target = named.id or f"{named.type} {named.instance}"
         host = joining_host(request)
-        drains = partial(admin.discovery.drain, moves=named.move)
+        drains = partial(admin.changes.drain, moves=named.move)
         return admin.rows(
             await _carried_out(admin, named, drains, host=host, moves=named.move), host=host
         )
@@ -299,7 +299,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         request.state.target = f"{named.id or f'{named.type} {named.instance}'} to {named.to}"
         return admin.rows(
             await _carried_out(
-                admin, named, partial(admin.discovery.change_role, to=named.to, force=named.force)
+                admin, named, partial(admin.changes.change_role, to=named.to, force=named.force)
             )
         )
 

@@ -12,7 +12,7 @@ from pdrelay_proxy.core.http.response_head import VERSION_HEADER
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ClosingDown, NoInstance
 from pdrelay_proxy.io.build import find_build
-from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.discovery.discovery import Discovery
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 
 

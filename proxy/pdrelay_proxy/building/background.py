@@ -9,7 +9,7 @@ from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
-from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.discovery.discovery import Discovery
 from pdrelay_proxy.io.probes.engine_metrics_watch import EngineMetricsWatch
 from pdrelay_proxy.io.probes.metrics_listener import MetricsListener
 from pdrelay_proxy.io.probes.prober import Prober

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.io.discovery.discovery import Discovery
+from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
+from pdrelay_proxy.io.discovery.entries import Entries
 from pdrelay_proxy.io.discovery.memory import MemoryStore
-from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed, Entries, Reconciler
+from pdrelay_proxy.io.discovery.reconciler import EngineFeed, Reconciler
 from pdrelay_proxy.io.discovery.store import SharedStore
 
 
@@ -26,6 +29,5 @@ def build_discovery(
     reconciler = Reconciler(registry, [EngineSource.STORE, *pods], clock)
     entries = Entries(reconciler)
     store = MemoryStore(entries) if shared is None else shared.engines(entries, clock)
-    return Discovery(
-        registry, reconciler, entries, store, feeds=[feed(reconciler) for feed in feeds]
-    )
+    changes = EngineChanges(registry, reconciler, entries, store)
+    return Discovery(reconciler, store, changes, feeds=[feed(reconciler) for feed in feeds])

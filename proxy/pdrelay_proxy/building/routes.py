@@ -22,7 +22,7 @@ from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.session_ids import SessionIds
-from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.probes.newcomers import Newcomers
@@ -72,7 +72,7 @@ def build_routes(
                 settings,
                 engines,
                 serving,
-                discovery,
+                discovery.changes,
                 access=access,
                 onlookers=onlookers,
                 clock=clock,
@@ -89,7 +89,7 @@ def _key_routes(
     settings: Settings,
     engines: EngineSide,
     serving: RequestSide,
-    discovery: Discovery,
+    changes: EngineChanges,
     *,
     access: OperatorAccess,
     onlookers: Onlookers,
@@ -115,7 +115,7 @@ def _key_routes(
         engines.registry,
         explainer,
         clock,
-        discovery,
+        changes,
         own,
         resumes=lambda: requests.services.settings.current.resume_streams,
         has_other_routers=engines.has_other_routers,
@@ -126,7 +126,7 @@ def _key_routes(
         admin_routes(
             fleet,
             serving.models,
-            discovery,
+            changes,
             guard=engines.guard,
             own=own,
             newcomers=Newcomers(

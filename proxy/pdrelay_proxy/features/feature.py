@@ -14,7 +14,8 @@ from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
 from pdrelay_proxy.io.background import Running
-from pdrelay_proxy.io.discovery.reconciler import Discovery, EngineFeed
+from pdrelay_proxy.io.discovery.discovery import Discovery
+from pdrelay_proxy.io.discovery.reconciler import EngineFeed
 from pdrelay_proxy.io.discovery.store import SharedStore
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.probes.metrics_listener import MetricsListener

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnk
 
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.discovery.reconcile import Freshness
+from pdrelay_proxy.core.discovery.sources import Freshness
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role

@@ -288,7 +288,7 @@ def test_the_list_is_written_in_steps_of_some_engines(count):
     registry = Registry()
     for number in range(count):
         registry.add(Role.DECODE, Address("http", f"h{number}", 80))
-    admin = InstanceAdmin(registry, explainer=None, clock=lambda: 1.0, discovery=None, own=None)
+    admin = InstanceAdmin(registry, explainer=None, clock=lambda: 1.0, changes=None, own=None)
     work = work_of_steps(admin.pieces())
     text = b"".join(admin.pieces())
 

@@ -1,3 +1,1 @@
-"""Compares the engines that sources name with those that are there: the difference is the change to
-make.
-"""
+"""Which engines there should be, by several sources, and what to change for that."""

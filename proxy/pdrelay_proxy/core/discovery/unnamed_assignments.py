@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.discovery.reconcile import Assignment
+from pdrelay_proxy.core.discovery.store_entries import Assignment
 from pdrelay_proxy.core.fleet.target import Key
 
 # a router that names the engine checks every few seconds, and may wait for its store

@@ -10,8 +10,9 @@ from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.features.pods.pool_source import PODS, PoolSource
 from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.io.background import Running
+from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from pdrelay_proxy.io.discovery.reconciler import EngineFeed, Pods, Reconciler
+from pdrelay_proxy.io.discovery.reconciler import EngineFeed, Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 from pdrelay_proxy.settings import Settings
 
@@ -49,7 +50,7 @@ class PodsFeature(Feature):
         clock = self.ground.clock
         chosen = settings.for_feature(PodSettings)
         cluster = Cluster.around(chosen.kubernetes_namespace)
-        pods = Pods(reconciler)
+        pods = EngineObjects(reconciler)
         if chosen.kubernetes_inference_pool is not None:
             cluster.tls()  # raises ConfigError now: the clients are made later
             return PoolSource(

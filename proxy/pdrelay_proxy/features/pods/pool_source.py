@@ -14,8 +14,8 @@ from pdrelay_proxy.errors import AddressError
 from pdrelay_proxy.features.pods.inference_pool import PATH, PoolMembers, UnusablePool, read_pool
 from pdrelay_proxy.features.pods.pod import Mark, read_pod
 from pdrelay_proxy.io.background import meanwhile
+from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.kubernetes import Kubernetes
-from pdrelay_proxy.io.discovery.reconciler import Pods
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class PoolSource:
         self,
         api: Callable[[], Kubernetes],
         name: str,
-        pods: Pods,
+        pods: EngineObjects,
         *,
         slice_label: str = Mark.SLICE,
         clock: Callable[[], float],
@@ -138,7 +138,7 @@ class PoolSource:
 class _PortedPods:
     """Passes the engines of pods with several ports on, each as its own object."""
 
-    def __init__(self, pods: Pods, ports: int) -> None:
+    def __init__(self, pods: EngineObjects, ports: int) -> None:
         self._pods = pods
         self._ports = ports
         self.heard = pods.heard

@@ -88,7 +88,7 @@ def _text(settings: Settings) -> SharedText:
 
 def _role_changes(core: Core, text: SharedText, clock: Callable[[], float]) -> LeasedRoleChanges:
     async def change_role(name: InstanceId, role: Role) -> None:
-        await core.discovery.change_role(name, EngineRole(role.value))
+        await core.discovery.changes.change_role(name, EngineRole(role.value))
 
     me = f"{socket.gethostname()}-{secrets.token_hex(4)}"
     return LeasedRoleChanges(me, text, change_role, clock=clock, wall=core.wall)

@@ -11,7 +11,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from pdrelay_proxy.core.discovery.reconcile import MOST, text_of_entry
+from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.store_entries import text_of_entry
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, text
 from pdrelay_proxy.features.stores.file_lock import LOCK_WAIT_S, locked
 from pdrelay_proxy.io.background import meanwhile, repeatedly

@@ -16,7 +16,8 @@ from typing import Final, NamedTuple, Protocol, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from pdrelay_proxy.core.discovery.reconcile import MOST, TEXT_MOST
+from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.store_entries import TEXT_MOST
 from pdrelay_proxy.features.stores.store_url import split_prefix
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver
 

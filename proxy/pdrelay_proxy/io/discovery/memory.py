@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from pdrelay_proxy.core.discovery.reconcile import MOST
+from pdrelay_proxy.core.discovery.sources import MOST
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver, replace_entry
 

@@ -1,54 +1,24 @@
-"""Makes the registry match its sources of engines, and carries out the changes of operators."""
+"""Makes the registry match its sources of engines."""
 
-import asyncio
 import logging
-import secrets
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from pdrelay_proxy.core.discovery.reconcile import (
-    Action,
-    Assignment,
-    Freshness,
-    Sources,
-    assignment_name,
-    assignment_of,
-    diff,
-    entry_name,
-    entry_of,
-    read_entry,
-    shown_name,
-)
-from pdrelay_proxy.core.discovery.unnamed_assignments import UnnamedAssignments
+from pdrelay_proxy.core.discovery.reconcile import Action, diff
+from pdrelay_proxy.core.discovery.sources import Freshness, Sources
+from pdrelay_proxy.core.discovery.store_entries import Assignment
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
-from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
+from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Wanted
+from pdrelay_proxy.core.model import EngineRole
 from pdrelay_proxy.core.steps import finish
-from pdrelay_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
-from pdrelay_proxy.io.background import Running, meanwhile, repeatedly
-from pdrelay_proxy.io.discovery.store import Store, StoreDown
+from pdrelay_proxy.errors import AlreadyKnown
+from pdrelay_proxy.io.background import Running
 
 logger = logging.getLogger(__name__)
 # a source that was silent for longer may be out of date; a watch that works is heard sooner
 _FRESH_S: Final = 90.0
-# seconds between two checks for assignments of engines that are gone
-_ASSIGNMENTS_S: Final = 5.0
-_AT_ONCE: Final = 20  # addresses compared in one step
-_READ_AT_ONCE: Final = 200  # objects sorted in one step: less than a millisecond
-_TEXTS_AT_ONCE: Final = 50  # entries parsed in one step
-_TRIES: Final = 5  # to change an entry that other routers change, too
-_TICK_S: Final = (
-    1.0  # seconds between two comparisons without a reason: a retired engine may have made room
-)
-
-
-class NotManagedHere(Exception):
-    """The operator's request is another system's to decide; the message says whose, and what can be
-    done.
-    """
+AT_ONCE: Final = 20  # addresses compared in one step
 
 
 class Reconciler:
@@ -129,15 +99,15 @@ class Reconciler:
         seen = set[Key]()
         members = self._registry.members()
         # first, because an engine that goes makes room for another
-        for begin in range(0, len(members), _AT_ONCE):
-            keys = {_key(member) for member in members[begin : begin + _AT_ONCE]}
+        for begin in range(0, len(members), AT_ONCE):
+            keys = {key_of(member) for member in members[begin : begin + AT_ONCE]}
             self._compare(keys)
             seen |= keys
             yield
         for view in self.sources.views.values():
             rest = [key for key in view.engines if key not in seen]
-            for begin in range(0, len(rest), _AT_ONCE):
-                self._compare(rest[begin : begin + _AT_ONCE])
+            for begin in range(0, len(rest), AT_ONCE):
+                self._compare(rest[begin : begin + AT_ONCE])
                 yield
         self._compared = changes  # later changes are compared the next time
 
@@ -164,11 +134,11 @@ class Reconciler:
         if self._begins:
             # engines that come with the view serve their role from the beginning
             members = self._registry.members()
-            for begin in range(0, len(members), _AT_ONCE):
+            for begin in range(0, len(members), AT_ONCE):
                 self._change_roles(
                     [
                         member
-                        for member in members[begin : begin + _AT_ONCE]
+                        for member in members[begin : begin + AT_ONCE]
                         if self._is_known(member)
                     ]
                 )
@@ -178,8 +148,8 @@ class Reconciler:
             changed = [
                 key for key in {**before, **assignments} if before.get(key) != assignments.get(key)
             ]
-            for begin in range(0, len(changed), _AT_ONCE):
-                self._change_roles(self._registry.members_at(changed[begin : begin + _AT_ONCE]))
+            for begin in range(0, len(changed), AT_ONCE):
+                self._change_roles(self._registry.members_at(changed[begin : begin + AT_ONCE]))
                 yield
         self._begins = False
 
@@ -188,7 +158,7 @@ class Reconciler:
 
     def role_of(self, member: Member) -> EngineRole:
         """Return the role that an engine should serve."""
-        assignment = self.assignments.get(_key(member))
+        assignment = self.assignments.get(key_of(member))
         wanted = member.origin.wanted
         if assignment is None or not assignment.means("" if wanted is None else wanted.identity):
             return EngineRole(member.instance.pool.value) if wanted is None else wanted.serves
@@ -261,7 +231,7 @@ class Reconciler:
         members = dict[Key, list[Member]]()
         for member in present:
             if not member.retires:
-                key = _key(member)
+                key = key_of(member)
                 current[key] = member.origin
                 members.setdefault(key, []).append(member)
         for action in diff(desired, current):
@@ -306,417 +276,11 @@ class Reconciler:
         member.origin = action.origin
 
 
-class Pods:
-    """Takes in the objects of a source: engines, and objects that cannot be read as one.
-
-    The source is the watch of pods, or the store.
-    """
-
-    def __init__(self, reconciler: Reconciler, source: EngineSource = EngineSource.PODS) -> None:
-        self._reconciler = reconciler
-        self._source = source
-        self._logged_errors: set[str] = set()
-        self._objects: dict[str, Wanted | AddressError | None] = {}
-        # engines by address, then by object: two objects may claim one address
-        self._named: dict[Key, dict[str, Wanted]] = {}
-
-    def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take in all objects."""
-        finish(self.view_in_steps(objects))
-
-    def view_in_steps(
-        self, objects: Mapping[str, Wanted | AddressError | None], /
-    ) -> Generator[None]:
-        """Take in all objects, in steps; ``changed`` must wait until they are done."""
-        errors = set[str]()
-        named = dict[Key, dict[str, Wanted]]()
-        for number, (name, item) in enumerate(objects.items(), start=1):
-            if isinstance(item, Wanted):
-                named.setdefault(item.key, {})[name] = item
-            elif isinstance(item, AddressError):
-                errors.add(str(item))
-            if number % _READ_AT_ONCE == 0:
-                yield
-        for text in sorted(errors - self._logged_errors):
-            logger.warning("left out: %s", text)
-        self._logged_errors = errors
-        self._objects = dict(objects)
-        self._named = named
-        yield from self._reconciler.view_in_steps(
-            self._source, (item for item in objects.values() if isinstance(item, Wanted))
-        )
-
-    async def receive(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take in all objects; other tasks run between the steps.
-
-        One view at a time, and ``changed`` waits for it.
-        """
-        for _ in self.view_in_steps(objects):
-            await asyncio.sleep(0)
-
-    def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take in some objects that have changed; None: the object is gone, or no engine.
-
-        The others are as they were.
-        """
-        finish(self.changed_in_steps(objects))
-
-    def changed_in_steps(
-        self, objects: Mapping[str, Wanted | AddressError | None]
-    ) -> Generator[None]:
-        """Take in changed objects in steps, first the addresses that lost their engine: they make
-        room.
-        """
-        keys = dict[Key, None]()
-        for number, (name, new) in enumerate(objects.items(), start=1):
-            old = self._objects.pop(name, None)
-            if isinstance(old, Wanted):
-                keys[old.key] = None
-                self._named[old.key].pop(name, None)
-            elif isinstance(old, AddressError):
-                self._logged_errors.discard(str(old))
-            if new is not None:
-                self._objects[name] = new
-            if isinstance(new, Wanted):
-                keys[new.key] = None
-                self._named.setdefault(new.key, {})[name] = new
-            elif isinstance(new, AddressError) and str(new) not in self._logged_errors:
-                self._logged_errors.add(str(new))
-                logger.warning("left out: %s", new)
-            if number % _READ_AT_ONCE == 0:
-                yield
-        order = sorted(keys, key=lambda key: bool(self._named.get(key)))
-        # also if no address changed: the source was heard
-        for begin in range(0, len(order), _AT_ONCE) or (0,):
-            self._reconciler.change(
-                self._source, {key: self._at(key) for key in order[begin : begin + _AT_ONCE]}
-            )
-            yield
-
-    def heard(self) -> None:
-        """Note that the latest view is still right."""
-        self._reconciler.heard(self._source)
-
-    def _at(self, key: Key) -> Wanted | None:
-        """Return the engine of an address. If two objects claim it: one that does not leave, else
-        the latest.
-        """
-        named = self._named.get(key)
-        if not named:
-            self._named.pop(key, None)
-            return None
-        return sorted(named.values(), key=lambda engine: not engine.leaves)[-1]
-
-
-class Entries:
-    """Takes in the store's texts, which people may have edited."""
-
-    def __init__(self, reconciler: Reconciler) -> None:
-        self._reconciler = reconciler
-        self._view = Pods(reconciler, EngineSource.STORE)
-        self._texts: Mapping[str, str] = {}  # by name, of the latest view
-        self._assignments: dict[str, Assignment] = {}  # by name, of the latest view
-        self._waiting: Mapping[str, str] | None = None  # the latest view, until it is taken in
-        self._lock = asyncio.Lock()
-        self.heard = self._view.heard
-
-    def text(self, name: str) -> str | None:
-        """Return an entry of the latest view; None: there is none."""
-        return self._texts.get(name)
-
-    async def receive(self, entries: Mapping[str, str], /) -> None:
-        """Take in all entries, or those of a later view, after the view that is being taken in.
-
-        Other tasks run in between.
-        """
-        self._waiting = entries
-        async with self._lock:
-            while (latest := self._waiting) is not None:
-                self._waiting = None
-                steps = self.view_in_steps(latest)
-                try:
-                    for _ in steps:
-                        await asyncio.sleep(0)
-                finally:
-                    # if the task is cancelled, finish the view: the store would not send it again
-                    finish(steps)
-
-    def view(self, entries: Mapping[str, str]) -> None:
-        """Take in all entries at once."""
-        finish(self.view_in_steps(entries))
-
-    def view_in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
-        """Take in all entries in steps. Of what may be thousands, only changed ones are parsed."""
-        before = self._texts
-        self._texts = dict(entries)
-        engines = dict[str, Wanted | AddressError | None]()
-        for name in before:
-            if name not in entries:
-                engines[name] = None
-                self._assignments.pop(name, None)
-        changed = [(name, text) for name, text in entries.items() if before.get(name) != text]
-        for number, (name, text) in enumerate(changed, start=1):
-            entry = _entry(text)
-            self._assignments.pop(name, None)
-            if isinstance(entry, Assignment):
-                engines[name] = None
-                self._assignments[name] = entry
-            else:
-                engines[name] = (
-                    entry
-                    if isinstance(entry, Wanted)
-                    else AddressError(f"entry {shown_name(name)}: {entry}")
-                )
-            if number % _TEXTS_AT_ONCE == 0:
-                yield
-        is_first = EngineSource.STORE in self._reconciler.sources.missing
-        view = (
-            self._view.view_in_steps(engines) if is_first else self._view.changed_in_steps(engines)
-        )
-        assignments = [self._assignments[name] for name in entries if name in self._assignments]
-        yield from self._reconciler.assign_in_steps(
-            {entry.key: entry for entry in assignments}, view
-        )
+def key_of(member: Member) -> Key:
+    """Return the name of an engine at its source."""
+    return Key(member.instance.pool, member.instance.address.authority)
 
 
 # A source of engines for a reconciler: returns the context that runs while the router serves.
 # Raises ConfigError.
 EngineFeed: TypeAlias = Callable[[Reconciler], Running]
-
-
-class Discovery:
-    """All sources while they run, and the changes that operators may make.
-
-    A change is written to the store, where all routers see it.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        reconciler: Reconciler,
-        entries: Entries,
-        store: Store,
-        *,
-        feeds: Sequence[Running] = (),
-    ) -> None:
-        self._registry = registry
-        self._reconciler = reconciler
-        self._entries = entries  # the store's observer
-        self._store = store
-        self._feeds = feeds
-        self._unnamed = UnnamedAssignments()
-        self._assignments_checked_at = reconciler.clock()  # seconds
-        self.freshness = reconciler.freshness
-
-    @property
-    def missing(self) -> Sequence[EngineSource]:
-        """The sources that have not been heard yet."""
-        return self._reconciler.sources.missing
-
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None]:
-        """Follow all sources while the block lasts."""
-        trouble = "the engines could not be compared with what the sources say"
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._store.running())
-            for feed in self._feeds:
-                await stack.enter_async_context(feed())
-            await stack.enter_async_context(
-                meanwhile(repeatedly(_TICK_S, self._reconcile, logger, trouble))
-            )
-            yield
-
-    async def add(self, role: Role, target: Target) -> None:
-        """Add an engine for all routers of the store.
-
-        Raises AlreadyKnown, or StoreDown: the store has not acknowledged it.
-        """
-        wanted = Wanted(role, target, added=secrets.token_hex(8))
-        for member in self._registry.members():
-            if _key(member) == wanted.key and not member.retires:
-                raise AlreadyKnown(
-                    f"{target.address.authority} is already known as {member.instance.id}"
-                )
-        if wanted.key in self._reconciler.assignments:  # of an earlier engine at this address
-            await self._store.delete(assignment_name(wanted.key))
-        await self._store.put(entry_name(wanted.key), entry_of(wanted))
-
-    async def remove(self, name: InstanceId) -> None:
-        """Take an engine out; if the store has its rank, the other ranks at its address go, too.
-
-        Raises:
-            UnknownInstance: no engine has this id, or another one was added at its address since.
-            NotManagedHere: its pod is still there.
-            StoreDown: the store has not acknowledged it.
-        """
-        member = self._registry.member(name)
-        if member.origin.source is EngineSource.PODS:
-            raise NotManagedHere(
-                f"{name} is a pod, and would be back at once: drain it, or delete the pod"
-            )
-        await self._rewrite(member, lambda _: None)
-        if _key(member) in self._reconciler.assignments:
-            await self._store.delete(assignment_name(_key(member)))
-        if self._registry.get(name) is member and member.origin.wanted is None:
-            self._registry.remove(name, now=self._reconciler.clock())
-
-    async def drain(self, name: InstanceId, *, moves: bool = False) -> None:
-        """Send an engine nothing new: at all routers of the store if it has an entry there, else at
-        this one.
-
-        ``moves``: its streams go on at other engines. Raises as remove.
-        """
-        await self._leave(name, leaves=True, moves=moves)
-        if self._registry.get(name) is not None:
-            self._registry.departures.drain(name, now=self._reconciler.clock(), moves=moves)
-
-    def is_drain_shared(self, member: Member) -> bool:
-        """Return whether the other routers of the store know of a drain, too."""
-        wanted = member.origin.wanted
-        return _has_entry(member) or member.retires or (wanted is not None and wanted.leaves)
-
-    async def undrain(self, name: InstanceId) -> None:
-        """Send it requests again, and end a role change that is under way, for all routers of the
-        store.
-
-        Raises as remove, and AlreadyKnown: its address has been added anew.
-        """
-        member = self._registry.member(name)
-        if member.turn is not None:
-            await self._assign(member, member.role)
-        await self._leave(name, leaves=False)
-        self._registry.departures.undrain(name, now=self._reconciler.clock())
-
-    async def change_role(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
-        """Change an engine's role, at all routers of the store, as soon as its last request in the
-        old one is over.
-
-        A turn to the current role ends the role change that is under way. This returns when the
-        change has begun; the registry's member has its progress.
-
-        Raises:
-            UnknownInstance: no engine has this id.
-            CannotTurn: it cannot change its role, or is the last one of the role that it leaves,
-                and ``force`` is not set.
-            StoreDown: the store has not acknowledged it.
-        """
-        self._registry.departures.check_role_change(name, to, force=force)
-        await self._forget_assignments()
-        member = self._registry.member(name)
-        before = member.role
-        heading = member.heading
-        await self._assign(member, to)
-        if force or heading is to or self._registry.get(name) is not member:
-            return
-        try:
-            # Other routers may have started a role change at the same moment.
-            self._registry.departures.check_begun(name, before, to)
-        except CannotTurn:
-            if self._reconciler.role_of(member) is to:
-                await self._assign(member, heading)
-            raise
-
-    async def _assign(self, member: Member, role: EngineRole) -> None:
-        key = _key(member)
-        wanted = member.origin.wanted
-        if role is (EngineRole(key.role.value) if wanted is None else wanted.serves):
-            await self._store.delete(assignment_name(key))
-        else:
-            identity = "" if wanted is None else wanted.identity
-            await self._store.put(
-                assignment_name(key), assignment_of(Assignment(key, role, identity))
-            )
-
-    async def _forget_assignments(self) -> None:
-        """Drop the assignments of pods that are gone."""
-        for key in self._reconciler.assignments_of_gone_pods():
-            await self._store.delete(assignment_name(key))
-
-    async def _leave(self, name: InstanceId, *, leaves: bool, moves: bool = False) -> None:
-        member = self._registry.member(name)
-        if not _has_entry(member):
-            return  # other routers have no entry of it
-        await self._rewrite(
-            member,
-            lambda entry: replace(entry, leaves=leaves, moves=leaves and (moves or entry.moves)),
-        )
-
-    async def _rewrite(self, member: Member, change: Callable[[Wanted], Wanted | None]) -> None:
-        """Change the entry of an engine, or drop it (None), if it is still there.
-
-        Raises UnknownInstance: another router has added another engine at its address since.
-        """
-        key = _key(member)
-        own = member.origin.wanted
-        entry_id = entry_name(key)
-        for _ in range(_TRIES):  # other routers may change it at the same moment
-            text = self._entries.text(entry_id)
-            entry = None if text is None else _entry(text)
-            if text is None or not isinstance(entry, Wanted):
-                return
-            if own is not None and own.added and entry.added and own.added != entry.added:
-                raise UnknownInstance(
-                    f"{member.instance.id} is gone: another engine has been added at its address"
-                )
-            wanted = change(entry)
-            if wanted == entry or await self._store.replace(
-                entry_id, text, None if wanted is None else entry_of(wanted)
-            ):
-                return
-        raise StoreDown(
-            f"others have changed what the store has of {member.instance.id} {_TRIES} times "
-            f"meanwhile"
-        )
-
-    async def _reconcile(self) -> None:
-        for _ in self._reconciler.reconcile():
-            await asyncio.sleep(0)
-        now = self._reconciler.clock()
-        if now >= self._assignments_checked_at + _ASSIGNMENTS_S:
-            self._assignments_checked_at = now
-            await self.drop_unnamed_assignments()
-
-    async def drop_unnamed_assignments(self) -> None:
-        """Drop role assignments of engines that no router of the store names any more."""
-        reconciler = self._reconciler
-        changes = self._unnamed.decide(
-            reconciler.assignments, reconciler.is_named, now=reconciler.clock()
-        )
-        try:
-            for before, after in changes:
-                if reconciler.assignments.get(before.key) != before:
-                    continue  # its role changed, or a source named it, while others were written
-                name = assignment_name(before.key)
-                if after is not None:
-                    await self._store.put(name, assignment_of(after))
-                    self._unnamed.written(after, now=reconciler.clock())
-                else:
-                    await self._store.delete(name)
-                    text = (
-                        "no router knows a %s engine at %s any more: it is forgotten that it "
-                        "serves %s"
-                    )
-                    logger.info(text, before.key.role, before.key.authority, before.serves)
-        except StoreDown as exc:  # the next check tries again
-            logger.warning("what engines serve that are gone is not forgotten yet: %s", exc)
-
-
-def _has_entry(member: Member) -> bool:
-    """Return whether the store has an entry of this engine alone."""
-    wanted = member.origin.wanted
-    return (
-        wanted is not None
-        and member.origin.source is EngineSource.STORE
-        and len(wanted.target.ranks) <= 1
-    )
-
-
-def _key(member: Member) -> Key:
-    return Key(member.instance.pool, member.instance.address.authority)
-
-
-def _entry(text: str) -> Wanted | Assignment | AddressError:
-    try:
-        return read_entry(text)
-    except AddressError as exc:
-        return exc

@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
-from pdrelay_proxy.core.discovery.reconcile import MOST
+from pdrelay_proxy.core.discovery.sources import MOST
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.discovery.kubernetes import Expired, KubeError, Kubernetes

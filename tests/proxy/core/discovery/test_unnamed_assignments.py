@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdrelay_proxy.core.discovery.reconcile import Assignment
+from pdrelay_proxy.core.discovery.store_entries import Assignment
 from pdrelay_proxy.core.discovery.unnamed_assignments import GRACE_S, UnnamedAssignments
 from pdrelay_proxy.core.fleet.target import Key
 from pdrelay_proxy.core.model import EngineRole, Role

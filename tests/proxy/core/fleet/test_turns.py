@@ -219,7 +219,7 @@ def test_a_turn_to_decode_does_not_keep_the_streams_of_what_is_undrained_moving(
 
 
 def test_what_is_taken_back_into_use_while_it_turns_still_turns():
-    """A pod that is Ready again; an operator's undrain also ends the turn (io/discovery/reconciler.py)."""
+    """A pod that is Ready again; an operator's undrain also ends the turn (io/discovery/engine_changes.py)."""
     registry = registry_of(1, 2)
     registry.departures.drain("decode-0", now=0.0)
     registry.departures.change_role("decode-0", PREFILL, now=0.0)

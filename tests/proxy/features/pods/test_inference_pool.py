@@ -14,8 +14,9 @@ from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.pods.pool_source import PoolSource
 from pdrelay_proxy.features.pods.settings import PodSettings
+from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.discovery.reflector import WatchTimes
 from pdrelay_proxy.options import OPTIONS, read
 from pdrelay_proxy.settings import Settings
@@ -38,7 +39,7 @@ class World:
         self.source = PoolSource(
             lambda: Kubernetes(cluster, timeout_s=5),
             "llm",
-            Pods(self.reconciler),
+            EngineObjects(self.reconciler),
             clock=time.monotonic,
             chance=random.random,
             rhythm=FAST,

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pdrelay_proxy.core.discovery.reconcile import MOST
+from pdrelay_proxy.core.discovery.sources import MOST
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.features.stores.configmap import ConfigMapStore
 from pdrelay_proxy.features.stores.file import FileStore
 from pdrelay_proxy.features.stores.file_text import FileText
+from pdrelay_proxy.io.discovery.entries import Entries
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.memory import MemoryStore
-from pdrelay_proxy.io.discovery.reconciler import Entries, Reconciler
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.discovery.reflector import WatchTimes
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
 from support.kube_api import KubeApi, Refusal

@@ -12,8 +12,9 @@ import pytest
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.features.pods.pod import read_pod
+from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 from support import relist
 from support.kube_api import KubeApi, Refusal, pod
@@ -36,7 +37,7 @@ class Eye:
         self.hearings = 0
         self.registry = Registry()
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS], time.monotonic)
-        self.passed_on = Pods(self.reconciler)
+        self.passed_on = EngineObjects(self.reconciler)
 
     async def receive(self, objects):
         self.pods = {one.target.address.host: one for one in objects.values() if one is not None}

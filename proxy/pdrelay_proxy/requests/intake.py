@@ -283,7 +283,8 @@ class Intake:
                 path, body, passed_on, declared, model=model, rank=rank
             )
         else:
-            clean = encode(fields_sent) if fields_sent is not fields else body
+            is_as_it_came = api is None and fields_sent is fields
+            clean = body if is_as_it_came else encode(fields_sent)
             passthrough = PassthroughRequest(path, clean, passed_on, model=model, rank=rank)
         plan = RequestPlan(
             path,

@@ -175,6 +175,22 @@ async def test_an_answer_that_names_no_model_cannot_tell_it(api, streams):
     assert client.record.single_reason is SingleEngineReason.UNKNOWN_MODEL
 
 
+@pytest.mark.parametrize("api", [Api.GENERATE, Api.MESSAGES])
+async def test_what_no_client_may_set_is_left_out_while_no_model_is_known(api):
+    """One engine gets the body, and would report its whole cache to each follower of its events."""
+    extra = {"kv_cache_report_mode": "full", "mine": 0.10}
+    fields = {
+        Api.GENERATE: {"sampling_params": {"max_tokens": 5, "extra_args": extra}},
+        Api.MESSAGES: {"vllm_xargs": extra},
+    }
+    engines = Scripted(pulled_prefill, answers)
+    await router_of(engines, asks_for_models=True).serve(asks(api.value, BASE[api], **fields[api]))
+
+    (leg,) = engines.legs
+    assert b'"mine":0.1' in leg.body.replace(b" ", b"")
+    assert b"kv_cache_report_mode" not in leg.body
+
+
 async def test_one_adapters_name_at_two_base_models_is_no_model_in_common():
     """Its KV cache is that of the base model, and of what the adapter adds to it."""
     engines = Scripted(pulled_prefill, answers)

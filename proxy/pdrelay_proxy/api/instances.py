@@ -36,6 +36,7 @@ from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
 from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Key, Target
 from pdrelay_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
@@ -82,6 +83,7 @@ class InstanceAdmin:
     has_other_routers: bool = False  # other routers send requests to the same engines
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
     preference: PairPreference | None = None  # among engines that fit
+    pair_history: PairHistory = field(default_factory=PairHistory)
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
         """Describe engines; to a joining host without sentences, which may name engines of
@@ -101,7 +103,9 @@ class InstanceAdmin:
 
         An engine that alone has its model is left out: that may be intended.
         """
-        lone_engines = await finish_in_steps(lone_engines_in_steps(self.registry))
+        lone_engines = await finish_in_steps(
+            lone_engines_in_steps(self.registry, self.pair_history)
+        )
         return {
             name: lone_group.text
             for lone_group in lone_engines
@@ -181,7 +185,7 @@ class InstanceAdmin:
 
     def resting(self) -> list[dict[str, str]]:
         """List pairs that rest."""
-        pairs = self.registry.pair_history.resting()
+        pairs = self.pair_history.resting()
         return [
             {"prefill": prefill, "decode": decode, "reason": reason}
             for (prefill, decode), reason in pairs[:_RESTING_MOST]

@@ -74,6 +74,7 @@ def build_background(
         features=shown,
         warnings=engines.warnings,
         preference=serving.fleet.preference,
+        pair_history=serving.fleet.pair_history,
     )
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:

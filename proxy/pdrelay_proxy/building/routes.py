@@ -121,6 +121,7 @@ def _key_routes(
         has_other_routers=engines.has_other_routers,
         warnings=engines.warnings,
         preference=fleet.preference,
+        pair_history=fleet.pair_history,
     )
     return (
         admin_routes(
@@ -130,7 +131,10 @@ def _key_routes(
             guard=engines.guard,
             own=own,
             newcomers=Newcomers(
-                engines.registry, engines.checks, patience_s=settings.health_check_timeout_s
+                engines.registry,
+                engines.checks,
+                fleet.pair_history,
+                patience_s=settings.health_check_timeout_s,
             ),
             access=access,
             onlookers=Onlookers(access.require, keys=[OPERATOR_KEY])

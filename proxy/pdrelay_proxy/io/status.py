@@ -7,6 +7,7 @@ from typing import Final
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
@@ -110,10 +111,12 @@ class Status:
         features: Sequence[Callable[[], FeatureStatus | None]] = (),
         warnings: FleetWarnings | None = None,
         preference: PairPreference | None = None,
+        pair_history: PairHistory | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
         self._preference = preference
+        self._pair_history = pair_history or PairHistory()
         self._admission = admission
         self._clock = clock  # the clock of ``telemetry``
         # whether the present settings let decode engines serve alone
@@ -155,7 +158,7 @@ class Status:
             instances=engines,
             warnings=self._warnings.texts,
             groups=groups,
-            pairs=self._engines.pair_history.status(now=self._clock()),
+            pairs=self._pair_history.status(now=self._clock()),
             features=[
                 feature_status for part in self._features if (feature_status := part()) is not None
             ],

@@ -260,7 +260,7 @@ class ClientResponse:
             last_lines += self.added_lines
         wanted = services.settings.current.server_timing
         keys = services.intake.keyring.keys
-        troubles = services.fleet.registry.pair_history.troubles
+        troubles = services.fleet.registry.troubles
         return head_lines(
             self._life.record,
             content_type,

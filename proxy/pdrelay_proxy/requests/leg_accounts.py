@@ -88,8 +88,7 @@ class LegAccounts:
         for guilty, failure in retries.guilty(witness):
             self.fleet.blamed(guilty, failure)
             if guilty.role is _DECODE:
-                history = self.fleet.registry.pair_history
-                history.blamed(record, guilty.id, now=self.clock())
+                self.fleet.pair_history.blamed(record, guilty.id, now=self.clock())
 
     def _time_tokens(
         self, leg: DecodeLeg, path: str, last_token_at: float | None, now: float
@@ -199,4 +198,4 @@ class LegAccounts:
         )
         if prefill is not None and prefill is not leg and prefill.handover is not None:
             pair = prefill.instance.id, leg.instance.id
-            telemetry.later.add(self.fleet.registry.pair_history.failed, pair, failure, now)
+            telemetry.later.add(self.fleet.pair_history.failed, pair, failure, now)

@@ -55,7 +55,7 @@ async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     router = router_of(engines, 2, 2, clock=lambda: now, asks_for_models=True)
     for member in router.registry.members():
         router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
-    history, pair = router.registry.pair_history, ("prefill-1", "decode-1")
+    history, pair = router.fleet.pair_history, ("prefill-1", "decode-1")
     rest(history, pair, now)
     if rested_s > 30.0:
         history.health.tried(pair, now=30.0)
@@ -229,7 +229,7 @@ async def _compare(prefills, decodes, rules, policies, requests):
         if event == "ill":
             member.life.failed("earlier", Failure.UNREACHABLE, now=now)
         elif event == "rests":
-            rest(router.registry.pair_history, ("prefill-0", "decode-0"), now)
+            rest(router.fleet.pair_history, ("prefill-0", "decode-0"), now)
         elif event == "lacks":
             router.fleet.lacks_path(Api.COMPLETIONS, member.instance)
         now += 7.0

@@ -10,6 +10,7 @@ from pdrelay_proxy.core.fleet.compatibility import compared, differences, fit, h
 from pdrelay_proxy.core.fleet.health import SERVING
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.named_engines import listed
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role
 
@@ -39,10 +40,12 @@ class LoneEngines:
     have_model: bool
 
 
-def lone_engines_in_steps(registry: Registry) -> Generator[None, None, Sequence[LoneEngines]]:
+def lone_engines_in_steps(
+    registry: Registry, history: PairHistory
+) -> Generator[None, None, Sequence[LoneEngines]]:
     """Look for them, in steps of a millisecond or so."""
     unmet = dict[InstanceId, set[InstanceId]]()  # as decode engines show it, before the pair rests
-    for (prefill, decode), trouble in registry.pair_history.troubles.items():
+    for (prefill, decode), trouble in registry.troubles.items():
         if trouble.lasts:
             unmet.setdefault(decode, set()).add(prefill)
 
@@ -61,7 +64,8 @@ def lone_engines_in_steps(registry: Registry) -> Generator[None, None, Sequence[
                 if have_common_model(partner_kind.facts, kind[0].facts)
             ]
             reasons = dict.fromkeys(
-                _why_apart(registry, role, kind[0], partner) for partner in near or partners
+                _why_apart(registry, history, role, kind[0], partner)
+                for partner in near or partners
             )
             shown = "; ".join([*reasons][:_REASONS_MOST])
             text = (
@@ -119,7 +123,9 @@ def lone_kinds_in_steps(registry: Registry, avoided: AvoidedBy) -> Generator[Non
     return LoneKinds(kinds, {Role.PREFILL: lone, Role.DECODE: alone})
 
 
-def _why_apart(registry: Registry, role: Role, member: Member, partner: Member) -> str:
+def _why_apart(
+    registry: Registry, history: PairHistory, role: Role, member: Member, partner: Member
+) -> str:
     """Say why an engine of a role shares no request with another one, which is there."""
     prefill, decode = (member, partner) if role is Role.PREFILL else (partner, member)
     if not fit(prefill.facts, decode.facts):
@@ -128,7 +134,7 @@ def _why_apart(registry: Registry, role: Role, member: Member, partner: Member) 
         return f"{decode.instance.id} has refused the KV cache of {prefill.instance.id}, and its log says why"
     pair = prefill.instance.id, decode.instance.id
     loads_none = f"{decode.instance.id} loads no KV of {prefill.instance.id}"
-    if (trouble := registry.pair_history.troubles.get(pair)) is not None:
+    if (trouble := registry.troubles.get(pair)) is not None:
         return f"{loads_none}: {trouble.why or trouble.reason}"
-    reason = registry.pair_history.reason(pair)
+    reason = history.reason(pair)
     return loads_none if reason is None else f"{loads_none}: {reason}"

@@ -5,7 +5,7 @@ Classes, because a compiled call of a Protocol is slow. No call may wait or rais
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -32,11 +32,9 @@ class PairHistory:
     """Without a feature nothing is remembered: all pairs of engines that fit are alike.
 
     A pair that must not be used for a while is a fact of its decode engine, whoever finds that out:
-    ``EngineCapabilities.resting``.
+    ``EngineCapabilities.resting``. So is a trouble that its decode engine shows:
+    ``Registry.troubles``.
     """
-
-    def __init__(self) -> None:
-        self.troubles: Mapping[Pair, PairTrouble] = {}  # of now
 
     # ---- what requests ask
 
@@ -83,9 +81,6 @@ class PairHistory:
 
     def blamed(self, _record: RequestRecord, _decode: InstanceId, /, *, now: float) -> None:
         """Other engines have answered well what a decode engine of the same request had failed."""
-
-    def left(self, _engine: InstanceId, /) -> None:
-        """An engine is removed, or serves another role from now on."""
 
     # ---- what pages show
 

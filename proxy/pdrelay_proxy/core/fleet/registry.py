@@ -1,6 +1,6 @@
 """Which engines exist, and what is known of each: one record, which dies in one line."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -12,7 +12,7 @@ from pdrelay_proxy.core.fleet.health import SERVING, WELL, EngineHealth, HealthS
 from pdrelay_proxy.core.fleet.lone_prompts import LonePrompts
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.member_table import MemberTable
-from pdrelay_proxy.core.fleet.pair_history import PairHistory
+from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from pdrelay_proxy.core.fleet.twins import Twins, twin_key
 from pdrelay_proxy.core.fleet.usable_engines import UsableEngines
@@ -44,9 +44,10 @@ class Registry:
         self.models: Final = FleetModels(table)
         self.twins: Final = Twins(table)
         self.departures: Final = Departures(table, self._has_turned)
-        # A feature may have another one (core/routing/routing_parts.py).
-        self.pair_history = PairHistory()
+        # why decode engines load no KV of prefill engines, as they show it now
+        self.troubles: Final = dict[Pair, PairTrouble]()
         self._usable: Final = UsableEngines(table, self.twins)
+        self._hear_left: Final = list[Callable[[InstanceId], None]]()
 
     # ---- which engines there are
 
@@ -116,7 +117,7 @@ class Registry:
         member.life.remove(now=now)
         self._table.remove(member)
         self.twins.recount(twin_key(member), None)
-        self.pair_history.left(name)
+        self._left(name)
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
         """Let the engines that are drained now be so, and return them; those that retire are
@@ -228,4 +229,12 @@ class Registry:
         """
         member.lone = LonePrompts()
         member.load.report = None
-        self.pair_history.left(member.instance.id)
+        self._left(member.instance.id)
+
+    def tell_departures(self, hear: Callable[[InstanceId], None]) -> None:
+        """Have this called with each engine that is removed, or serves another role from now on."""
+        self._hear_left.append(hear)
+
+    def _left(self, name: InstanceId) -> None:
+        for hear in self._hear_left:
+            hear(name)

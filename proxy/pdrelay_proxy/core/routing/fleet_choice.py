@@ -55,6 +55,7 @@ class FleetChoice:
         # faster than two.
         self.weighs = pairs.weighing is not None
         self.preference = pairs.preference
+        self.pair_history = pairs.pair_history
         self._noted = pairs.preference if counts else None  # what hears of each pair
         self._counts = counts
         self._clock = clock  # seconds; only differences count
@@ -184,7 +185,7 @@ class FleetChoice:
             return pair
         decodes = self.usable(_DECODE)
         prefills = self.usable(_PREFILL)
-        tried = self.registry.pair_history.pair_to_try(
+        tried = self.pair_history.pair_to_try(
             prefills, decodes, hints, now=self._clock(), counts=self._counts
         )
         if tried is not None:
@@ -212,6 +213,6 @@ class FleetChoice:
             return None
         if self._fixed_mode is not None:
             return self._fixed_mode
-        return self.registry.pair_history.mode(
+        return self.pair_history.mode(
             (prefill.id, decode.id), now=self._clock(), counts=self._counts
         )

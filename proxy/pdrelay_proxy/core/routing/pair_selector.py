@@ -6,6 +6,7 @@ from typing import Final
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet import compatibility
 from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import (
     ANY,
@@ -79,6 +80,7 @@ class PairSelector:
     # a decode engine serves short prompts alone, though it has nothing of them
     short_alone: bool = True
     preference: PairPreference | None = None  # among engines that fit; None: any will do
+    pair_history: PairHistory = field(default_factory=PairHistory)
     # all usable engines, as they were last
     _whole: list[Candidates] = field(default_factory=list[Candidates])
     # some of them, the latest last
@@ -140,7 +142,7 @@ class PairSelector:
         if are_all and hints.rank is None:
             if hints.model not in self._snapshots:
                 make_room(self._snapshots, self.registry)
-            until = min(self.registry.steady_until, self.registry.pair_history.trial_at)
+            until = min(self.registry.steady_until, self.pair_history.trial_at)
             # one of these gets any request
             tells_alone = not waiting or not [d for d in decode if d.id in waiting]
             self._snapshots[hints.model] = _Snapshot(among.version, until, narrowed, tells_alone)
@@ -225,6 +227,7 @@ class PairSelector:
             weighing,
             self.short_alone,
             self.preference,
+            self.pair_history,
         )
 
     def _alone(self, decode: Among, hints: RoutingHints) -> Among:

@@ -71,7 +71,7 @@ class Timelines:
         legs = legs_of(record) if asks_engines else []
         if record.prefill is not None and record.decode is not None:
             pair = record.prefill.instance, record.decode.instance
-            if (trouble := self.registry.pair_history.troubles.get(pair)) is not None:
+            if (trouble := self.registry.troubles.get(pair)) is not None:
                 timeline.notes.append(
                     f"{pair[1]} loads no KV of {pair[0]} ({trouble.reason}): {trouble.why}"
                 )

@@ -6,6 +6,7 @@ import asyncio
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.core.steps import finish
@@ -16,9 +17,17 @@ from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed, ProbeOfRoute
 class Newcomers:
     """Answers for one router."""
 
-    def __init__(self, registry: Registry, checks: HttpChecks, *, patience_s: float) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        checks: HttpChecks,
+        history: PairHistory,
+        *,
+        patience_s: float,
+    ) -> None:
         self._registry = registry
         self._checks = checks
+        self._history = history
         self._patience_s = patience_s  # for all that an engine says: an operator waits for it
 
     async def check(self, candidate: Instance) -> None:
@@ -52,7 +61,7 @@ class Newcomers:
         except (ProbeFailed, TimeoutError):  # its probes will say so
             return None
         self._registry.learn(instance.id, facts)
-        lone = finish(lone_engines_in_steps(self._registry))
+        lone = finish(lone_engines_in_steps(self._registry, self._history))
         return next(
             (lone_kind.text for lone_kind in lone if instance.id in lone_kind.engines), None
         )

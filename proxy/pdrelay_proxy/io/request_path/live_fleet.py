@@ -148,7 +148,7 @@ class LiveFleet(FleetChoice):
 
     def readers(self, lender: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that may read from one that a stream leaves."""
-        tries = self.registry.pair_history.reader_to_try(lender, decode, now=self._clock())
+        tries = self.pair_history.reader_to_try(lender, decode, now=self._clock())
         return self.registry.fitting(lender, decode) if tries is None else (tries,)
 
     def nearest(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:

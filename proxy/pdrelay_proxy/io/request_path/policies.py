@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
@@ -69,15 +70,15 @@ def fleet_of(
     ``added``: by features; ``later``: as in LiveFleet.
     """
     id_reader = next((each.id_reader for each in added if each.id_reader is not None), None)
-    for each in added:
-        if each.pair_history is not None:
-            registry.pair_history = each.pair_history
     fixed_mode = TRANSFER_POLICIES[settings.kv_transfer_mode].fixed
     build = partial(LiveFleet, id_reader=id_reader, fixed_mode=fixed_mode, later=later)
     listeners = [listener for each in added for listener in each.listeners]
     by_features = [name for each in added for name in each.policies]
     by_cache = (PolicyName.PREFIX, *by_features)
     preference = next((each.preference for each in added if each.preference is not None), None)
+    history = next(
+        (each.pair_history for each in added if each.pair_history is not None), PairHistory()
+    )
     names = settings.prefill_policy, settings.decode_policy
     if settings.return_kv and settings.decode_policy not in by_cache:
         names_known = " or ".join(by_cache)
@@ -88,7 +89,13 @@ def fleet_of(
     # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find
     # its KV there.
     short_alone = not (settings.reuse_kv and settings.decode_policy in by_cache)
-    select = partial(PairSelector, registry, short_alone=short_alone, preference=preference)
+    select = partial(
+        PairSelector,
+        registry,
+        short_alone=short_alone,
+        preference=preference,
+        pair_history=history,
+    )
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))

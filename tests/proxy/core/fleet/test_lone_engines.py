@@ -5,7 +5,7 @@ import pytest
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
-from pdrelay_proxy.core.fleet.pair_history import PairTrouble
+from pdrelay_proxy.core.fleet.pair_history import PairHistory, PairTrouble
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
@@ -23,7 +23,7 @@ def fleet(*engines):
 
 
 def texts(registry):
-    return [each.text for each in finish(lone_engines_in_steps(registry))]
+    return [each.text for each in finish(lone_engines_in_steps(registry, PairHistory()))]
 
 
 PREFILL, DECODE = (Role.PREFILL, {}), (Role.DECODE, {})
@@ -73,7 +73,7 @@ def test_an_engine_of_its_own_model_may_be_meant_to_serve_alone():
     """An embedder among decode engines, say: who lists engines is not told, who adds one is."""
     registry = fleet(PREFILL, DECODE, (Role.DECODE, {"models": frozenset({"embedder"})}))
 
-    (found,) = finish(lone_engines_in_steps(registry))
+    (found,) = finish(lone_engines_in_steps(registry, PairHistory()))
     assert not found.have_model
     assert found.text.endswith("shares a request with it: the model is m there and embedder here")
 
@@ -82,10 +82,10 @@ def test_another_secret_is_known_after_the_first_request():
     """From what the decode engine shows, before the pair rests; only a cause that lasts counts."""
     registry = fleet(PREFILL, DECODE)
     pair = "prefill-0", "decode-0"
-    registry.pair_history.troubles = {pair: PairTrouble("transfer", "the network failed", lasts=False)}
+    registry.troubles[pair] = PairTrouble("transfer", "the network failed", lasts=False)
     assert texts(registry) == []
 
-    registry.pair_history.troubles = {pair: PairTrouble("secret", "its offer has another signature", lasts=True)}
+    registry.troubles[pair] = PairTrouble("secret", "its offer has another signature", lasts=True)
 
     why = "decode-0 loads no KV of prefill-0: its offer has another signature"
     assert texts(registry) == [

@@ -13,7 +13,7 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
-from pdrelay_proxy.core.model import InstanceId, RequestId, Role
+from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
@@ -238,3 +238,17 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = hypothesis_settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 TestMachine = Machine.TestCase
+
+
+def test_who_asks_is_told_of_each_engine_that_leaves_its_role():
+    """It is removed, or serves another one: what was true of it there is not true any more."""
+    registry = Registry()
+    first, second = (registry.add(Role.DECODE, address) for address in (A, B))
+    left = []
+    registry.tell_departures(left.append)
+    registry.remove(first.id, now=0.0)
+    registry.learn(second.id, EngineCapabilities(kv_role="kv_both"))
+    registry.departures.change_role(second.id, EngineRole.PREFILL, now=0.0)
+    registry.settle(patience_s=60, now=61.0)
+
+    assert left == [first.id, second.id]

@@ -55,7 +55,7 @@ async def test_a_pair_of_decode_engines_that_has_rested_is_tried_by_a_stream_tha
     engines = Engines()
     router = router_of(engines, 1, 2, resume_streams=True, clock=lambda: now[0])
     registry, lenders = router.registry, []
-    history = registry.pair_history
+    history = router.fleet.pair_history
     history.health.failed(("decode-0", "decode-1"), PairFailure.TRANSFER, 3, now=0.0)
     history._settle("decode-1")
     for number in range(3):

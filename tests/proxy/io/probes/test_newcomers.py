@@ -5,6 +5,7 @@ import asyncio
 import httpx
 
 from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.io.probes.checks import HttpChecks
@@ -26,12 +27,12 @@ async def test_one_that_does_not_come_to_its_end_holds_up_no_answer():
     name = registry.add(Role.DECODE, address).id
     checks = HttpChecks(timeout_s=60.0, transport=InMemory({"new": engine}))
 
-    assert await Newcomers(registry, checks, patience_s=0.01).warning(Role.DECODE, address) is None
+    assert await Newcomers(registry, checks, PairHistory(), patience_s=0.01).warning(Role.DECODE, address) is None
     assert registry.member(name).facts.version is None
 
 
 async def test_one_that_is_gone_again_is_no_error():
     """Another operator has removed it meanwhile."""
-    newcomers = Newcomers(Registry(), HttpChecks(timeout_s=1.0, transport=InMemory({})), patience_s=1.0)
+    newcomers = Newcomers(Registry(), HttpChecks(timeout_s=1.0, transport=InMemory({})), PairHistory(), patience_s=1.0)
 
     assert await newcomers.warning(Role.DECODE, Address("http", "new", 80)) is None

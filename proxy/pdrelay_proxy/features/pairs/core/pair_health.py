@@ -127,7 +127,14 @@ class PairHealth:
     With several routers each has its own, and all read the same counters of decode engines.
     """
 
-    def __init__(self, *, most: int = MOST, max_rest_s: float = _MAX_REST_S) -> None:
+    def __init__(
+        self,
+        troubles: dict[Pair, PairTrouble] | None = None,
+        *,
+        most: int = MOST,
+        max_rest_s: float = _MAX_REST_S,
+    ) -> None:
+        """``troubles``: where those are kept that decode engines show now."""
         self._most = most
         self._rest_most_s = max_rest_s
         self.next_at = math.inf  # when a pair is to be tried, or a trial is over
@@ -135,7 +142,7 @@ class PairHealth:
         self.has_any = False  # pairs that fail
         self.unkept = 0  # pairs that should rest, and did not because too many do
         self._pairs: dict[Pair, FailingPair] = {}
-        self.troubles: dict[Pair, PairTrouble] = {}  # as decode engines show them now
+        self.troubles: Final = {} if troubles is None else troubles
         # prefill engines, by the decode engine
         self._avoided: dict[InstanceId, set[InstanceId]] = {}
 

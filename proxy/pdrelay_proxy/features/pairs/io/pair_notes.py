@@ -43,16 +43,15 @@ class PairNotes(PairHistory):
     def __init__(
         self, registry: Registry, matrix: PairMatrix, modes: PairModes | None = None
     ) -> None:
-        super().__init__()
         self.matrix: Final = matrix
         self.modes: Final = PairModes() if modes is None else modes
-        self.health: Final = PairHealth()
-        self.troubles = self.health.troubles
+        self.health: Final = PairHealth(registry.troubles)
         self.find: Final = registry.get  # what is known of an engine
         self._registry = registry
         self._trials: Final = PairTrials(registry, self.health)
         # At this count of changes.
         self._engines_by_id: tuple[int, Mapping[str, Sequence[Instance]]] = -1, {}
+        registry.tell_departures(self._left)
 
     # ---- what requests ask
 
@@ -116,11 +115,6 @@ class PairNotes(PairHistory):
                     if role is _PREFILL and leg.name == retry.leg.name:
                         self._blame((leg.instance, decode), now)
 
-    def left(self, engine: InstanceId, /) -> None:
-        """An engine is removed, or serves another role from now on."""
-        self._forget(engine)
-        self._settle(engine)
-
     def _served(self, record: RequestRecord, prefill: LegRecord, decode: LegRecord) -> None:
         pair = prefill.instance, decode.instance
         matrix = self.matrix
@@ -178,7 +172,7 @@ class PairNotes(PairHistory):
 
         What lasts is logged, once.
         """
-        if not shown and not self.troubles:
+        if not shown and not self.health.troubles:
             return
         by_peer = self._lenders()
         pairs = {
@@ -295,6 +289,11 @@ class PairNotes(PairHistory):
     def _start_over(self, engine: InstanceId) -> None:
         self.modes.forget(engine)
         self._forget(engine)
+
+    def _left(self, engine: InstanceId) -> None:
+        """Forget an engine that is removed, or serves another role from now on."""
+        self._forget(engine)
+        self._settle(engine)
 
     def _forget(self, engine: InstanceId) -> None:
         for _, decode in self.health.forget(engine):

@@ -41,10 +41,9 @@ class World:
         for number in (0, 1):
             registry.learn(f"prefill-{number}", EngineCapabilities(engine_id=f"id{number}"))
         self.matrix = PairMatrix(16)
-        self.notes = registry.pair_history = PairNotes(registry, self.matrix)
-        self.fleet = LiveFleet(
-            registry, PairSelector(registry, GroupChoice(RoundRobin())), PushCoordinates(at_once=True), lambda: self.now
-        )
+        self.notes = PairNotes(registry, self.matrix)
+        pairs = PairSelector(registry, GroupChoice(RoundRobin()), pair_history=self.notes)
+        self.fleet = LiveFleet(registry, pairs, PushCoordinates(at_once=True), lambda: self.now)
 
     def decode(self, number=0):
         return self.registry.known(Role.DECODE)[number]
@@ -251,7 +250,7 @@ def test_a_wrong_block_among_many_loads_has_the_pair_rest(world, caplog):
 def test_a_pair_of_which_one_has_turned_rests_no_longer(name, to):
     """It was true of the old role; and the decode engine that avoided it would be in a group of its own for ever."""
     registry = Registry(Settings())
-    notes = registry.pair_history = PairNotes(registry, PairMatrix(4))
+    notes = PairNotes(registry, PairMatrix(4))
     for role in (*Role, *Role):
         instance = registry.add(role, Address("http", role.value, len(registry.members()) + 1))
         registry.learn(instance.id, EngineCapabilities(engine_id=instance.id))
@@ -287,13 +286,13 @@ def test_where_an_operator_has_chosen_nothing_is_tried_and_nothing_is_remembered
 def test_the_reason_of_a_pair_that_rests_is_the_reason_of_its_engines():
     """Who looks why an engine shares no request with any other finds it there."""
     registry = Registry(Settings())
-    notes = registry.pair_history = PairNotes(registry, PairMatrix(4))
+    notes = PairNotes(registry, PairMatrix(4))
     prefill, decode = (registry.add(role, Address("http", role.value, 1)) for role in Role)
     registry.learn(prefill.id, EngineCapabilities(engine_id="p"))
     notes.loads(decode, [PeerNews("p", 0, {PairFailure.TIMEOUT: 3})], 0.0)
 
     why = "decode-0 loads no KV of prefill-0: timeout"
-    assert [each.text for each in finish(lone_engines_in_steps(registry))] == [
+    assert [each.text for each in finish(lone_engines_in_steps(registry, notes))] == [
         f"prefill-0: no decode engine shares a request with it: {why}",
         f"decode-0: no prefill engine shares a request with it: {why}",
     ]

@@ -88,16 +88,7 @@ Switch = Annotated[
     bool, Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))
 ]
 File = Annotated[str, Kind("", "FILE")]
-LabelKey = Annotated[
-    str,
-    Kind("the key of a label: write such as pdrelay/slice or topology.kubernetes.io/zone", "LABEL"),
-]
-PoolName = Annotated[
-    str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")
-]
-Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
-Peer = Annotated[str, Kind("", "PEER")]
 Network = Annotated[str, Kind("", "NETWORK")]
 Origin = Annotated[
     str, Kind("an origin: write https://host or https://host:port, or * for all", "ORIGIN")

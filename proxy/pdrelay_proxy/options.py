@@ -16,8 +16,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Final, cast, get_args
 
-from pdrelay_proxy.core.address import Address, dns_name
-from pdrelay_proxy.core.discovery.kubernetes_objects import LABEL_KEY
+from pdrelay_proxy.core.address import dns_name
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.address_allowlist import AllowList
 from pdrelay_proxy.core.http.allowed_origins import is_origin
@@ -35,8 +34,6 @@ _SESSION_NAME: Final = re.compile(
     r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?"
 )
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# of Kubernetes objects (RFC 1123)
-_OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
 _WORDS: Final[Mapping[type, str]] = {
@@ -439,14 +436,6 @@ def _engine(text: str) -> str:
     return text
 
 
-def _peer(text: str) -> str:
-    try:
-        Address.parse(text)
-    except AddressError as exc:
-        raise ValueError(f"{text!r} is not where another router listens: write host:port") from exc
-    return text
-
-
 def _network(text: str) -> str:
     AllowList.parse((text,))
     return text
@@ -459,13 +448,10 @@ def _host(text: str) -> str | None:
 
 _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "ENGINE": _engine,
-    "PEER": _peer,
     "NETWORK": _network,
     "HOST": _host,
     "DNS_NAME": dns_name,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
-    "LABEL": lambda text: text if LABEL_KEY.fullmatch(text) else None,
-    "POOL": lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
     "POLICY": lambda text: text if text in installed_policies() else None,
     "HEADER_NAME": lambda text: text if _HEADER_NAME.fullmatch(text) else None,
     "ORIGIN": lambda text: text.removesuffix("/") if is_origin(text.removesuffix("/")) else None,

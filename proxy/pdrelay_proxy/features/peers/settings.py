@@ -1,10 +1,23 @@
 """The settings of the exchange between routers."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from pdrelay_proxy.declarations import Peer, Port
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.declarations import Kind, Port
+from pdrelay_proxy.errors import AddressError
 from pdrelay_proxy.settings import ENGINES, SECURITY
+
+
+def _checked(text: str) -> str:
+    try:
+        Address.parse(text)
+    except AddressError as exc:
+        raise ValueError(f"{text!r} is not where another router listens: write host:port") from exc
+    return text
+
+
+Peer = Annotated[str, Kind("", "PEER", check=_checked)]
 
 
 @dataclass(frozen=True, slots=True)

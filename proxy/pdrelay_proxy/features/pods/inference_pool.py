@@ -11,8 +11,9 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.core.discovery.kubernetes_objects import LABEL_KEY, Meta
+from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.features.pods.settings import LABEL_KEY
 
 PATH: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 _HTTP: Final = "http"  # appProtocol

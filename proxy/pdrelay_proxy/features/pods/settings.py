@@ -1,11 +1,35 @@
 """The settings of the discovery of pods."""
 
+import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from pdrelay_proxy.declarations import Group, LabelKey, PoolName, Selector
+from pdrelay_proxy.declarations import Group, Kind
 
+# The keys that Kubernetes allows for labels.
+LABEL_KEY: Final = re.compile(
+    r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
+# of Kubernetes objects (RFC 1123)
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 KUBERNETES: Final = Group("Kubernetes")
+LabelKey = Annotated[
+    str,
+    Kind(
+        "the key of a label: write such as pdrelay/slice or topology.kubernetes.io/zone",
+        "LABEL",
+        check=lambda text: text if LABEL_KEY.fullmatch(text) else None,
+    ),
+]
+PoolName = Annotated[
+    str,
+    Kind(
+        "the name of an InferencePool: write lower-case letters, digits, '-' and '.'",
+        "POOL",
+        check=lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
+    ),
+]
+Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 
 
 @dataclass(frozen=True, slots=True)

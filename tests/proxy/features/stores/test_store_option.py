@@ -1,4 +1,4 @@
-"""How operators name the store and the pods."""
+"""How operators name the store."""
 
 from argparse import ArgumentTypeError
 

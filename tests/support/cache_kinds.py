@@ -56,6 +56,7 @@ with warnings.catch_warnings():
 
 CONTEXT = 96  # tokens
 UNTOUCHED = 0xA5  # what a cache has where nothing was written
+NAN = 0xFF  # what another group's KV may look like in this one: in every float type it is no number
 
 
 @functools.cache
@@ -106,12 +107,22 @@ class Tokens(Layer):
 
     def compute(self, table, start, stop, chains, replay):
         size, ratio = self.spec.block_size, self.ratio
-        for group in range(self.first_read(start, replay) // ratio, start // ratio):
+        first = self.first_read(start, replay)
+        for group in range(first // ratio, start // ratio):
             token = (group + 1) * ratio - 1
             self.look(table[token // size], token % size // ratio, chains[token], f"token {token} of {start}")
         for token in range(start, stop):
             if token % ratio == ratio - 1:
                 self.put(table[token // size], token % size // ratio, chains[token])
+        self.look_around(table, first, stop)
+
+    def look_around(self, table, first, stop):
+        """A kernel multiplies what is beside the tokens of its own blocks by 0, which NaN survives."""
+        size, page = self.spec.block_size, self.per_row * self.ratio
+        for token in range(first // page * page, stop, page):
+            row = table[token // size] * self.rows + token % size // page
+            is_nan = (self.bytes[row] == NAN).all(axis=-1)
+            assert not is_nan.any(), f"{self.name} has NaN beside token {token} of {stop}"
 
 
 class Ring(Layer):
@@ -286,6 +297,8 @@ class KindsEngine(ScheduledEngine):
             self.worker_runner.turn(self.world.now)
 
     def _compute(self, scheduled):
+        for block in scheduled.new_block_ids_to_zero or ():
+            self._fill(block, 0)
         sampled = {}
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
@@ -299,8 +312,24 @@ class KindsEngine(ScheduledEngine):
             self.world.counts["computed"] += count
         return sampled
 
+    def _fill(self, block, byte):
+        """Write into a block of all layers with attention, as vLLM does, which shares blocks among groups."""
+        for _, layer in self.layers:
+            if isinstance(layer, Tokens):
+                layer.bytes[block * layer.rows : (block + 1) * layer.rows] = byte
+
+    def _spoil(self, request, external):
+        """VLLM zeroes new blocks that other groups have used, but for those that a load fills."""
+        for group, ids in enumerate(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
+            size = self.cache.kv_cache_groups[group].kv_cache_spec.block_size
+            for block in ids[(request.num_prompt_tokens - 1 - external) // size :]:
+                if block and self.cache.needs_kv_cache_zeroing:
+                    self._fill(block, NAN)
+
     def allocated(self, request, blocks, external):
         """VLLM has allocated the blocks of a load."""
+        if external:
+            self._spoil(request, external)
         self.world.counts["loads"] += external > 0
         self.world.counts["hits"] += bool(external and request.num_prompt_tokens - 1 > external)
         if external:

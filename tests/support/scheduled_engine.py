@@ -272,6 +272,7 @@ class ScheduledEngine:
             scheduler_endpoint=EngineEndpoint(EngineId(self.agent), self.address),
             token=TOKEN,
             timeout=TRANSFER,
+            zeroed={number for number, group in enumerate(engine_config.groups) if group.is_zeroed},
         )
         self.worker_peers = PeerTable(
             self.links[1], FINGERPRINT, self.worker_counters, retry_after=settings.retry_after

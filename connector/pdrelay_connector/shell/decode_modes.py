@@ -171,7 +171,9 @@ class PullDecode:
                     start = start // unit * unit
                 remote = self._offered(source, number, start, stop)
                 into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]
-                token_ranges.append(TokenRange(number, start, stop, remote, into))
+                token_ranges.append(
+                    TokenRange(number, start, stop, remote, into, whole=group.is_zeroed)
+                )
         own = RequestId(request.request_id)
         self._orders.append(
             LoadOrder(

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     if transfer.is_kv_producer and settings.mode.pushes:
         check_events(current_platform.device_type)
     model = config.model_config
-    groups = tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups)
+    groups = _groups(cache)
     lookahead = vllm_versions.drafts_lookahead(config)
     specs = {name: spec for group in cache.kv_cache_groups for name, spec in _specs_by_layer(group)}
     engine_config = EngineConfig(
@@ -176,6 +176,13 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     )
     _check_stages(engine_config)
     return engine_config, settings
+
+
+def _groups(cache: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """Return what each KV cache group keeps."""
+    groups = (_group(group.kv_cache_spec) for group in cache.kv_cache_groups)
+    is_zeroed = vllm_versions.zeroes_blocks(cache)
+    return tuple(replace(group, is_zeroed=is_zeroed and not group.state) for group in groups)
 
 
 def _check_stages(engine_config: EngineConfig) -> None:
@@ -229,6 +236,8 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
         _check_group(group)
+    if vllm_versions.zeroes_blocks(cache):
+        _check_told_what_is_loaded("the model", "KV of several types in the same blocks")
     has_state = any(
         isinstance(spec, MambaSpec)
         for group in cache.kv_cache_groups

@@ -39,6 +39,11 @@ def returns_routed_experts(config: VllmConfig) -> bool:
     return bool(switches.enable_return_routed_experts)
 
 
+def zeroes_blocks(cache: KVCacheConfig) -> bool:
+    """Tell whether vLLM zeroes new blocks, which groups of other types may have used before."""
+    return bool(getattr(cache, "needs_kv_cache_zeroing", False))
+
+
 def replays_window(spec: KVCacheSpec) -> bool:
     """Tell whether a sliding window is recomputed after a hit (0.32, ``--swa-bounded-replay``)."""
     return bool(getattr(spec, "bounded_replay", False))

@@ -5,6 +5,7 @@ kernel of its kind reads. What moves is compared with what vLLM's NixlConnector 
 PDRELAY_KIND_SEEDS is how many stories each kind has.
 """
 
+import dataclasses
 import itertools
 import os
 import warnings
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
 
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         pytest.skip("models with a state are refused in this version", allow_module_level=True)
+    import torch
     from vllm.v1 import kv_cache_interface
 
     from pdrelay_connector.shell import engine_config
@@ -194,3 +196,22 @@ def test_a_whole_block_is_loaded_where_sizes_are_equal(kernel, mode):
     """Also if the attention kernel has smaller ones."""
     shape = Shape((kinds_table.window(8),), kernel=kernel)
     follow(shape, shape, mode)
+
+
+SHARERS = {
+    "state": KINDS["state of Mamba 2"].specs,
+    "state, and a window": KINDS["state, window and full attention"].specs,
+    "another type": lambda size: (
+        kinds_table.full(size),
+        dataclasses.replace(kinds_table.window(size), dtype=torch.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (4, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("specs", SHARERS.values(), ids=SHARERS)
+def test_nothing_is_left_in_a_loaded_block_of_another_groups_bytes(specs, sizes):
+    """As NaN they would spoil whatever a kernel reads with them. The kernel's blocks are smaller than vLLM's."""
+    p, d = (Shape(specs(size), kernel=2) for size in sizes)
+
+    assert stories(p, d, is_equal=False)["loaded"] >= 2 * SEEDS

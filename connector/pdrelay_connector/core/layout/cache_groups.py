@@ -22,6 +22,9 @@ class CacheGroup:
     forgets_answers: bool = False  # tokens behind the prompt are freed while their request runs
     # vLLM caches no block of the window: it computes it anew after a hit, or loads all of it
     is_replayed: bool = False
+    # vLLM zeroes its new blocks: other groups' bytes in them may be NaN, and kernels read all of a
+    # block (``needs_kv_cache_zeroing`` in ``vllm/v1/kv_cache_interface.py``)
+    is_zeroed: bool = False
 
     @property
     def frees_early(self) -> bool:

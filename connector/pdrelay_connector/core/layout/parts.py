@@ -84,13 +84,8 @@ def _pieces(
     while start < whole.stop:
         stop = min(whole.stop, (start // step + 1) * step)
         remote = _blocks(whole.remote, whole.start, start, stop, their_block_size)
-        yield TokenRange(
-            whole.group,
-            start,
-            stop,
-            remote,
-            _blocks(whole.local, whole.start, start, stop, our_block_size),
-        )
+        local = _blocks(whole.local, whole.start, start, stop, our_block_size)
+        yield whole._replace(start=start, stop=stop, remote=remote, local=local)
         start = stop
 
 

@@ -28,6 +28,7 @@ class TokenRange(NamedTuple):
     """The tokens from ``start`` to ``stop`` of one KV cache group, and their blocks on both sides.
 
     The first block of each list contains token ``start``; both lists reach at least to ``stop``.
+    ``whole``: all of the target's blocks is overwritten, and nothing earlier is left in them.
     """
 
     group: int
@@ -35,6 +36,7 @@ class TokenRange(NamedTuple):
     stop: int
     remote: Sequence[BlockId]
     local: Sequence[BlockId]
+    whole: bool = False
 
 
 class HeadSource(NamedTuple):
@@ -295,9 +297,19 @@ class _BlockGeometry(NamedTuple):
     part_stride: int
     covers: int
 
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return self.rows * self.tokens * self.covers
+
+    def whole(self, token_range: TokenRange) -> tuple[int, int]:
+        """Return the first token of the range's blocks and the one after their last."""
+        start, stop = token_range.start, token_range.stop
+        return start // self.size * self.size, -(-stop // self.size) * self.size
+
     def block_ids(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
         """Return the blocks of the tokens; raises ``ProtocolViolation``: missing or null blocks."""
-        size = self.rows * self.tokens * self.covers
+        size = self.size
         what = f"tokens {token_range.start} to {token_range.stop} of group {token_range.group}"
         count = -(-token_range.stop // size) - token_range.start // size
         if len(blocks) < count:
@@ -321,10 +333,17 @@ class _BlockGeometry(NamedTuple):
             )
         return ids
 
-    def offsets(self, token_range: TokenRange, ids: Integers, tokens: Integers) -> Integers:
-        """Return the offset (bytes) of head 0 of each of these ``tokens`` from a region's base."""
+    def offsets(
+        self, token_range: TokenRange, ids: Integers, tokens: Integers, unit: int
+    ) -> Integers:
+        """Return the offset (bytes) of head 0 of each of these ``tokens`` from a region's base.
+
+        ``tokens`` are those at which a unit begins; of units beyond these blocks, the nearest one.
+        """
         row = self.tokens * self.covers
-        size = self.rows * row
+        size = self.size
+        start, stop = self.whole(token_range)
+        tokens = tokens.clip(start, stop - unit)
         rows = ids[tokens // size - token_range.start // size] * self.rows + tokens % size // row
         return rows * self.row_stride + tokens % row // self.covers * self.token_stride
 
@@ -336,6 +355,7 @@ class _SameLayout(NamedTuple):
     our_blocks: _BlockGeometry
     pattern: Spans  # runs of the tokens that share a row on both sides
     bases: Spans  # base addresses of each layer; bytes are 0
+    is_pulled: bool  # our blocks are the target
 
     def runs(self, token_range: TokenRange) -> Spans:
         """Return the runs of all layers, merged within each layer."""
@@ -343,9 +363,13 @@ class _SameLayout(NamedTuple):
         remote = self.their_blocks.block_ids(token_range, token_range.remote)
         local = self.our_blocks.block_ids(token_range, token_range.local)
         unit = min(self.their_blocks.tokens, self.our_blocks.tokens) * self.our_blocks.covers
-        tokens = np.arange(token_range.start // unit * unit, token_range.stop, unit, dtype=np.int64)
-        their_offsets = self.their_blocks.offsets(token_range, remote, tokens)
-        our_offsets = self.our_blocks.offsets(token_range, local, tokens)
+        start, stop = token_range.start // unit * unit, token_range.stop
+        if token_range.whole:
+            target = self.our_blocks if self.is_pulled else self.their_blocks
+            start, stop = target.whole(token_range)
+        tokens = np.arange(start, stop, unit, dtype=np.int64)
+        their_offsets = self.their_blocks.offsets(token_range, remote, tokens, unit)
+        our_offsets = self.our_blocks.offsets(token_range, local, tokens, unit)
         units = np.stack((their_offsets, our_offsets, np.zeros_like(tokens)), axis=1)
         layer = merge((units[:, None] + self.pattern).reshape(-1, 3))
         return (self.bases[:, None] + layer).reshape(-1, 3)
@@ -379,6 +403,7 @@ class Route:
                 our_blocks,
                 _pattern(their_blocks, our_blocks, count),
                 np.array(sorted(bases), dtype=np.int64),
+                is_pulled=target is ours,
             )
             self._groups[group].append(layers)
 
@@ -388,7 +413,8 @@ class Route:
         They are merged, and ordered by remote address.
 
         Both ends of a range are rounded outwards to whole rows of the side with the smaller rows.
-        They stay within the same blocks. Two ranges of one group must not share such a row. Raises
+        They stay within the same blocks. A whole target block that is larger than the
+        source's gets its nearest row once more. Two ranges of a group must not share a row. Raises
         :exc:`~pdrelay_connector.errors.ProtocolViolation` for blocks that do not exist, are not
         held, or are too few.
         """

@@ -3,6 +3,7 @@ parts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, TypeAlias, TypeVar, cast
 
@@ -18,6 +19,16 @@ _HISTOGRAMS_AT_ONCE: Final = 10  # some 25 lines each
 _ENGINE_LABELS: Final = frozenset({"instance", "prefill", "decode"})
 
 
+@dataclass(frozen=True, slots=True)
+class CountedMetric:
+    """A metric whose numbers are a field of Counters."""
+
+    name: str
+    labels: Sequence[str]
+    field: str
+    text: str
+
+
 class CountedFamilies:
     """Builds families from counters. None is a pause between two parts."""
 
@@ -27,24 +38,18 @@ class CountedFamilies:
         # legs may run
         self._known = known
 
-    def counter(
-        self, name: str, text: str, labels: Sequence[str], field: str
-    ) -> Iterator[Family | None]:
-        """Build one from a field of Counters."""
-        values: Mapping[Key, int] = getattr(self._counters, field)
-        for part in self._parts(labels, values, SERIES_AT_ONCE):
-            yield from counter_family(name, text, labels, part)
-
-    def histogram(
-        self, name: str, text: str, labels: Sequence[str], field: str
-    ) -> Iterator[Family | None]:
-        """Build one from a histogram field of Counters, with or without keys."""
-        value: Histogram | Histograms = getattr(self._counters, field)
-        histograms: Mapping[Key, Histogram] = (
-            {(): value} if isinstance(value, Histogram) else value.by_key
-        )
-        for part in self._parts(labels, histograms, _HISTOGRAMS_AT_ONCE):
-            yield histogram_family(name, text, labels, part)
+    def family(self, metric: CountedMetric) -> Iterator[Family | None]:
+        """Build the parts of a family of counters or of histograms."""
+        numbers: Mapping[Key, int] | Histogram | Histograms = getattr(self._counters, metric.field)
+        match numbers:
+            case Histogram():
+                yield histogram_family(metric.name, metric.text, metric.labels, [((), numbers)])
+            case Histograms():
+                for part in self._parts(metric.labels, numbers.by_key, _HISTOGRAMS_AT_ONCE):
+                    yield histogram_family(metric.name, metric.text, metric.labels, part)
+            case _:
+                for counts in self._parts(metric.labels, numbers, SERIES_AT_ONCE):
+                    yield from counter_family(metric.name, metric.text, metric.labels, counts)
 
     def _parts(
         self, labels: Sequence[str], values: Mapping[Key, T], size: int

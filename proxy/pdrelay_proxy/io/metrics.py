@@ -21,6 +21,7 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.routing.fleet_groups import unpaired_in_steps
+from pdrelay_proxy.io.counted_metrics import COUNTED
 from pdrelay_proxy.io.metric_families import (
     SERIES_AT_ONCE,
     CountedFamilies,
@@ -167,151 +168,11 @@ class _Collector:
 
     def collect(self) -> Iterator[Family | None]:
         """Read everything once."""
-        yield from self._requests()
-        yield from self._legs()
-        yield from self._transfers()
+        for metric in COUNTED:
+            yield from self._counted.family(metric)
         yield from self._instances()
         yield from self._queue()
         yield from _discovery(self._sources)
-
-    def _requests(self) -> Iterator[Family | None]:
-        text = "Requests that are over, by path and by how they ended for the client."
-        yield from self._counted.counter("pdrelay_requests", text, ("path", "outcome"), "requests")
-        text = (
-            "Requests, or each of their prompts, by the way of the KV cache; single: no transfer, "
-            "for this reason."
-        )
-        yield from self._counted.counter(
-            "pdrelay_requests_routed", text, ("mode", "reason"), "routed"
-        )
-        text = "Seconds from a request's head to the end of its answer."
-        yield from self._counted.histogram(
-            "pdrelay_request_duration_seconds", text, ("path", "outcome"), "durations"
-        )
-        text = "Seconds that a request waited in the queue before it was served; 0 if it did not."
-        yield from self._counted.histogram(
-            "pdrelay_request_queue_time_seconds", text, ("path",), "queue_times"
-        )
-        text = "Seconds from a request's head to the first event of its stream."
-        yield from self._counted.histogram(
-            "pdrelay_time_to_first_token_seconds", text, ("path",), "ttft"
-        )
-        text = "Seconds between two reads of a stream, each of one token or more."
-        yield from self._counted.histogram(
-            "pdrelay_inter_token_latency_seconds", text, ("path",), "inter_token"
-        )
-        text = (
-            "Connections that were closed because the client had read nothing of its answer for "
-            "too long."
-        )
-        yield from self._counted.counter(
-            "pdrelay_client_write_timeouts", text, (), "write_timeouts"
-        )
-        text = (
-            "Lines of the log that were dropped: its reader is too slow, its disk is full, or it "
-            "is closed."
-        )
-        yield from self._counted.counter("pdrelay_log_lines_dropped", text, (), "log_lines_dropped")
-        text = "What was asked of the admin API, and what became of it."
-        yield from self._counted.counter(
-            "pdrelay_admin_actions", text, ("action", "outcome"), "admin"
-        )
-        text = (
-            "Files of certificates or keys that changed and were read again, by result; failed: "
-            "the old ones stay."
-        )
-        yield from self._counted.counter("pdrelay_file_reloads", text, ("result",), "file_reloads")
-        text = "Connections of clients that were closed before their request was served, by reason."
-        yield from self._counted.counter(
-            "pdrelay_connections_refused", text, ("reason",), "connections_refused"
-        )
-        text = "Legs that failed and were sent again, by the role of the engine and the reason."
-        yield from self._counted.counter("pdrelay_retries", text, ("role", "reason"), "retries")
-        text = "Turns of engines to a role that are over, or were refused, by what became of them."
-        yield from self._counted.counter("pdrelay_turns", text, ("to", "outcome"), "turns")
-
-    def _legs(self) -> Iterator[Family | None]:
-        text = (
-            "Legs that are over, by engine and by how they ended; ok: also those that were not "
-            "needed any more."
-        )
-        yield from self._counted.counter(
-            "pdrelay_legs", text, ("instance", "role", "outcome"), "legs"
-        )
-        text = (
-            "Connections to https engines that TLS did not let be, by reason; probes' among them."
-        )
-        yield from self._counted.counter(
-            "pdrelay_engine_tls_failures", text, ("instance", "reason"), "engine_tls_failures"
-        )
-        text = "Seconds from sending a prefill leg to the whole answer."
-        yield from self._counted.histogram(
-            "pdrelay_prefill_seconds", text, ("instance",), "prefill_times"
-        )
-        text = (
-            "Seconds from sending a decode leg to the first event of its stream, or to the whole "
-            "answer if it is none."
-        )
-        yield from self._counted.histogram(
-            "pdrelay_decode_ttft_seconds", text, ("instance",), "decode_ttft"
-        )
-
-    def _transfers(self) -> Iterator[Family | None]:
-        text = "Seconds between a prefill engine's answer and the sending of the decode leg."
-        yield from self._counted.histogram("pdrelay_handoff_gap_seconds", text, (), "handoff")
-        text = "Attempts to have a prefill engine free blocks that no engine will read."
-        yield from self._counted.counter(
-            "pdrelay_kv_releases", text, ("instance", "result"), "releases"
-        )
-        text = (
-            "Answers of prefill engines that named a host out of reach: the engine's own was put "
-            "in."
-        )
-        yield from self._counted.counter(
-            "pdrelay_prefill_hosts_replaced", text, ("instance",), "unreachable_hosts"
-        )
-        text = (
-            "Good decode legs with a transfer, by whether the KV cache arrived; none: silent "
-            "degradation."
-        )
-        yield from self._counted.counter(
-            "pdrelay_kv_transfers", text, ("instance", "result"), "transfers"
-        )
-        text = (
-            "Decode legs that certainly got no KV cache, by their answers or by the engine's own "
-            "counters."
-        )
-        yield from self._counted.counter(
-            "pdrelay_kv_transfers_missing", text, ("instance",), "transfers_missing"
-        )
-        text = (
-            "Prompts that a decode engine computed alone, because most of them had been in its "
-            "cache before."
-        )
-        yield from self._counted.counter(
-            "pdrelay_prompt_cache_misses", text, ("instance",), "cache_misses"
-        )
-        text = (
-            "Prefill legs with return_kv, by whether they name a decode engine that has KV of "
-            "earlier answers."
-        )
-        yield from self._counted.counter(
-            "pdrelay_return_kv_legs", text, ("result",), "return_kv_legs"
-        )
-        text = (
-            "Prompts that a decode engine has nearly all of, and left to others for the sake of "
-            "its streams."
-        )
-        yield from self._counted.counter(
-            "pdrelay_lone_prompts_bound", text, ("outcome",), "lone_prompts_bound"
-        )
-        text = (
-            "Requests of which the two engines made different prompts: their answers are not to be "
-            "trusted."
-        )
-        yield from self._counted.counter(
-            "pdrelay_prompt_mismatches", text, ("prefill", "decode"), "mismatches"
-        )
 
     def _instances(self) -> Iterator[Family | None]:
         state = GaugeMetricFamily(

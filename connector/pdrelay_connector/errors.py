@@ -22,6 +22,7 @@
         * :exc:`ReplacedHost` -- they are, but for the host, which a router has replaced
         * :exc:`ExpiredKvParams` -- they are older than the lease they tell of
     * :exc:`TransferError` -- NIXL or the network: bytes could not be moved
+        * :exc:`BackendError` -- NIXL's backend, or its connection to the peer, is broken
 """
 
 
@@ -110,3 +111,7 @@ class ExpiredKvParams(InvalidKvParams):
 
 class TransferError(ConnectorError):
     """An operation of NIXL failed."""
+
+
+class BackendError(TransferError):
+    """NIXL's backend, or its connection to the peer, is broken: another one may work."""

@@ -22,7 +22,9 @@ from pdrelay_connector.core.results import BlocksReleased, FellAsleep, LeaseLost
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.verify.comparison import sums_of
 from pdrelay_connector.core.verify.sampling import Sampling
+from pdrelay_connector.errors import TransferError
 from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
+from pdrelay_connector.io.recovering_agent import OpenBackend, RecoveringAgent
 from support.memory_reader import MemoryReader
 
 FINGERPRINT = Fingerprint(
@@ -111,6 +113,7 @@ class Engine(Blocks):
     frozen: bool = False
     held: dict = field(default_factory=dict)
     freed: list = field(default_factory=list)
+    closed: list = field(default_factory=list)  # backends
     slept: list = field(default_factory=list)  # what came of each attempt to sleep
     results: dict = field(default_factory=dict)
     orders: dict = field(default_factory=dict)
@@ -154,7 +157,12 @@ class Engine(Blocks):
             close_all=self.link.close_all,
         )
         self.leases, self.peers = leases, peers
-        self.mover = InMemoryTransferAgent(self.network, self.name)
+        self.now = 0.0  # as of its latest turn
+        self.movers = [InMemoryTransferAgent(self.network, self.name)]  # the backends that it has built
+        self.builds_none = False  # NIXL cannot build another backend
+        self.recovering = RecoveringAgent(
+            self.mover, self._build, self.worker_tally, timeout=self.timeout, clock=lambda: self.now
+        )
         worker_peers = PeerTable(self.worker_link, self.fingerprint, self.worker_tally, retry_after=self.retry_after)
         infos = tuple(
             rank_info(name, rank=rank, ranks=self.ranks, all_heads=self.heads) for rank, name in enumerate(names)
@@ -166,7 +174,7 @@ class Engine(Blocks):
         ]
         self.reader = PullReader(
             self.worker_link,
-            self.mover,
+            self.recovering,
             worker_peers,
             self.worker_tally,
             own,
@@ -176,6 +184,17 @@ class Engine(Blocks):
         self.worker_peers = worker_peers
         welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos, self.lease)
         self.network.listen(self.address, self.link, welcome)
+
+    @property
+    def mover(self):
+        """The backend that is in use."""
+        return self.movers[-1]
+
+    def _build(self):
+        if self.builds_none:
+            raise TransferError("no device")
+        self.movers.append(mover := InMemoryTransferAgent(self.network, self.name))
+        return OpenBackend(mover, lambda: self.closed.append(mover))
 
     def prefill(self, request, blocks, *, now):
         """Compute a prompt into ``blocks`` blocks, lend them, and return the offer; None when full."""
@@ -207,6 +226,7 @@ class Engine(Blocks):
         whole = TokenRange(0, 0, len(blocks) * BLOCK_SIZE, blocks, into)
         order = LoadOrder(RequestId(request), offer.remote_request_id, offer.remote_engine_id, offer.address, (whole,))
         self.orders[order.request] = order
+        self.now = now
         self.reader.load(order, now=now)
         self.control.lease_renewer.read_started(order.request, order.engine)
         return into
@@ -215,6 +235,7 @@ class Engine(Blocks):
         """One turn of both threads, then what the engine thread does with the outcome."""
         if not self.alive or self.frozen:
             return
+        self.now = now
         while self.sampled and not self.is_busy:
             name, sampled = self.sampled.popitem()
             sums = [sums_of(rank, sampled, cache) for rank, cache in enumerate(self.caches)]

@@ -172,6 +172,19 @@ class PairMachine(EngineMachine):
             case _:
                 self.world.d.mover.stuck, self.world.d.mover.clinging = True, what == "nixl clings"
 
+    @precondition(lambda self: self.troubles < MOST_TROUBLES)
+    @rule(what=st.sampled_from(["connection", "backend", "next backend"]))
+    def breaks(self, what):
+        """What D reads with is broken; another one may not be had either."""
+        self.troubles += 1
+        match what:
+            case "connection":
+                self.world.d.mover.lose(self.world.p.name)
+            case "backend":
+                self.world.d.mover.broken = True
+            case _:
+                self.world.d.builds_none = True
+
     @precondition(lambda self: self.troubles)
     @rule()
     def heal(self):
@@ -180,7 +193,9 @@ class PairMachine(EngineMachine):
             engine.frozen = False
             for link in (engine.link, engine.worker_link):
                 self.world.network.cut(link, is_cut=False)
-        self.world.d.mover.stuck = self.world.d.mover.clinging = False
+        self.world.d.builds_none = False
+        for mover in self.world.d.movers:
+            mover.stuck = mover.clinging = mover.broken = False
 
     @precondition(lambda self: self.world.network.in_flight())
     @rule(pick=PICK, what=st.sampled_from(["drop", "repeat", "delay"]))
@@ -214,6 +229,7 @@ class PairMachine(EngineMachine):
             self.world.d.finish(request)
         for engine in (self.world.p, self.world.d):
             assert sorted(engine.free) == list(range(1, BLOCKS + 1)), f"{engine.name} lost blocks"
+            assert engine.recovering.backends == 1, "a backend is kept that nothing uses"
             assert len(engine.leases) == len(engine.control.lease_renewer) == len(engine.reader) == 0
             assert engine.control.lease_renewer._leases_by_engine == {}
             for peers in (engine.peers, engine.worker_peers):

@@ -6,6 +6,7 @@ a write into any other fails at the very copy.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from pdrelay_connector.core.control import ControlPlane
 from pdrelay_connector.core.counters import Counters
@@ -25,6 +26,7 @@ from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.verify.comparison import compare, count
 from pdrelay_connector.core.verify.sampling import Sampling
 from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent, pieces_of
+from pdrelay_connector.io.recovering_agent import OpenBackend, RecoveringAgent
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, NOTHING, Blocks, Turns, lent, rank_info
 from support.memory_reader import MemoryReader
 
@@ -67,6 +69,22 @@ class WatchedMover(InMemoryTransferAgent):
         pieces = [remote for remote, _ in pieces_of(flight.spans)]
         self.world.check_write(flight.memory, pieces, self.readers[id(flight)])
         super()._copy(flight)
+
+
+class WatchedRecovery(RecoveringAgent):
+    """Tells each backend for whom it writes, also when it writes again."""
+
+    reader = None  # for whom the next write is
+
+    def _begin(self, handle, spans, *, is_read):
+        self.readers = getattr(self, "readers", {})
+        number = super()._begin(handle, spans, is_read=is_read)
+        self.readers.setdefault(number, self.reader)
+        return number
+
+    def _post(self, transfer, now):
+        self._present.agent.reader = self.readers.setdefault(transfer.number, self.reader)
+        super()._post(transfer, now)
 
 
 class WatchedWriter(PushWriter):
@@ -146,8 +164,18 @@ class PushEngine(Blocks):
             close_all=self.link.close_all,
         )
         self.worker_links = [InMemoryLink(network, f"{name}/{rank}", engine=name) for rank in self.ranks_()]
-        self.movers = [WatchedMover(network, f"{name}/{rank}", self.world) for rank in self.ranks_()]
         self.worker_tally = Counters()
+        self.movers = []  # the backends that its workers have built
+        recovering = [
+            WatchedRecovery(
+                self._build(rank).agent,
+                partial(self._build, rank),
+                self.worker_tally,
+                timeout=WRITE,
+                clock=lambda: self.world.now,
+            )
+            for rank in self.ranks_()
+        ]
         self.caches = [
             MemoryReader(memory, shape=f"{rank} of {self.ranks}", pieces=self.pieces, size=BLOCK_SIZE)
             for rank, memory in enumerate(self.memories)
@@ -155,7 +183,7 @@ class PushEngine(Blocks):
         self.writers = [
             WatchedWriter(
                 link,
-                mover,
+                agent,
                 self.worker_tally,
                 info,
                 scheduler_endpoint=EngineEndpoint(name, self.address),
@@ -164,13 +192,17 @@ class PushEngine(Blocks):
                 sampling=self.sampling,
                 cache=cache,
             )
-            for link, mover, info, cache in zip(self.worker_links, self.movers, infos, self.caches, strict=True)
+            for link, agent, info, cache in zip(self.worker_links, recovering, infos, self.caches, strict=True)
         ]
         self.announced, self.on_their_way = [], []  # pieces, which the workers receive with the step after the next
         network.listen(self.address, self.link, Welcome(PROTOCOL, EngineId(name), FINGERPRINT, tuple(infos)))
 
     def ranks_(self):
         return range(self.ranks)
+
+    def _build(self, rank):
+        self.movers.append(mover := WatchedMover(self.world.network, f"{self.name}/{rank}", self.world))
+        return OpenBackend(mover, lambda: None)
 
     # ---- P's scheduler
 
@@ -393,7 +425,7 @@ class PushWorld(Turns):
             for link in (engine.link, *engine.worker_links):
                 self.network.cut(link, is_cut=False)
             for mover in engine.movers:
-                mover.stuck = mover.clinging = False
+                mover.stuck = mover.clinging = mover.broken = False
 
     def round(self):
         """Let every message in flight arrive, and every engine have one turn."""

@@ -205,6 +205,17 @@ class PushMachine(EngineMachine):
                 for mover in self.world.p.movers:
                     mover.stuck, mover.clinging = True, what == "cling"
 
+    @precondition(lambda self: self.troubles < MOST_TROUBLES)
+    @rule(what=st.sampled_from(["connection", "backend"]))
+    def breaks(self, what):
+        """What P's workers write with."""
+        self.troubles += 1
+        for mover in self.world.p.movers:
+            if what == "connection":
+                mover.lose(f"{self.world.d.name}/0")
+            else:
+                mover.broken = True
+
     @precondition(lambda self: self.world.cut_at is not None)
     @rule()
     def time_out(self):
@@ -313,4 +324,5 @@ def nothing_is_left(engine):
         assert writer._part_writer._parts == writer._part_writer._transfers._steps == {}
         assert not writer._awaiting_device
         assert writer._peers.keys() == engine.push_coordinator._peers.keys()
-        assert writer._transfer_agent._xfers == {}
+        assert writer._transfer_agent._transfers == {}
+        assert writer._transfer_agent.backends == 1, "a backend is kept that nothing uses"

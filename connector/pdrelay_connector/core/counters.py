@@ -278,6 +278,18 @@ COUNTERS = {
     "loads_unchecked": (
         "Loads with checksums of which no block could be compared: other shapes, or not loaded."
     ),
+    "transfers_retried": (
+        "Reads and writes that had failed and were posted again, over another connection or "
+        "another backend of NIXL."
+    ),
+    "connections_replaced": (
+        "Broken connections of NIXL to engines that live, which were closed and opened again."
+    ),
+    "backends_rebuilt": "Times that NIXL's backend was broken and another was built in its place.",
+    "backends_not_rebuilt": "Times that NIXL's backend was broken and NIXL could build no other.",
+    "backends_given_up": (
+        "Times that NIXL's backend counted as failed because others did not help either."
+    ),
     "bytes_staged_out": "Bytes of KV copied from the device into host memory.",
     "bytes_staged_in": "Bytes of KV copied from host memory into the device.",
     "loads_aborted": "Push: requests aborted before their KV was there.",

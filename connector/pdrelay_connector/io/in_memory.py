@@ -22,7 +22,7 @@ from pdrelay_connector.core.ports import (
     XferEnded,
     XferOutcome,
 )
-from pdrelay_connector.errors import TransferError
+from pdrelay_connector.errors import BackendError, TransferError
 
 BLOCK_BYTES = 64  # of a memory's every piece; its address is its number times this
 
@@ -51,6 +51,8 @@ class InMemoryNetwork:
         self._calls: list[tuple[InMemoryLink, ConnId, Address]] = []
         self._conns = map(ConnId, itertools.count(1))
         self._cut: set[int] = set()
+        # whose own NIXL serves nobody, while the side channel of its engine works
+        self.unreachable: set[str] = set()
         self.aliases: dict[str, str] = {}  # memory -> that of the engine it is a part of
         self._callers: dict[tuple[int, ConnId], str] = {}
 
@@ -286,11 +288,23 @@ class InMemoryTransferAgent:
         self.stuck = False  # transfers neither end nor move, like a peer that is stopped
         # NIXL cannot let go of cancelled transfers: they end later, and their bytes still land
         self.clinging = False
+        self.broken = False  # its backend: nothing of it works any more
+        self._lost: set[str] = set()  # peers whose connection is broken
+
+    def lose(self, memory: str) -> None:
+        """Break the connection to a peer; it stays broken until the peer is attached again."""
+        self._lost.add(memory)
+
+    def _is_broken(self, memory: str) -> bool:
+        return self.broken or memory in self._lost or memory in self._network.unreachable
 
     def attach(self, peer: RankInfo) -> str:
         """Make a peer's memory reachable."""
         if (name := peer.agent.decode()) not in self._network.memories:
             raise TransferError(f"no memory of {name}")
+        if self.broken:
+            raise BackendError("the backend is broken")
+        self._lost.discard(name)
         self._peers.add(name)
         return name
 
@@ -307,6 +321,8 @@ class InMemoryTransferAgent:
         return self._post(_InMemoryXfer(handle, spans, writes=True))
 
     def _post(self, flight: _InMemoryXfer) -> XferId:
+        if self._is_broken(flight.memory):
+            raise BackendError("the connection is broken")
         number = next(self._numbers)
         self._xfers[number] = flight
         return number
@@ -322,7 +338,7 @@ class InMemoryTransferAgent:
         for number, flight in list(self._xfers.items()):
             is_gone = (
                 flight.memory not in self._network.memories or flight.memory not in self._peers
-            )
+            ) or (self._is_broken(flight.memory) and not self.stuck)
             if flight.cancelled and self.clinging:
                 flight.landing = True
             elif flight.cancelled or is_gone:

@@ -32,7 +32,7 @@ from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.core.ports import XferEnded, XferOutcome
 from pdrelay_connector.core.session.data_plane import CUDA_IPC_READS
 from pdrelay_connector.core.session.nixl_metadata import check_metadata
-from pdrelay_connector.errors import TransferError
+from pdrelay_connector.errors import BackendError, TransferError
 
 _raises = logging.raiseExceptions
 try:
@@ -62,6 +62,18 @@ NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     for kind in vars(_bindings).values()
     if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__.startswith("nixl")
 )
+
+# Those of a backend or a connection that is broken; the others are about what was asked.
+BROKEN: tuple[type[Exception], ...] = (
+    _bindings.nixlBackendError,
+    _bindings.nixlRemoteDisconnectError,
+    _bindings.nixlCancelledError,
+    _bindings.nixlUnknownError,
+)
+
+
+def _kind_of(exc: Exception) -> type[TransferError]:
+    return BackendError if isinstance(exc, BROKEN) else TransferError
 
 
 def make_agent(
@@ -147,7 +159,7 @@ class RemoteAgents:
             check_metadata(peer.agent)
             name = self._agent.add_remote_agent(peer.agent)
         except NIXL_ERRORS as exc:
-            raise TransferError(f"NIXL cannot use the peer's metadata: {exc}") from exc
+            raise _kind_of(exc)(f"NIXL cannot use the peer's metadata: {exc}") from exc
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if name in self._infos:
             raise _attached(name)
@@ -240,7 +252,7 @@ class NixlTransferAgent:
             )
             state = self._agent.transfer(xfer)
         except NIXL_ERRORS as exc:
-            raise TransferError(f"NIXL cannot start a {operation}: {exc}") from exc
+            raise _kind_of(exc)(f"NIXL cannot start a {operation}: {exc}") from exc
         number = next(self._numbers)
         posting = time.monotonic() - start
         self._xfers[number] = _NixlXfer(

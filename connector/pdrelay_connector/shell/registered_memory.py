@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdrelay_connector.core.messages import MemoryKind, RankInfo, Region
-from pdrelay_connector.io.nixl import register, unregister
+from pdrelay_connector.io.nixl import NixlTransferAgent, register, unregister
+from pdrelay_connector.io.recovering_agent import OpenBackend
 from pdrelay_connector.shell.cache_reader import reader_of, shape_key
 from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
 from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
@@ -28,14 +29,16 @@ class RoleMemory:
 
 
 class RegisteredMemory:
-    """Registers memory with NIXL, once.
+    """Registers memory with NIXL: once for its peers, and once for each backend that replaces a
+    broken one.
 
-    Each role has its own buffer, because other threads grant its slots.
+    Each role has its own buffer, because other threads grant its slots. ``make_agent`` returns a
+    NIXL agent for this kind of memory.
     """
 
     def __init__(
         self,
-        agent: Any,
+        make_agent: Callable[[MemoryKind], Any],
         engine_config: EngineConfig,
         rank: WorkerRank,
         caches: Tensors,
@@ -62,16 +65,21 @@ class RegisteredMemory:
         else:
             kind, number = place_of(caches)
             spans = spans_of(caches)
-        self.kind = kind
+        self.kind: MemoryKind = kind
         self.number = number
-        self._agent = agent
+        self._make_agent = make_agent
+        # NIXL serves peers as long as this agent lives, even if no thread here uses it. Each
+        # generation has another one: what UCX has opened for a peer, it closes with the agent
+        # alone.
+        self.agent = make_agent(kind)
+        self._replacements: list[Any] = []  # agents
         self._spans = spans
         self.cache = reader_of(
             caches,
             lambda: self._describe(caches, engine_config.blocks),
             shape_key(engine_config, rank),
         )
-        self._metadata = register(agent, kind, number, spans)
+        self._metadata = register(self.agent, kind, number, spans)
         self.producer = self._role_memory(caches, producer)
         self.consumer = self._role_memory(caches, consumer)
 
@@ -82,7 +90,23 @@ class RegisteredMemory:
 
     def unregister(self) -> None:
         """Let go of the memory: NIXL and its peers reach it no more."""
-        unregister(self._agent, self.kind, self.number, self._spans)
+        for agent in (self.agent, *self._replacements):
+            unregister(agent, self.kind, self.number, self._spans)
+        self._replacements = []
+
+    def replacement(self) -> OpenBackend:
+        """Return another backend, with which this rank reads and writes; raises ``TransferError``.
+
+        Peers go on to reach this memory through the first one.
+        """
+        agent = self._make_agent(self.kind)
+        register(agent, self.kind, self.number, self._spans)
+        self._replacements.append(agent)
+
+        def close() -> None:
+            self._replacements.remove(agent)  # it lets go of the memory with its end
+
+        return OpenBackend(NixlTransferAgent(agent, self.kind, self.number), close)
 
     def copier(self, buffer: StagingBuffer, wake: Callable[[], None]) -> ThreadCopier:
         """Return a copier between the cache and a buffer; the caller starts and stops it."""

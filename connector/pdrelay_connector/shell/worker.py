@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from pdrelay_connector.core.counters import Counters, ForwardingCounters, StatsReport
 from pdrelay_connector.core.ids import EngineEndpoint, EngineId, RequestId
 from pdrelay_connector.core.layout.transfer_plan import runs_per_block
-from pdrelay_connector.core.messages import Fingerprint, WorkerHello
+from pdrelay_connector.core.messages import Fingerprint, MemoryKind, WorkerHello
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.pull.load import LoadOrder
 from pdrelay_connector.core.push.part_writer import PartWriteId
@@ -36,6 +36,7 @@ from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 from pdrelay_connector.errors import ConnectorError
 from pdrelay_connector.io.link import SocketLink
 from pdrelay_connector.io.nixl import UNPINNED, NixlTransferAgent, RemoteAgents, make_agent
+from pdrelay_connector.io.recovering_agent import RecoveringAgent
 from pdrelay_connector.io.runner import Command, Runner
 from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.cache_regions import KernelLayout, own_caches
@@ -143,20 +144,8 @@ class PDRelayConnectorWorker:
         fingerprint: Fingerprint,
         kernel_layout: KernelLayout,
     ) -> None:
-        unpinned = UNPINNED if self._engine_config.sleeps else {}
-        agent = make_agent(
-            str(uuid.uuid4()),
-            progress_delay_us=self._settings.progress_delay_us,
-            backends={
-                backend.name: {**unpinned, **backend.parameters}
-                for backend in self._settings.backends
-            },
-        )
-        # NIXL serves peers as long as its agent lives, even if no thread here uses it. Each
-        # generation has another one: what UCX has opened for a peer, it closes with the agent
-        # alone.
         memory = self._memory = RegisteredMemory(
-            agent, self._engine_config, self._rank, caches, kernel_layout
+            self._make_agent, self._engine_config, self._rank, caches, kernel_layout
         )
         producer = memory.producer
         consumer = memory.consumer
@@ -173,9 +162,10 @@ class PDRelayConnectorWorker:
             *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
             " (staging)" if self._engine_config.staging_blocks else "", runs_per_block(producer.info),
         )  # fmt: skip
-        remote_agents = RemoteAgents(agent)
+        remote_agents = RemoteAgents(memory.agent)
         movers = [
-            NixlTransferAgent(agent, memory.kind, memory.number, remote_agents) for _ in range(2)
+            NixlTransferAgent(memory.agent, memory.kind, memory.number, remote_agents)
+            for _ in range(2)
         ]
         mode = self._settings.mode
         pulls = mode is Mode.PULL
@@ -196,6 +186,17 @@ class PDRelayConnectorWorker:
                 consumer.buffer,
                 WorkerHello(consumer.info.worker, self._handshake.token, receives_pushes=True),
             )
+
+    def _make_agent(self, kind: MemoryKind) -> Any:
+        unpinned = UNPINNED if self._engine_config.sleeps else {}
+        return make_agent(
+            str(uuid.uuid4()),
+            progress_delay_us=self._settings.progress_delay_us,
+            backends={
+                backend.name: {**unpinned, **backend.parameters}
+                for backend in self._settings.backends
+            },
+        )
 
     def use_copy_operation(self, copy_rows: CopyRows) -> None:
         """Copy between device and host with vLLM's operation for this platform."""
@@ -341,7 +342,7 @@ class PDRelayConnectorWorker:
             )
         return PullReader(
             link,
-            mover,
+            self._recovering(mover, self._counters),
             peers,
             self._counters,
             memory.info,
@@ -384,7 +385,7 @@ class PDRelayConnectorWorker:
         counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         return PushWriter(
             link,
-            mover,
+            self._recovering(mover, counters),
             counters,
             memory.info,
             scheduler_endpoint=self._scheduler,
@@ -397,6 +398,10 @@ class PDRelayConnectorWorker:
                 number for number, group in enumerate(self._engine_config.groups) if group.is_zeroed
             },
         )
+
+    def _recovering(self, mover: NixlTransferAgent, counters: Counters) -> RecoveringAgent:
+        timeout = self._settings.transfer_timeout
+        return RecoveringAgent(mover, self._registered.replacement, counters, timeout=timeout)
 
     def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
         link = self._link()

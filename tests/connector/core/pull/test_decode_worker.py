@@ -146,10 +146,11 @@ def test_a_read_that_nixl_fails_gives_the_blocks_back(world):
     world.d.mover.stuck = True
     world.load(offered(world))
     world.run()
-    world.d.mover.detach("p0")
-    world.run()
+    world.d.mover.stuck = False
+    world.d.mover.broken = world.d.builds_none = True
+    world.run(seconds=1)
 
-    assert "NIXL: peer gone" in world.d.result("d-a").failure
+    assert "NIXL: the backend is broken" in world.d.result("d-a").failure
     assert [released.reason.name for released in world.p.freed] == ["DROPPED"]
 
 

@@ -1,0 +1,122 @@
+"""Real NIXL whose connections break, or swallow what is sent, while both engines and their side channel live.
+
+UCX speaks TCP here, so that a test reaches its connections: they are sockets of this process. None is broken while a
+transfer is under way: then UCX may abort the process of the engine that is read from (docs/connector.md, known limits).
+"""
+
+import os
+import socket
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from pdrelay_connector.settings import Mode
+from support.connector_process import WHOLE, ConnectorProcess, same
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
+SHORT = 2.0  # s for a transfer
+
+
+@pytest.fixture
+def start(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    started = []
+
+    def start(mode, **options):
+        started.extend(ConnectorProcess(name, mode, 0, **options) for name in ("p", "d"))
+        return started
+
+    yield start
+    for process in started:
+        process.stop()
+
+
+def connections(*processes):
+    """Return the descriptors of UCX's connections: those that lead to no side channel."""
+    ports = {process.config.address.port for process in processes}
+    found = []
+    for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()]:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            ends = sock.getsockname(), sock.getpeername()
+            if sock.family == socket.AF_INET and ports.isdisjoint(port for _, port in ends):
+                found.append(descriptor)
+    return found
+
+
+def shut(descriptors):
+    """End connections under UCX's hands, as a NIC or a switch does."""
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def swallowed(descriptors):
+    """What UCX sends over these goes nowhere, and nothing arrives."""
+    kept = [(descriptor, os.dup(descriptor)) for descriptor in descriptors]
+    holes = [socket.socketpair() for _ in descriptors]
+    for descriptor, (hole, _) in zip(descriptors, holes, strict=True):
+        os.dup2(hole.fileno(), descriptor)
+    yield
+    for descriptor, before in kept:
+        os.dup2(before, descriptor)
+        os.close(before)
+    for hole in holes:
+        for end in hole:
+            end.close()
+
+
+def test_reads_go_on_over_another_connection(start):
+    """Also of what was lent before. NIXL alone would fail every later read from this P."""
+    p, d = start(Mode.PULL)
+    p.fill(1)
+    for name in ("first", "lent before"):
+        p.lend(name)
+    assert not d.load("first", p, p.engine)
+    broken = connections(p, d)
+    assert broken
+    shut(broken)
+    time.sleep(0.3)
+    p.fill(2)
+
+    assert not d.load("lent before", p, p.engine)
+    assert same(p, d)
+    assert d.count("connections_replaced") == 1
+    assert d.count("backends_rebuilt") == 0
+
+
+def test_writes_go_on_over_another_connection(start):
+    p, d = start(Mode.PUSH)
+    p.fill(1)
+    p.push("first", d)
+    shut(connections(p, d))
+    time.sleep(0.3)
+    p.fill(2)
+    p.push("second", d)
+
+    assert same(p, d)
+    assert p.count("connections_replaced") == 1
+
+
+def test_reads_that_do_not_end_get_another_backend_and_what_was_lent_before_is_read(start):
+    """P answers all the time. The blocks of the read that hung stay quarantined."""
+    p, d = start(Mode.PULL, timeout=SHORT)
+    hung, others = WHOLE[:31], WHOLE[31:]
+    p.fill(1)
+    for name in ("first", "hangs", "lent before"):
+        p.lend(name)
+    assert not d.load("first", p, p.engine)
+    with swallowed(connections(p, d)):
+        d.order("hangs", p, p.engine, hung)
+        assert d.wait("hangs", p)
+        assert d.worker.take_quarantined().quarantined == ["hangs"]
+        p.fill(2)
+        d.order("lent before", p, p.engine, others)
+        assert not d.wait("lent before", p)
+
+    assert d.count("backends_rebuilt") == 1
+    for name, cache in d.caches.items():
+        assert cache[others].equal(p.caches[name][others])

@@ -52,7 +52,7 @@ from pdrelay_proxy.features.slices.core.slice_preference import SlicePreference
 from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
+from pdrelay_proxy.io.kubernetes.reflector import Collection, Reflector
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.discovery.store_entries import (
     entry_name,
     entry_of,
@@ -27,7 +27,7 @@ B = Wanted(Role.DECODE, Target.parse("b:80#dp=2"), "uid-b")
 class World:
     """A registry, and what speaks to it."""
 
-    def __init__(self, *static, most=MOST):
+    def __init__(self, *static, max_engines=MAX_ENGINES):
         self.now, self.hears = 0.0, True
         self.registry = Registry()
         for text in static:
@@ -36,7 +36,7 @@ class World:
         self.pods = EngineObjects(self.reconciler)
         self.entries = Entries(self.reconciler)
         self.entries.view({})
-        self.store = MemoryStore(self.entries, most=most)
+        self.store = MemoryStore(self.entries, max_engines=max_engines)
         self.use(self.store)
 
     def use(self, store):

@@ -87,7 +87,7 @@ class Fleet:
         self.registry = Registry(settings)
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS, EngineSource.STORE], clock)
         self.pods, entries = EngineObjects(self.reconciler), Entries(self.reconciler)
-        store = MemoryStore(entries, most=10)
+        store = MemoryStore(entries, max_engines=10)
         pairs = PairSelector(self.registry, GroupChoice(RoundRobin(), bounds=ShareBounds(self.registry)))
         self.fleet = LiveFleet(self.registry, pairs, PushCoordinates(at_once=True), clock)
         changes = EngineChanges(self.registry, self.reconciler, entries, store)

@@ -11,7 +11,7 @@ from typing import Final
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Wanted
 
 # engines of one source; more are left out, and logged, until others have gone
-MOST: Final = 50_000
+MAX_ENGINES: Final = 50_000
 # engines compared with the old view in one step: some tenths of a millisecond
 _READ_AT_ONCE: Final = 200
 # changed addresses applied in one step: the changes that follow take 20 times as long
@@ -24,7 +24,7 @@ class View:
 
     engines: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])
     generation: int = 0  # counts changes; 0: never heard
-    heard: float = 0.0  # when the view was last confirmed
+    heard_at: float = 0.0  # when the view was last confirmed
     is_synced: bool = False  # a whole view has been received
     # beyond the limit; the first is next when there is room
     left_out: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])
@@ -44,10 +44,12 @@ class Freshness:
 class Sources:
     """The views of all sources of this router."""
 
-    def __init__(self, names: Iterable[EngineSource], *, now: float, most: int = MOST) -> None:
-        self._most = most  # engines of one source
+    def __init__(
+        self, names: Iterable[EngineSource], *, now: float, max_engines: int = MAX_ENGINES
+    ) -> None:
+        self._max_engines = max_engines  # engines of one source
         self.views = {
-            name: View(heard=now) for name in sorted(names, key=tuple(EngineSource).index)
+            name: View(heard_at=now) for name in sorted(names, key=tuple(EngineSource).index)
         }
 
     def replace(
@@ -71,11 +73,11 @@ class Sources:
         old = self.views[source]
         engines_by_key = yield from _by_key(engines)
         left_out = dict[Key, Wanted]()
-        if len(engines_by_key) > self._most:  # present engines stay
+        if len(engines_by_key) > self._max_engines:  # present engines stay
             order = sorted(
                 engines_by_key, key=lambda key: (key not in old.engines, engines_by_key[key].leaves)
             )
-            left_out = {key: engines_by_key.pop(key) for key in order[self._most :]}
+            left_out = {key: engines_by_key.pop(key) for key in order[self._max_engines :]}
         gone = [key for key in old.engines if key not in engines_by_key]
         differing = list[Key]()
         generation = old.generation + 1
@@ -127,33 +129,35 @@ class Sources:
                 continue
             if wanted is None:
                 del engines_by_key[key]
-            elif key not in engines_by_key and len(engines_by_key) >= self._most:
+            elif key not in engines_by_key and len(engines_by_key) >= self._max_engines:
                 left_out[key] = wanted
                 continue
             else:
                 engines_by_key[key] = wanted
             changed.append(key)
-        while left_out and len(engines_by_key) < self._most:
+        while left_out and len(engines_by_key) < self._max_engines:
             key = next(iter(left_out))
             engines_by_key[key] = left_out.pop(key)
             changed.append(key)
-        engines_now, generation = (
-            (engines_by_key, old.generation + 1) if changed else (old.engines, old.generation)
-        )
-        self.views[source] = replace(
-            old, engines=engines_now, generation=generation, heard=now, left_out=left_out
-        )
+        new = replace(old, heard_at=now, left_out=left_out)
+        if changed:
+            new = replace(new, engines=engines_by_key, generation=old.generation + 1)
+        self.views[source] = new
         return changed
 
     def heard(self, source: EngineSource, *, now: float) -> None:
         """Note that the latest view of a source is still right."""
-        self.views[source] = replace(self.views[source], heard=now)
+        self.views[source] = replace(self.views[source], heard_at=now)
 
     def freshness(self, *, now: float) -> Sequence[Freshness]:
         """Return for each source how recent its view is."""
         return [
             Freshness(
-                name, view.is_synced, max(0.0, now - view.heard), view.generation, len(view.engines)
+                name,
+                view.is_synced,
+                max(0.0, now - view.heard_at),
+                view.generation,
+                len(view.engines),
             )
             for name, view in self.views.items()
         ]

@@ -13,10 +13,10 @@ from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.errors import AddressError
 
-TEXT_MOST: Final = 64 * 1024  # bytes of an entry; ours have some hundred
+MAX_ENTRY_BYTES: Final = 64 * 1024  # bytes of an entry; ours have some hundred
 _PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
-_SHOWN_MOST: Final = 200  # characters of another program's text that an error quotes
-_NAME_MOST: Final = 200  # characters of an entry's name; Kubernetes takes 253
+_MAX_SHOWN_CHARS: Final = 200  # characters of another program's text that an error quotes
+_MAX_NAME_CHARS: Final = 200  # characters of an entry's name; Kubernetes takes 253
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def entry_name(key: Key) -> str:
     name = f"{key.role}.{plain}"
     return (
         name
-        if len(name) <= _NAME_MOST
+        if len(name) <= _MAX_NAME_CHARS
         else f"{key.role}.{sha256(key.authority.encode()).hexdigest()}"
     )
 
@@ -94,8 +94,8 @@ def bytes_of_entry(text: str) -> bytes:
     Bytes that are not UTF-8 are lone surrogates in the text (PEP 383).
     """
     data = text.encode("utf-8", "surrogateescape")
-    if len(data) > TEXT_MOST:
-        raise AddressError(f"it has more than {TEXT_MOST} bytes, and no engine has so many")
+    if len(data) > MAX_ENTRY_BYTES:
+        raise AddressError(f"it has more than {MAX_ENTRY_BYTES} bytes, and no engine has so many")
     return data
 
 
@@ -106,7 +106,11 @@ def text_of_entry(data: bytes) -> str:
 
 def shown_name(name: str) -> str:
     """Return an entry's name for an error: on one line, in characters that every log can have."""
-    return name if name.isprintable() and len(name) <= _SHOWN_MOST else ascii(name[:_SHOWN_MOST])
+    return (
+        name
+        if name.isprintable() and len(name) <= _MAX_SHOWN_CHARS
+        else ascii(name[:_MAX_SHOWN_CHARS])
+    )
 
 
 def read_entry(text: str) -> Wanted | Assignment:

@@ -15,8 +15,8 @@ from pdrelay_proxy.features.pods.inference_pool import PATH, PoolMembers, Unusab
 from pdrelay_proxy.features.pods.pod import Mark, read_pod
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
-from pdrelay_proxy.io.discovery.kubernetes import Kubernetes
-from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
+from pdrelay_proxy.io.kubernetes.client import Kubernetes
+from pdrelay_proxy.io.kubernetes.reflector import Collection, Reflector, WatchTimes
 
 logger = logging.getLogger(__name__)
 # of one pod, one for each port of the pool

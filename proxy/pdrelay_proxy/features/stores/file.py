@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.discovery.store_entries import text_of_entry
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, text
 from pdrelay_proxy.features.stores.file_lock import LOCK_WAIT_S, locked
@@ -138,10 +138,10 @@ class FileStore:
                 content = self._content()
                 entries = content.entries
                 # an edited file may be too large: a change that makes it smaller is right
-                most = max(MOST, len(entries))
+                limit = max(MAX_ENGINES, len(entries))
                 change(entries)
                 data = content.data()
-                if len(entries) > most or len(data) > _MOST_BYTES:
+                if len(entries) > limit or len(data) > _MOST_BYTES:
                     raise StoreNotWritten(
                         f"{self._path} has {len(entries)} engines, which is more than a router "
                         f"takes"

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple, Protocol, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from pdrelay_proxy.core.discovery.sources import MOST
-from pdrelay_proxy.core.discovery.store_entries import TEXT_MOST
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
+from pdrelay_proxy.core.discovery.store_entries import MAX_ENTRY_BYTES
 from pdrelay_proxy.features.stores.store_url import split_prefix
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver
 
@@ -40,8 +40,8 @@ for i = 5, #ARGV, 2 do
   if ARGV[2] == 'delete' then redis.call('HDEL', KEYS[1], ARGV[i]) end
   if ARGV[2] == 'restore' then redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
   if ARGV[2] == 'put' then
-    if redis.call('HLEN', KEYS[1]) >= {MOST} and redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then
-      return redis.error_reply('there are {MOST} engines already, which is as many as a router takes')
+    if redis.call('HLEN', KEYS[1]) >= {MAX_ENGINES} and redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then
+      return redis.error_reply('there are {MAX_ENGINES} engines already, which is as many as a router takes')
     end
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
   end
@@ -52,7 +52,7 @@ if ARGV[2] ~= 'read' and agrees == 1 then
 end
 local entries = redis.call('HGETALL', KEYS[1])
 for i = 2, #entries, 2 do
-  if #entries[i] > {TEXT_MOST} then entries[i] = string.sub(entries[i], 1, {TEXT_MOST} + 1) end
+  if #entries[i] > {MAX_ENTRY_BYTES} then entries[i] = string.sub(entries[i], 1, {MAX_ENTRY_BYTES} + 1) end
 end
 return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', entries, agrees}}
 """

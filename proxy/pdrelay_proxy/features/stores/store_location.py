@@ -10,8 +10,8 @@ from pdrelay_proxy.features.stores.configmap import ConfigMapStore
 from pdrelay_proxy.features.stores.file import FileStore
 from pdrelay_proxy.features.stores.file_text import FileText
 from pdrelay_proxy.features.stores.lease_text import LeaseText
-from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.store import Store, StoreObserver
+from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Where the router learns of engines: Kubernetes, files, stores, operators."""
+"""Where the router learns of engines: sources that features add, a store, operators."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver, replace_entry
 
@@ -13,18 +13,18 @@ class MemoryStore:
     """Always reachable, and always up to date."""
 
     def __init__(
-        self, observer: StoreObserver, *, heartbeat_s: float = 1.0, most: int = MOST
+        self, observer: StoreObserver, *, heartbeat_s: float = 1.0, max_engines: int = MAX_ENGINES
     ) -> None:
         self._observer = observer
         self._heartbeat_s = heartbeat_s
-        self._most = most
+        self._max_engines = max_engines
         self._entries: dict[str, str] = {}
 
     async def put(self, name: str, text: str, /) -> None:
         """Keep an entry; raises StoreDown if there are too many."""
-        if len(self._entries) >= self._most and name not in self._entries:
+        if len(self._entries) >= self._max_engines and name not in self._entries:
             raise StoreDown(
-                f"there are {self._most} engines already, which is as many as a router takes"
+                f"there are {self._max_engines} engines already, which is as many as a router takes"
             )
         self._entries[name] = text
         await self._observer.receive(dict(self._entries))

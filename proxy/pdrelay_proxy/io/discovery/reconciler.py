@@ -30,9 +30,8 @@ class Reconciler:
         self._registry = registry
         self.clock = clock  # seconds; the registry's clock
         self.sources = Sources(sources, now=clock())
-        self.assignments: Mapping[
-            Key, Assignment
-        ] = {}  # of engines that changed their role, or will
+        # of engines that changed their role, or will
+        self.assignments: Mapping[Key, Assignment] = {}
         self._begins = True  # this router has just started: the store has not been heard
         # generations of the registry and of the views at the last comparison
         self._compared = -1, -1
@@ -51,7 +50,7 @@ class Reconciler:
         for changed in self.sources.replace_in_steps(source, engines, now=self.clock()):
             self._compare(changed)
             yield
-        self._say_if_full(source)
+        self._log_if_full(source)
         if is_first and source is EngineSource.PODS:
             logger.info(
                 "there are %d engines among the pods", len(self.sources.views[source].engines)
@@ -64,9 +63,9 @@ class Reconciler:
         """
         changed = self.sources.change(source, engines, now=self.clock())
         self._compare(changed)
-        self._say_if_full(source)
+        self._log_if_full(source)
 
-    def _say_if_full(self, source: EngineSource) -> None:
+    def _log_if_full(self, source: EngineSource) -> None:
         view = self.sources.views[source]
         if not view.left_out:
             self._full.discard(source)
@@ -170,7 +169,7 @@ class Reconciler:
         A pod that is not Ready is there, even if it is no engine of this router yet.
         """
         pods = self.sources.views.get(EngineSource.PODS)
-        if pods is None or self.sources.missing or self.clock() > pods.heard + _FRESH_S:
+        if pods is None or self.sources.missing or self.clock() > pods.heard_at + _FRESH_S:
             return ()
         return [
             key
@@ -191,7 +190,7 @@ class Reconciler:
         if assignment.identity and EngineSource.PODS not in views:
             return None
         is_known = all(
-            view.is_synced and self.clock() <= view.heard + _FRESH_S for view in views.values()
+            view.is_synced and self.clock() <= view.heard_at + _FRESH_S for view in views.values()
         )
         return False if is_known else None
 

@@ -1,12 +1,10 @@
 """The interface of stores, which keep the engines that operators add."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
-from pdrelay_proxy.core.ports import SharedText
-
-S_contra = TypeVar("S_contra", contravariant=True)
+from pdrelay_proxy.core.ports import Observer, SharedText
 
 
 class StoreDown(Exception):
@@ -18,22 +16,6 @@ class StoreDown(Exception):
 
 class StoreNotWritten(StoreDown):
     """The change was not made: the store accepts no more, such as a full disk."""
-
-
-class Observer(Protocol[S_contra]):
-    """Receives views: texts of a store, objects of the Kubernetes API."""
-
-    async def receive(self, objects: Mapping[str, S_contra], /) -> None:
-        """Take in all objects, by name or uid, in steps between which other tasks run.
-
-        When this returns, this view or a later one has been taken in; a later one may come before
-        that.
-        """
-        ...
-
-    def heard(self) -> None:
-        """Note that the source answers, and that its latest view is still right."""
-        ...
 
 
 StoreObserver: TypeAlias = Observer[str]

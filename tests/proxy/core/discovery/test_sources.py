@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.discovery.sources import MOST, Sources
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES, Sources
 from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
 from pdrelay_proxy.core.model import Role
 
@@ -67,17 +67,17 @@ def test_a_view_of_thousands_is_copied_once_however_many_steps_it_takes():
 
 def test_a_view_is_bounded():
     """A selector that fits everything does not take the router's memory."""
-    many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(MOST + 5)]
+    many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(MAX_ENGINES + 5)]
     sources = Sources([EngineSource.PODS], now=0)
 
     sources.replace(EngineSource.PODS, many, now=1)
 
-    assert len(sources.desired()) == MOST
+    assert len(sources.desired()) == MAX_ENGINES
 
 
 def test_an_engine_beyond_the_bound_comes_in_when_another_one_has_gone():
     """It stayed out until the router started anew: a source does not repeat what it has said."""
-    many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(MOST + 1)]
+    many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(MAX_ENGINES + 1)]
     sources = Sources([EngineSource.STORE], now=0)
     sources.replace(EngineSource.STORE, many, now=1)
     (out,) = {one.key for one in many} - sources.desired().keys()
@@ -96,7 +96,7 @@ SAID = st.one_of(st.none(), st.booleans())  # of an engine: it is gone, stays, o
 @given(st.lists(st.tuples(st.booleans(), st.dictionaries(st.sampled_from(ENGINES), SAID)), max_size=8))
 def test_as_many_engines_are_in_as_there_is_room_and_none_goes_for_another(steps):
     """Whether a source says all, or what has changed; also for engines that leave, which have streams."""
-    sources, named, before = Sources([EngineSource.PODS], now=0, most=3), {}, set()
+    sources, named, before = Sources([EngineSource.PODS], now=0, max_engines=3), {}, set()
     for is_all, said in steps:
         new = {one.key: None if leaves is None else replace(one, leaves=leaves) for one, leaves in said.items()}
         named = {key: one for key, one in {**named, **new}.items() if one is not None}

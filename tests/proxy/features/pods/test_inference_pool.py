@@ -15,9 +15,9 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.pods.pool_source import PoolSource
 from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
-from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from pdrelay_proxy.io.discovery.reflector import WatchTimes
+from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
+from pdrelay_proxy.io.kubernetes.reflector import WatchTimes
 from pdrelay_proxy.options import OPTIONS, read
 from pdrelay_proxy.settings import Settings
 from support.kube_api import KubeApi, Refusal, pod, pool

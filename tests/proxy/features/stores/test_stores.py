@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key
 from pdrelay_proxy.core.model import Role
@@ -19,11 +19,11 @@ from pdrelay_proxy.features.stores.configmap import ConfigMapStore
 from pdrelay_proxy.features.stores.file import FileStore
 from pdrelay_proxy.features.stores.file_text import FileText
 from pdrelay_proxy.io.discovery.entries import Entries
-from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from pdrelay_proxy.io.discovery.memory import MemoryStore
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from pdrelay_proxy.io.discovery.reflector import WatchTimes
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
+from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
+from pdrelay_proxy.io.kubernetes.reflector import WatchTimes
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
@@ -393,14 +393,14 @@ async def test_a_bad_value_in_a_file_is_left_out_and_stays_there(tmp_path, caplo
 async def test_a_file_with_too_many_entries_can_be_emptied(tmp_path):
     """Somebody has edited it; each removal was refused because there were still too many."""
     path = tmp_path / "set.json"
-    path.write_text(json.dumps({str(n): "x" for n in range(MOST + 2)}))
+    path.write_text(json.dumps({str(n): "x" for n in range(MAX_ENGINES + 2)}))
     ear = Ear()
     async with FileStore(str(path), ear).running():
         await FileStore(str(path), ear).delete("0")
         with pytest.raises(StoreDown, match="more than a router takes"):
             await FileStore(str(path), ear).put("new", "x")
 
-    assert len(ear.entries) == MOST + 1
+    assert len(ear.entries) == MAX_ENGINES + 1
 
 
 async def test_a_folder_that_is_not_there_is_said(tmp_path):

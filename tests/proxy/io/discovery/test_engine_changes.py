@@ -69,7 +69,7 @@ def wanted_of(world):
 
 async def test_a_store_that_is_full_says_so():
     """And nothing was added."""
-    world = World(most=1)
+    world = World(max_engines=1)
     await world.changes.add(Role.DECODE, Target.parse("a:1"))
     with pytest.raises(StoreDown, match="as many as"):
         await world.changes.add(Role.DECODE, Target.parse("b:1"))

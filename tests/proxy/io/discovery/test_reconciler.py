@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.discovery.store_entries import (
     entry_of,
 )
@@ -50,7 +50,7 @@ def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it()
 def test_that_engines_are_left_out_is_said_once_and_they_come_when_there_is_room(caplog):
     """An engine that serves nothing, of which no line tells, is looked for in vain."""
     world = World()
-    leaving = {str(n): f'{{"role":"decode","target":"h{n}:80","leaves":true}}' for n in range(MOST)}
+    leaving = {str(n): f'{{"role":"decode","target":"h{n}:80","leaves":true}}' for n in range(MAX_ENGINES)}
     world.entries.view(leaving)
     for _ in range(2):
         world.entries.view({**leaving, "a": entry_of(A)})

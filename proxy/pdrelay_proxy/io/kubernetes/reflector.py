@@ -16,11 +16,11 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
-from pdrelay_proxy.core.discovery.sources import MOST
+from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
+from pdrelay_proxy.core.ports import Observer
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.io.background import meanwhile
-from pdrelay_proxy.io.discovery.kubernetes import Expired, KubeError, Kubernetes
-from pdrelay_proxy.io.discovery.store import Observer
+from pdrelay_proxy.io.kubernetes.client import Expired, KubeError, Kubernetes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -162,11 +162,13 @@ class Reflector(Generic[T]):
                 meta, item = self._item(raw)
                 items[meta.uid] = item
             query["continue"] = page.metadata.more
-            if not page.metadata.more or len(items) >= MOST:
+            if not page.metadata.more or len(items) >= MAX_ENGINES:
                 break
         if page.metadata.more:
             logger.error(
-                "%s has more than %d objects: the rest is left out", self._collection.path, MOST
+                "%s has more than %d objects: the rest is left out",
+                self._collection.path,
+                MAX_ENGINES,
             )
         self._items = items
         self._gone = set()

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from pdrelay_proxy.console.flag_values import seconds_or_none
+from pdrelay_proxy.console.router_access import add_access_arguments
 from pdrelay_proxy.console.router_client import (
     CommandFailed,
     Json,
     RouterClient,
-    add_access_arguments,
     run_command,
 )
 from pdrelay_proxy.console.tables import in_lines, table

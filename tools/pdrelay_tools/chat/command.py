@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Final
 
 from pdrelay_proxy.console.flag_values import server_url
-from pdrelay_proxy.console.router_client import ROUTER_VARIABLE, CommandFailed
+from pdrelay_proxy.console.router_access import ROUTER_VARIABLE
+from pdrelay_proxy.console.router_client import CommandFailed
 from pdrelay_proxy.console.tables import in_lines, printable, shortened
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_tools.chat.chat_client import KEY_VARIABLE, ChatClient, ChatTurn, Message

@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
+from pdrelay_proxy.console.router_access import add_access_arguments
 from pdrelay_proxy.console.router_client import (
     Json,
     RouterClient,
-    add_access_arguments,
     run_command,
 )
 from pdrelay_proxy.console.tables import in_lines, table

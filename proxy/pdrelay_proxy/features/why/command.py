@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import quote
 
+from pdrelay_proxy.console.router_access import add_access_arguments
 from pdrelay_proxy.console.router_client import (
     Json,
     RouterClient,
-    add_access_arguments,
     run_command,
 )
 from pdrelay_proxy.console.tables import in_lines, widths_of

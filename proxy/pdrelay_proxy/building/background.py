@@ -74,7 +74,6 @@ def build_background(
         features=shown,
         warnings=engines.warnings,
         preference=serving.fleet.preference,
-        pair_history=serving.fleet.pair_history,
     )
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:

@@ -7,13 +7,11 @@ from typing import Final
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.member import Member
-from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
-from pdrelay_proxy.core.schemas.pairs import PairsStatus
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
@@ -91,7 +89,6 @@ class Snapshot:
     instances: list[Engine]
     warnings: Sequence[str]  # problems of the fleet as a whole
     groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
-    pairs: PairsStatus
     features: Sequence[FeatureStatus]  # parts that features add
     queue: QueueStatus
     failures: list[Failed]
@@ -111,12 +108,10 @@ class Status:
         features: Sequence[Callable[[], FeatureStatus | None]] = (),
         warnings: FleetWarnings | None = None,
         preference: PairPreference | None = None,
-        pair_history: PairHistory | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
         self._preference = preference
-        self._pair_history = pair_history or PairHistory()
         self._admission = admission
         self._clock = clock  # the clock of ``telemetry``
         # whether the present settings let decode engines serve alone
@@ -158,7 +153,6 @@ class Status:
             instances=engines,
             warnings=self._warnings.texts,
             groups=groups,
-            pairs=self._pair_history.status(now=self._clock()),
             features=[
                 feature_status for part in self._features if (feature_status := part()) is not None
             ],

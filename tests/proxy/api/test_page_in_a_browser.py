@@ -71,7 +71,7 @@ def test_it_fits_a_phone_and_a_desk_by_day_and_by_night(page, width, dark):
         page.until("document.querySelectorAll('#instances tr').length === 2")
 
         assert page.run("document.documentElement.scrollWidth") <= width
-        assert page.run("document.querySelector('#pairs .wide').scrollWidth") <= width
+        assert page.run("document.querySelector('#features .wide').scrollWidth") <= width
         for selector in ("h1", ".quiet", ".big", "tbody th", "tbody td"):
             assert page.run(CONTRAST % selector) >= 4.5, selector
 

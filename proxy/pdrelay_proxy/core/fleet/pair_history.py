@@ -13,7 +13,6 @@ from pdrelay_proxy.core.model import Instance, InstanceId, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.schemas.pairs import PairsStatus
 
 Pair: TypeAlias = tuple[InstanceId, InstanceId]  # the prefill engine, and the decode engine
 _PULL: Final = TransferMode.PULL
@@ -91,8 +90,3 @@ class PairHistory:
     def resting(self) -> Sequence[tuple[Pair, str]]:
         """List the pairs that get no requests, and why, in a word."""
         return ()
-
-    def status(self, *, now: float) -> PairsStatus:
-        """Return what the status page shows."""
-        del now
-        return PairsStatus(0, 0, [])

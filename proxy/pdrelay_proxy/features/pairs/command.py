@@ -14,6 +14,7 @@ from pdrelay_proxy.console.router_client import (
     run_command,
 )
 from pdrelay_proxy.console.tables import in_lines, table
+from pdrelay_proxy.features.pairs.texts import duration, rate
 
 _COLUMNS: Final = (
     "prefill",
@@ -67,15 +68,6 @@ def text(answer: Json) -> str:
     return table([_COLUMNS, *map(_cells, answer["pairs"])]) + "".join(f"{note}\n" for note in notes)
 
 
-def _rate(bytes_per_s: float | None) -> str:
-    """Format a transfer rate with three digits."""
-    if bytes_per_s is None:
-        return "-"
-    return (
-        f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
-    )
-
-
 def _mode(row: Json) -> str:
     """Format the transfer mode; while both are tried, with the measured times of both."""
     times = [row["pull_s"], row["push_s"]]
@@ -95,7 +87,7 @@ def _cells(row: Json) -> tuple[str, ...]:
         _mode(row),
         str(row["handovers"]),
         failures or "-",
-        "-" if row["ttft_s"] is None else f"{row['ttft_s'] * 1e3:.1f} ms",
-        _rate(row["bytes_per_s"]),
+        duration(row["ttft_s"]),
+        rate(row["bytes_per_s"]),
         "-" if row["last_s"] is None else f"{row['last_s']:.0f} s ago",
     )

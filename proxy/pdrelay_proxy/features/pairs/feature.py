@@ -13,6 +13,7 @@ from pdrelay_proxy.features.pairs.core.pair_modes import PairModes, link_kind
 from pdrelay_proxy.features.pairs.io.pair_notes import PairNotes
 from pdrelay_proxy.features.pairs.pair_watch import PairWatch
 from pdrelay_proxy.features.pairs.pairs_route import pair_routes
+from pdrelay_proxy.features.pairs.status_part import status_part
 from pdrelay_proxy.io.metric_families import Family, counter_family, gauge_family
 from pdrelay_proxy.io.request_path.telemetry import HearEnded
 
@@ -35,7 +36,9 @@ class PairsFeature(Feature):
         return self._notes.ended
 
     def parts(self, core: Core) -> FeatureParts:
-        """Return the route, the metrics, and what reads of pairs in engines' metrics."""
+        """Return the route, the metrics, a part of the status page, and what reads of pairs in
+        engines' metrics.
+        """
         later = core.serving.telemetry.later
 
         def settled() -> PairNotes:
@@ -46,6 +49,7 @@ class PairsFeature(Feature):
         routes = partial(pair_routes, settled, self.ground.clock)
         return FeatureParts(
             routes=(routes,),
+            status=partial(status_part, settled, self.ground.clock),
             families=partial(pair_families, self._notes),
             metrics_listeners=(watch,),
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from pdrelay_proxy.core.schemas.pairs import PairRow
+from pdrelay_proxy.features.pairs.pair_row import PairRow
 from pdrelay_proxy.features.pairs.schemas import PairList, PairOfEngines
 from pdrelay_proxy.settings import Settings
 from support.sim import router, sims

@@ -9,10 +9,10 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.schemas.pairs import PairRow
 from pdrelay_proxy.features.pairs.core.pair_health import FailingPair, PairHealth, PairState
 from pdrelay_proxy.features.pairs.core.pair_matrix import PairFacts, PairMatrix
 from pdrelay_proxy.features.pairs.core.pair_modes import PairMode, PairModes
+from pdrelay_proxy.features.pairs.pair_row import PairRow
 
 WELL: Final = "well"
 BOTH: Final = "both"  # ways of moving KV are tried

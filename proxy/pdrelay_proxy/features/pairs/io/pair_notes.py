@@ -11,7 +11,6 @@ from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, Role, Routi
 from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
-from pdrelay_proxy.core.schemas.pairs import PairsStatus
 from pdrelay_proxy.features.pairs.core.pair_health import (
     FailingPair,
     PairFailure,
@@ -20,14 +19,12 @@ from pdrelay_proxy.features.pairs.core.pair_health import (
 )
 from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
 from pdrelay_proxy.features.pairs.core.pair_modes import PairModes
-from pdrelay_proxy.features.pairs.core.pair_rows import worst_rows
 from pdrelay_proxy.features.pairs.core.pair_trials import PairTrials
 from pdrelay_proxy.features.pairs.core.peer_loads import PeerNews
 
 logger = logging.getLogger(__name__)
 OURS: Final = "pdrelay"  # an engine's metrics show which connector it has
 _OK: Final = 200
-_SHOWN: Final = 24  # pairs on the status page
 _HTTP_5XX: Final = Failure.HTTP_5XX  # looking a member up takes as long as a call
 _WRONG_KV: Final = PairFailure.WRONG_KV
 _AT_ONCE: Final = LegOrder.CONCURRENT
@@ -323,10 +320,3 @@ class PairNotes(PairHistory):
         return [
             (pair, each.reason) for pair, each in failing if each.state is not PairState.FAILING
         ]
-
-    def status(self, *, now: float) -> PairsStatus:
-        """Return what the status page shows."""
-        self.keep()
-        health = self.health
-        worst = worst_rows(self.matrix, health, self.modes, self.find, _SHOWN, now=now)
-        return PairsStatus(len(self.matrix), health.resting, worst)

@@ -1,4 +1,7 @@
-"""What pages and commands show of a pair of engines."""
+"""What pages and commands show of a pair of engines.
+
+It is not compiled: msgspec writes it as JSON.
+"""
 
 from dataclasses import dataclass
 
@@ -33,12 +36,3 @@ class PairRow:
     pull_s: float | None
     push_s: float | None  # the same of those that were pushed
     rest_s: float | None  # how long it rests yet; None: it does not
-
-
-@dataclass(frozen=True, slots=True)
-class PairsStatus:
-    """Pairs of engines, as far as this router has seen them."""
-
-    known: int
-    resting: int
-    worst: list[PairRow]  # those that fail, and then those that were used last

@@ -70,6 +70,7 @@ async def main():
         drained = await client.post("/instances/drain", json=order, headers={"x-api-key": "sesame"})
         last = (await answer).text.split()[-1]
         print(drained.status_code, last, sum(engines[name].log != [] for name in ("d0", "d1")))
+        print(drained.json().get("detail"))
 
 asyncio.run(main())
 """
@@ -186,14 +187,14 @@ def test_an_array_of_prompts_goes_to_one_engine_without_the_feature_that_divides
     assert whole == ['mode;desc="single", reason;desc="several_prompts"', "2 0 1"]
 
 
-def test_a_drained_engine_keeps_its_streams_without_the_feature_that_moves_them(copy):
-    """It is empty when they have ended."""
+def test_streams_do_not_move_without_the_feature_that_moves_them(copy):
+    """Who asks for it is told so; without move the engine is empty when they have ended."""
     moved = python(copy, "-c", DRAIN)
     remove(copy, "moving_streams")
     kept = python(copy, "-c", DRAIN)
 
-    assert moved == "200 [DONE] 2\n"
-    assert kept == "200 [DONE] 1\n"
+    assert moved == "200 [DONE] 2\nNone\n"
+    assert kept == "409 [DONE] 1\nthis router has no feature that moves streams: drain without move\n"
 
 
 def test_engines_are_added_and_removed_without_the_feature_that_keeps_them(copy):

@@ -65,6 +65,7 @@ _NEEDS_IDS: Final = (
     "(--resume-streams true), which "
     "holds for streams that begin from then on; or drain without move"
 )
+_NO_MOVES: Final = "this router has no feature that moves streams: drain without move"
 _NO_MOVE: Final = "The join key drains without move: streams would go to engines of others."
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class InstanceAdmin:
     clock: Callable[[], float]  # seconds; the registry's clock
     changes: EngineChanges
     own: OwnEngines
+    moves_streams: bool = False  # the router has a feature that does
     # whether the present settings let streams change their engines
     resumes: Callable[[], bool] = lambda: False
     has_other_routers: bool = False  # other routers send requests to the same engines
@@ -197,6 +199,8 @@ class InstanceAdmin:
         """
         if host is not None:
             raise HTTPException(403, _NO_MOVE)
+        if not self.moves_streams:
+            raise HTTPException(409, _NO_MOVES)
         if not self.resumes():
             raise HTTPException(409, _NEEDS_IDS)
         for member in members:

@@ -117,6 +117,7 @@ def _key_routes(
         clock,
         changes,
         own,
+        moves_streams=any(watcher.moves_streams for watcher in requests.watchers),
         resumes=lambda: requests.services.settings.current.resume_streams,
         has_other_routers=engines.has_other_routers,
         warnings=engines.warnings,

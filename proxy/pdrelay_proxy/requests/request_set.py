@@ -22,6 +22,11 @@ class RequestWatcher(ABC):
 
     __slots__ = ()
 
+    @property
+    def moves_streams(self) -> bool:
+        """Whether it takes the streams of engines over that are drained by moving them."""
+        return False
+
     @abstractmethod
     def check_requests(self) -> None:
         """Look at the requests: the deadlines of all were just checked."""

@@ -38,6 +38,11 @@ class MoveOwner(RequestWatcher):
         self.relief = relief
         self.services = services
 
+    @property
+    def moves_streams(self) -> bool:
+        """It does."""
+        return True
+
     @abstractmethod
     def lender_failed(self, source: InstanceId, /) -> None:
         """An engine has not handed a stream over: the next ones do not wait for it."""

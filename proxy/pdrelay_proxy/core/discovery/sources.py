@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Wanted
 
 # engines of one source; more are left out, and logged, until others have gone
@@ -201,3 +202,8 @@ def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, dict[Ke
         if number % _READ_AT_ONCE == 0:
             yield ()
     return {**leaving, **staying}
+
+
+def key_of(member: Member) -> Key:
+    """Return the name of an engine at its source."""
+    return Key(member.instance.pool, member.instance.address.authority)

@@ -69,18 +69,17 @@ class Discovery:
 
     async def drop_unnamed_assignments(self) -> None:
         """Drop role assignments of engines that no router of the store names any more."""
-        reconciler = self._reconciler
-        changes = self._unnamed.decide(
-            reconciler.assignments, reconciler.is_named, now=reconciler.clock()
-        )
+        roles = self._reconciler.roles
+        clock = self._reconciler.clock
+        changes = self._unnamed.decide(roles.assignments, roles.is_named, now=clock())
         try:
             for before, after in changes:
-                if reconciler.assignments.get(before.key) != before:
+                if roles.assignments.get(before.key) != before:
                     continue  # its role changed, or a source named it, while others were written
                 name = assignment_name(before.key)
                 if after is not None:
                     await self._store.put(name, assignment_of(after))
-                    self._unnamed.written(after, now=reconciler.clock())
+                    self._unnamed.written(after, now=clock())
                 else:
                     await self._store.delete(name)
                     text = (

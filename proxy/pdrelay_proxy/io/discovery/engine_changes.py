@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from pdrelay_proxy.core.discovery.sources import key_of
 from pdrelay_proxy.core.discovery.store_entries import (
     Assignment,
     assignment_name,
@@ -18,7 +19,7 @@ from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.errors import AlreadyKnown, CannotTurn, UnknownInstance
 from pdrelay_proxy.io.discovery.entries import Entries
-from pdrelay_proxy.io.discovery.reconciler import Reconciler, key_of
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.discovery.store import Store, StoreDown
 
 _TRIES: Final = 5  # to change an entry that other routers change, too
@@ -37,7 +38,8 @@ class EngineChanges:
         self, registry: Registry, reconciler: Reconciler, entries: Entries, store: Store
     ) -> None:
         self._registry = registry
-        self._reconciler = reconciler
+        self._roles = reconciler.roles
+        self._clock = reconciler.clock
         self._entries = entries  # the store's observer
         self._store = store
 
@@ -52,7 +54,7 @@ class EngineChanges:
                 raise AlreadyKnown(
                     f"{target.address.authority} is already known as {member.instance.id}"
                 )
-        if wanted.key in self._reconciler.assignments:  # of an earlier engine at this address
+        if wanted.key in self._roles.assignments:  # of an earlier engine at this address
             await self._store.delete(assignment_name(wanted.key))
         await self._store.put(entry_name(wanted.key), entry_of(wanted))
 
@@ -70,10 +72,10 @@ class EngineChanges:
                 f"{name} is a pod, and would be back at once: drain it, or delete the pod"
             )
         await self._rewrite(member, lambda _: None)
-        if key_of(member) in self._reconciler.assignments:
+        if key_of(member) in self._roles.assignments:
             await self._store.delete(assignment_name(key_of(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
-            self._registry.remove(name, now=self._reconciler.clock())
+            self._registry.remove(name, now=self._clock())
 
     async def drain(self, name: InstanceId, *, moves: bool = False) -> None:
         """Send an engine nothing new: at all routers of the store if it has an entry there, else at
@@ -83,7 +85,7 @@ class EngineChanges:
         """
         await self._leave(name, leaves=True, moves=moves)
         if self._registry.get(name) is not None:
-            self._registry.departures.drain(name, now=self._reconciler.clock(), moves=moves)
+            self._registry.departures.drain(name, now=self._clock(), moves=moves)
 
     def is_drain_shared(self, member: Member) -> bool:
         """Return whether the other routers of the store know of a drain, too."""
@@ -100,7 +102,7 @@ class EngineChanges:
         if member.turn is not None:
             await self._assign(member, member.role)
         await self._leave(name, leaves=False)
-        self._registry.departures.undrain(name, now=self._reconciler.clock())
+        self._registry.departures.undrain(name, now=self._clock())
 
     async def change_role(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
         """Change an engine's role, at all routers of the store, as soon as its last request in the
@@ -127,7 +129,7 @@ class EngineChanges:
             # Other routers may have started a role change at the same moment.
             self._registry.departures.check_begun(name, before, to)
         except CannotTurn:
-            if self._reconciler.role_of(member) is to:
+            if self._roles.role_of(member) is to:
                 await self._assign(member, heading)
             raise
 
@@ -144,7 +146,7 @@ class EngineChanges:
 
     async def _forget_assignments(self) -> None:
         """Drop the assignments of pods that are gone."""
-        for key in self._reconciler.assignments_of_gone_pods():
+        for key in self._roles.of_gone_pods():
             await self._store.delete(assignment_name(key))
 
     async def _leave(self, name: InstanceId, *, leaves: bool, moves: bool = False) -> None:

@@ -82,7 +82,7 @@ class Entries:
             self._view.view_in_steps(engines) if is_first else self._view.changed_in_steps(engines)
         )
         assignments = [self._assignments[name] for name in entries if name in self._assignments]
-        yield from self._reconciler.assign_in_steps(
+        yield from self._reconciler.roles.receive_in_steps(
             {entry.key: entry for entry in assignments}, view
         )
 

@@ -5,19 +5,16 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.discovery.reconcile import Action, diff
-from pdrelay_proxy.core.discovery.sources import Freshness, Sources
-from pdrelay_proxy.core.discovery.store_entries import Assignment
+from pdrelay_proxy.core.discovery.sources import Freshness, Sources, key_of
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Wanted
-from pdrelay_proxy.core.model import EngineRole
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AlreadyKnown
 from pdrelay_proxy.io.background import Running
+from pdrelay_proxy.io.discovery.assigned_roles import AssignedRoles
 
 logger = logging.getLogger(__name__)
-# a source that was silent for longer may be out of date; a watch that works is heard sooner
-_FRESH_S: Final = 90.0
 AT_ONCE: Final = 20  # addresses compared in one step
 
 
@@ -30,9 +27,7 @@ class Reconciler:
         self._registry = registry
         self.clock = clock  # seconds; the registry's clock
         self.sources = Sources(sources, now=clock())
-        # of engines that changed their role, or will
-        self.assignments: Mapping[Key, Assignment] = {}
-        self._begins = True  # this router has just started: the store has not been heard
+        self.roles = AssignedRoles(registry, self.sources, clock)
         # generations of the registry and of the views at the last comparison
         self._compared = -1, -1
         self._full = set[EngineSource]()  # sources that name more engines than a router takes
@@ -117,113 +112,7 @@ class Reconciler:
         present = self._registry.members_at(keys)
         self._carry_out(self.sources.desired_at(keys), present)
         if EngineSource.STORE not in self.sources.missing:  # until then roles are not known
-            self._change_roles([member for member in present if self._is_known(member)])
-
-    def assign_in_steps(
-        self, assignments: Mapping[Key, Assignment], view: Generator[None]
-    ) -> Generator[None]:
-        """Take in the roles that operators assigned to engines, then a view of the store, in its
-        steps.
-
-        A router that has just started has no requests at engines whose role was changed: they serve
-        the assigned role at once, before the store counts as heard, which lets requests in.
-        """
-        before = self.assignments
-        self.assignments = assignments
-        if self._begins:
-            # engines that come with the view serve their role from the beginning
-            members = self._registry.members()
-            for begin in range(0, len(members), AT_ONCE):
-                self._change_roles(
-                    [
-                        member
-                        for member in members[begin : begin + AT_ONCE]
-                        if self._is_known(member)
-                    ]
-                )
-                yield
-        yield from view
-        if not self._begins:
-            changed = [
-                key for key in {**before, **assignments} if before.get(key) != assignments.get(key)
-            ]
-            for begin in range(0, len(changed), AT_ONCE):
-                self._change_roles(self._registry.members_at(changed[begin : begin + AT_ONCE]))
-                yield
-        self._begins = False
-
-    def _is_known(self, member: Member) -> bool:
-        return self._registry.get(member.instance.id) is member
-
-    def role_of(self, member: Member) -> EngineRole:
-        """Return the role that an engine should serve."""
-        assignment = self.assignments.get(key_of(member))
-        wanted = member.origin.wanted
-        if assignment is None or not assignment.means("" if wanted is None else wanted.identity):
-            return EngineRole(member.instance.pool.value) if wanted is None else wanted.serves
-        return assignment.serves
-
-    def assignments_of_gone_pods(self) -> Sequence[Key]:
-        """List the assignments of pods that are gone; none while the list of pods is not known.
-
-        A pod that is not Ready is there, even if it is no engine of this router yet.
-        """
-        pods = self.sources.views.get(EngineSource.PODS)
-        if pods is None or self.sources.missing or self.clock() > pods.heard_at + _FRESH_S:
-            return ()
-        return [
-            key
-            for key, assignment in self.assignments.items()
-            if assignment.identity and not self._is_there(key, assignment)
-        ]
-
-    def is_named(self, assignment: Assignment) -> bool | None:
-        """Return whether a source of this router names the engine of an assignment; None: not known
-        now.
-
-        An engine that left the settings counts as named until its last request is over. Only a
-        router that watches pods knows whether a pod is there.
-        """
-        if self._is_there(assignment.key, assignment):
-            return True
-        views = self.sources.views
-        if assignment.identity and EngineSource.PODS not in views:
-            return None
-        is_known = all(
-            view.is_synced and self.clock() <= view.heard_at + _FRESH_S for view in views.values()
-        )
-        return False if is_known else None
-
-    def _is_there(self, key: Key, assignment: Assignment) -> bool:
-        wanted = [
-            view.engines.get(key) or view.left_out.get(key) for view in self.sources.views.values()
-        ]
-        if any(engine is not None and assignment.means(engine.identity) for engine in wanted):
-            return True
-        # an engine of the settings
-        return any(member.origin.wanted is None for member in self._registry.members_at([key]))
-
-    def _change_roles(self, members: Sequence[Member]) -> None:
-        """Start the role changes that assignments ask for."""
-        for member in members:
-            role = self.role_of(member)
-            if member.heading is not role:
-                self._change_role(member, role, at_once=self._begins)
-
-    def _change_role(self, member: Member, role: EngineRole, *, at_once: bool) -> None:
-        before = member.turn
-        self._registry.departures.change_role(
-            member.instance.id, role, now=self.clock(), at_once=at_once
-        )
-        if member.heading is role:
-            verb = "serves" if member.turn is None else "turns to"
-            logger.info(
-                "%s %s %s%s",
-                member.instance.id,
-                verb,
-                role,
-                "" if before is None else ", and not as before",
-            )
+            self.roles.change(present)
 
     def _carry_out(self, desired: Mapping[Key, Origin], present: Sequence[Member]) -> None:
         current = dict[Key, Origin]()
@@ -254,9 +143,7 @@ class Reconciler:
                 logger.info(
                     "%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source
                 )
-                member = self._registry.member(instance.id)
-                if member.heading is not (role := self.role_of(member)):
-                    self._change_role(member, role, at_once=True)
+                self.roles.begin(self._registry.member(instance.id))
 
     def _change(self, action: Action, member: Member) -> None:
         name = member.instance.id
@@ -273,11 +160,6 @@ class Reconciler:
             case "adopt" | "add":
                 pass
         member.origin = action.origin
-
-
-def key_of(member: Member) -> Key:
-    """Return the name of an engine at its source."""
-    return Key(member.instance.pool, member.instance.address.authority)
 
 
 # A source of engines for a reconciler: returns the context that runs while the router serves.

@@ -63,7 +63,7 @@ async def test_an_engine_that_is_added_by_hand_serves_what_was_asked_for(before)
     await look(world, seconds=5)
 
     assert serving(world)["decode-2"] is DECODE
-    assert not world.reconciler.assignments
+    assert not world.reconciler.roles.assignments
 
 
 @pytest.mark.parametrize("why", ["a source was never heard", "a source was not heard lately"])
@@ -77,7 +77,7 @@ async def test_what_engines_serve_is_kept_while_it_is_not_known_which_there_are(
     world.registry.remove("decode-0", now=1)
     await look(world, seconds=600)
 
-    assert [one.is_unnamed for one in world.reconciler.assignments.values()] == [False]
+    assert [one.is_unnamed for one in world.reconciler.roles.assignments.values()] == [False]
 
 
 async def test_a_turn_that_is_made_while_doubts_are_written_stands():
@@ -87,7 +87,7 @@ async def test_a_turn_that_is_made_while_doubts_are_written_stands():
     for name in ("decode-0", "decode-1"):
         await turn_now(world, name, PREFILL)
         world.registry.remove(name, now=1)
-    first, second = world.reconciler.assignments
+    first, second = world.reconciler.roles.assignments
     put, written = world.store.put, []
 
     async def slow(name, text):
@@ -100,7 +100,7 @@ async def test_a_turn_that_is_made_while_doubts_are_written_stands():
     await world.discovery.drop_unnamed_assignments()
 
     assert written == [assignment_name(first)]
-    assert world.reconciler.assignments[second] == Assignment(second, BOTH)
+    assert world.reconciler.roles.assignments[second] == Assignment(second, BOTH)
 
 
 @pytest.mark.parametrize("kind", ["settings", "pod"])
@@ -120,7 +120,7 @@ async def test_what_an_engine_serves_is_kept_for_another_router_that_names_it(ki
 
     store.put = counted
     await look(here, other, seconds=590)
-    assert [one.is_unnamed for one in here.reconciler.assignments.values()] == [False]
+    assert [one.is_unnamed for one in here.reconciler.roles.assignments.values()] == [False]
     assert len(writes) == 2  # one has doubted it, the other has spoken for it
 
     await look(other, seconds=GRACE_S + 30)  # the one that names it is gone

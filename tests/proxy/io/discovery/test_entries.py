@@ -50,7 +50,7 @@ def test_a_router_that_followed_a_store_wants_what_one_that_starts_would(steps):
         late = World()
         late.entries.view(dict(entries))
 
-        assert follower.reconciler.assignments == late.reconciler.assignments
+        assert follower.reconciler.roles.assignments == late.reconciler.roles.assignments
         wanted = [each.reconciler.sources.views[EngineSource.STORE].engines for each in (follower, late)]
         assert wanted[0].keys() == wanted[1].keys()
         assert {key: one.leaves for key, one in wanted[0].items()} == {

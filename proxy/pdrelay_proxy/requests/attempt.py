@@ -196,8 +196,10 @@ class Attempt(LegOwner):
                 is_auto=self.choice.mode is not None,
             )
         if not self.terms.is_takeover:  # else the engine may have all of it in its own cache
+            # a decode engine that does not wait for the answer cannot repeat its number
+            hides = self.coordinates is not None
             self._life.cache_usage = (
-                cache_usage(call.api, body) if handover.may_tell_cache else None
+                cache_usage(call.api, body, hides=hides) if handover.may_tell_cache else None
             )
         leg.counted = leg.record.tokens = handover.counted
         services.accounts.prompt_computed(

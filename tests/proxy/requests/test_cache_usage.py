@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pdrelay_proxy.core.model import Api, EngineResponse, SingleEngineReason
+from pdrelay_proxy.core.model import Api, EngineResponse, LegOrder, SingleEngineReason
 from pdrelay_proxy.errors import EngineError
 from support.bodies import BASE
 from support.scripted import DONE, JSON, Asked, Scripted, failing, prefilled, request_id, router_of
@@ -182,3 +182,59 @@ async def test_of_an_engine_whose_prompt_was_not_used_nothing_counts(api, commen
     told = usages(client.body, streams=True)
     assert told
     assert all(usage == of_alone for usage in told)
+
+
+# A prefill engine without --enable-prompt-tokens-details: one engine would say the same.
+SILENT = {
+    Api.COMPLETIONS: COUNTS | {"prompt_tokens_details": None},
+    Api.CHAT: COUNTS | {"prompt_tokens_details": None},
+    Api.MESSAGES: {"input_tokens": 254, "output_tokens": 1},
+}
+
+
+def told_of(usage):
+    """Return a usage without what it does not tell."""
+    return {name: value for name, value in usage.items() if value is not None}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("api", SILENT)
+async def test_a_prefill_engine_that_is_silent_has_its_number_repeated_by_the_decode_engine(api, streams):
+    """Which knows it by the parameters of a pull: all of its usage counts, and adds up to the prompt."""
+    _, of_decode = SAID[api]
+    router = router_of(Scripted(prefill_of(api, "pull", told_of(SILENT[api])), decode_of(api, of_decode)))
+    client = await serve(router, api, streams, "r")
+
+    told = usages(client.body, streams)
+    assert told
+    assert all(usage == of_decode for usage in told)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("api", SILENT)
+async def test_of_what_was_pushed_a_decode_engine_tells_no_client(api, streams):
+    """Nearly all of a prompt is cached there, which no client is to be billed by; its own number is still looked at."""
+    _, of_decode = SAID[api]
+    router = router_of(Scripted(prefill_of(api, "push", told_of(SILENT[api])), decode_of(api, of_decode)))
+    for number in range(2):
+        client = await serve(router, api, streams, f"r{number}")
+
+    assert client.record.push is LegOrder.CONCURRENT
+    told = usages(client.body, streams)
+    assert told
+    assert all(told_of(usage) == told_of(SILENT[api]) for usage in told)
+    if api is not Api.MESSAGES:
+        assert router.telemetry._counters.transfers[("decode-0", "arrived")] == 1
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_where_both_are_silent_the_answer_passes_as_it_is(mode, streams):
+    """Byte for byte, the null of a whole answer too."""
+    usage = SILENT[Api.CHAT]
+    engines = Scripted(prefill_of(Api.CHAT, mode, usage), decode_of(Api.CHAT, usage))
+    router = router_of(engines)
+    bodies = [(await serve(router, Api.CHAT, streams, f"r{number}")).body for number in range(2)]
+
+    alone = await serve(router_of(Scripted(None, decode_of(Api.CHAT, usage)), 0), Api.CHAT, streams, "r")
+    assert bodies == [alone.body] * 2

@@ -34,6 +34,11 @@ _OF_CACHE: Final[Mapping[Api, tuple[str, ...]]] = {
 _CACHE_MARKS: Final[Mapping[Api, bytes]] = {
     api: b'"input_tokens":' if api is Api.MESSAGES else b'_tokens_details":{' for api in _OF_CACHE
 }
+_INPUT: Final = "input_tokens"  # of Anthropic's: what of the prompt is not said to be cached
+# by API: the same fields, if nothing is said
+_UNSAID: Final[Mapping[Api, Fields]] = {
+    api: dict.fromkeys(names, NULL) for api, names in _OF_CACHE.items() if _INPUT not in names
+}
 _AROUND: Final = ("response", "message")  # members of events that have a usage inside
 
 
@@ -90,41 +95,53 @@ def prompt_of(usage: Usage) -> int | None:
     )
 
 
-def cache_usage(api: Api, answer: bytes) -> Fields | None:
-    """Return the cache fields of a prefill engine's usage; None: it has none."""
-    return (
-        None
-        if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0
-        else _of_cache(api, answer)
-    )
+def cache_usage(api: Api, answer: bytes, *, hides: bool = False) -> Fields | None:
+    """Return the cache fields of a prefill engine's usage; None: a decode engine's stay.
+
+    ``hides``: if it has none, a decode engine's are its own, and no client's: they become null.
+    """
+    if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0:
+        return _UNSAID.get(api) if hides else None
+    return _of_cache(api, answer, hides=hides)
 
 
-def _of_cache(api: Api, answer: bytes) -> Fields | None:
+def _of_cache(api: Api, answer: bytes, *, hides: bool) -> Fields | None:
     parsed = maybe(answer, RawUsageAnswer)
-    usage = None if parsed is None else maybe(parsed.usage, Fields)
-    cache_fields = {name: usage[name] for name in _OF_CACHE[api] if name in usage} if usage else {}
-    return cache_fields if any(value != NULL for value in cache_fields.values()) else None
+    usage = (None if parsed is None else maybe(parsed.usage, Fields)) or {}
+    names = _OF_CACHE[api]
+    if any([usage.get(name, NULL) != NULL for name in names if name != _INPUT]):  # noqa: C419 (compiled, a generator takes longer)
+        return {name: usage[name] for name in names if name in usage}
+    return {name: usage.get(name, NULL) for name in names} if hides and usage else None
 
 
 def with_cache_usage(answer: bytes, cache_fields: Fields) -> bytes:
-    """Return an answer, or the data of one event, with these cache fields in its usage; without a
-    usage unchanged.
+    """Return an answer, or the data of one event, with these cache fields in its usage; unchanged
+    without a usage, or if that says the same.
     """
     fields = maybe(answer, Fields)
     if fields is None:
         return answer
     is_other = False
-    if usage := maybe(fields.get("usage", NULL), Fields):
-        fields["usage"] = msgspec.Raw(encode(usage | cache_fields))
+    if usage := _changed(fields, cache_fields):
+        fields["usage"] = usage
         is_other = True
     for name in _AROUND:
         inner = maybe(fields.get(name, NULL), Fields)
-        if inner and (usage := maybe(inner.get("usage", NULL), Fields)):
-            fields[name] = msgspec.Raw(
-                encode(inner | {"usage": msgspec.Raw(encode(usage | cache_fields))})
-            )
+        if inner and (usage := _changed(inner, cache_fields)):
+            fields[name] = msgspec.Raw(encode(inner | {"usage": usage}))
             is_other = True
     return encode(fields) if is_other else answer
+
+
+def _changed(fields: Fields, cache_fields: Fields) -> msgspec.Raw | None:
+    """Return the usage of an object with these cache fields; None: it has none, or says the
+    same.
+    """
+    usage = maybe(fields.get("usage", NULL), Fields)
+    if not usage:
+        return None
+    others = {name: value for name, value in cache_fields.items() if usage.get(name, NULL) != value}
+    return msgspec.Raw(encode(usage | others)) if others else None
 
 
 def usage_alone(answer: bytes) -> bytes:
@@ -138,12 +155,13 @@ def with_cache_usage_in(events: bytes, cache_fields: Fields) -> bytes:
     if events.find(_MARK) < 0:
         return events
     lines = events.splitlines(keepends=True)
-    return b"".join(
+    changed = b"".join(
         [
             _line_with(line, cache_fields) if _MARK in line and line.startswith(_DATA) else line
             for line in lines
         ]
     )
+    return events if changed == events else changed
 
 
 def _line_with(line: bytes, cache_fields: Fields) -> bytes:

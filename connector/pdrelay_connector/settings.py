@@ -62,7 +62,7 @@ class Settings:
     handshake_threads: int = 8  # prefill engines met at the same time
     # s before a prefill engine that could not be met is tried again; doubles up to 30
     retry_after: float = 1.0
-    # us between polls of NIXL's progress thread; 0 burns a core per engine
+    # us between polls of NIXL's progress thread, of ours with a device; 0 burns a core per engine
     progress_delay_us: int = 1000
     # s a step with nothing to compute waits for a transfer; 0 turns at full speed
     idle_wait: float = 0.005

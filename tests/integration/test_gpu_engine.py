@@ -14,6 +14,7 @@ with warnings.catch_warnings():
 
     from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register
     from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
+    from pdrelay_connector.shell.devices import binding
     from pdrelay_connector.shell.engine_config import EngineConfig
     from pdrelay_connector.shell.host_staging import StagingBuffer, ThreadCopier, stream_beside
 
@@ -52,7 +53,9 @@ class Engine:
 
     def join(self, tensors, blocks):
         """Let NIXL know these tensors: the caches, or the host memory that they go through."""
-        agent, (memory, device) = make_agent(str(uuid.uuid4()), progress_delay_us=1000), place_of(tensors)
+        memory, device = place_of(tensors)
+        bind = None if memory == "DRAM" else binding(next(iter(tensors.values())).device)
+        agent = make_agent(str(uuid.uuid4()), progress_delay_us=1000, bind=bind)
         metadata = register(agent, memory, device, spans_of(tensors))
         regions = describe_caches(tensors, self.engine_config, blocks, KernelLayout.ENTRIES)
         self.info = RankInfo(0, 1, metadata, memory, device, regions)

@@ -17,6 +17,20 @@ def place_of(device):
     return ("VRAM", int(number or 0)) if kind == "cuda" else ("DRAM", 0)
 
 
+def binding_of(device):
+    """Return what makes a device current on a thread; None: it is the host."""
+    if place_of(device)[0] == "DRAM":
+        return None
+
+    def bind():
+        import torch
+
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+
+    return bind
+
+
 def allocate(device, shape):
     """Return memory of this shape in bytes, all 0."""
     return HostMemory(shape) if device == HOST else TensorMemory(device, shape)

@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from support.device_memory import HOST, allocate, place_of
+from support.device_memory import HOST, allocate, binding_of, place_of
 from support.proc import wait_stopped
 
 BLOCKS, LAYERS, HEADS = 64, 3, 2
@@ -192,7 +192,7 @@ class Engine:
         agents, infos = [], []
         for worker, memory in enumerate(self.memories):
             stage, rank = divmod(worker, ranks)
-            agents.append(make_agent(f"{engine}/{worker}", progress_delay_us=1000))
+            agents.append(make_agent(f"{engine}/{worker}", progress_delay_us=1000, bind=binding_of(device)))
             metadata = register(agents[-1], *place, [(memory.address, memory.nbytes)])
             first = sum(stages[:stage])
             regions = tuple(region_of(memory, layer, first + layer, ranks) for layer in range(stages[stage]))
@@ -229,7 +229,8 @@ class Engine:
                 peers = PeerTable(worker, FINGERPRINT, Counters(), retry_after=0.2)
                 core = PullReader(worker, mover, peers, Counters(), own, timeout=timeout)
             told = self.tell_results if mode == "pull" else lambda _: None
-            self.transfers.append(Runner("transfer", core, worker, told))
+            begin = binding_of(device) or (lambda: None)
+            self.transfers.append(Runner("transfer", core, worker, told, begin=begin))
         self.control.start()
         for transfer in self.transfers:
             transfer.start()

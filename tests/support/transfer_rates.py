@@ -14,7 +14,7 @@ import uuid
 from itertools import pairwise
 from statistics import median
 
-from support.device_memory import TensorMemory, place_of
+from support.device_memory import TensorMemory, binding_of, place_of
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20)  # bytes of a descriptor
 MOST = 4096  # descriptors of a transfer
@@ -50,17 +50,17 @@ def info_of(agent, memory, device):
     return RankInfo(0, 1, metadata, *place, (Region(memory.address, 1, 1, 1, size, size, size, size),))
 
 
-def new_agent():
+def new_agent(device):
     from pdrelay_connector.io.nixl import make_agent
 
-    return make_agent(str(uuid.uuid4()), progress_delay_us=1000)
+    return make_agent(str(uuid.uuid4()), progress_delay_us=1000, bind=binding_of(device))
 
 
 def hold(device, mib):
     """Own memory that the other process reads and writes, and say a byte of it when asked."""
     import msgspec
 
-    memory, agent = TensorMemory(device, (1, 1, mib << 20)), new_agent()
+    memory, agent = TensorMemory(device, (1, 1, mib << 20)), new_agent(device)
     memory.paint([0], 3)
     print(json.dumps({"info": msgspec.msgpack.encode(info_of(agent, memory, device)).hex()}), flush=True)
     for line in sys.stdin:
@@ -80,7 +80,7 @@ class Mover:
         argv = [sys.executable, "-m", "support.transfer_rates", "hold", peer, str(mib)]
         self.holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.memory = TensorMemory(device, (1, 1, mib << 20))
-        agent = new_agent()
+        agent = new_agent(device)
         info_of(agent, self.memory, device)
         self.agent = NixlTransferAgent(agent, *place_of(device))
         self.theirs = msgspec.msgpack.decode(bytes.fromhex(self._heard("info")), type=RankInfo)

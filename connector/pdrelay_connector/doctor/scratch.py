@@ -3,6 +3,7 @@
 import mmap
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from pdrelay_connector.core.doctor.examination import EndFacts
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.doctor.machine import ucx_version
 from pdrelay_connector.errors import SettingsError
-from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register
+from pdrelay_connector.io.nixl import HOST_MEMORY, NixlTransferAgent, make_agent, register
 from pdrelay_connector.settings import Settings
 
 
@@ -36,7 +37,12 @@ def open_scratch(
     """
     memory, address, kind, number = _allocate(size, device)
     backends = {backend.name: backend.parameters for backend in settings.backends}
-    nixl = make_agent(name, progress_delay_us=settings.progress_delay_us, backends=backends)
+    nixl = make_agent(
+        name,
+        progress_delay_us=settings.progress_delay_us,
+        backends=backends,
+        bind=None if kind == HOST_MEMORY else partial(_bind, number),
+    )
     start = time.monotonic()
     metadata = register(nixl, kind, number, [(address, size)])
     seconds = time.monotonic() - start
@@ -46,6 +52,14 @@ def open_scratch(
         facts, ucx=ucx_version(), memory=kind, memory_bytes=size, registration_seconds=seconds
     )
     return Scratch(memory, nixl, NixlTransferAgent(nixl, kind, number), info), facts
+
+
+def _bind(number: int) -> None:
+    """Make a GPU current on the thread that calls this."""
+    import torch  # noqa: PLC0415 (as below)
+
+    torch.cuda.set_device(number)
+    torch.zeros(1, device=f"cuda:{number}")  # with its context
 
 
 def _allocate(size: int, device: str) -> tuple[Any, int, Any, int]:

@@ -13,22 +13,25 @@ So nothing is released or removed before NIXL says that it is over: done, or fai
 is gone.
 """
 
+import atexit
 import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from pdrelay_connector.core.ids import XferId
 from pdrelay_connector.core.layout.transfer_plan import Spans
-from pdrelay_connector.core.messages import RankInfo
+from pdrelay_connector.core.messages import MemoryKind, RankInfo
 from pdrelay_connector.core.ports import XferEnded, XferOutcome
 from pdrelay_connector.core.session.data_plane import CUDA_IPC_READS
 from pdrelay_connector.core.session.nixl_metadata import check_metadata
@@ -56,6 +59,8 @@ UCX_DEFAULTS: Mapping[str, str] = MappingProxyType({
 # so would a peer that has mapped them by CUDA IPC. vLLM's NixlConnector (0.33) starts UCX with the
 # same; UCX_* variables prevail.
 UNPINNED: Mapping[str, str] = MappingProxyType({"engine_config": "RCACHE_ENABLE=n,TLS=^cuda_ipc"})
+HOST_MEMORY: MemoryKind = "DRAM"  # NIXL's name of it
+LEAST_DELAY_US: Final = 100  # of a thread of ours, which needs Python's lock for each poll
 # NIXL's exceptions have no common base but Exception: list what the library can raise.
 NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     kind
@@ -81,8 +86,14 @@ def make_agent(
     *,
     progress_delay_us: int,
     backends: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": {}}),
+    bind: Callable[[], None] | None = None,
 ) -> Any:
-    """Return a NIXL agent whose progress thread polls every ``progress_delay_us`` microseconds.
+    """Return a NIXL agent that a thread polls every ``progress_delay_us`` microseconds.
+
+    ``bind``: makes the device of its memory current on the thread that calls it; None: the memory
+    is the host's. NIXL's own thread has the context of no device, and UCX dies of that
+    (``cuEventQuery``, ai-dynamo/nixl#2102). With a device NIXL has no thread, and one of ours polls
+    that is bound.
 
     ``backends``: names, in the order of preference, and what their plugins are given. NIXL loads
     their libraries, and these read their environment, here and not before.
@@ -94,13 +105,18 @@ def make_agent(
     strict = nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     agent = nixl_api.nixl_agent(name, nixl_api.nixl_agent_config(backends=[], sync_mode=strict))
     config = _bindings.nixlAgentConfig()
-    config.useProgThread = True
+    config.useProgThread = bind is None
     config.syncMode = strict.value
     config.pthrDelay = progress_delay_us
     agent.agent = _bindings.nixlAgent(name, config)
     for variable, value in UCX_DEFAULTS.items():
         os.environ.setdefault(variable, value)
     for backend, parameters in backends.items():
+        if bind is not None and parameters.get("num_threads", "0") != "0":
+            raise TransferError(
+                f"backend {backend} is to have num_threads {parameters['num_threads']}: NIXL's own "
+                f"threads do not know the device of the KV cache, and die of it"
+            )
         try:
             agent.create_backend(backend, dict(parameters))
         except NIXL_ERRORS as exc:
@@ -110,7 +126,28 @@ def make_agent(
                 f"plugins are {plugins}, and "
                 f"UCX_NET_DEVICES is {os.environ.get('UCX_NET_DEVICES', 'not set')}"
             ) from exc
+    agent.is_bound = bind is not None
+    if bind is not None:
+        _start_progress(agent, bind, max(progress_delay_us, LEAST_DELAY_US) / 1e6)
     return agent
+
+
+def _start_progress(agent: Any, bind: Callable[[], None], delay: float) -> None:
+    """Poll an agent as long as it lives, on a thread of its own."""
+    is_over = threading.Event()
+    reference = weakref.ref(agent, lambda _: is_over.set())
+    atexit.register(is_over.set)
+
+    def poll() -> None:
+        bind()
+        while not is_over.wait(delay):
+            if (living := reference()) is not None:
+                # what is broken shows in the transfers themselves
+                with contextlib.suppress(*NIXL_ERRORS):
+                    living.get_new_notifs()
+            del living
+
+    threading.Thread(target=poll, name="pdrelay-progress", daemon=True).start()
 
 
 @dataclass(slots=True)
@@ -310,7 +347,12 @@ class NixlTransferAgent:
 def register(agent: Any, memory: str, device: int, spans: Sequence[tuple[int, int]]) -> bytes:
     """Register ``(address, bytes)`` spans of memory with NIXL and return the metadata peers
     need.
+
+    Raises ``TransferError``, also for memory of a device with an agent that was made for the
+    host's.
     """
+    if memory != HOST_MEMORY and not agent.is_bound:
+        raise TransferError(f"memory of device {device} needs an agent that is bound to the device")
     try:
         descriptors = agent.get_reg_descs(
             [(base, size, device, "") for base, size in spans], memory

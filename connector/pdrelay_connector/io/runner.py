@@ -34,7 +34,7 @@ Command: TypeAlias = Callable[[CoreT, float], None]
 class Runner(Generic[CoreT]):
     """Started once, by the shell.
 
-    Everything but :meth:`post` and :meth:`stop` happens on its own thread.
+    Everything but :meth:`post` and :meth:`stop` happens on its own thread, ``begin`` first.
     """
 
     def __init__(
@@ -43,10 +43,13 @@ class Runner(Generic[CoreT]):
         core: CoreT,
         link: SocketLink,
         after_turn: Callable[[CoreT], None] = lambda _: None,
+        *,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._core = core
         self._link = link
         self._after_turn = after_turn
+        self._begin = begin
         self._commands: queue.SimpleQueue[Command[CoreT]] = queue.SimpleQueue()
         self._stopping = False
         self._died: BaseException | None = None
@@ -89,6 +92,7 @@ class Runner(Generic[CoreT]):
 
     def _run(self) -> None:
         try:
+            self._begin()
             # the first turn does not wait: a core may have something to begin
             due: float | None = 0.0
             while not self._stopping:

@@ -58,6 +58,21 @@ def computed(device: torch.device) -> Ready | None:
     return ready
 
 
+def binding(device: torch.device) -> Callable[[], None]:
+    """Return what makes a device current on the thread that calls it.
+
+    A new thread has no context of it, in which UCX's calls of the device's driver would fail.
+    """
+
+    def bind() -> None:
+        torch.get_device_module(device.type).set_device(device)
+        # Where the device is current already, set_device makes no context. The platform of vLLM
+        # for CUDA does the same.
+        torch.zeros(1, device=device)
+
+    return bind
+
+
 def _module(device: str) -> Any | None:
     try:
         return torch.get_device_module(device)

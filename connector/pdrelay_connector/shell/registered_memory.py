@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pdrelay_connector.core.messages import MemoryKind, RankInfo, Region
 from pdrelay_connector.io.nixl import NixlTransferAgent, register, unregister
 from pdrelay_connector.io.recovering_agent import OpenBackend
@@ -33,12 +35,12 @@ class RegisteredMemory:
     broken one.
 
     Each role has its own buffer, because other threads grant its slots. ``make_agent`` returns a
-    NIXL agent for this kind of memory.
+    NIXL agent for this kind of memory, and the device that has the cache.
     """
 
     def __init__(
         self,
-        make_agent: Callable[[MemoryKind], Any],
+        make_agent: Callable[[MemoryKind, torch.device], Any],
         engine_config: EngineConfig,
         rank: WorkerRank,
         caches: Tensors,
@@ -71,7 +73,7 @@ class RegisteredMemory:
         # NIXL serves peers as long as this agent lives, even if no thread here uses it. Each
         # generation has another one: what UCX has opened for a peer, it closes with the agent
         # alone.
-        self.agent = make_agent(kind)
+        self.agent = make_agent(kind, self.device)
         self._replacements: list[Any] = []  # agents
         self._spans = spans
         self.cache = reader_of(
@@ -99,7 +101,7 @@ class RegisteredMemory:
 
         Peers go on to reach this memory through the first one.
         """
-        agent = self._make_agent(self.kind)
+        agent = self._make_agent(self.kind, self.device)
         register(agent, self.kind, self.number, self._spans)
         self._replacements.append(agent)
 

@@ -35,12 +35,18 @@ from pdrelay_connector.core.verify.comparison import compare, count, sums_of
 from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 from pdrelay_connector.errors import ConnectorError
 from pdrelay_connector.io.link import SocketLink
-from pdrelay_connector.io.nixl import UNPINNED, NixlTransferAgent, RemoteAgents, make_agent
+from pdrelay_connector.io.nixl import (
+    HOST_MEMORY,
+    UNPINNED,
+    NixlTransferAgent,
+    RemoteAgents,
+    make_agent,
+)
 from pdrelay_connector.io.recovering_agent import RecoveringAgent
-from pdrelay_connector.io.runner import Command, Runner
+from pdrelay_connector.io.runner import Command, CoreT, Runner
 from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.cache_regions import KernelLayout, own_caches
-from pdrelay_connector.shell.devices import Ready, computed
+from pdrelay_connector.shell.devices import Ready, binding, computed
 from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
 from pdrelay_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
 from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
@@ -187,7 +193,7 @@ class PDRelayConnectorWorker:
                 WorkerHello(consumer.info.worker, self._handshake.token, receives_pushes=True),
             )
 
-    def _make_agent(self, kind: MemoryKind) -> Any:
+    def _make_agent(self, kind: MemoryKind, device: torch.device) -> Any:
         unpinned = UNPINNED if self._engine_config.sleeps else {}
         return make_agent(
             str(uuid.uuid4()),
@@ -196,6 +202,7 @@ class PDRelayConnectorWorker:
                 backend.name: {**unpinned, **backend.parameters}
                 for backend in self._settings.backends
             },
+            bind=None if kind == HOST_MEMORY else binding(device),
         )
 
     def use_copy_operation(self, copy_rows: CopyRows) -> None:
@@ -323,8 +330,7 @@ class PDRelayConnectorWorker:
     ) -> None:
         link = self._link()
         reader = self._reader(link, mover, memory, fingerprint)
-        self._runner = Runner("pdrelay-transfer", reader, link, self._after_turn)
-        self._runner.start()
+        self._runner = self._transfer_thread(reader, link, self._after_turn)
 
     def _reader(
         self,
@@ -353,10 +359,8 @@ class PDRelayConnectorWorker:
 
     def _start_writer(self, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> None:
         link = self._link()
-        self._push_writer = Runner(
-            "pdrelay-transfer", self._writer(link, mover, memory, token), link
-        )
-        self._push_writer.start()
+        writer = self._writer(link, mover, memory, token)
+        self._push_writer = self._transfer_thread(writer, link, lambda _: None)
 
     def _start_returning_writer(
         self,
@@ -369,9 +373,17 @@ class PDRelayConnectorWorker:
         link = self._link()
         writer = self._writer(link, movers[0], memory.producer, token)
         reader = self._reader(link, movers[1], memory.consumer, fingerprint)
-        runner = Runner("pdrelay-transfer", ReturningWriter(writer, reader), link, self._after_turn)
+        runner = self._transfer_thread(ReturningWriter(writer, reader), link, self._after_turn)
         self._runner = self._push_writer = runner
+
+    def _transfer_thread(
+        self, core: CoreT, link: SocketLink, after_turn: Callable[[CoreT], None]
+    ) -> Runner[CoreT]:
+        """Start the thread that makes all calls of NIXL from here on; it is bound to the device."""
+        begin = binding(self._registered.device)
+        runner = Runner("pdrelay-transfer", core, link, after_turn, begin=begin)
         runner.start()
+        return runner
 
     def _writer(
         self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, token: bytes

@@ -41,12 +41,12 @@ class Log:
 
 
 class Started:
-    def __init__(self, core):
+    def __init__(self, core, **options):
         self.core = core
         self.link = SocketLink(
             HandshakeClient(EngineId("d"), tuple), Tls(Settings()), Counters(), timeout=1.0, threads=1
         )
-        self.runner = Runner("under-test", core, self.link, core.turned)
+        self.runner = Runner("under-test", core, self.link, core.turned, **options)
 
     def __enter__(self):
         self.runner.start()
@@ -77,6 +77,17 @@ def test_commands_run_in_order_on_the_thread():
 
     assert core.seen == list(range(100))
     assert core.threads == {"under-test"}
+
+
+def test_the_thread_begins_with_what_it_must_be_before_anything_else():
+    """A thread that is not bound to its device must call nothing of NIXL, and a command may."""
+    log = Log()
+    with Started(log, begin=lambda: log.note("bound")) as runner:
+        runner.post(lambda core, now: core.note("a"))
+        log.turns.acquire(timeout=10)
+
+    assert log.seen == ["bound", "a"]
+    assert log.threads == {"under-test"}
 
 
 def test_commands_come_before_events():

@@ -236,8 +236,6 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
         _check_group(group)
-    if vllm_versions.zeroes_blocks(cache):
-        _check_told_what_is_loaded("the model", "KV of several types in the same blocks")
     has_state = any(
         isinstance(spec, MambaSpec)
         for group in cache.kv_cache_groups

@@ -112,16 +112,6 @@ def test_before_a_version_asks_what_is_loaded_rings_and_replayed_windows_are_ref
         _check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
 
 
-def test_before_a_version_asks_what_is_loaded_a_cache_whose_new_blocks_it_zeroes_is_refused(monkeypatch):
-    """It would zero what a load has filled."""
-    group = SimpleNamespace(kv_cache_spec=PLAIN_SPEC, layer_names=["l.0"], enable_kv_transfer=True, host_resident=False)
-    cache = SimpleNamespace(kv_cache_groups=[group], needs_kv_cache_zeroing=True)
-    _check_supported(config(), cache)
-    monkeypatch.setattr(vllm_versions, "ASKS_WHAT_IS_LOADED", False)
-    with pytest.raises(UnsupportedCache, match="the model keeps KV of several types in the same blocks, and vLLM"):
-        _check_supported(config(), cache)
-
-
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [({"dcp": 2}, "decode_context_parallel_size is 2"), ({"pcp": 2}, "prefill_context_parallel_size is 2")],

@@ -75,6 +75,11 @@ class Layer:
         self.rows = view.shape[0] // blocks  # of one block
         self.per_row = view.shape[2]
 
+    def copy(self, source, target):
+        """As vLLM does where a hit ends within a block."""
+        rows = self.bytes.reshape(-1, self.rows, *self.bytes.shape[1:])
+        rows[target] = rows[source]
+
     def put(self, block, entry, chain):
         assert block, f"{self.name} writes into the null block"
         row, number = block * self.rows + entry // self.per_row, entry % self.per_row
@@ -169,6 +174,7 @@ class Shape:
     depth: int = 2  # layers of each group
     caches: bool = True  # prefixes
     lookahead: int = 0  # tokens that drafts read beyond those computed
+    unit: int | None = None  # tokens of a hit of the prefix cache, if it may end within a block
 
 
 def views_of(spec, names, blocks, layout, kernel):
@@ -252,6 +258,7 @@ class KindsEngine(ScheduledEngine):
         has_state = any(isinstance(spec, MambaSpec) for spec in shape.specs)
         caching = config.cache_config = copy.copy(shared.cache_config)
         caching.block_size = shape.specs[0].block_size
+        caching.prefix_match_unit = shape.unit
         caching.enable_prefix_caching = shape.caches
         caching.num_gpu_blocks = shape.blocks
         caching.mamba_cache_mode = "align" if has_state and shape.caches else "none"
@@ -299,6 +306,9 @@ class KindsEngine(ScheduledEngine):
     def _compute(self, scheduled):
         for block in scheduled.new_block_ids_to_zero or ():
             self._fill(block, 0)
+        for source, target in scheduled.kv_cache_block_copies or ():
+            for _, layer in self.layers:
+                layer.copy(source, target)
         sampled = {}
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]

@@ -92,6 +92,22 @@ def test_blocks_may_be_in_any_layout(name, layout):
     assert stories(kind.shape(kernel=2), kind.shape(), 1)["loaded"] >= 2
 
 
+WITHIN = {
+    "a block of states has two of KV": Shape((kinds_table.state(8), kinds_table.full(4))),
+    "half a block": Shape((kinds_table.state(8), kinds_table.full(8)), unit=4),
+    "half a block, beside a window": Shape((kinds_table.state(8), kinds_table.full(8), kinds_table.window(8)), unit=4),
+}
+
+
+@pytest.mark.parametrize("shape", WITHIN.values(), ids=WITHIN)
+def test_a_hit_may_end_within_a_block(shape):
+    """VLLM copies the block before it goes on in it, or drops its tokens before a load."""
+    counts = stories(shape, shape)
+
+    assert counts["loaded"] >= 4 * SEEDS
+    assert counts["hits"] >= SEEDS
+
+
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.is_packed])
 def test_a_kernels_own_order_is_not_cut(name):
     """Values and then their scales: half of a block is not the half of a kernel's block of twice the size."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
@@ -113,3 +113,11 @@ def takes_the_last_blocks(
     ):
         return False  # without a look at each cached block
     return 0 <= free_after - cached_free_blocks(pool, groups, request, computed) < len(groups)
+
+
+def has_blocks(request: Request) -> bool:
+    """As vLLM's ``_holds_kv_blocks`` (``v1/core/sched/scheduler.py``), for a running one, too."""
+    return bool(request.num_computed_tokens) or request.status in (
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+    )

@@ -29,7 +29,7 @@ from pdrelay_connector.errors import (
     UnsignedKvParams,
 )
 from pdrelay_connector.settings import Mode
-from pdrelay_connector.shell.block_shortage import takes_the_last_blocks
+from pdrelay_connector.shell.block_shortage import has_blocks, takes_the_last_blocks
 from pdrelay_connector.shell.decode_modes import (
     Clock,
     DecodeMode,
@@ -94,13 +94,18 @@ class DecodeRequests:
         counters: Counters,
         signatures: Signatures,
         wall_clock: Clock,
+        live: Callable[[], Iterable[Request]],
         on_skipped: Callable[[str, str], None] = lambda _request, _cause: None,
     ) -> None:
-        """``on_skipped`` gets each request whose load does not begin, and the cause of metrics."""
+        """``live`` returns the requests here.
+
+        ``on_skipped`` gets each request whose load does not begin, and the cause of metrics.
+        """
         self._on_skipped = on_skipped
         self._engine_config = engine_config
         self._post = post
         self._pool = pool
+        self._live = live
         self._counters = counters
         self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
         # who loads a prompt, or has loaded it (None)
@@ -326,7 +331,7 @@ class DecodeRequests:
             return 0, False
         waits = takes_the_last_blocks(
             self._pool(), self._engine_config.groups, request, computed, end
-        )
+        ) and any(map(has_blocks, self._live()))  # leases alone are revoked if it lacks a block
         return (missing, True) if remote_prefill.is_handshake_over and not waits else (None, False)
 
     def is_meeting(self, request: Request) -> bool:

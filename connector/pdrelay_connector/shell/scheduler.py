@@ -110,6 +110,7 @@ class PDRelayConnectorScheduler:
             counters=self._counters,
             signatures=signatures,
             wall_clock=clock,
+            live=self._live.values,
             on_skipped=self._notes.load_skipped,
         )
         self._failed_loads = FailedLoads()

@@ -5,6 +5,7 @@ import warnings
 import pytest
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.lease.kv_params import parse_pull_params
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -111,3 +112,25 @@ def test_loads_leave_a_block_for_the_next_token(name):
 
     assert pair.is_done
     assert pair.d.loaded == {"r0", "r1"}
+
+
+@pytest.mark.skipif(not vllm_versions.ASKS_WHAT_IS_LOADED, reason="the stories' kinds need vLLM 0.32")
+@pytest.mark.parametrize("tokens", [61, 62, 64, 65])
+def test_a_lease_that_nobody_reads_stops_no_load(tokens):
+    """The engine that renews it has more to do. 16 blocks are free beside it."""
+    from support.cache_kinds import Pair
+    from support.kinds_table import KINDS
+    from support.scheduled_engine import REVOKE
+
+    kind, offers = KINDS["full attention"], []
+    pair = Pair(kind.shape(blocks=40), kind.shape(blocks=24))
+    pair.awaited["lent"] = offers.append
+    pair.d.ask("lent", [2] * 27, most=1, params={"do_remote_decode": True, "transfer_mode": "pull"})
+    pair.run(1.0)
+    offer = parse_pull_params(offers.pop())
+    pair.p.control_runner.post(lambda control, now: control.lease_renewer.start_renewing("r", offer, now=now))
+    pair.ask("r", [1] * tokens, 1, "pull")
+    pair.run(REVOKE + 5.0)
+
+    assert pair.is_done
+    assert pair.d.loaded == {"r"}

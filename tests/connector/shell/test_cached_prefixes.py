@@ -73,7 +73,7 @@ class Side:
         parts = {"pool": lambda: self.pool, "counters": self.counters, "signatures": Signatures(lambda: ())}
         parts["wall_clock"] = lambda: 0.0
         self.prefills = PrefillRequests(config, Settings(mode=mode, **choices), self.control.post, **parts)
-        self.decodes = DecodeRequests(config, mode, self.control.post, **parts)
+        self.decodes = DecodeRequests(config, mode, self.control.post, live=list, **parts)
         self.cached = CachedPrefixes(
             config, self.prefills, self.control.post, pool=lambda: self.pool, counters=self.counters
         )

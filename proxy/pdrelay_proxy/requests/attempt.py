@@ -365,7 +365,8 @@ class Attempt(LegOwner):
         decode = self.decode
         if self.is_streaming and decode is not None and (decode.heard or paused):
             decode.heard = False
-            decode.due = now + self._settings.stream_idle_timeout_s
+            idle_s = self._settings.stream_idle_timeout_s
+            decode.due = None if self._plan.may_be_quiet else now + idle_s
         for leg in (self.prefill, decode):
             if leg is not None and not leg.is_closed and leg.due is not None and now >= leg.due:
                 why = self._sending.why_late(leg, is_streaming=self.is_streaming)

@@ -35,7 +35,7 @@ from pdrelay_proxy.core.protocol.request_bodies import (
     parse,
 )
 from pdrelay_proxy.core.protocol.response_filter import media_type
-from pdrelay_proxy.core.raw_json import TRUE, Fields, Pieces, encode, long_fields, text
+from pdrelay_proxy.core.raw_json import FALSE, TRUE, Fields, Pieces, encode, long_fields, text
 from pdrelay_proxy.core.routing.routing_hints import (
     TELLS_MODEL,
     hints_of_call,
@@ -57,6 +57,7 @@ PASSED_ON: Final = frozenset(
 # bytes of a body; of a smaller one it costs less to copy its fields than to share them
 _LARGE: Final = 64 * 1024
 _RANK: Final = b"x-data-parallel-rank"
+_REASONING: Final = "include_reasoning"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
 _APIS: Final = {api.value: api for api in Api}
@@ -92,6 +93,8 @@ class RequestPlan:
     headers: Headers  # those of the client's headers that engines may see
     hints: RoutingHints  # what the choice of engines may depend on
     streams: bool
+    # its stream has pauses of any length: vLLM sends nothing for reasoning that is not wanted
+    may_be_quiet: bool
     # of an endpoint that generates text; None: one engine gets ``body``
     call: GenerationRequest | None
     body: Pieces
@@ -119,6 +122,7 @@ class RequestPlan:
         self.headers = headers
         self.hints = hints
         self.streams = call is not None and call.fields.get("stream") == TRUE
+        self.may_be_quiet = call is not None and call.fields.get(_REASONING) == FALSE
         self.call = call
         self.body = [] if body is None else body
         self.content_type = content_type

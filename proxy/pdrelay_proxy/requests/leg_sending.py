@@ -6,7 +6,7 @@ What comes back is up to the attempt.
 from typing import Final
 
 from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
-from pdrelay_proxy.core.model import GenerationRequest, Instance, RequestId
+from pdrelay_proxy.core.model import Api, GenerationRequest, Instance, RequestId
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
 from pdrelay_proxy.core.raw_json import Fields, Pieces
@@ -21,6 +21,7 @@ from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
 
 _PUSH: Final = TransferMode.PUSH  # looking a member up takes as long as a call
+_RESPONSES: Final = Api.RESPONSES.value
 
 
 class LegSending:
@@ -100,7 +101,10 @@ class LegSending:
         choice = self._choice
         record = life.record
         now = services.clock()
-        due = now + settings.first_token_timeout_s if self._plan.streams else None
+        plan = self._plan
+        # a chat says who speaks with its first token, whatever it keeps back
+        is_watched = plan.streams and not (plan.may_be_quiet and plan.path == _RESPONSES)
+        due = now + settings.first_token_timeout_s if is_watched else None
         if self._terms.is_takeover:
             due = now + min(settings.first_token_timeout_s, self._terms.seconds_for(decode))
         leg = DecodeLeg(owner, decode, now, due, services.clock)

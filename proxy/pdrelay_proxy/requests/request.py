@@ -120,7 +120,7 @@ class Request(PartRequest):
         self._body: bytes | Upload = b""  # as far as it has come, and is not read
         self._ticket: Ticket | None = None
         self._plan = plan  # of a part, until that is served
-        # when all of it has taken too long; None: it is a stream
+        # when all of it has taken too long; None: it is a stream that is never quiet for long
         self._ends_at: float | None = None
         self._total_s = 0.0  # seconds that it may take until then
         self._dispatch: Dispatch | None = None  # since it was admitted
@@ -368,7 +368,7 @@ class Request(PartRequest):
         now = services.clock()
         life.record.admitted_s = now - life.record.began_at
         services.budget.came(now)
-        if not plan.streams:  # a stream is watched piece by piece
+        if not plan.streams or plan.may_be_quiet:  # another stream is watched piece by piece
             self._total_s = settings.total_timeout_s
             self._ends_at = now + self._total_s
         dispatch = self._dispatch = self._answering = Dispatch(life, plan, settings, self._client)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.errors import EngineError
 from support.clock import Clock
 from support.scripted import (
@@ -15,7 +15,9 @@ from support.scripted import (
     call,
     good_decode,
     never,
+    prefilled,
     pulled_prefill,
+    request_id,
     router_of,
     until,
 )
@@ -156,3 +158,86 @@ async def test_a_decode_engine_that_does_not_accept_a_connection_got_nothing():
     assert client.status == 200
     assert len(engines.of(Role.PREFILL)) == 1
     assert [str(retry) for retry in client.record.retries] == ["decode-0 unreachable"]
+
+
+QUIET = {"stream": True, "include_reasoning": False}
+ROLE = b'data: {"id":"x","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+ANNOUNCED = b'event: response.created\ndata: {"response":{}}\n\n'
+ENDED = b'event: response.completed\ndata: {"response":{}}\n\n'
+
+
+async def reasoned(seconds, piece):
+    """What comes behind so many seconds of reasoning that the client does not want."""
+    await asyncio.sleep(seconds)
+    return piece
+
+
+@pytest.mark.parametrize(("api", "begins", "ends"), [(Api.CHAT, ROLE, DONE), (Api.RESPONSES, ANNOUNCED, ENDED)])
+async def test_a_stream_without_its_reasoning_may_be_quiet_for_as_long_as_the_model_reasons(api, begins, ends):
+    """vLLM sends no event for it: a limit for pauses would cut good streams, and hold them against their engines."""
+
+    async def decode(_):
+        return 200, [begins, reasoned(1000, EVENT), reasoned(1000, ends)]
+
+    engines, loop = Scripted(pulled_for(api), decode), simulated()
+    router = router_of(engines, y=2, clock=loop.time)
+    async with router.requests:
+        client = await router.start(call(api, **QUIET)).end(seconds=3000)
+
+    assert (client.error, client.body) == (None, begins + EVENT + ends)
+    assert (len(engines.of(Role.DECODE)), client.record.retries) == (1, ())
+    assert router.is_idle()
+
+
+async def test_a_quiet_stream_has_the_time_of_a_whole_answer_and_no_engine_is_blamed():
+    """An engine that hangs is found by its probes."""
+
+    async def decode(_):
+        return 200, [ROLE, never()]
+
+    notes, loop = Noted(), simulated()
+    router = router_of(Scripted(pulled_for(Api.CHAT), decode), clock=loop.time, total_timeout_s=500.0, spans=notes)
+    async with router.requests:
+        client = await router.start(call(Api.CHAT, **QUIET)).end(seconds=1000)
+
+    assert client.error == ("RequestTimeoutError", "the request was not done within 500 s")
+    assert notes.told[-2][-1] is None
+    assert router.is_idle()
+
+
+async def test_a_quiet_chat_begins_with_its_first_token():
+    """It says who speaks: an engine that does not is replaced in time."""
+
+    async def decode(leg):
+        return await never() if leg.instance.id == "decode-0" else (200, [ROLE, EVENT, DONE])
+
+    router = router_of(Scripted(pulled_for(Api.CHAT), decode), y=2, clock=simulated().time)
+    async with router.requests:
+        client = await router.start(call(Api.CHAT, **QUIET)).end(seconds=1000)
+
+    assert client.body == ROLE + EVENT + DONE
+    assert [str(retry) for retry in client.record.retries] == ["decode-0 timeout"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"include_reasoning": True}, {"include_reasoning": None}])
+async def test_a_stream_with_its_reasoning_is_watched(fields):
+    """Its engine has something to send with each token."""
+
+    async def decode(_):
+        return 200, [ROLE, never()]
+
+    router = router_of(Scripted(pulled_for(Api.CHAT), decode), clock=simulated().time, stream_idle_timeout_s=100.0)
+    async with router.requests:
+        client = await router.start(call(Api.CHAT, stream=True, **fields)).end(seconds=1000)
+
+    assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 100 s")
+
+
+def pulled_for(api):
+    """Return a prefill engine that knows requests of an API by their names there."""
+    name = {Api.CHAT: "chatcmpl-{}-1", Api.RESPONSES: "resp_{}_0"}[api]
+
+    async def prefill(leg):
+        return prefilled(leg, transfer_mode="pull", remote_request_id=name.format(request_id(leg)))
+
+    return prefill

@@ -6,11 +6,13 @@ transfer is under way: then UCX may abort the process of the engine that is read
 
 import os
 import socket
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from nixl import _api as nixl_api
 
 from pdrelay_connector.settings import Mode
 from support.connector_process import WHOLE, ConnectorProcess, same
@@ -120,3 +122,28 @@ def test_reads_that_do_not_end_get_another_backend_and_what_was_lent_before_is_r
     assert d.count("backends_rebuilt") == 1
     for name, cache in d.caches.items():
         assert cache[others].equal(p.caches[name][others])
+
+
+def test_a_call_that_does_not_return_fails_its_loads_and_holds_their_blocks_until_it_does(start, monkeypatch):
+    """Nobody can take a thread back from NIXL, and nobody knows what it still writes."""
+    p, d = start(Mode.PULL, timeout=SHORT)
+    p.fill(1)
+    for name in ("hangs", "next"):
+        p.lend(name)
+    returns, check = threading.Event(), nixl_api.nixl_agent.check_xfer_state
+    monkeypatch.setattr(nixl_api.nixl_agent, "check_xfer_state", lambda *args: returns.wait(60) and check(*args))
+    d.order("hangs", p, p.engine)
+    assert d.wait("hangs", p)
+    assert d.worker.take_quarantined().quarantined == ["hangs"]
+    assert d.worker.take_quarantined() is None
+    returns.set()
+    until = time.monotonic() + 30
+    while (released := d.worker.take_quarantined()) is None:
+        assert time.monotonic() < until, "the blocks stay quarantined"
+        assert not d.worker.results().finished_recving
+        time.sleep(0.01)
+
+    assert released.released == ["hangs"]
+    assert not d.load("next", p, p.engine)
+    assert same(p, d)
+    assert d.count("transfer_thread_stuck") == 1

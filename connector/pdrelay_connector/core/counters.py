@@ -290,6 +290,9 @@ COUNTERS = {
     "backends_given_up": (
         "Times that NIXL's backend counted as failed because others did not help either."
     ),
+    "transfer_thread_stuck": (
+        "Times that a call of NIXL had not returned after transfer_timeout: loads fail until it does."
+    ),
     "bytes_staged_out": "Bytes of KV copied from the device into host memory.",
     "bytes_staged_in": "Bytes of KV copied from host memory into the device.",
     "loads_aborted": "Push: requests aborted before their KV was there.",

@@ -52,6 +52,7 @@ class Runner(Generic[CoreT]):
         self._begin = begin
         self._commands: queue.SimpleQueue[Command[CoreT]] = queue.SimpleQueue()
         self._stopping = False
+        self._turn_began: float | None = None  # absent while the thread waits
         self._died: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -84,6 +85,12 @@ class Runner(Generic[CoreT]):
         if self._died is not None:
             raise ConnectorError(f"thread {self._thread.name} died: {self._died!r}") from self._died
 
+    @property
+    def busy_s(self) -> float:
+        """For how many seconds the thread has been in its present turn; 0 while it waits."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close its sockets; waits at most ``timeout`` seconds."""
         self._stopping = True
@@ -104,7 +111,9 @@ class Runner(Generic[CoreT]):
             self._link.stop()
 
     def _iterate(self, due: float | None) -> float | None:
+        self._turn_began = None
         events = self._link.poll(self._wait(due))
+        self._turn_began = time.monotonic()
         # Commands first: what the engine did before its reply left must be known before the peer's
         # answer to it.
         while not self._commands.empty():

@@ -20,6 +20,7 @@ from pdrelay_connector.core.layout.transfer_plan import runs_per_block
 from pdrelay_connector.core.messages import Fingerprint, MemoryKind, WorkerHello
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.pull.overdue_loads import OverdueLoads
 from pdrelay_connector.core.push.part_writer import PartWriteId
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
@@ -84,7 +85,8 @@ class PDRelayConnectorWorker:
         self._quarantined = QuarantineMetadata()  # news for the scheduler
         self._has_timelines = are_wanted()
         self._counters = Counters(self._has_timelines)
-        self._loading: set[RequestId] = set()
+        self._loading = OverdueLoads()
+        self._is_stuck = False  # the transfer thread, in a call
         self._idle = False
         self._sleep = Sleep()
         self._register_again: Callable[[], None] = lambda: None  # once registered
@@ -224,7 +226,7 @@ class PDRelayConnectorWorker:
                     f"request {order.request} is to be loaded on an engine that is no consumer in "
                     f"pull"
                 )
-            self._loading.add(order.request)
+            self._loading.add(order)
             self._runner.post(_loading(order))
         self._push_results += [self._compared(result) for result in step.arrived]
 
@@ -294,19 +296,44 @@ class PDRelayConnectorWorker:
         if self._push_writer is not None:
             self._push_writer.check()
         results = KVConnectorTransferResults()
-        for ended in self._outbox.take_items():
-            match ended:
+        for news in self._outbox.take_items():
+            match ended := self._loading.take(news):
                 case BlocksReleased(request):
                     self._quarantined.released.append(request)
-                case LoadResult(request, _, quarantined):
-                    self._loading.discard(request)
-                    _report(results, ended)
-                    if quarantined:
-                        self._quarantined.quarantined.append(request)
+                case LoadResult():
+                    self._end_load(results, ended)
+                case None:
+                    pass
+        self._give_up_if_stuck(results)
         for result in self._push_results:
             _report(results, result)  # in push the scheduler itself pins quarantined blocks
         self._push_results = []
         return results
+
+    def _end_load(self, results: KVConnectorTransferResults, ended: LoadResult) -> None:
+        _report(results, ended)
+        if ended.quarantined:
+            self._quarantined.quarantined.append(ended.request)
+
+    def _give_up_if_stuck(self, results: KVConnectorTransferResults) -> None:
+        """Fail all loads while a call of NIXL does not return: nothing else would end them."""
+        timeout = self._settings.transfer_timeout
+        was_stuck = self._is_stuck
+        self._is_stuck = self._runner is not None and self._runner.busy_s > timeout
+        if not self._is_stuck:
+            return
+        counters = Counters()
+        if not was_stuck:
+            counters.count("transfer_thread_stuck")
+            logger.error(
+                "pdrelay: a call of NIXL has not returned for %g s: loads of this rank fail until it "
+                "does, and if it never does, this engine must be started again",
+                timeout,
+            )
+        for engine, given_up in self._loading.give_up(f"NIXL has not returned for {timeout:g} s"):
+            counters.count_load("loads_failed_timeout", engine)
+            self._end_load(results, given_up)
+        self._forward(counters.take_report())
 
     def take_quarantined(self) -> QuarantineMetadata | None:
         """Return the changes of quarantined blocks since the last call."""

@@ -90,6 +90,18 @@ def test_the_thread_begins_with_what_it_must_be_before_anything_else():
     assert log.threads == {"under-test"}
 
 
+def test_a_turn_that_does_not_end_is_seen_from_outside():
+    """A call of NIXL may never return. Waiting is no turn."""
+    core, goes_on = Log(), threading.Event()
+    with Started(core) as runner:
+        core.turns.acquire(timeout=10)
+        wait_for(lambda: runner.busy_s == 0)
+        runner.post(lambda core, now: goes_on.wait(10))
+        wait_for(lambda: runner.busy_s > 0.05)
+        goes_on.set()
+        wait_for(lambda: runner.busy_s == 0)
+
+
 def test_commands_come_before_events():
     """What the engine did before its answer left must be known before the peer's reaction to it."""
     core = Log()

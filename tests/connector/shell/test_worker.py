@@ -34,6 +34,7 @@ class Thread:
 
     def __init__(self):
         self.posted, self.dead = [], False
+        self.busy_s = 0.0  # in its present turn
 
     def post(self, command):
         self.posted.append(command)
@@ -94,6 +95,51 @@ def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
 
     with pytest.raises(ConnectorError, match="died"):
         worker.results()
+
+
+def test_loads_fail_when_a_call_of_nixl_does_not_return(worker, caplog):
+    """Nothing else would end them. What the call may still write into is nobody's until it is over."""
+    load(worker, "a", "b")
+    worker._runner.busy_s = Settings().transfer_timeout + 1
+    results = worker.results()
+    load(worker, "later")
+
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a", "b"})
+    assert worker.take_quarantined() == QuarantineMetadata([RequestId("a"), RequestId("b")], [])
+    assert worker.results().failed_recving == {"later"}
+    counters = worker.stats().data["counters"]
+    assert (counters["transfer_thread_stuck"], counters["loads_failed_timeout"]) == (1, 3)
+    assert sum("has not returned" in record.message for record in caplog.records) == 1
+
+
+def test_a_call_that_returns_after_all_frees_the_blocks_and_ends_no_load_twice(worker):
+    """Whatever it says of them, vLLM has computed these prompts."""
+    load(worker, "read", "failed", "hangs")
+    worker._runner.busy_s = Settings().transfer_timeout + 1
+    worker.results()
+    worker.take_quarantined()
+    worker._runner.busy_s = 0.0
+    ends = LoadResult(RequestId("read"), ""), LoadResult(RequestId("failed"), "no route")
+    tell(worker, *ends, LoadResult(RequestId("hangs"), "not loaded", quarantined=True))
+    results = worker.results()
+
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
+    assert worker.take_quarantined() == QuarantineMetadata([], [RequestId("read"), RequestId("failed")])
+    tell(worker, BlocksReleased(RequestId("hangs")))
+    worker.results()
+    assert worker.take_quarantined() == QuarantineMetadata([], [RequestId("hangs")])
+
+
+def test_what_is_loaded_when_the_call_has_returned_is_loaded(worker):
+    worker._runner.busy_s = Settings().transfer_timeout + 1
+    load(worker, "a")
+    worker.results()
+    worker._runner.busy_s = 0.0
+    load(worker, "b")
+    tell(worker, LoadResult(RequestId("b"), ""))
+    results = worker.results()
+
+    assert (results.finished_recving, results.failed_recving) == ({"b"}, set())
 
 
 def test_an_engine_that_takes_nothing_over_says_so(worker):

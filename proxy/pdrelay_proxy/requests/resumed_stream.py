@@ -80,7 +80,11 @@ class ResumedStream:
         except ProxyError as failed:
             error = failed.with_traceback(None)
         if takeover is not None:
-            self._terms = self._taken_over(takeover)
+            try:
+                self._terms = self._taken_over(takeover)
+            except Exception:  # a bug: the feature must not wait for the stream
+                takeover.give_up()
+                raise
         elif error is None:
             return True
         elif not self._terms.is_takeover:

@@ -162,6 +162,10 @@ class Takeover(ABC):
         ``replay``: what its client has got; ``before``: the terms that it was streamed by.
         """
 
+    @abstractmethod
+    def give_up(self) -> None:
+        """Hear that the request ends where the stream was cut: the router has a bug."""
+
 
 class StreamCut(Exception):
     """A stream is cut here, to be taken over."""

@@ -63,7 +63,6 @@ class MoveTakeover(Takeover):
         rest = replay.rest()
         call = before.call
         if rest is None or call is None:
-            move.end(MoveOutcome.FAILED)
             raise RuntimeError("a stream was cut that no engine can continue")
         life.record.move_on(move.record)
         life.on(RequestEvent.TAKE_OVER)
@@ -75,6 +74,10 @@ class MoveTakeover(Takeover):
         if is_chat:
             terms.ids = rest.tokens
         return terms
+
+    def give_up(self) -> None:
+        """Hear that no engine goes on."""
+        self._move.end(MoveOutcome.FAILED)
 
 
 class _MoveTerms(Terms):

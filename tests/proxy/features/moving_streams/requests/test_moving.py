@@ -28,6 +28,7 @@ from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.settings import Settings
 from support.greedy import HALF, event, events, ids_of, read
 from support.scripted import (
+    Noted,
     Scripted,
     call,
     never,
@@ -147,6 +148,30 @@ async def cut_once(fleet, api=Api.COMPLETIONS, **fields):
     assert not fleet.engines.open
     assert fleet.router.is_idle()
     return client
+
+
+class FaultyNotes(list):
+    """They cannot be told that the leg of an engine has ended."""
+
+    def append(self, told, /):
+        if told[:2] == ("ended", "decode-0"):
+            raise RuntimeError("a bug")
+        super().append(told)
+
+
+async def test_a_stream_whose_leg_cannot_be_closed_holds_no_place_of_a_move():
+    """The client gets an error; the engine is free, and other streams may move."""
+    notes = Noted()
+    notes.told = FaultyNotes()
+    fleet = Fleet(most=1, spans=notes)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    fleet.drain(client.request.streams_from)
+    await client.end()
+
+    assert client.request.failure.args == ("a bug",)
+    assert fleet.outcomes == {("failed",): 1}
+    assert fleet.router.is_idle()
 
 
 @pytest.mark.parametrize("api", PROMPTS)

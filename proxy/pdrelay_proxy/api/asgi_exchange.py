@@ -17,7 +17,7 @@ import httptools
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
 from pdrelay_proxy.core.http.framing import Head
 from pdrelay_proxy.core.http.response_head import CONTROLS, HEADER_NAME, STATUS_LINES
-from pdrelay_proxy.errors import BadFraming
+from pdrelay_proxy.errors import BadFraming, ProxyError
 
 Message: TypeAlias = MutableMapping[str, Any]
 App: TypeAlias = Callable[
@@ -93,8 +93,9 @@ class AsgiExchange:
         self._more = False
         self._news.set()
 
-    def leave(self) -> None:
+    def leave(self, refusal: ProxyError | None = None) -> None:
         """Note that the client has gone, or was refused in the middle of its body."""
+        del refusal  # the application says what becomes of it
         self._gone = True
         self._expects = False
         self._news.set()

@@ -75,8 +75,10 @@ class Exchange(Protocol):
         """Whether all of the answer was written."""
         ...
 
-    def leave(self) -> None:
-        """Give it up: the client does not read the answer."""
+    def leave(self, refusal: ProxyError | None = None) -> None:
+        """Give it up: the client does not read the answer; ``refusal``: what it gets instead, from
+        its connection.
+        """
         ...
 
 
@@ -524,13 +526,15 @@ class GuardedProtocol(asyncio.Protocol):
         self.free()
         exchange = self.exchange
         # It is the exchange of this request: none is read behind an unanswered one.
-        is_open = exchange is not None and not exchange.response_complete
-        if is_open and exchange is not None and exchange.response_started:
+        if exchange is None or exchange.response_complete:
+            if not self._reader.in_body:
+                self.transport.write(self._answer(error))
+        elif exchange.response_started:
             self.transport.close()  # half an answer cannot be ended otherwise
-        elif is_open or not self._reader.in_body:
-            self.transport.write(self._answer(error))
-        if is_open and exchange is not None:
             exchange.leave()
+        else:
+            self.transport.write(self._answer(error))
+            exchange.leave(error)
         self._linger()
 
     def _answer(self, error: ProxyError) -> bytes:

@@ -39,7 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
-    """The client has closed its connection."""
+    """The client has closed its connection, or that has refused the request in the middle."""
+
+    def __init__(self, refusal: ProxyError | None = None) -> None:
+        """``refusal``: what the client has got from its connection."""
+        super().__init__()
+        self.refusal = refusal
 
 
 class ClientResponse:
@@ -222,7 +227,7 @@ class ClientResponse:
         record = self._life.record
         writer = self.writer
         if isinstance(error, ClientGone):
-            return CLIENT_CLOSED_REQUEST
+            return self._note_gone(error.refusal)
         if not isinstance(error, ProxyError):
             logger.error("request %s failed", record.request_id, exc_info=error)
         # it leads to frames that hold the request, and the error: a circle
@@ -245,6 +250,16 @@ class ClientResponse:
             lines += f"{name}: {value}\r\n".encode("latin-1")
         writer.begin(status, lines, body, streams=False)
         return status
+
+    def _note_gone(self, refusal: ProxyError | None) -> int:
+        """Return the status of a request whose client reads no answer of it."""
+        if refusal is None:
+            return CLIENT_CLOSED_REQUEST
+        record = self._life.record
+        record.error = str(refusal)
+        self.failure = refusal
+        overload = self._life.services.settings.current.overload_status
+        return error_body(refusal, record.path, overload)[0]
 
     # ---- heads and ends
 

@@ -145,10 +145,10 @@ class Request(PartRequest):
         """Tell whether some of the response was written."""
         return self._client.writer.begun
 
-    def leave(self) -> None:
-        """Give up everything: the client has gone."""
+    def leave(self, refusal: ProxyError | None = None) -> None:
+        """Give up everything: the client has gone; ``refusal``: what it got from its connection."""
         if not self.response_complete:
-            self.interrupt(ClientGone())
+            self.interrupt(ClientGone(refusal))
 
     def check(self) -> bool:
         """Judge the head; False: the request is refused, and answered.

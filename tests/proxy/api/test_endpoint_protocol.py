@@ -666,6 +666,24 @@ def test_a_client_that_leaves_within_its_body_costs_no_leg(way, sent):
     assert len(engines["p0"].log) == 1
 
 
+LATE = post({"prompt": "y" * 1000, "max_tokens": 4})[:-1]
+BROKEN = post(b"xyz\r\n", Content_Length=None, Transfer_Encoding="chunked")
+
+
+@pytest.mark.parametrize(("sent", "status", "why"), [(LATE, 408, "too slow"), (BROKEN, 400, "the size of a chunk")])
+def test_the_log_says_what_a_client_got_whose_body_was_given_up(sent, status, why, caplog):
+    """It has not gone: its connection has answered it."""
+    caplog.set_level("INFO", logger="pdrelay.access")
+    with routers(sims(), replace(QUIET, receive_timeout_s=0.3), ["protocol"]) as (served,), served.open() as client:
+        answer = client.send(sent).answer()
+        until(lambda: [line for line in caplog.messages if "request_id" in line])
+
+    assert answer.status == status
+    (line,) = [line for line in caplog.messages if "request_id" in line]
+    assert f" status={status} " in line
+    assert why in line
+
+
 def legs_of(engine):
     """What has reached an engine, without the router's word that nobody will come for a transfer."""
     return [entry for entry in engine.log if not abandoned(json.loads(entry.body))]

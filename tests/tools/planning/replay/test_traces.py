@@ -93,9 +93,19 @@ def test_conversations(read):
         (lines({**MOONCAKE, "timestamp": -1}), "line 1: Expected `float` >= 0"),
         (lines(MOONCAKE)[:-3], "line 1: Input data was truncated"),
         (lines({**MOONCAKE, "timestamp": 0}).replace(": 0,", ": NaN,", 1), "line 1: JSON is malformed"),
-        ("100,20\n100", "line 2: expected prompt_tokens,output_tokens"),
-        ("100,20\nmany,20", "line 2: expected prompt_tokens,output_tokens"),
-        ("100,1.5", "line 1: expected prompt_tokens,output_tokens"),
+        (
+            "100,20\n100",
+            "line 2: expected prompt_tokens,output_tokens, two whole numbers from 1 to 10000000, not '100'",
+        ),
+        (
+            "100,20\nmany,20",
+            "line 2: expected prompt_tokens,output_tokens, two whole numbers from 1 to 10000000, not 'many,20'",
+        ),
+        (
+            "100,1.5",
+            "line 1: expected prompt_tokens,output_tokens, two whole numbers from 1 to 10000000, not '100,1.5'",
+        ),
+        ("1" * 99, "not '" + "1" * 60 + "'"),
         (b"\xff\xfe1,2", "line 1: expected prompt_tokens,output_tokens"),
         (b'{"prompt_tokens": 1, "\xff": 2}', "line 1: Object missing required field"),
         ("prompt_tokens,output_tokens", "no requests"),

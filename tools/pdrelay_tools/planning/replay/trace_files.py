@@ -41,6 +41,9 @@ class _Mooncake(msgspec.Struct):
     ]
 
 
+_SHOWN: Final = 60  # characters of a line that an error quotes
+
+
 class _Lengths(msgspec.Struct):
     prompt_tokens: _Tokens
     output_tokens: _Tokens
@@ -118,12 +121,14 @@ def _mooncake_row(path: Path, number: int, line: bytes) -> _Mooncake:
 
 
 def _csv(path: Path, number: int, line: bytes) -> _Lengths:
-    words = line.decode("ascii", "replace").split(",")
+    text = line.decode("ascii", "replace")
     try:
-        return msgspec.convert(dict(zip(_CSV, words, strict=True)), _Lengths, strict=False)
+        words = dict(zip(_CSV, text.split(","), strict=True))
+        return msgspec.convert(words, _Lengths, strict=False)
     except (ValueError, msgspec.MsgspecError) as exc:
         raise NoReplay(
-            f"{path}, line {number}: expected prompt_tokens,output_tokens ({exc})"
+            f"{path}, line {number}: expected prompt_tokens,output_tokens, two whole numbers from "
+            f"1 to {MOST_TOKENS}, not {text[:_SHOWN]!r}"
         ) from exc
 
 

@@ -1,6 +1,7 @@
 """What changes while the router serves."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,7 +205,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     """docs/options.md says it to operators; server.py reads the log's level and the times of its end by itself."""
     new = Read(OLD)
     build(OLD).live.prepared(OLD, new)()
-    live = {name for name, setting in OPTIONS.items() if setting.option.live}
+    live = {name for name, setting in OPTIONS.items() if setting.option.live and setting.owner is Settings}
     # Requests and their gate get all settings, and read them when a request is admitted.
     modules = (
         *(
@@ -239,3 +240,17 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
 
     assert live - new.names == at_its_end
     assert new.names - live <= looked_at
+
+
+LIVE_OF_FEATURES = [name for name, setting in OPTIONS.items() if setting.option.live and setting.owner is not Settings]
+
+
+@pytest.mark.parametrize("name", LIVE_OF_FEATURES)
+def test_a_feature_s_setting_that_takes_effect_is_read_from_the_present_settings(name):
+    """From those that a request has, not from those that the router was built with."""
+    folder = Path(sys.modules[OPTIONS[name].owner.__module__].__file__).parent
+    sources = [file.read_text() for file in folder.rglob("*.py") if file.name != "settings.py"]
+    readers = [text for text in sources if re.search(rf"\b{name}\b", text)]
+
+    assert readers
+    assert not [text for text in readers if "ground.settings" in text]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.features import for_workers
+from pdrelay_proxy.features import for_workers, shared_store
 from pdrelay_proxy.io.listening import bound, reserved, url_of
 from pdrelay_proxy.io.worker_place import (
     END,
@@ -50,6 +50,11 @@ def run(settings: Settings, serve: Serve) -> int:
         port = stack.enter_context(reserved(settings.host, settings.port))
         _check_admin_ports(settings)
         common = for_workers(settings, lambda: stack.enter_context(_folder()))
+        if shared_store(settings.with_features(*common)) is None:
+            raise ConfigError(
+                f"workers is {settings.workers}, and this router has no feature by which workers "
+                f"share the engines that operators add: write workers = 1"
+            )
         logger.info(
             "each of %d workers has these limits for itself: %s",
             settings.workers,

@@ -100,6 +100,17 @@ except ConfigError as error:
     print(error)
 """
 
+START = """
+from pdrelay_proxy import supervisor
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.settings import Settings
+
+try:
+    supervisor.run(Settings(port=0, workers=2, admin_port=0), lambda place: 0)
+except ConfigError as error:
+    print(error)
+"""
+
 
 @pytest.fixture
 def copy(tmp_path):
@@ -211,6 +222,16 @@ def test_workers_are_refused_without_the_feature_that_has_them_meet(copy):
 
     assert python(copy, "-c", WORKERS) == (
         "workers is 2, and this router has no feature by which workers tell each other of their requests: "
+        "write workers = 1\n"
+    )
+
+
+def test_workers_do_not_start_without_the_feature_by_which_they_share_engines(copy):
+    """An engine that an operator adds would serve at one of them."""
+    remove(copy, "stores")
+
+    assert python(copy, "-c", START) == (
+        "workers is 2, and this router has no feature by which workers share the engines that operators add: "
         "write workers = 1\n"
     )
 

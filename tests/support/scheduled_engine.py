@@ -93,6 +93,8 @@ class Output(NamedTuple):
 class InMemoryRunner:
     """Stands for a ``Runner``: a thread of the connector, which has a turn when its process has one."""
 
+    busy_s = 0.0  # a turn takes no time
+
     def __init__(self, core, link, after_turn=lambda core: None):
         self.core, self._link, self._after_turn = core, link, after_turn
         self.commands = deque()

@@ -14,10 +14,9 @@ from pdrelay_proxy.building.engines import EngineSide, Fabric, build_engines
 from pdrelay_proxy.core.fleet.compatibility import shown_facts
 from pdrelay_proxy.core.fleet.fleet_warnings import fleet_warnings, pair_differences
 from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.peer_metrics import read_failures, read_moved
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.features import pairs_within
-from pdrelay_proxy.features.pairs.core.peer_loads import read_failures
-from pdrelay_proxy.features.pairs.core.peer_rates import read_moved
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.local.first_request import METRICS_WAIT_S

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Final
 
+from pdrelay_proxy.core.fleet.peer_metrics import read_failures, read_moved, read_totals
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.features.pairs.core.peer_loads import PeerLoads, read_failures, read_totals
-from pdrelay_proxy.features.pairs.core.peer_rates import PeerRates, read_moved
+from pdrelay_proxy.features.pairs.core.peer_loads import PeerLoads
+from pdrelay_proxy.features.pairs.core.peer_rates import PeerRates
 from pdrelay_proxy.features.pairs.io.pair_notes import OURS, PairNotes
 
 _ASKED_AT_ONCE: Final = 8  # prefill engines that are asked for their ids in one round

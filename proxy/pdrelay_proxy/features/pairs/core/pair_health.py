@@ -13,6 +13,7 @@ from typing import Final
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
+from pdrelay_proxy.core.fleet.peer_metrics import LASTING, PairFailure
 from pdrelay_proxy.core.model import InstanceId
 
 MOST: Final = 4096  # pairs that are remembered for their failures
@@ -31,38 +32,6 @@ _MAX_REST_S: Final = 600.0
 _LATER_S: Final = 5.0  # until a trial is thought of again whose engines cannot take it
 
 
-class PairFailure(FastStrEnum):
-    """Why a decode engine did not get a prefill engine's KV, as metrics and pages name it."""
-
-    HANDSHAKE = auto()  # it could not connect
-    REFUSED = auto()  # one of them refuses the other, for a reason that has no name here
-    SECRET = auto()  # one has another shared secret than the other, or none
-    CERTIFICATE = auto()
-    VERSION = auto()  # of vLLM, or of the connector's protocol
-    MODEL = auto()  # they serve different models, or store KV in different ways
-    CLOCK = auto()  # they differ by more than signed parameters allow
-    TRANSFER = auto()  # NIXL or the network failed
-    TIMEOUT = auto()
-    ENGINE_ERROR = auto()  # its leg ended with 5xx, and another pair served the same request
-    LEASE = auto()  # the prefill engine had freed the blocks
-    PEER_LOST = auto()  # the prefill engine's connection closed
-    STAGING = auto()  # host memory was too small, or copying failed
-    WRONG_KV = auto()  # it got other KV than the prefill engine had: by checksums
-
-
-# Those that do not mend themselves: an operator reads each in the log as soon as a decode engine
-# shows it.
-LASTING: Final = frozenset(
-    {
-        PairFailure.HANDSHAKE,
-        PairFailure.REFUSED,
-        PairFailure.SECRET,
-        PairFailure.CERTIFICATE,
-        PairFailure.VERSION,
-        PairFailure.MODEL,
-        PairFailure.CLOCK,
-    }
-)
 # Those that may be the pair's own. The others befall one engine, whoever the other is.
 OF_THE_PAIR: Final = LASTING | {
     PairFailure.TRANSFER,

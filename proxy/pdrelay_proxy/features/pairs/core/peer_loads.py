@@ -6,36 +6,15 @@ decode engine that did not get the KV computes the prompt (``kv_load_failure_pol
 and the text is right.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
-from pdrelay_proxy.core.fleet.engine_metrics import labelled_lines
-from pdrelay_proxy.core.fleet.pair_history import PairTrouble
+from pdrelay_proxy.core.fleet.peer_metrics import FAILURES_BY_NAME, PairFailure, Totals
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.features.pairs.core.pair_health import LASTING, OF_THE_PAIR, PairFailure
+from pdrelay_proxy.features.pairs.core.pair_health import OF_THE_PAIR
 
-_NAME: Final = b"vllm:pdrelay_peer_loads_total{"
-_LINE: Final = re.compile(
-    rb"vllm:pdrelay_peer_loads_total\{(?P<labels>[^\n]{0,2000})\} "
-    rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,6})?(?:[eE]\+?[0-9]{1,2})?)"
-)
-_LABEL: Final = re.compile(rb'(?:^|,)(engine|peer|outcome)="([0-9A-Za-z_.:-]{1,160})"(?=,|$)')
-_FAILURE: Final = b"vllm:pdrelay_peer_failure{"
-# The reason is the connector's sentence, without what the text format escapes. It stands behind any
-# other label.
-_FAILURE_LABEL: Final = re.compile(
-    rb'(?:^|,)(engine|peer|outcome|reason)="((?:(?<=reason=")[ '
-    rb'!#-\[\]-~]{1,400})|(?:[0-9A-Za-z_.:-]{1,160}))"(?=,|$)'
-)
-_TRUE: Final = (b"1", b"1.0")
-_MOST: Final = 512  # lines of one engine
 _LOADED: Final = "loaded"
-_REASONS: Final = {reason.value: reason for reason in PairFailure}
-
-# by the prefill engine's id and the outcome; since the engine began
-Totals: TypeAlias = Mapping[tuple[str, str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +44,6 @@ class PeerNews:
     def count(self) -> int:
         """The failures that are the pair's own."""
         return sum([count for reason, count in self.failed.items() if reason in OF_THE_PAIR])
-
-
-def read_totals(text: bytes, rank: int | None = None) -> Totals:
-    """Read the loads that an engine shows, or one of its data-parallel ranks; a label of another
-    form is left out.
-    """
-    totals = dict[tuple[str, str], int]()
-    for line in labelled_lines(text, _NAME, _LINE, _MOST):
-        labels = {name: value.decode() for name, value in _LABEL.findall(line["labels"])}
-        peer = labels.get(b"peer")
-        outcome = labels.get(b"outcome")
-        engine = labels.get(b"engine")
-        is_own = rank is None or engine is None or engine == str(rank)
-        if peer is not None and outcome is not None and is_own:
-            key = peer, outcome
-            totals[key] = totals.get(key, 0) + int(float(line["value"]))
-    return totals
-
-
-def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrouble]:
-    """Read why loads fail now, as an engine shows it by the prefill engine's id, or one of its
-    data-parallel ranks.
-    """
-    troubles = dict[str, PairTrouble]()
-    for line in labelled_lines(text, _FAILURE, most=_MOST):
-        if line["value"] not in _TRUE:
-            continue
-        labels = {name: value.decode() for name, value in _FAILURE_LABEL.findall(line["labels"])}
-        peer, outcome, why, engine = (
-            labels.get(name) for name in (b"peer", b"outcome", b"reason", b"engine")
-        )
-        reason = _REASONS.get(outcome or "")
-        is_own = rank is None or engine is None or engine == str(rank)
-        if peer is not None and reason is not None and is_own:
-            troubles[peer] = PairTrouble(reason.value, why or "", reason in LASTING)
-    return troubles
 
 
 class PeerLoads:
@@ -135,5 +78,9 @@ class PeerLoads:
 
 
 def _news(peer: str, outcomes: Mapping[str, int]) -> PeerNews:
-    failed = {_REASONS[name]: count for name, count in outcomes.items() if name in _REASONS}
+    failed = {
+        FAILURES_BY_NAME[name]: count
+        for name, count in outcomes.items()
+        if name in FAILURES_BY_NAME
+    }
     return PeerNews(peer, outcomes.get(_LOADED, 0), failed)

@@ -6,6 +6,7 @@ from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.pair_history import Pair, PairHistory, PairTrouble
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
@@ -13,7 +14,6 @@ from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
 from pdrelay_proxy.features.pairs.core.pair_health import (
     FailingPair,
-    PairFailure,
     PairHealth,
     PairState,
 )

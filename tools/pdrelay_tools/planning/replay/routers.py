@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from pdrelay_proxy.building.engines import Fabric, build_engines
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -23,10 +24,8 @@ from pdrelay_proxy.core.routing.route import route
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas import NamedMetrics
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.features import feature_policies
-from pdrelay_proxy.features.expected_ttft.core.engine_speed import EngineSpeeds
-from pdrelay_proxy.features.expected_ttft.settings import ExpectedTtftSettings
-from pdrelay_proxy.features.expected_ttft.weighing import routing_parts
+from pdrelay_proxy.features import feature_policies, features, pairs_within
+from pdrelay_proxy.features.feature import Ground
 from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
 from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
 from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
@@ -34,6 +33,7 @@ from pdrelay_proxy.features.kv_events.event_schemas import BlockRemoved, BlockSt
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.routing_plugins import installed_policies
+from pdrelay_proxy.options import OPTIONS, with_values
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.planning.replay.kv_cache import CacheEvents
 from pdrelay_tools.planning.replay.traces import (
@@ -45,6 +45,7 @@ from pdrelay_tools.planning.replay.traces import (
 )
 
 Load: TypeAlias = Callable[[Instance], float]
+_PAUSE: Final = "max_decode_itl_s"  # a feature's
 _TICK_S: Final = 0.25  # as requests/request_set.py
 # of an answer
 _USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'
@@ -151,9 +152,9 @@ class ReplayRouter:
         """
         names, least, itl_s = _parsed(choice)
         self._index = CacheIndex() if kv_events else None
-        self._settings = Settings(min_split_new_bytes=least).with_features(
-            ExpectedTtftSettings(itl_s)
-        )
+        self._settings = Settings(min_split_new_bytes=least)
+        if itl_s:
+            self._settings = _with_pause(self._settings, itl_s)
         self.fleet = _fleet(names, clock, Random(seed).randrange, self._index, self._settings)
         facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
@@ -278,6 +279,13 @@ def _parsed(choice: str) -> tuple[str, int, float]:
     return names, least, itl_s
 
 
+def _with_pause(settings: Settings, seconds: float) -> Settings:
+    """Return settings with a longest pause in streams; raises NoReplay: no feature looks at it."""
+    if _PAUSE not in OPTIONS:
+        raise NoReplay("this router has no feature that looks at the pauses in streams (:20ms)")
+    return with_values(settings, {_PAUSE: seconds})
+
+
 def _fleet(
     choice: str,
     clock: Callable[[], float],
@@ -295,11 +303,12 @@ def _fleet(
     if VLLM_ROUTER not in names:
         settings = replace(settings, prefill_policy=names[0], decode_policy=names[1])
         try:
-            registry = Registry(settings)
-            added = [routing_parts(settings, registry, EngineSpeeds(), clock)]
+            engines = build_engines(settings, Fabric(clock=clock), pairs_within(settings))
+            ground = Ground(settings, engines, clock)
+            added = [feature(ground).routing() for feature in features()]
             if index is not None:
                 added.append(RoutingParts(EventReports(index, PromptLookup(None, clock))))
-            return fleet_of(settings, registry, learned, clock, dice, added=added)
+            return fleet_of(settings, engines.registry, learned, clock, dice, added=added)
         except ConfigError as exc:
             raise NoReplay(str(exc)) from exc
     if names[0] != names[1]:

@@ -136,6 +136,15 @@ def python(copy, *arguments):
     return done.stdout
 
 
+def refused(copy, *arguments):
+    """Run a command with the copy; return what it says on standard error."""
+    environment = os.environ | {"PYTHONPATH": str(copy.parent)}
+    command = [sys.executable, "-m", "pdrelay_proxy.cli", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stderr
+
+
 def remove(copy, name):
     shutil.rmtree(copy / "features" / name)
     change_list(copy, f'    "{name}",\n', "")
@@ -234,6 +243,18 @@ def test_workers_do_not_start_without_the_feature_by_which_they_share_engines(co
         "workers is 2, and this router has no feature by which workers share the engines that operators add: "
         "write workers = 1\n"
     )
+
+
+def test_what_a_removed_feature_does_is_not_replayed(copy):
+    """A tool says so, and replays the rest."""
+    for name in ("kv_events", "roles", "expected_ttft", "pairs"):
+        remove(copy, name)
+    replay = ("replay", "--sessions", "2", "--turns", "1")
+
+    assert "2 requests" in python(copy, "-m", "pdrelay_proxy.cli", *replay)
+    assert "no feature that follows KV events" in refused(copy, *replay, "--kv-events")
+    assert "no feature that changes roles" in refused(copy, *replay, "--roles", "auto", "--ttft", "1", "--itl", "1")
+    assert "no feature that looks at the pauses" in refused(copy, *replay, "--policy", "prefix:20ms")
 
 
 def test_the_page_s_example_is_a_feature(copy):

@@ -8,17 +8,19 @@ from dataclasses import asdict
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from pdrelay_proxy.features.roles.work_meter import RoleTargets
+from pdrelay_proxy.features import FEATURES
 from pdrelay_tools.planning.engine_model import EngineModel, NoEngineModel, read_engine_model
 from pdrelay_tools.planning.replay import chart
-from pdrelay_tools.planning.replay.roles import RolesPlan
 from pdrelay_tools.planning.replay.routers import CHOICES
 from pdrelay_tools.planning.replay.simulation import Replayed, SimulatedFleet, replay
 from pdrelay_tools.planning.replay.summary import Summary, Targets, summarise
 from pdrelay_tools.planning.replay.trace_files import Arrivals, read_trace
 from pdrelay_tools.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phased_trace
+
+if TYPE_CHECKING:
+    from pdrelay_tools.planning.replay.roles import RolesPlan
 
 _MOST_ENGINES: Final = 1000  # of a role
 _MOST_TURNS: Final = 1_000_000
@@ -191,14 +193,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _roles(args: argparse.Namespace) -> RolesPlan | None:
+def _roles(args: argparse.Namespace) -> "RolesPlan | None":
     if args.roles == "off":
         return None
     if not (isfinite(args.ttft) and isfinite(args.itl)):
         raise NoReplay("--roles auto needs --ttft and --itl: engines turn to keep them")
     if args.kv_events or args.decode_engine or args.odd_engine:
         raise NoReplay("--roles auto needs engines that are alike, without --kv-events")
-    return RolesPlan(RoleTargets(args.ttft, args.itl))
+    if "roles" not in FEATURES:
+        raise NoReplay("this router has no feature that changes roles (--roles auto)")
+    from pdrelay_tools.planning.replay.roles import plan_for  # noqa: PLC0415 (a feature's)
+
+    return plan_for(args.ttft, args.itl)
 
 
 def _trace(args: argparse.Namespace) -> Trace:

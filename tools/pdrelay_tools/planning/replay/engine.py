@@ -9,6 +9,7 @@ from math import exp
 from random import Random
 from typing import Final
 
+from pdrelay_proxy.core.model import Role
 from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.kv_cache import CacheEvents, KvCache
 
@@ -30,6 +31,17 @@ class EventLoop:
         while self._due:
             self.now, _, act = heappop(self._due)
             act()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedEngine:
+    """One role change. Times are seconds of the replay."""
+
+    began: float
+    ended: float  # when the engine served its new role
+    role: Role  # the new one
+    prefill: int  # engines afterwards
+    decode: int
 
 
 @dataclass(slots=True, eq=False)

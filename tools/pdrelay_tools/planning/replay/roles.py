@@ -20,7 +20,7 @@ from pdrelay_proxy.features.roles.role_controller import (
     RoleLimits,
 )
 from pdrelay_proxy.features.roles.work_meter import RoleTargets
-from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine
+from pdrelay_tools.planning.replay.engine import EventLoop, TurnedEngine, VirtualEngine
 
 _SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 _DECIDE_EVERY_S: Final = 5.0
@@ -38,16 +38,15 @@ class RolesPlan:
     # how often new controllers, without a memory, replace these; 0: never
     dies_every_s: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class TurnedEngine:
-    """One role change. Times are seconds of the replay."""
-
-    began: float
-    ended: float  # when the engine served its new role
-    role: Role  # the new one
-    prefill: int  # engines afterwards
-    decode: int
+    def begin(
+        self,
+        registry: Registry,
+        engines: MutableMapping[InstanceId, VirtualEngine],
+        roles: MutableMapping[InstanceId, Role],
+        loop: EventLoop,
+    ) -> "SimulatedRoles":
+        """Return what changes them."""
+        return SimulatedRoles(self, registry, engines, roles, loop)
 
 
 class SimulatedRoles:
@@ -152,3 +151,8 @@ def _reading(instance: Instance, engine: VirtualEngine, now: float) -> EngineRea
         itl_count=log.itl_count,
     )
     return EngineReading(instance.id, instance.role, instance.address.authority, totals)
+
+
+def plan_for(ttft_s: float, itl_s: float) -> RolesPlan:
+    """Return the plan that keeps these targets."""
+    return RolesPlan(RoleTargets(ttft_s, itl_s))

@@ -5,9 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from random import Random
-from typing import Final, TypeAlias
-
-import msgspec
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pdrelay_proxy.building.engines import Fabric, build_engines
 from pdrelay_proxy.core.address import Address
@@ -24,12 +22,8 @@ from pdrelay_proxy.core.routing.route import route
 from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.schemas import NamedMetrics
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.features import feature_policies, features, pairs_within
+from pdrelay_proxy.features import FEATURES, feature_policies, features, pairs_within
 from pdrelay_proxy.features.feature import Ground
-from pdrelay_proxy.features.kv_events.core.cache_index import CacheIndex
-from pdrelay_proxy.features.kv_events.core.event_reports import EventReports
-from pdrelay_proxy.features.kv_events.core.prompt_lookup import PromptLookup
-from pdrelay_proxy.features.kv_events.event_schemas import BlockRemoved, BlockStored, KvEventBatch
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.routing_plugins import installed_policies
@@ -38,11 +32,12 @@ from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.planning.replay.kv_cache import CacheEvents
 from pdrelay_tools.planning.replay.traces import (
     BYTES_PER_TOKEN,
-    IDS_LEAST,
     NoReplay,
     Trace,
-    token_ids,
 )
+
+if TYPE_CHECKING:
+    from pdrelay_tools.planning.replay.followed_caches import FollowedCaches
 
 Load: TypeAlias = Callable[[Instance], float]
 _PAUSE: Final = "max_decode_itl_s"  # a feature's
@@ -98,38 +93,6 @@ def _chain(text: bytes, size: int = 512) -> Sequence[bytes]:
     return names
 
 
-class FollowedCache:
-    """The KV events of one engine, written as vLLM does, and read by the router's index."""
-
-    def __init__(self, index: CacheIndex, engine: InstanceId, block_tokens: int) -> None:
-        """Raises NoReplay: the blocks are too small to differ by their token ids."""
-        if block_tokens < IDS_LEAST:
-            raise NoReplay(
-                f"blocks of {block_tokens} tokens are too small for KV events: {IDS_LEAST} tell "
-                f"them apart"
-            )
-        self._index = index
-        self._engine = engine
-        self._block_tokens = block_tokens
-        index.open(engine, {engine: None})
-        self._apply()
-
-    def stored(self, name: int, before: int | None) -> None:
-        """A block is in the cache from now on."""
-        self._apply(
-            BlockStored([name], [*token_ids(name, self._block_tokens)], self._block_tokens, before)
-        )
-
-    def removed(self, name: int) -> None:
-        """A block is gone."""
-        self._apply(BlockRemoved([name]))
-
-    def _apply(self, *events: BlockStored | BlockRemoved) -> None:
-        batch = KvEventBatch(0.0, [msgspec.Raw(msgspec.msgpack.encode(event)) for event in events])
-        for _ in self._index.apply(self._engine, batch):
-            pass
-
-
 class ReplayRouter:
     """Chooses engines for the turns of a trace, and counts their requests, as the router does."""
 
@@ -151,11 +114,12 @@ class ReplayRouter:
         which a router can look them up. Raises NoReplay: no such policy.
         """
         names, least, itl_s = _parsed(choice)
-        self._index = CacheIndex() if kv_events else None
+        self._caches = _followed_caches(clock) if kv_events else None
         self._settings = Settings(min_split_new_bytes=least)
         if itl_s:
             self._settings = _with_pause(self._settings, itl_s)
-        self.fleet = _fleet(names, clock, Random(seed).randrange, self._index, self._settings)
+        added = () if self._caches is None else (self._caches.routing,)
+        self.fleet = _fleet(names, clock, Random(seed).randrange, added, self._settings)
         facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
             for engine in range(number):
@@ -171,11 +135,7 @@ class ReplayRouter:
 
     def events(self, engine: InstanceId) -> CacheEvents | None:
         """Return where an engine publishes its KV events; None: the router does not follow them."""
-        return (
-            None
-            if self._index is None
-            else FollowedCache(self._index, engine, self._trace.block_tokens)
-        )
+        return None if self._caches is None else self._caches.of(engine, self._trace.block_tokens)
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
         """Return the engines of a turn's legs; no prefill engine: decode-only."""
@@ -200,7 +160,7 @@ class ReplayRouter:
         return prefill, decode
 
     def _hints_of(self, number: int) -> RoutingHints:
-        prompt = self._trace.text(number) if self._index is None else self._trace.ids(number)
+        prompt = self._trace.text(number) if self._caches is None else self._trace.ids(number)
         return RoutingHints(session=self._trace.turns[number].session, prompt=prompt)
 
     def handed_over(self, decode: Instance, number: int) -> None:
@@ -286,11 +246,20 @@ def _with_pause(settings: Settings, seconds: float) -> Settings:
     return with_values(settings, {_PAUSE: seconds})
 
 
+def _followed_caches(clock: Callable[[], float]) -> "FollowedCaches":
+    """Return the caches that a router follows; raises NoReplay: it has no feature that does."""
+    if "kv_events" not in FEATURES:
+        raise NoReplay("this router has no feature that follows KV events (--kv-events)")
+    from pdrelay_tools.planning.replay.followed_caches import FollowedCaches  # noqa: PLC0415 (a feature's)
+
+    return FollowedCaches(clock)
+
+
 def _fleet(
     choice: str,
     clock: Callable[[], float],
     dice: Callable[[int], int],
-    index: CacheIndex | None,
+    added: Sequence[RoutingParts],
     settings: Settings,
 ) -> LiveFleet:
     """Return an empty fleet with its policies."""
@@ -305,10 +274,8 @@ def _fleet(
         try:
             engines = build_engines(settings, Fabric(clock=clock), pairs_within(settings))
             ground = Ground(settings, engines, clock)
-            added = [feature(ground).routing() for feature in features()]
-            if index is not None:
-                added.append(RoutingParts(EventReports(index, PromptLookup(None, clock))))
-            return fleet_of(settings, engines.registry, learned, clock, dice, added=added)
+            parts = [*[feature(ground).routing() for feature in features()], *added]
+            return fleet_of(settings, engines.registry, learned, clock, dice, added=parts)
         except ConfigError as exc:
             raise NoReplay(str(exc)) from exc
     if names[0] != names[1]:

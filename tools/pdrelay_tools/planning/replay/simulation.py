@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_tools.planning.engine_model import EngineModel
-from pdrelay_tools.planning.replay.engine import EngineLog, EventLoop, VirtualEngine, VirtualLeg
-from pdrelay_tools.planning.replay.roles import RolesPlan, SimulatedRoles, TurnedEngine
+from pdrelay_tools.planning.replay.engine import (
+    EngineLog,
+    EventLoop,
+    TurnedEngine,
+    VirtualEngine,
+    VirtualLeg,
+)
 from pdrelay_tools.planning.replay.routers import ReplayRouter
 from pdrelay_tools.planning.replay.traces import NoReplay, Trace, Turn
+
+if TYPE_CHECKING:
+    from pdrelay_tools.planning.replay.roles import RolesPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +31,7 @@ class SimulatedFleet:
     decode_model: EngineModel | None = None  # None: the same
     odd_model: EngineModel | None = None  # of the last prefill engine, if that is another
     kv_events: bool = False  # engines publish what is in their caches, and the router follows it
-    roles: RolesPlan | None = None  # how engines change roles; None: they do not
+    roles: "RolesPlan | None" = None  # how engines change roles; None: they do not
 
 
 @dataclass(slots=True)
@@ -107,8 +116,8 @@ class _Replay:
         self._roles_of_engines = (
             None
             if fleet.roles is None
-            else SimulatedRoles(
-                fleet.roles, self._router.fleet.registry, self._engines, self._roles, self._loop
+            else fleet.roles.begin(
+                self._router.fleet.registry, self._engines, self._roles, self._loop
             )
         )
         self._ended_count = 0

@@ -124,6 +124,33 @@ def test_reads_that_do_not_end_get_another_backend_and_what_was_lent_before_is_r
         assert cache[others].equal(p.caches[name][others])
 
 
+def test_an_engine_whose_backend_was_replaced_sleeps_and_wakes(start):
+    """The read that hung ends with its connection. The memory is registered twice, and NIXL lets go of it twice."""
+    p, d = start(Mode.PULL, timeout=SHORT)
+    p.fill(1)
+    for name in ("first", "hangs", "next"):
+        p.lend(name)
+    assert not d.load("first", p, p.engine)
+    hung = connections(p, d)
+    with swallowed(hung):
+        d.order("hangs", p, p.engine, WHOLE[:31])
+        assert d.wait("hangs", p)
+        assert not d.load("next", p, p.engine)
+    assert d.count("backends_rebuilt") == 1
+    shut(hung)
+    until = time.monotonic() + 30
+    while not ((news := d.worker.take_quarantined()) and news.released):
+        assert time.monotonic() < until, "the blocks stay quarantined"
+        d.worker.results()
+        time.sleep(0.01)
+    d.sleep()
+    d.wake_up()
+    p.lend("after")
+
+    assert not d.load("after", p, p.engine)
+    assert same(p, d)
+
+
 def test_a_call_that_does_not_return_fails_its_loads_and_holds_their_blocks_until_it_does(start, monkeypatch):
     """Nobody can take a thread back from NIXL, and nobody knows what it still writes."""
     p, d = start(Mode.PULL, timeout=SHORT)

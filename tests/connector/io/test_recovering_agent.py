@@ -5,11 +5,16 @@ Both engines are the connector's real cores over the in-memory fabric, in virtua
 
 import logging
 
+import numpy as np
 import pytest
 
+from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
+from pdrelay_connector.core.ports import XferOutcome
 from pdrelay_connector.core.transfer.backend import MAX_REBUILDS, PERIOD
-from support.engines import TIMEOUT, World
+from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryNetwork, InMemoryTransferAgent
+from pdrelay_connector.io.recovering_agent import RecoveringAgent
+from support.engines import TIMEOUT, World, rank_info
 from support.push_engines import WRITE, PushWorld
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
@@ -191,6 +196,7 @@ def test_reads_that_stall_while_the_peer_answers_get_another_backend(world):
     assert set(stalled) <= set(world.d.free)
     assert world.d.bytes_of(into)[0] == b"p-b/0"
     assert world.d.recovering.backends == 1
+    assert counted(world, "connections_replaced") == [0], "what was given up says nothing of the present one"
 
 
 def test_backends_that_all_stall_are_no_more_than_a_few(world):
@@ -213,6 +219,33 @@ def test_a_stalled_read_is_not_tried_again(world):
 
     assert counted(world, "transfers_retried") == [0]
     assert world.d.result("d-a").failure
+
+
+def test_a_read_that_is_given_up_says_nothing_of_its_connection(world):
+    """It ends as failed, also where NIXL has read everything."""
+    reading(world)
+    world.d.reader.give_up("this engine goes to sleep", now=world.now)
+    world.d.mover.stuck = False
+    world.run(seconds=1)
+
+    assert counted(world, "connections_replaced", "transfers_retried") == [0, 0]
+
+
+def test_a_transfer_that_waits_for_its_next_try_ends_when_its_peer_is_forgotten():
+    """Else its owner would hold the blocks for ever."""
+    network = InMemoryNetwork()
+    network.memories = {name: [b""] * 2 for name in "pd"}
+    backend = InMemoryTransferAgent(network, "d")
+    agent = RecoveringAgent(backend, lambda: None, Counters(), timeout=TIMEOUT, clock=lambda: 0.0)
+    handle = agent.attach(rank_info("p"))
+    backend.lose("p")
+    xfer = agent.read(handle, np.array([[0, BLOCK_BYTES, BLOCK_BYTES]]))
+    assert agent.poll() == []
+    agent.detach(handle)
+    (ended,) = agent.poll()
+
+    assert (ended.xfer, ended.outcome, ended.reason) == (xfer, XferOutcome.FAILED, "the connection is broken")
+    assert agent.poll() == []
 
 
 def pushed(world, into, request="d-a", name="t"):

@@ -16,12 +16,13 @@ from uvicorn.server import ServerState
 from pdrelay_proxy.api.admin_protocol import admin_protocol
 from pdrelay_proxy.api.clients import Bounds, Clients
 from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
+from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.app import Router
 from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
 from pdrelay_proxy.io.listening import bound, url_of
 from pdrelay_proxy.settings import CONNECTIONS, Settings
 
-# seconds in which a client must read some of its response; then the kernel resets the connection
+# seconds in which a client must read some of its response; then its connection is reset
 WRITE_TIMEOUT_S: Final = 300.0
 # seconds of an idle client connection: longer than load balancers keep theirs, usually 60 s
 KEEPALIVE_S: Final = 75
@@ -44,12 +45,8 @@ def main_protocol(
         settings.overload_status,
     )
     clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
-    return endpoint_protocol(
-        router.requests,
-        clients,
-        write_timeout_s=write_timeout_s,
-        on_write_timeout=telemetry.stalled_client,
-    )
+    unread_answers = UnreadAnswers(write_timeout_s, telemetry.stalled_client)
+    return endpoint_protocol(router.requests, clients, unread_answers)
 
 
 def main_config(
@@ -88,9 +85,8 @@ class AdminListener:
             min(_ADMIN_PER_ADDRESS, _wanted(settings)),
         )
         clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
-        protocol = admin_protocol(
-            clients, write_timeout_s=WRITE_TIMEOUT_S, on_write_timeout=telemetry.stalled_client
-        )
+        unread_answers = UnreadAnswers(WRITE_TIMEOUT_S, telemetry.stalled_client)
+        protocol = admin_protocol(clients, unread_answers)
         app = cast("Any", router.admin_app)
         self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(KEEPALIVE_S))
         self._tls = router.admin_tls

@@ -5,18 +5,13 @@ limit of held bytes, and have the same time limits for heads and bodies.
 """
 
 import asyncio
-from collections.abc import Callable
 
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.guarded import GuardedProtocol
+from pdrelay_proxy.api.unread_answers import UnreadAnswers
 
 
-def admin_protocol(
-    clients: Clients, *, write_timeout_s: float | None, on_write_timeout: Callable[[], None]
-) -> type[asyncio.Protocol]:
-    """Return the protocol class for ``uvicorn.Config(http=...)``; its arguments are those of
-    ``endpoint_protocol``.
-    """
-    attributes: dict[str, object] = {"clients": clients, "write_timeout_s": write_timeout_s}
-    attributes["on_write_timeout"] = staticmethod(on_write_timeout)
+def admin_protocol(clients: Clients, unread_answers: UnreadAnswers) -> type[asyncio.Protocol]:
+    """Return the protocol class for ``uvicorn.Config(http=...)``."""
+    attributes: dict[str, object] = {"clients": clients, "unread_answers": unread_answers}
     return type("AdminProtocol", (GuardedProtocol,), attributes)

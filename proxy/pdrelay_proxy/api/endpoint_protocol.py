@@ -5,12 +5,13 @@ Behind another server FastAPI serves the same endpoints, by api/endpoint_asgi.py
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from pdrelay_proxy.api.asgi_exchange import CONTINUE, path_of
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.guarded import GuardedProtocol
+from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.core.http.framing import Head, RefusalReason
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.errors import ProxyError
@@ -22,23 +23,14 @@ _URLS: Final[Mapping[bytes, str]] = {path.encode("ascii"): path for path in ENDP
 
 
 def endpoint_protocol(
-    requests: RequestSet,
-    clients: Clients,
-    *,
-    write_timeout_s: float | None,
-    on_write_timeout: Callable[[], None],
+    requests: RequestSet, clients: Clients, unread_answers: UnreadAnswers
 ) -> type[asyncio.Protocol]:
-    """Return the protocol class for ``uvicorn.Config(http=...)``.
-
-    ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is
-    called for each that does not.
-    """
+    """Return the protocol class for ``uvicorn.Config(http=...)``."""
     attributes: dict[str, object] = {
         "requests": requests,
         "clients": clients,
-        "write_timeout_s": write_timeout_s,
+        "unread_answers": unread_answers,
     }
-    attributes["on_write_timeout"] = staticmethod(on_write_timeout)
     return type("EndpointProtocol", (_EndpointProtocol,), attributes)
 
 

@@ -9,11 +9,7 @@ long. uvicorn's server makes and ends these connections; it calls ``__init__``, 
 
 import asyncio
 import logging
-import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from fcntl import ioctl
-from termios import TIOCOUTQ
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 import uvicorn
@@ -22,6 +18,7 @@ from uvicorn.server import ServerState
 from pdrelay_proxy.api.asgi_exchange import App, AsgiExchange, path_of
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
+from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.core.http.framing import Head, RefusalReason
 from pdrelay_proxy.core.http.request_reader import RequestReader
 from pdrelay_proxy.core.http.response_head import STATUS_LINES
@@ -35,6 +32,7 @@ from pdrelay_proxy.errors import (
     TooSlow,
     UriTooLong,
 )
+from pdrelay_proxy.io.delivery import delivery, reset_at_close
 from pdrelay_proxy.requests.error_body import error_body, error_headers
 
 _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
@@ -86,9 +84,7 @@ class GuardedProtocol(asyncio.Protocol):
     """A connection of a client that may be hostile. Its requests go to the ASGI application."""
 
     clients: Clients
-    # seconds in which a client must read some of the written bytes; None: no limit
-    write_timeout_s: float | None = None
-    on_write_timeout: Callable[[], None]  # called for each client that does not
+    unread_answers: UnreadAnswers
     transport: asyncio.Transport
     flow: FlowControl
     exchange: Exchange | None = None  # the latest
@@ -143,7 +139,7 @@ class GuardedProtocol(asyncio.Protocol):
         self.flow = FlowControl(transport)
         self._reader = RequestReader()
         self._since = self.loop.time()
-        self._limit_writes(transport)
+        self.unread_answers.enter(self)
         self._client = _address(transport, "peername")
         self._network, fault = self.clients.enter(self._client[0] if self._client else None)
         if fault is None:
@@ -159,13 +155,6 @@ class GuardedProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection held."""
-        if isinstance(exc, TimeoutError):
-            logger.warning(
-                "a client (%s) has read nothing of its answer for %g s: its connection is closed",
-                self._client[0] if self._client else "unknown",
-                self.write_timeout_s or 0.0,
-            )
-            self.on_write_timeout()
         self._connections.discard(self)
         try:
             if self.exchange is not None:
@@ -177,24 +166,9 @@ class GuardedProtocol(asyncio.Protocol):
             if self._idle_timer is not None:
                 self._idle_timer.cancel()
         finally:
+            self.unread_answers.leave(self)
             self.clients.leave(self._network, self)
             self.free()
-
-    def _limit_writes(self, transport: asyncio.Transport) -> None:
-        """Have the kernel reset the connection of a client that reads nothing for too long (RFC
-        5482; Linux, tcp(7)).
-
-        An engine and a place at the gate wait for it. The time runs while bytes are unacknowledged
-        or the client's window is closed.
-        """
-        if self.write_timeout_s is None:
-            return
-        sock = transport.get_extra_info("socket")
-        # the socket is closed, or the system has no such option
-        with suppress(OSError, AttributeError):
-            sock.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.write_timeout_s * 1000)
-            )
 
     def _charge(self, size: int) -> None:
         """Charge bytes to the limit of all requests, whether or not it has room: they are few."""
@@ -386,21 +360,35 @@ class GuardedProtocol(asyncio.Protocol):
         return self.exchange is None or self.exchange.response_complete
 
     def is_unread(self) -> bool:
-        """Return whether the client seems to have unread bytes of an answer.
+        """Return whether the client seems to have unread bytes of an answer that would be lost if
+        this process ended.
 
         Under TLS the transport hides its encrypted bytes; some wait there for as long as the kernel
-        has unacknowledged bytes (Linux, tcp(7): SIOCOUTQ).
+        has unacknowledged bytes.
         """
         transport = self.transport
         if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is None:
             return transport.get_write_buffer_size() > 0
-        sock = transport.get_extra_info("socket")
-        if sock is None:  # uvloop has closed it, and calls connection_lost next
-            return False
-        count = bytearray(4)
-        with suppress(OSError, ValueError):  # it is being closed, or the system has no such call
-            ioctl(sock.fileno(), TIOCOUTQ, count)
-        return any(count)
+        delivered = delivery(transport.get_extra_info("socket"))
+        return delivered is not None and not delivered.is_all
+
+    def unread(self) -> int | None:
+        """Return how many bytes the client has taken, if some are left for it; None: none are."""
+        transport = self.transport
+        delivered = delivery(transport.get_extra_info("socket"))
+        if delivered is None or (delivered.is_all and not transport.get_write_buffer_size()):
+            return None
+        return delivered.acknowledged
+
+    def on_unread(self, seconds: float) -> None:
+        """Reset the connection: the client has taken no byte for so many seconds."""
+        logger.warning(
+            "a client (%s) has read nothing of its answer for %g s: its connection is closed",
+            self._client[0] if self._client else "unknown",
+            seconds,
+        )
+        reset_at_close(self.transport.get_extra_info("socket"))
+        self.transport.abort()
 
     def shutdown(self) -> None:
         """End the connection behind the present answer: the server ends."""

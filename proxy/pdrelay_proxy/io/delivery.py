@@ -1,0 +1,51 @@
+"""What the kernel knows of the bytes that were written to a socket (Linux: tcp(7), TCP_INFO)."""
+
+import socket
+import struct
+from contextlib import suppress
+from typing import Final, NamedTuple, Protocol
+
+# of struct tcp_info (linux/tcp.h): tcpi_unacked, tcpi_bytes_acked, tcpi_notsent_bytes
+_COUNTS: Final = struct.Struct("=24xI92xQ16xI")
+_RESET: Final = struct.pack("ii", 1, 0)  # struct linger: close() resets the connection
+
+
+class Socket(Protocol):
+    """The part of a socket that asyncio's and uvloop's transports show, too."""
+
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
+        """As getsockopt(2)."""
+        ...
+
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
+        """As setsockopt(2)."""
+        ...
+
+
+class Delivery(NamedTuple):
+    """How far the bytes of a connection have come."""
+
+    acknowledged: int  # bytes that the other end's kernel has taken, of the whole connection
+    is_all: bool  # nothing else was given to this end's kernel
+
+
+def delivery(sock: Socket | None) -> Delivery | None:
+    """Return how far the written bytes have come; None: the system does not tell, or the socket is
+    closed.
+    """
+    if sock is None or not hasattr(socket, "TCP_INFO"):
+        return None
+    with suppress(OSError, ValueError, struct.error):
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
+        unacknowledged, acknowledged, unsent = _COUNTS.unpack(info)
+        return Delivery(acknowledged, not (unacknowledged or unsent))
+    return None
+
+
+def reset_at_close(sock: Socket | None) -> None:
+    """Have close() drop unread bytes and reset the connection: an answer without a length would end
+    like a whole one.
+    """
+    if sock is not None:
+        with suppress(OSError, ValueError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

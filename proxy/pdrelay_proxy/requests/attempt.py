@@ -13,14 +13,12 @@ from pdrelay_proxy.core.model import (
     GenerationRequest,
     Instance,
     InstanceId,
-    PrefillResult,
     RequestId,
     TransferId,
 )
-from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.protocol.stream_opening import Opening
-from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens
+from pdrelay_proxy.core.protocol.usage import prompt_tokens
 from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NoKvParams, Refused, RouterFull
@@ -181,27 +179,13 @@ class Attempt(LegOwner):
         services.sender.done(leg)
         if services.reports and leg.load:
             services.fleet.reported(leg.instance, leg.load)
-        handover = None if call is None else self._read_handover(leg, call, body)
-        if call is None or handover is None:
+        if call is None:
             return
-        services.leg_bodies.note_looks_back(
-            self._plan.hints.model, leg.instance.id, looks_back=handover.looks_back
-        )
-        if self.terms.can_open:
-            leg.stream_opening = services.openings.read_opening(
-                call,
-                leg.instance.id,
-                handover,
-                is_asked=leg.opens,
-                is_auto=self.choice.mode is not None,
-            )
-        if not self.terms.is_takeover:  # else the engine may have all of it in its own cache
-            # a decode engine that does not wait for the answer cannot repeat its number
-            hides = self.coordinates is not None
-            self._life.cache_usage = (
-                cache_usage(call.api, body, hides=hides) if handover.may_tell_cache else None
-            )
-        leg.counted = leg.record.tokens = handover.counted
+        try:
+            handover = self._sending.read_prefill(leg, call, body, sent=self.coordinates)
+        except (EngineError, Refused) as error:
+            self.leg_failed(leg, error)
+            return
         services.accounts.prompt_computed(
             leg, self._plan, self._life.record, self.terms.retries, came
         )
@@ -217,34 +201,6 @@ class Attempt(LegOwner):
         # Last: the decode leg does not wait for it.
         if leg.learns and (reader := services.fleet.id_reader) is not None:
             reader.ids_told(self._plan.hints, handover.read)
-
-    def _read_handover(
-        self, leg: PrefillLeg, call: GenerationRequest, body: bytes
-    ) -> PrefillResult | None:
-        """Return what the prefill engine's answer is good for; None: nothing, and the leg has
-        failed.
-        """
-        try:
-            if leg.status != _OK:
-                raise leg_error(leg.instance, leg.response(body))
-            if self._plan.learns_model:  # the decode engine is told the name, and checks it
-                self._plan.learn_model(
-                    self._life.services.leg_bodies.learn_model(leg.instance.id, body)
-                )
-            return self._life.services.leg_bodies.read_handover(
-                call,
-                self.id,
-                self._sending.transfer,
-                leg.instance,
-                sent=self.coordinates,
-                answer=body,
-                reuses=leg.reuses,
-                tells_ids=leg.opens or leg.learns,
-                is_auto=self.choice.mode is not None,
-            )
-        except (EngineError, Refused) as error:
-            self.leg_failed(leg, error)
-            return None
 
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
         """Note that a stream has begun well."""

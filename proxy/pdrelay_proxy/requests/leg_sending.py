@@ -1,15 +1,19 @@
-"""Makes and sends the legs of one try: their time, their body, their headers.
+"""Makes and sends the legs of one try: their time, their body, their headers; and reads what the
+prefill engine has answered, of which the decode leg is made.
 
-What comes back is up to the attempt.
+What follows is up to the attempt.
 """
 
 from typing import Final
 
 from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
-from pdrelay_proxy.core.model import Api, GenerationRequest, Instance, RequestId
+from pdrelay_proxy.core.model import Api, GenerationRequest, Instance, PrefillResult, RequestId
+from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
+from pdrelay_proxy.core.protocol.usage import cache_usage
 from pdrelay_proxy.core.raw_json import Fields, Pieces
+from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.io.request_path.returned_kv import cached_on
 from pdrelay_proxy.requests.engine_choice import EngineChoice
@@ -20,6 +24,7 @@ from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
 
+_OK: Final = 200
 _PUSH: Final = TransferMode.PUSH  # looking a member up takes as long as a call
 _RESPONSES: Final = Api.RESPONSES.value
 
@@ -90,6 +95,51 @@ class LegSending:
             ids=terms.ids,
             pushes=self._choice.mode is _PUSH,
         )
+
+    def read_prefill(
+        self, leg: PrefillLeg, call: GenerationRequest, body: bytes, *, sent: Coordinates | None
+    ) -> PrefillResult:
+        """Return what the answer to a prefill leg is good for, and note what it tells; ``sent``:
+        what the decode engine has been told of the prefill engine already.
+
+        Raises:
+            EngineError, Refused: it is no good answer.
+        """
+        life = self._life
+        plan = self._plan
+        services = life.services
+        prefill = leg.instance
+        is_auto = self._choice.mode is not None
+        if leg.status != _OK:
+            raise leg_error(prefill, leg.response(body))
+        if plan.learns_model:  # the decode engine is told the name, and checks it
+            plan.learn_model(services.leg_bodies.learn_model(prefill.id, body))
+        handover = services.leg_bodies.read_handover(
+            call,
+            self.request,
+            self.transfer,
+            prefill,
+            sent=sent,
+            answer=body,
+            reuses=leg.reuses,
+            tells_ids=leg.opens or leg.learns,
+            is_auto=is_auto,
+        )
+        services.leg_bodies.note_looks_back(
+            plan.hints.model, prefill.id, looks_back=handover.looks_back
+        )
+        if self._terms.can_open:
+            leg.stream_opening = services.openings.read_opening(
+                call, prefill.id, handover, is_asked=leg.opens, is_auto=is_auto
+            )
+        if not self._terms.is_takeover:  # else the engine may have all of it in its own cache
+            # a decode engine that does not wait for the answer cannot repeat its number
+            hides = sent is not None
+            life.cache_usage = (
+                cache_usage(call.api, body, hides=hides) if handover.may_tell_cache else None
+            )
+        leg.counted = leg.record.tokens = handover.counted
+        return handover
 
     def new_decode(
         self, owner: LegOwner, decode: Instance, prefill: PrefillLeg | None

@@ -37,7 +37,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
     from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, resolve_kv_cache_block_sizes
+    from vllm.v1.core.kv_cache_utils import (
+        get_block_hash,
+        get_group_id,
+        get_request_block_hasher,
+        resolve_kv_cache_block_sizes,
+    )
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -121,6 +126,11 @@ class Tokens(Layer):
                 self.put(table[token // size], token % size // ratio, chains[token])
         self.look_around(table, first, stop)
 
+    def check(self, block, chains):
+        """A whole block has what it must of its tokens."""
+        for token in range(self.ratio - 1, len(chains), self.ratio):
+            self.look(block, token // self.ratio, chains[token], f"cached token {token} of block {block}")
+
     def look_around(self, table, first, stop):
         """A kernel multiplies what is beside the tokens of its own blocks by 0, which NaN survives."""
         size, page = self.spec.block_size, self.per_row * self.ratio
@@ -154,6 +164,10 @@ class State(Layer):
         if start:
             self.look(table[(start - 1) // size], 0, chains[start - 1], f"the state after {start}")
         self.put(table[(stop - 1) // size], 0, chains[stop - 1])
+
+    def check(self, block, chains):
+        """A cached state is that at the end of its block."""
+        self.look(block, 0, chains[-1], f"the cached state in block {block}")
 
 
 def layer_of(name, spec, view, blocks):
@@ -270,7 +284,36 @@ class KindsEngine(ScheduledEngine):
         size, hashed = resolve_kv_cache_block_sizes(self.cache, config)
         self.in_tree = InTreePlan(config, self.cache, shape.lookahead)
         KindsConnector.shapes[self.name] = shape
-        return Scheduler(config, self.cache, structured, size, hashed), get_request_block_hasher(hashed, sha256)
+        self.hashed = hashed
+        return Scheduler(config, self.cache, structured, size, hashed), self._hash
+
+    def _hash(self, request):
+        """Hash a request's new blocks, and remember what each must have in any cache."""
+        size, first = self.hashed, len(request.block_hashes)
+        found = get_request_block_hasher(size, sha256)(request)
+        if found:
+            chains = kv_of(request.all_token_ids[: (first + len(found)) * size])
+            for number, each in enumerate(found, first):
+                self.world.cached[bytes(each)] = chains[number * size : (number + 1) * size]
+        return found
+
+    def _step(self):
+        outputs = super()._step()
+        self.check_prefix_cache()
+        return outputs
+
+    def check_prefix_cache(self):
+        """Each block in it is what its hash says, whoever has written it, whether anybody uses it."""
+        for block in self.pool.blocks:
+            if block.block_hash is None:
+                continue
+            number = get_group_id(block.block_hash)
+            spec = self.cache.kv_cache_groups[number].kv_cache_spec
+            if spec.block_size == self.hashed:  # else vLLM joins hashes for it
+                chains = self.world.cached[bytes(get_block_hash(block.block_hash))]
+                for group, layer in self.layers:
+                    if group == number:
+                        layer.check(block.block_id, chains)
 
     def _allocate(self, network, engine_config):
         caches, described = self.make_layers(engine_config)

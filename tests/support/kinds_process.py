@@ -52,7 +52,7 @@ class _Now:
     writes_at_once = False
 
     def __init__(self, address, name):
-        self.addresses, self.counts = {name: address}, Counter()
+        self.addresses, self.counts, self.cached = {name: address}, Counter(), {}
 
     @property
     def now(self):

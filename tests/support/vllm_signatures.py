@@ -42,7 +42,7 @@ MEMBERS = {
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),
     "vllm.v1.attention.backends.cpu_attn:": ("_get_attn_isa",),
     "vllm.v1.core.block_pool:BlockPool": (
-        *("blocks", "evict_blocks", "free_blocks", "get_cached_block", "get_num_free_blocks", "hash_block_size"),
+        *("blocks", "cache_full_blocks", "free_blocks", "get_cached_block", "get_num_free_blocks", "hash_block_size"),
         "touch",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
@@ -54,7 +54,7 @@ MEMBERS = {
     ),
     "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
     "vllm.v1.engine.core:EngineCoreProc": ("input_queue",),
-    "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups", "num_blocks"),
+    "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups", "needs_kv_cache_zeroing", "num_blocks"),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
         *("enable_kv_transfer", "host_resident", "kv_cache_spec", "layer_names"),
     ),

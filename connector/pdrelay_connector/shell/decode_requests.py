@@ -118,7 +118,7 @@ class DecodeRequests:
         # of each engine that was reached, whether its KV can be loaded
         self._handshakes: dict[EngineId, HandshakeEnded] = {}
         self._quarantined: dict[RequestId, _Quarantined] = {}
-        self._partial = PartialBlocks(engine_config.groups, pool)
+        self._partial = PartialBlocks(engine_config.groups)
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
         self._mode: DecodeMode = self._pull_decode
         # The same object as _mode, in push and auto. In push, KV of earlier answers alone is read.
@@ -130,6 +130,10 @@ class DecodeRequests:
         self._has_had_params = False
         self._has_named_alone = False  # a request without params, in the log
         self._has_named_own_host = False  # of an engine that was not met there, in the log
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """Keep blocks that loads fill in part out of the pool's prefix cache."""
+        self._partial.keep_out_of(pool)
 
     def begin_alone(self, request: Request) -> None:
         """Count a request without params.
@@ -342,7 +346,6 @@ class DecodeRequests:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         own = RequestId(request.request_id)
-        self._partial.evict(own)
         remote_prefill = self._remote_prefills.get(own)
         if remote_prefill is None or remote_prefill.loading:
             return
@@ -367,7 +370,7 @@ class DecodeRequests:
         tables = blocks.get_block_ids()
         remote_prefill.into = self._mode_of(source).start(request, source, external, tables)
         tokens = self._loaded_tokens(request, source)
-        self._partial.loading(request, tables, tokens, external, self._sizes(source))
+        self._partial.loading(own, tables, tokens, external, self._sizes(source))
         if isinstance(source, PullParams):  # in push, our registration tells P the same
             self._post(
                 lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id)
@@ -375,7 +378,6 @@ class DecodeRequests:
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
-        self._partial.step()
         metadata = self._mode.metadata(output)
         if self._push_decode is not None:
             metadata.orders = self._pull_decode.metadata(output).orders
@@ -428,7 +430,7 @@ class DecodeRequests:
             self._mode_of(remote_prefill.source).abort(own)  # its load ends in loads_ended()
         elif remote_prefill is not None:
             self._release_lease(own)
-        self._partial.evict(own)
+        self._partial.over(own)
         prompt = self._prompts.pop(own, None)
         if prompt is not None and self._loaders.get(prompt) is request:
             self._loaders[prompt] = None

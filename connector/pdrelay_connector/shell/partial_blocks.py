@@ -1,16 +1,19 @@
 """Blocks of windows that a load has filled in part, and that must not be in the prefix cache.
 
-A load brings a window from its first block on. Where the decode engine's blocks are larger than the
+A load brings a window from its first token on. Where the decode engine's blocks are larger than the
 prefill engine's, that may begin within one of them, whose earlier tokens the prefill engine need
 not have any more. VLLM takes all tokens of a loaded request for computed and enters the block into
-its prefix cache (``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``, 0.32).
-Another prompt that has only the beginning of this one would read what was in the block before.
+its prefix cache: when the load has ended (``_update_waiting_for_remote_kv`` in
+``v1/core/sched/scheduler.py``, 0.32), or when the request itself fills the rest of it. Another
+prompt that has only the beginning of this one would read what was in the block before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
@@ -18,17 +21,47 @@ from pdrelay_connector.core.layout.cache_groups import CacheGroup
 class PartialBlocks:
     """Everything runs on the engine thread."""
 
-    def __init__(self, groups: Sequence[CacheGroup], pool: Callable[[], BlockPool]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
-        self._pool = pool
-        self._loading: dict[str, tuple[Request, set[int]]] = {}  # by vLLM's request id
+        self._partial: dict[str, set[int]] = {}  # by vLLM's request id
 
     def __len__(self) -> int:
-        return len(self._loading)
+        return len(self._partial)
+
+    def keep_out_of(self, pool: BlockPool) -> None:
+        """Have a block pool cache none of these blocks; its managers call it by keywords."""
+        cache_full_blocks: Any = pool.cache_full_blocks
+
+        def without_partial(
+            *,
+            request: Request,
+            blocks: list[KVCacheBlock],
+            num_cached_blocks: int,
+            num_full_blocks: int,
+            block_mask: list[bool] | None = None,
+            **others: int,
+        ) -> None:
+            if partial := self._partial.get(request.request_id):
+                new = blocks[num_cached_blocks:num_full_blocks]
+                allowed = [True] * len(new) if block_mask is None else block_mask
+                block_mask = [
+                    may and block.block_id not in partial
+                    for may, block in zip(allowed, new, strict=True)
+                ]
+            cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=num_cached_blocks,
+                num_full_blocks=num_full_blocks,
+                block_mask=block_mask,
+                **others,
+            )
+
+        pool.cache_full_blocks = without_partial
 
     def loading(
         self,
-        request: Request,
+        name: str,
         tables: Sequence[Sequence[int]],
         tokens: int,
         external: int,
@@ -45,25 +78,8 @@ class PartialBlocks:
             if group.frees_early and start < stop and start // unit * unit % group.block_size:
                 partial.add(tables[number][start // group.block_size])
         if partial:
-            self._loading[request.request_id] = request, partial
+            self._partial[name] = partial
 
-    def evict(self, name: str) -> None:
-        """Take incomplete blocks of a load out of the prefix cache: vLLM has entered them there.
-
-        Called when the load has ended and its request is scheduled, or is over.
-        """
-        loading = self._loading.pop(name, None)
-        if loading is not None:
-            _, partial = loading
-            self._pool().evict_blocks(partial)
-
-    def step(self) -> None:
-        """Evict those of loads that have ended, once a step is scheduled.
-
-        VLLM may have found no block for the next token of such a request, and then ``evict`` was
-        not called. It stops at that request: no other one was looked up in the prefix cache since.
-        """
-        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
-        ended = [name for name, (request, _) in self._loading.items() if request.status != waiting]
-        for name in ended:
-            self.evict(name)
+    def over(self, name: str) -> None:
+        """A request has ended."""
+        self._partial.pop(name, None)

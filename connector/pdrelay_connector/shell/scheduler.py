@@ -131,6 +131,7 @@ class PDRelayConnectorScheduler:
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Keep vLLM's block pool, and give up all leases before its prefix cache is reset."""
         self._pool = pool
+        self._decodes.bind_block_pool(pool)
         before_resets(pool, self._give_up_leases)
 
     def _give_up_leases(self) -> None:

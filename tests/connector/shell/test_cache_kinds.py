@@ -206,6 +206,17 @@ def test_a_block_that_is_loaded_in_part_is_no_hit(name, mode):
     follow(kind.shape(4), kind.shape(8), mode)
 
 
+@pytest.mark.parametrize(("mode", "size"), [("pull", 2), ("push", 2), ("push", 8)])
+def test_a_block_that_is_loaded_in_part_is_no_hit_when_its_request_has_filled_it(mode, size):
+    """The window is in one block with the prompt's end, and vLLM caches it once D has computed the rest."""
+    pair = Pair(*(Shape((kinds_table.window(each, 5),), kernel=2) for each in (size, 8)))
+    pair.ask("first", [number % 3 for number in range(63)], 4, mode)
+    pair.run(5.0)
+
+    assert pair.d.loaded == {"first"}
+    assert pair.is_done
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("kernel", [0, 2])
 def test_a_whole_block_is_loaded_where_sizes_are_equal(kernel, mode):

@@ -1,4 +1,4 @@
-"""Which blocks of windows leave the prefix cache. What comes of it, with vLLM's own: test_cache_kinds.py."""
+"""Which blocks of windows stay out of the prefix cache. What comes of it, with vLLM's own: test_cache_kinds.py."""
 
 import warnings
 from types import SimpleNamespace
@@ -7,8 +7,6 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from vllm.v1.request import RequestStatus
-
     from pdrelay_connector.shell.partial_blocks import PartialBlocks
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
@@ -19,21 +17,39 @@ TOKENS = 67  # of which the window begins with number 62, in the block from 56 o
 
 
 class Cache:
-    """Ten blocks of each group, numbered with their group's number before; vLLM's pool is told which to evict."""
+    """Ten blocks of each group, numbered with their group's number before, and a pool that caches what it may."""
 
     def __init__(self, *groups):
-        self.evicted = set()
-        pool = SimpleNamespace(evict_blocks=self.evicted.update)
-        self.partial = PartialBlocks(groups, lambda: pool)
+        self.cached = set()
+        self.partial = PartialBlocks(groups)
         self.tables = [[10 * group + place for place in range(9)] for group in range(len(groups))]
-        self.request = SimpleNamespace(request_id="r", status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self.pool = SimpleNamespace(cache_full_blocks=self._cache)
+        self.partial.keep_out_of(self.pool)
 
-    def load(self, sizes, external=TOKENS):
-        self.partial.loading(self.request, self.tables, TOKENS, external, sizes)
+    def _cache(self, *, request, blocks, num_cached_blocks, num_full_blocks, block_size, block_mask=None):
+        assert (request.request_id, block_size) == ("r", 8)
+        new = blocks[num_cached_blocks:num_full_blocks]
+        self.cached |= {block.block_id for block, may in zip(new, block_mask or [True] * 9, strict=False) if may}
+
+    def left_out(self, sizes, external=TOKENS, mask=None):
+        """Load, and cache a request's blocks number 1 to 8; return those that are not cached."""
+        self.partial.loading("r", self.tables, TOKENS, external, sizes)
+        wanted = set()
+        for table in self.tables:
+            self.pool.cache_full_blocks(
+                request=SimpleNamespace(request_id="r"),
+                blocks=[SimpleNamespace(block_id=block) for block in table],
+                num_cached_blocks=1,
+                num_full_blocks=8,
+                block_size=8,
+                block_mask=mask,
+            )
+            wanted |= set(table[1:8])
+        return wanted - self.cached
 
 
 @pytest.mark.parametrize(
-    ("groups", "sizes", "evicted"),
+    ("groups", "sizes", "left_out"),
     [
         ((FULL, WINDOW), [4, 4], {17}),
         ((FULL, WINDOW), [8, 8], set()),
@@ -44,33 +60,26 @@ class Cache:
         ((CHUNK,), [4], {7}),
     ],
 )
-def test_what_is_loaded_in_part_leaves_the_cache(groups, sizes, evicted):
-    """As soon as vLLM has entered it."""
+def test_what_is_loaded_in_part_is_not_cached(groups, sizes, left_out):
     cache = Cache(*groups)
-    cache.load(sizes)
-    assert cache.evicted == set()
-    cache.partial.evict("r")
 
-    assert cache.evicted == evicted
-    assert len(cache.partial) == 0
+    assert cache.left_out(sizes) == left_out
 
 
-def test_what_is_loaded_from_the_start_of_a_block_stays():
+def test_what_is_loaded_from_the_start_of_a_block_is_cached():
     """The prefix cache has what is before it."""
-    cache = Cache(FULL, WINDOW)
-    cache.load([4, 4], external=TOKENS - 64)
-    cache.partial.evict("r")
-
-    assert cache.evicted == set()
+    assert Cache(FULL, WINDOW).left_out([4, 4], external=TOKENS - 64) == set()
 
 
-def test_a_load_that_found_no_block_for_its_next_token_is_noticed_with_the_step():
-    """VLLM has cached its blocks, and will look for another request's prefix in the next step."""
+def test_what_vllm_leaves_out_itself_stays_out():
+    """Blocks of a window that can serve no hit."""
+    assert Cache(WINDOW).left_out([4], mask=[False] * 3 + [True] * 4) == {1, 2, 3, 7}
+
+
+def test_after_its_request_nothing_is_remembered():
     cache = Cache(WINDOW)
-    cache.load([4])
-    cache.partial.step()
-    assert (cache.evicted, len(cache.partial)) == (set(), 1)
-    cache.request.status = RequestStatus.WAITING
-    cache.partial.step()
+    cache.left_out([4])
+    assert len(cache.partial) == 1
+    cache.partial.over("r")
 
-    assert (cache.evicted, len(cache.partial)) == ({7}, 0)
+    assert len(cache.partial) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from pdrelay_proxy.io.logs import JsonFormatter
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
-from support.sim import cluster
+from support.sim import cluster, until
 
 pytestmark = pytest.mark.edges
 
@@ -42,6 +42,9 @@ def log(caplog):
 def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
     """One line for each request, with no address, no key and no prompt in it, also when an engine fails."""
     with cluster(1, 2) as fleet:
+        # an engine that has not answered its first probe in time gets no request, and could not fail one
+        healthy = 'pdrelay_instance_state{instance="decode-0",role="decode",state="healthy"} 1.0'
+        until(lambda: healthy in httpx.get(f"http://{fleet.router}/metrics").text)
         fleet.engines["d0"].inject(SimulatedFault(FaultKind.DROP))
         answers = [
             httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers={"authorization": SECRET})

@@ -132,7 +132,10 @@ class LegSending:
             leg.stream_opening = services.openings.read_opening(
                 call, prefill.id, handover, is_asked=leg.opens, is_auto=is_auto
             )
-        if not self._terms.is_takeover:  # else the engine may have all of it in its own cache
+        if self._terms.is_takeover:  # the engine may have all of it in its own cache
+            if life.cache_usage is None:
+                life.cache_usage = cache_usage(call.api, b"", hides=True)
+        else:
             # a decode engine that does not wait for the answer cannot repeat its number
             hides = sent is not None
             life.cache_usage = (

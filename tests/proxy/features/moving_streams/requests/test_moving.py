@@ -186,6 +186,23 @@ async def test_the_client_gets_one_stream(api):
     assert fleet.outcomes == {("moved",): 1}
 
 
+async def test_what_engines_have_cached_of_a_stream_that_moved_is_told_to_no_client():
+    """All of it, for the stream has come from there: that is no number to bill a client by."""
+    details = b'"prompt_tokens_details":{"cached_tokens":9},"total_tokens":'
+
+    async def rest(leg):
+        stream = events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}")
+        return 200, [each.replace(b'"total_tokens":', details) for each in stream]
+
+    fleet = Fleet(then={"decode-1": rest})
+    client = await cut_once(fleet)
+
+    *_, (usage,), _, _ = read(client.body)
+    assert fleet.outcomes == {("moved",): 1}
+    assert usage.pop("prompt_tokens_details") is None
+    assert [usage] == whole(Api.COMPLETIONS)[2]
+
+
 @pytest.mark.parametrize("api", PROMPTS)
 async def test_the_engine_that_drains_is_the_prefill_engine_of_the_rest(api):
     """It has the KV cache of the prompt and of the tokens that were made; the next engine reads it there."""

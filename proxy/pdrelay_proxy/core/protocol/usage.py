@@ -39,6 +39,8 @@ _INPUT: Final = "input_tokens"  # of Anthropic's: what of the prompt is not said
 _UNSAID: Final[Mapping[Api, Fields]] = {
     api: dict.fromkeys(names, NULL) for api, names in _OF_CACHE.items() if _INPUT not in names
 }
+_HIDDEN: Final = tuple(_UNSAID.values())
+_DETAILS: Final = b"_tokens_details"  # in the name of each of these fields
 _AROUND: Final = ("response", "message")  # members of events that have a usage inside
 
 
@@ -118,6 +120,8 @@ def with_cache_usage(answer: bytes, cache_fields: Fields) -> bytes:
     """Return an answer, or the data of one event, with these cache fields in its usage; unchanged
     without a usage, or if that says the same.
     """
+    if _has_nothing_for(answer, cache_fields):
+        return answer
     fields = maybe(answer, Fields)
     if fields is None:
         return answer
@@ -131,6 +135,11 @@ def with_cache_usage(answer: bytes, cache_fields: Fields) -> bytes:
             fields[name] = msgspec.Raw(encode(inner | {"usage": usage}))
             is_other = True
     return encode(fields) if is_other else answer
+
+
+def _has_nothing_for(answer: bytes, cache_fields: Fields) -> bool:
+    """Return whether the fields hide what an answer does not tell: to read it would cost more."""
+    return cache_fields in _HIDDEN and answer.find(_DETAILS) < 0
 
 
 def _changed(fields: Fields, cache_fields: Fields) -> msgspec.Raw | None:
@@ -152,7 +161,7 @@ def usage_alone(answer: bytes) -> bytes:
 
 def with_cache_usage_in(events: bytes, cache_fields: Fields) -> bytes:
     """Return whole lines of a stream with these cache fields in their usages."""
-    if events.find(_MARK) < 0:
+    if events.find(_MARK) < 0 or _has_nothing_for(events, cache_fields):
         return events
     lines = events.splitlines(keepends=True)
     changed = b"".join(

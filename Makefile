@@ -88,16 +88,15 @@ ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models tests/openapi)
 REST    := tests/proxy/test_features.py::test_all_tests_of_the_rest_pass_without_a_feature
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-# Two chains at once: many tests wait for half of their time. mypy alone looks at the types, for basedpyright takes two
-# CPU minutes and finds little more: test-all asks it.
+# Two chains at once: many tests wait for half of their time.
 .PHONY: test test-quick
 test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 10 minutes
-	@$(MAKE) test-quick CHAIN_OF_VLLM="mypy imports test-vllm test-promise"
+	@$(MAKE) test-quick CHAIN_OF_VLLM="types imports test-vllm test-promise"
 
 test-quick: lint $(STAMPS)/helm ## the same without engines; CHAIN_OF_VLLM=... chooses what runs beside the router's tests
 	@$(MAKE) -k -j2 -Otarget quick-router quick-vllm WORKERS=3
 
-CHAIN_OF_VLLM := mypy imports test-vllm
+CHAIN_OF_VLLM := types imports test-vllm
 
 # Three chains at once. The compiler comes before engines.
 .PHONY: test-all

@@ -13,7 +13,7 @@ quarantined until then.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -298,7 +298,7 @@ class RecoveringAgent:
                 self._rebuild_for = reason
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self) -> Generator[None]:
         """Say so if the backend counts as failed from now on."""
         before = self._health.state
         yield

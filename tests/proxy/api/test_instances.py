@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
-import httpx
 import pytest
 
 from pdrelay_proxy.api.instances import InstanceAdmin
-from pdrelay_proxy.app import build
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
@@ -16,7 +13,7 @@ from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.clock import Clock
-from support.sim import InMemory, router, sims
+from support.sim import router, sims
 from support.steps import work_of_steps
 
 KEY = {"X-Api-Key": "sesame"}
@@ -66,46 +63,6 @@ async def test_the_list_says_what_is_known_of_each():
     }
     assert (decode["models"], decode["version"], decode["mode"]) == (["sim"], "0.32.0", None)
     assert 0 <= decode["since_s"] < 60
-
-
-async def test_streams_move_only_where_the_router_knows_their_tokens():
-    """Else the operator hears what is missing, and nothing is drained."""
-    async with router(sims(), OPEN) as client:
-        status, said = await call(client, "drain", {"id": "decode-0", "move": True})
-        states = {row["state"] for row in (await rows(client)).values()}
-
-    assert status == 409
-    assert "resume_streams" in said["detail"]
-    assert "draining" not in states
-
-
-async def test_streams_move_only_from_decode_engines():
-    """A prefill engine finishes what it has."""
-    async with router(sims(), replace(OPEN, resume_streams=True)) as client:
-        status, said = await call(client, "drain", {"id": "prefill-0", "move": True})
-
-    assert status == 400
-    assert "has no streams" in said["detail"]
-
-
-async def test_an_engine_that_moves_its_streams_says_so():
-    """In the list, and so on the status page."""
-    network = InMemory(sims(1, 2))
-    settings = replace(OPEN, resume_streams=True, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",))
-    built = build(settings, fabric=network.fabric)
-    registry = built.live.registry
-    transport = httpx.ASGITransport(built.app)
-    async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-        status, found = await call(client, "drain", {"id": "decode-0", "move": True})
-        moving = list(registry.departures.moving)
-        await call(client, "undrain", {"id": "decode-0"})
-
-    assert status == 200
-    assert [(row["state"], row["why"]) for row in found["instances"]] == [
-        ("draining", "is to be drained, and its streams move")
-    ]
-    assert moving == ["decode-0"]
-    assert not registry.departures.moving
 
 
 @pytest.mark.parametrize(

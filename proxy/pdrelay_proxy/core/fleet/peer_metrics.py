@@ -81,12 +81,10 @@ def read_totals(text: bytes, rank: int | None = None) -> Totals:
     """
     totals = dict[tuple[str, str], int]()
     for line in labelled_lines(text, _LOADS, _LOADS_LINE, _MOST):
-        labels = {name: value.decode() for name, value in _LOADS_LABEL.findall(line["labels"])}
+        labels = _own_labels(line, _LOADS_LABEL, rank)
         peer = labels.get(b"peer")
         outcome = labels.get(b"outcome")
-        engine = labels.get(b"engine")
-        is_own = rank is None or engine is None or engine == str(rank)
-        if peer is not None and outcome is not None and is_own:
+        if peer is not None and outcome is not None:
             key = peer, outcome
             totals[key] = totals.get(key, 0) + int(float(line["value"]))
     return totals
@@ -100,14 +98,12 @@ def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrou
     for line in labelled_lines(text, _FAILURE, most=_MOST):
         if line["value"] not in _TRUE:
             continue
-        labels = {name: value.decode() for name, value in _FAILURE_LABEL.findall(line["labels"])}
-        peer, outcome, why, engine = (
-            labels.get(name) for name in (b"peer", b"outcome", b"reason", b"engine")
-        )
-        reason = FAILURES_BY_NAME.get(outcome or "")
-        is_own = rank is None or engine is None or engine == str(rank)
-        if peer is not None and reason is not None and is_own:
-            troubles[peer] = PairTrouble(reason.value, why or "", reason in LASTING)
+        labels = _own_labels(line, _FAILURE_LABEL, rank)
+        peer = labels.get(b"peer")
+        reason = FAILURES_BY_NAME.get(labels.get(b"outcome", ""))
+        if peer is not None and reason is not None:
+            why = labels.get(b"reason", "")
+            troubles[peer] = PairTrouble(reason.value, why, reason in LASTING)
     return troubles
 
 
@@ -123,9 +119,16 @@ def read_moved(text: bytes, rank: int | None = None) -> Moved:
 def _values(text: bytes, name: bytes, rank: int | None) -> dict[str, float]:
     values = dict[str, float]()
     for line in labelled_lines(text, name, _MOVED_LINE, _MOST):
-        labels = {key: value.decode() for key, value in _MOVED_LABEL.findall(line["labels"])}
-        peer = labels.get(b"peer")
-        engine = labels.get(b"engine")
-        if peer is not None and (rank is None or engine is None or engine == str(rank)):
+        peer = _own_labels(line, _MOVED_LABEL, rank).get(b"peer")
+        if peer is not None:
             values[peer] = values.get(peer, 0.0) + float(line["value"])
     return values
+
+
+def _own_labels(
+    line: re.Match[bytes], label: re.Pattern[bytes], rank: int | None
+) -> dict[bytes, str]:
+    """Return the labels of a line; none of one that is another data-parallel rank's."""
+    labels = {name: value.decode() for name, value in label.findall(line["labels"])}
+    engine = labels.get(b"engine")
+    return labels if rank is None or engine is None or engine == str(rank) else {}

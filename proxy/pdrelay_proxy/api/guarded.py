@@ -372,8 +372,8 @@ class GuardedProtocol(asyncio.Protocol):
         delivered = delivery(transport.get_extra_info("socket"))
         return delivered is not None and not delivered.is_all
 
-    def unread(self) -> int | None:
-        """Return how many bytes the client has taken, if some are left for it; None: none are."""
+    def bytes_taken(self) -> int | None:
+        """Return how many bytes the client has taken; None: none is left for it."""
         transport = self.transport
         delivered = delivery(transport.get_extra_info("socket"))
         if delivered is None or (delivered.is_all and not transport.get_write_buffer_size()):

@@ -18,8 +18,8 @@ _AT_ONCE: Final = 256  # connections that are checked in one iteration of the lo
 class AnswerReader(Protocol):
     """The connection of a client."""
 
-    def unread(self) -> int | None:
-        """Return how many bytes the client has taken, if some are left for it; None: none are."""
+    def bytes_taken(self) -> int | None:
+        """Return how many bytes the client has taken; None: none is left for it."""
         ...
 
     def on_unread(self, seconds: float) -> None:
@@ -77,7 +77,7 @@ class UnreadAnswers:
             progress = self._progress.get(reader)
             if progress is None:
                 continue
-            taken = reader.unread()
+            taken = reader.bytes_taken()
             if taken is None or taken != progress.taken:
                 progress.taken = taken
                 progress.since = now

@@ -15,7 +15,7 @@ class Reader:
         self.answers, self.taken, self.ended_at = answers, taken, None
         answers.enter(self)
 
-    def unread(self):
+    def bytes_taken(self):
         return self.taken
 
     def on_unread(self, seconds):

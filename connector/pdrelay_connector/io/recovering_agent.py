@@ -187,12 +187,15 @@ class RecoveringAgent:
 
     def _poll_backends(self, now: float) -> Iterator[XferEnded]:
         for backend in (self._present, *self._kept):
+            ends = backend.agent.poll()
+            if not ends:
+                continue
             in_flight = {
                 transfer.xfer: transfer
                 for transfer in self._transfers.values()
                 if transfer.backend is backend
             }
-            for end in backend.agent.poll():
+            for end in ends:
                 transfer = in_flight[end.xfer]
                 transfer.backend = None
                 if end.outcome is XferOutcome.DONE:

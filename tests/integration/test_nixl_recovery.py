@@ -16,6 +16,7 @@ from nixl import _api as nixl_api
 
 from pdrelay_connector.settings import Mode
 from support.connector_process import WHOLE, ConnectorProcess, same
+from support.sim import until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 SHORT = 2.0  # s for a transfer
@@ -138,11 +139,12 @@ def test_an_engine_whose_backend_was_replaced_sleeps_and_wakes(start):
         assert not d.load("next", p, p.engine)
     assert d.count("backends_rebuilt") == 1
     shut(hung)
-    until = time.monotonic() + 30
-    while not ((news := d.worker.take_quarantined()) and news.released):
-        assert time.monotonic() < until, "the blocks stay quarantined"
+
+    def are_released():
         d.worker.results()
-        time.sleep(0.01)
+        return (news := d.worker.take_quarantined()) and news.released
+
+    until(are_released)
     d.sleep()
     d.wake_up()
     p.lend("after")
@@ -164,13 +166,15 @@ def test_a_call_that_does_not_return_fails_its_loads_and_holds_their_blocks_unti
     assert d.worker.take_quarantined().quarantined == ["hangs"]
     assert d.worker.take_quarantined() is None
     returns.set()
-    until = time.monotonic() + 30
-    while (released := d.worker.take_quarantined()) is None:
-        assert time.monotonic() < until, "the blocks stay quarantined"
-        assert not d.worker.results().finished_recving
-        time.sleep(0.01)
+    news = []
 
-    assert released.released == ["hangs"]
+    def is_told():
+        assert not d.worker.results().finished_recving
+        news.append(d.worker.take_quarantined())
+        return news[-1] is not None
+
+    until(is_told)
+    assert news[-1].released == ["hangs"]
     assert not d.load("next", p, p.engine)
     assert same(p, d)
     assert d.count("transfer_thread_stuck") == 1

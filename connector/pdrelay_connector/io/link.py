@@ -341,16 +341,18 @@ class SocketLink:
 
     def _add_opened(self) -> None:
         for conn, future in self._opener.take_done():
-            try:
-                tls, welcome = future.result()
-            except PeerError as exc:
-                has_ended = isinstance(exc, AnotherEngine | PortClosed)
-                is_incompatible = isinstance(exc, IncompatiblePeer)
-                cause = exc.cause if isinstance(exc, IncompatiblePeer) else ""
+            # not raised here: its traceback would hold this frame, and this frame the future, which
+            # holds the failure; such a circle holds the whole rank until Python collects garbage
+            failure = future.exception()
+            if isinstance(failure, PeerError):
+                has_ended = isinstance(failure, AnotherEngine | PortClosed)
+                is_incompatible = isinstance(failure, IncompatiblePeer)
+                cause = failure.cause if isinstance(failure, IncompatiblePeer) else ""
                 self._events.append(
-                    ConnectFailed(conn, str(exc), is_incompatible, has_ended, cause)
+                    ConnectFailed(conn, str(failure), is_incompatible, has_ended, cause)
                 )
                 continue
+            tls, welcome = future.result()
             try:
                 self._unread[conn] = self._add(conn, tls, MAX_FRAME)
             except OSError as exc:  # the peer has closed the connection since

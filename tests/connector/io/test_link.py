@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import gc
 import socket
 import struct
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -279,6 +281,28 @@ def test_a_port_without_a_listener_fails(net):
     assert failed.conn == conn
     assert failed.reason.startswith(f"cannot connect to {address}: ")
     assert failed.has_ended
+
+
+def test_a_failure_keeps_nothing_of_its_caller(net):
+    """An engine that sleeps drops a rank with its registered memory then, not when Python collects garbage."""
+
+    class Rank:
+        pass
+
+    def poll_as_a_rank():
+        rank = Rank()
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            link = net.link()
+            link.connect(Address(*silent.getsockname()), P)
+            net.events(link)
+        return weakref.ref(rank)
+
+    gc.disable()
+    try:
+        assert poll_as_a_rank()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_peer_that_has_reset_a_connection_may_be_elsewhere():

@@ -38,6 +38,7 @@ class _Touched:
     def __init__(self) -> None:
         self.tier = Tier.RULES
         self.what = ""
+        self.shared_cpu_s = 0.0  # of fixtures that all modules share
         self._means = dict.fromkeys(_SOCKETS, Tier.EDGES) | dict.fromkeys(_PROCESSES, Tier.PROCESSES)
 
     def notice(self, event: str, _: tuple[object, ...]) -> None:
@@ -56,6 +57,7 @@ sys.addaudithook(_touched.notice)
 def pytest_runtest_protocol(item, nextitem):
     """Begin with a test that has touched nothing."""
     _touched.tier = Tier.RULES
+    _touched.shared_cpu_s = 0.0
     item.cpu_before = _cpu_seconds()
     return (yield)
 
@@ -64,19 +66,21 @@ def pytest_runtest_protocol(item, nextitem):
 def pytest_fixture_setup(fixturedef):
     """What all modules share is touched by no test: any of them may be the first that wants it."""
     before = _touched.tier, _touched.what
+    cpu_before = _cpu_seconds()
     found = yield
     if fixturedef.scope == "session":
         _touched.tier, _touched.what = before
+        _touched.shared_cpu_s += _cpu_seconds() - cpu_before
     return found
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Note with the end of a test what it has cost; fixtures count for the first test that wants them."""
+    """Note with the end of a test what it has cost; a module's fixtures count for the first test that wants them."""
     report = yield
     if report.when == "teardown":
         declared = _declared_tier(item)
-        cpu_s = _cpu_seconds() - item.cpu_before
+        cpu_s = _cpu_seconds() - item.cpu_before - _touched.shared_cpu_s
         tier = declared if declared is Tier.ENGINES else _touched.tier
         item.user_properties.append((_PROPERTY, (int(tier), round(cpu_s, 3))))
         report.user_properties = item.user_properties  # with pytest-xdist the summary is in another process

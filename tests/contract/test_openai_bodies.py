@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from pdrelay_proxy.api.text_schemas import TEXT_SCHEMAS
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.disaggregation import solo_reason
+from pdrelay_proxy.core.protocol.replay import can_resume
 from pdrelay_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
-from pdrelay_proxy.core.raw_json import Fields, decode
+from pdrelay_proxy.core.raw_json import TRUE, Fields, decode
 from pdrelay_proxy.errors import BadRequest
 from support.searching import examples
 from support.vllm_signatures import ROOT
@@ -199,6 +200,20 @@ OF_ONE_LEG = {
     "request_id",  # drawn at random by the model when it is not given
     "sampling_params",  # of its own test
 }
+# of sampling, and the same wherever a stream is continued
+ANYWHERE = {
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "max_tokens"),
+    *(
+        "stream",
+        "watermarking",
+        "max_completion_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "logit_bias",
+        "allowed_token_ids",
+    ),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+}
 ODD = [None, True, False, -1, 0, 1, 2, 1.5, 2.0, "", "1", "x", [], [1], ["x"], {}, {"a": 1}, {"include_usage": "x"}]
 
 
@@ -352,6 +367,19 @@ def test_what_decode_would_refuse_is_not_prefilled(models, api, value):
     for name, raw, fields in odd_bodies(models[api], api, value):
         if read(models[api], raw) is None and solo_reason(api, fields) is None:
             assert read(models[api], prefill_body(api, fields, TRANSFER)) is None, name
+
+
+@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT])
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_what_a_resumed_stream_ignores_means_nothing_to_vllm(models, api, value):
+    """Another engine goes on behind the tokens so far: vLLM reads "seed": false as a seed, which would begin anew."""
+    model = models[api]
+    plain = read(model, json.dumps(BASE[api]))
+    for name, raw, fields in odd_bodies(model, api, value):
+        if name in ANYWHERE or not can_resume(api, fields | {"stream": TRUE}) or (client := read(model, raw)) is None:
+            continue
+        assert client.to_sampling_params(9, {}) == plain.to_sampling_params(9, {}), name
+        assert client.truncate_prompt_tokens is None
 
 
 @pytest.mark.parametrize("api", Api)

@@ -38,7 +38,7 @@ from pdrelay_proxy.core.protocol.continuation import (
     raw_fields,
     usage_of_one_engine,
 )
-from pdrelay_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
+from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
 from pdrelay_proxy.core.schemas import PlainMessage
 
 # Allowed with any value: they do not depend on where a request begins.
@@ -79,6 +79,18 @@ _FREE_OF: Final[Mapping[Api, frozenset[str]]] = {
 }
 _CHAT: Final = Api.CHAT  # a lookup of an enum's member costs as much as a call
 _ZERO: Final = (b"0", b"0.0")
+# vLLM reads false as 0 there, which is not the same as no value; in a chat, logprobs is a switch
+_NUMBERS: Final = frozenset(
+    {
+        "n",
+        "best_of",
+        "seed",
+        "logprobs",
+        "prompt_logprobs",
+        "thinking_token_budget",
+        "truncate_prompt_tokens",
+    }
+)
 _MESSAGES_MOST: Final = 1024 * 1024  # bytes of messages that are decoded to check them
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
@@ -95,7 +107,7 @@ def can_resume(api: Api, fields: Fields) -> bool:
         return False
     if not allowed.issuperset(fields):
         other_fields = [(name, value) for name, value in fields.items() if name not in allowed]
-        if not all(_is_neutral(name, value, fields) for name, value in other_fields):
+        if not all(_is_neutral(api, name, value, fields) for name, value in other_fields):
             return False
     return api is not _CHAT or _is_text_only(fields.get("messages", NULL))
 
@@ -328,10 +340,12 @@ def _set_text(choice: Fields, delta: Fields, text: str) -> None:
         choice["delta"] = msgspec.Raw(encode(delta | {"content": raw(text)}))
 
 
-def _is_neutral(name: str, value: msgspec.Raw, fields: Fields) -> bool:
+def _is_neutral(api: Api, name: str, value: msgspec.Raw, fields: Fields) -> bool:
     """Return whether a value means the same as no value."""
-    if value == NULL or bytes(value) in (b"false", b"[]", b"{}"):
+    if value == NULL or bytes(value) == b"[]":
         return True
+    if value == FALSE:
+        return name not in _NUMBERS or (name == "logprobs" and api is _CHAT)
     if name in ("n", "best_of"):
         return bytes(value) == b"1"
     if name in ("presence_penalty", "frequency_penalty"):

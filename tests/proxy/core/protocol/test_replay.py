@@ -281,6 +281,7 @@ def test_what_does_not_look_back_can_be_continued(more):
         {"of_tomorrow": 1},
         {"stream": False},
         {"vllm_xargs": {"a": 1}},
+        {"seed": False},
     ],
 )
 def test_what_looks_back_or_is_unknown_is_not(more):

@@ -33,7 +33,7 @@ from pdrelay_connector.settings import (  # noqa: E402 (found only now)
     Settings,
 )
 from pdrelay_proxy.declarations import ENDLESS, Kind  # noqa: E402
-from pdrelay_proxy.options import DECLARED, OPTIONS, Setting  # noqa: E402
+from pdrelay_proxy.known_settings import DECLARED, OPTIONS, Setting  # noqa: E402
 
 CHART = HERE / "pdrelay"
 OPTIONS_PAGE = HERE.parent / "docs/options.md"

@@ -12,7 +12,7 @@ from pdrelay_connector.settings import Settings as ConnectorSettings
 from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.request_record import RequestOutcome
-from pdrelay_proxy.options import OPTIONS
+from pdrelay_proxy.known_settings import OPTIONS
 from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
 
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes

@@ -29,7 +29,7 @@ from pdrelay_proxy import listeners
 from pdrelay_proxy.app import Fabric, build
 from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
 from pdrelay_proxy.features.kv_events.settings import KvEvents
-from pdrelay_proxy.options import with_values
+from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.prefix_cache import PrefixCache
 

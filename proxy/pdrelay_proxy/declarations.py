@@ -17,13 +17,13 @@ class Kind:
 
     # the end of an error: "'soon' is not a time: write a number of seconds above 0"
     right: str
-    metavar: str  # for a string without ``check``: the name of its check in options.py
+    metavar: str  # for a string without ``check``: the name of its check in setting_values.py
     value_type: type = str  # in TOML, where a float may be written as a whole number
     least: float = -ENDLESS
     above: float | None = None  # every value must be greater
     most: float = ENDLESS
     choices: tuple[str, ...] = ()
-    is_open: bool = False  # there may be more choices, which options.py checks by the metavar
+    is_open: bool = False  # there may be more: setting_values.py checks them by the metavar
     unit: str = ""
     # of a string: returns the value; None, or ValueError with a sentence, if it is not right
     check: Callable[[str], str | None] | None = None

@@ -23,8 +23,8 @@ from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.files import renew_admin_tls, renew_server_tls
 from pdrelay_proxy.io.listening import url_of
 from pdrelay_proxy.io.worker_place import END, HURRY, READY, WorkerPlace, received
+from pdrelay_proxy.known_settings import without_restart
 from pdrelay_proxy.listeners import AdminListener, main_config, main_sockets
-from pdrelay_proxy.options import without_restart
 from pdrelay_proxy.settings import Settings
 
 # new objects, less freed ones, before the garbage collector traverses them

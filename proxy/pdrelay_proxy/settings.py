@@ -2,9 +2,9 @@
 SIGHUP.
 
 The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the
-flag. ``options.py`` reads the declarations for the command line, the file and SIGHUP,
-``helm/generate.py`` for the chart's schema and docs/options.md. A feature declares its own
-(``features/*/settings.py``).
+flag. A feature declares its own (``features/*/settings.py``). ``known_settings.py`` has all of
+them by name, ``options.py`` reads what people write, and ``helm/generate.py`` makes the chart's
+schema and docs/options.md.
 """
 
 from dataclasses import dataclass, replace

@@ -10,10 +10,11 @@ import pytest
 
 from pdrelay_proxy import server
 from pdrelay_proxy.cli import build_parser, main
+from pdrelay_proxy.commands.engine_sources import check_engines, warn_without_engines
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.features.stores.settings import StoreSettings
-from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
+from pdrelay_proxy.options import serve_settings
 from pdrelay_proxy.settings import KvTransferMode, Settings
 
 pytestmark = pytest.mark.processes

@@ -8,17 +8,9 @@ import pytest
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features import feature_settings
-from pdrelay_proxy.options import (
-    DECLARED,
-    OPTIONS,
-    SECRETS,
-    needs_restart,
-    read,
-    read_file,
-    reused_of_features,
-    serve_settings,
-    with_values,
-)
+from pdrelay_proxy.known_settings import DECLARED, OPTIONS, SECRETS, needs_restart, reused_of_features, with_values
+from pdrelay_proxy.options import read_file, serve_settings
+from pdrelay_proxy.setting_values import read
 from pdrelay_proxy.settings import KvTransferMode, LogLevel, Settings
 
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
-from pdrelay_proxy.options import OPTIONS, read
+from pdrelay_proxy.known_settings import OPTIONS
+from pdrelay_proxy.setting_values import read
 from pdrelay_tools.simulated.rules import expected_text
 from support.certificates import Authority
 from support.router_process import KEY, router_processes

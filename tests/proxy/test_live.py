@@ -13,7 +13,7 @@ from pdrelay_proxy.core.admission import admission
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from pdrelay_proxy.core.routing import route
 from pdrelay_proxy.errors import AddressError, ConfigError
-from pdrelay_proxy.options import OPTIONS, SECRETS
+from pdrelay_proxy.known_settings import OPTIONS, SECRETS
 from pdrelay_proxy.requests import (
     attempt,
     client_response,

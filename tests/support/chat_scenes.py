@@ -16,7 +16,7 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.features.kv_events.core.event_stream import PATH
 from pdrelay_proxy.features.kv_events.settings import KvEvents
-from pdrelay_proxy.options import with_values
+from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.rules import expected_text, prompts_of, word_id
 from support.sim import InMemory, sims, until_async

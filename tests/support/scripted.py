@@ -30,7 +30,7 @@ from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_transfer
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.options import with_values
+from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from pdrelay_proxy.commands.engine_sources import check_engines, warn_without_engines
 from pdrelay_proxy.commands.interrupts import ctrl_c_ends_at_once
 from pdrelay_proxy.core.routing.kv_reuse import unused_kv
 from pdrelay_proxy.errors import AlreadyKnown, ConfigError
@@ -14,14 +15,9 @@ from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.io import logs
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.worker_place import WorkerPlace
+from pdrelay_proxy.known_settings import unused_of_features, without_restart
 from pdrelay_proxy.options import add_arguments as add_options
-from pdrelay_proxy.options import (
-    check_engines,
-    serve_settings,
-    unused_of_features,
-    warn_without_engines,
-    without_restart,
-)
+from pdrelay_proxy.options import serve_settings
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)

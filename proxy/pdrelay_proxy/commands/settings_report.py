@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from pdrelay_proxy.commands.engine_sources import check_engines
 from pdrelay_proxy.consistency import faults
 from pdrelay_proxy.console.tables import printable
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
-from pdrelay_proxy.options import OPTIONS, SECRETS, Choices, Setting, check_engines, choose
+from pdrelay_proxy.known_settings import OPTIONS, SECRETS, Setting
+from pdrelay_proxy.options import Choices, choose
 from pdrelay_proxy.settings import Settings
 
 RIGHT = 0

@@ -10,7 +10,7 @@ import pytest
 from pdrelay_proxy.api.operator_route import OPERATORS, SMALL_BODY
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.admission.admin_key import fingerprint
-from pdrelay_proxy.options import needs_restart
+from pdrelay_proxy.known_settings import needs_restart
 from pdrelay_proxy.settings import Settings
 from support.sim import InMemory, router, sims, until_async
 

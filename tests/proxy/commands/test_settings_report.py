@@ -6,7 +6,8 @@ import pytest
 
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.features import feature_policies
-from pdrelay_proxy.options import OPTIONS, SECRETS, read_file, serve_settings
+from pdrelay_proxy.known_settings import OPTIONS, SECRETS
+from pdrelay_proxy.options import read_file, serve_settings
 
 RIGHT = "The settings are right. Engines were not asked: pdrelay check does that.\n"
 

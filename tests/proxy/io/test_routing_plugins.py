@@ -12,7 +12,8 @@ from pdrelay_proxy.core.model import Role, RoutingHints
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.routing_plugins import GROUP, installed_policies
-from pdrelay_proxy.options import OPTIONS, read
+from pdrelay_proxy.known_settings import OPTIONS
+from pdrelay_proxy.setting_values import read
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
 from pdrelay_tools.planning.replay.traces import Conversations

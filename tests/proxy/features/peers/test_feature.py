@@ -11,7 +11,7 @@ from pdrelay_proxy.features.feature import Ground
 from pdrelay_proxy.features.peers.feature import PeersFeature
 from pdrelay_proxy.features.peers.settings import PeerSettings
 from pdrelay_proxy.io.worker_place import WorkerPlace
-from pdrelay_proxy.options import SECRETS
+from pdrelay_proxy.known_settings import SECRETS
 from pdrelay_proxy.settings import Settings
 
 SEVERAL = Settings(workers=3, port=8000, admin_port=9000, decode=("d:1",))

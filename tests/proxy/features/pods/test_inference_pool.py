@@ -18,7 +18,8 @@ from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
 from pdrelay_proxy.io.kubernetes.reflector import WatchTimes
-from pdrelay_proxy.options import OPTIONS, read
+from pdrelay_proxy.known_settings import OPTIONS
+from pdrelay_proxy.setting_values import read
 from pdrelay_proxy.settings import Settings
 from support.kube_api import KubeApi, Refusal, pod, pool
 from support.sim import until_async

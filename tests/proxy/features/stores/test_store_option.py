@@ -5,7 +5,8 @@ from argparse import ArgumentTypeError
 import pytest
 
 from pdrelay_proxy.features.stores.store_url import split_prefix
-from pdrelay_proxy.options import OPTIONS, read
+from pdrelay_proxy.known_settings import OPTIONS
+from pdrelay_proxy.setting_values import read
 
 
 def store(text):

@@ -27,7 +27,7 @@ from pdrelay_proxy.features.feature import Ground
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.routing_plugins import installed_policies
-from pdrelay_proxy.options import OPTIONS, with_values
+from pdrelay_proxy.known_settings import OPTIONS, with_values
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.planning.replay.kv_cache import CacheEvents
 from pdrelay_tools.planning.replay.traces import (

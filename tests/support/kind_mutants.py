@@ -1,6 +1,6 @@
 """Rules of caches' kinds, each turned off: with ``pytest.MonkeyPatch``, where it is kept.
 
-As in ``support.state_mutants``; ``shell/test_cache_kinds.py`` shows that each of these is noticed.
+As in ``support.pull_mutants``; ``shell/test_cache_kinds.py`` shows that each of these is noticed.
 """
 
 import dataclasses
@@ -11,11 +11,6 @@ from pdrelay_connector.core.layout import transfer_plan
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.core.messages import RankInfo
 from support.cache_kinds import views_of
-from support.state_mutants import (
-    announce_a_state_before_the_end,
-    compute_the_last_token_on_p,
-    take_the_block_of_the_first_token,
-)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -165,10 +160,23 @@ def load_the_last_token(patch):
     patch.setattr(f"{SHELL}.engine_config.EngineConfig.loaded_tokens", lambda self, prompt: prompt)
 
 
-def announce_what_this_step_computes(patch):
-    """As if whatever is in the prefix cache were computed."""
+def compute_the_last_token_on_p(patch):
+    patch.setattr(f"{SHELL}.prefill_requests.truncate", lambda request, groups: None)
+
+
+def take_the_block_of_the_first_token(patch):
+    patch.setattr(CacheGroup, "blocks_of", lambda self, start, stop: slice(0, 1))
+
+
+def announce_a_state_before_the_end(patch):
+    """As KV: each complete block once."""
     progress = importlib.import_module(f"{SHELL}.push_progress").PushProgress
-    patch.setattr(progress, "_filled", lambda *_: frozenset())
+    begin = progress.__init__
+
+    def hasty(self, groups, **options):
+        begin(self, [CacheGroup(group.block_size) for group in groups], **options)
+
+    patch.setattr(progress, "__init__", hasty)
 
 
 MUTANTS = [

@@ -32,8 +32,6 @@ from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import LentBlocks
 from pdrelay_connector.errors import InvalidKvParams, PromptMismatch, UnsupportedCache
 from pdrelay_connector.settings import Mode, Settings
-from support import state_mutants as mutants
-from support.mutation import NOTICED
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 30
@@ -353,37 +351,3 @@ def test_d_may_hit_kv_without_its_state(more, expected):
     connector._engine_config = engine((*ALIGNED, *more))
 
     assert connector.supports_divergent_local_hybrid_hits is expected
-
-
-MUTANTS = [
-    (mutants.hit_kv_before_a_window, test_d_may_hit_kv_without_its_state, (CacheGroup(SIZE, window=8),), False),
-    (mutants.compute_the_last_token_on_p, test_p_computes_all_but_the_last_token),
-    (mutants.digest_the_last_token, test_d_reads_all_of_a_state_whatever_its_own_cache_has),
-    (mutants.hand_over_what_has_its_last_token, test_a_request_for_its_prompts_logprobs_is_not_handed_over, Mode.PULL),
-    (mutants.take_any_state, test_any_other_state_costs_a_local_prefill, {"remote_num_tokens": 12}),
-    (mutants.take_the_block_of_the_first_token, test_p_lends_the_block_of_the_last_state, ALIGNED, [4, 5, 6]),
-    (mutants.take_all_blocks, test_p_lends_the_block_of_the_last_state, ALIGNED, [4, 5, 6]),
-    (mutants.take_all_blocks, test_in_push_d_lends_one_block_for_the_state),
-    (mutants.take_the_state_at_a_hit, test_d_reads_all_of_a_state_whatever_its_own_cache_has),
-    (mutants.announce_a_state_before_the_end, test_in_push_a_state_is_announced_at_the_end_of_the_prompt_only),
-    (mutants.let_vllm_zero_what_is_loaded, test_vllm_zeroes_no_block_that_is_loaded),
-    (mutants.let_unlike_states_meet, test_engines_with_unlike_states_never_meet, {"shapes": ((8, 3), (2, 4, 4))}),
-]
-
-
-@pytest.mark.parametrize(("mutate", "story", "args"), [(mutate, story, args) for mutate, story, *args in MUTANTS])
-def test_a_broken_rule_is_noticed(monkeypatch, mutate, story, args):
-    """Each mutant is one rule turned off; its name says which."""
-    mutate(monkeypatch)
-
-    with pytest.raises((*NOTICED, InvalidKvParams, ValueError, pytest.fail.Exception)):
-        story(*args)
-
-
-@pytest.mark.parametrize(("spares_loads", "mode"), [(True, "align"), (True, "all"), (False, "none")])
-def test_a_refusal_that_is_forgotten_is_noticed(monkeypatch, spares_loads, mode):
-    """Of each kind."""
-    mutants.refuse_no_state(monkeypatch)
-
-    with pytest.raises((AttributeError, pytest.fail.Exception)):
-        test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_loads, mode, "layer")

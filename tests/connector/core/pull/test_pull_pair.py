@@ -1,7 +1,5 @@
 """A prefill and a decode engine together: the stories that decide whether an operator sleeps."""
 
-from inspect import signature
-
 import pytest
 from hypothesis import settings
 
@@ -448,40 +446,20 @@ def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
 
 PairMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPair = pytest.mark.slow(PairMachine.TestCase)  # any order of events: seconds
-any_order_of_events = search(PairMachine, 200)
-
-MUTANTS = [
-    (mutants.revoke_without_a_word_to_the_fence, test_a_lease_that_is_revoked_while_it_is_read_is_noticed),
-    (mutants.revoke_without_a_word_to_the_fence, any_order_of_events),
-    (mutants.revoke_what_is_read, test_what_is_read_is_not_revoked),
-    (mutants.protect_what_is_read_for_ever, test_what_is_not_said_to_be_read_any_more_is_revoked_in_the_end),
-    (mutants.say_once_what_is_read, test_a_load_that_queues_for_host_memory_keeps_its_lease_from_being_revoked),
-    (mutants.keep_a_revocation_to_yourself, test_a_revoked_lease_is_told_at_once),
-    (mutants.only_count_what_lapsed, test_a_revoked_lease_is_told_at_once),
-    (mutants.let_anybody_renew, test_another_engine_cannot_keep_blocks),
-    (mutants.let_anybody_end, test_another_engine_cannot_end_a_lease),
-    (mutants.renew_for_ever, test_an_engine_that_hangs_renews_nothing),
-    (mutants.drop_the_heartbeat, test_a_request_that_queues_keeps_its_lease),
-    (mutants.shorten_on_renew, test_a_decode_engine_that_is_cut_off_is_noticed_at_lease_end),
-    (mutants.ignore_one_rank, test_a_decode_engine_with_two_ranks_ends_a_lease_only_when_both_have_read),
-    (mutants.forget_peer_lost, test_a_crashed_decode_engine_is_noticed_at_once),
-    (mutants.accept_unfenced_reads, any_order_of_events),
-    (mutants.answer_the_fence_from_memory, any_order_of_events),
-    (mutants.never_expire, any_order_of_events),
-    (mutants.release_twice, any_order_of_events),
-    (mutants.trust_nixl_to_have_let_go, test_blocks_are_not_given_back_while_nixl_may_still_write_into_them),
-    (mutants.start_again_what_is_given_up, test_a_load_being_given_up_survives_that_its_peer_is_met_again),
-    (mutants.read_from_whoever_answers, any_order_of_events),
-    (mutants.keep_what_nobody_wants, any_order_of_events),
-    (mutants.read_from_one_rank_only, test_a_load_is_read_from_every_rank),
-    (mutants.call_a_load_read_when_its_first_read_is, test_a_load_waits_for_every_rank),
-]
 
 
-@each_mutant(MUTANTS)
-def test_a_broken_rule_is_noticed(monkeypatch, mutate, story):
+@each_mutant(
+    mutants.revoke_without_a_word_to_the_fence,
+    mutants.accept_unfenced_reads,
+    mutants.answer_the_fence_from_memory,
+    mutants.never_expire,
+    mutants.release_twice,
+    mutants.read_from_whoever_answers,
+    mutants.keep_what_nobody_wants,
+)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate):
     """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
     mutate(monkeypatch)
 
     with pytest.raises(NOTICED):
-        story(*([World()] if signature(story).parameters else []))
+        search(PairMachine, 200)

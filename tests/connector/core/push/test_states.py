@@ -16,10 +16,8 @@ from pdrelay_connector.core.messages import (
 from pdrelay_connector.core.ports import MessageReceived, PeerConnected, XferEnded, XferOutcome
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import ComputedBlocks
-from support import state_mutants as mutants
 from support.engines import changed, rank_info
 from support.engines import lent as blocks_of
-from support.mutation import NOTICED
 
 D, SCHEDULER = ConnId(7), ConnId(1)
 STATE, WIDTH = 1 << 20, 512  # where its region begins, and the bytes of one state
@@ -133,19 +131,3 @@ def test_a_state_after_more_tokens_is_not_written(tokens):
     assert isinstance(end, PushAborted)
     assert end.reason == f"transfer t has a state after {tokens} tokens, one after 8 is wanted"
     assert world.writes == []
-
-
-@pytest.mark.parametrize(
-    ("mutate", "story", "tokens"),
-    [
-        (mutants.write_the_state_with_every_part, test_a_state_comes_with_the_last_part, 7),
-        (mutants.forget_the_state_of_a_prompt_that_ends_with_a_block, test_a_state_comes_with_the_last_part, 8),
-        (mutants.write_a_state_of_more_tokens, test_a_state_after_more_tokens_is_not_written, 9),
-    ],
-)
-def test_a_broken_rule_is_noticed(monkeypatch, mutate, story, tokens):
-    """Each mutant is one rule turned off; its name says which."""
-    mutate(monkeypatch)
-
-    with pytest.raises((*NOTICED, IndexError, ValueError)):
-        story(tokens)

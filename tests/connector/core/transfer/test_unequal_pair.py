@@ -11,9 +11,7 @@ from pdrelay_connector.core.layout.transfer_plan import check_layers, needed_ran
 from pdrelay_connector.core.lease.kv_params import PushParams
 from pdrelay_connector.core.messages import PushWritten
 from pdrelay_connector.core.results import LoadResult
-from pdrelay_connector.errors import ConnectorError, IncompatiblePeer
-from support import unequal_mutants as mutants
-from support.mutation import NOTICED, each_mutant
+from pdrelay_connector.errors import IncompatiblePeer
 from support.unequal import HOME, A, Model, P, Shape, T, UnequalWorld
 
 TP = [
@@ -138,38 +136,6 @@ def test_engines_of_other_shapes_are_known_before_a_load(mode):
 
     assert ended.objection == "region 0: its blocks have 8 tokens, ours 12; one must be a multiple of the other"
     assert [lease.reason.name for lease in released] == ["DROPPED"]
-
-
-def two_stages_are_read():
-    test_pipeline_stages_that_are_cut_differently(pulled, (3, 3), (), (1, 2))
-
-
-def two_stages_are_written():
-    test_pipeline_stages_that_are_cut_differently(pushed, (4, 2), (1, 2, 3), (1, 1))
-
-
-def other_shapes():
-    test_engines_of_other_shapes_are_known_before_a_load("push")
-
-
-MUTANTS = [
-    (mutants.read_from_one_stage, two_stages_are_read),
-    (mutants.take_ranks_for_workers, test_a_lease_of_stages_ends_when_the_last_stage_has_read),
-    (mutants.take_ranks_for_workers, two_stages_are_written),
-    (mutants.pair_layers_by_their_place, two_stages_are_read),
-    (mutants.pair_layers_by_their_place, two_stages_are_written),
-    (mutants.write_to_one_stage, two_stages_are_written),
-    (mutants.compare_no_shapes, other_shapes),
-    (mutants.keep_leases_of_engines_that_differ, other_shapes),
-]
-
-
-@each_mutant(MUTANTS)
-def test_a_broken_rule_is_noticed(mutate, story, monkeypatch):
-    """Each rule turned off makes its story fail."""
-    mutate(monkeypatch)
-    with pytest.raises((*NOTICED, ConnectorError)):
-        story()
 
 
 def test_block_sizes_that_have_only_a_multiple_in_common():

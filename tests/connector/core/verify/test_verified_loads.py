@@ -3,9 +3,7 @@
 import pytest
 
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
-from support import verify_mutants as mutants
 from support.engines import EVERYTHING, LEASE, TIMEOUT, World
-from support.mutation import NOTICED, each_mutant
 from support.push_engines import PushWorld
 
 MODES = ["pull", "push"]
@@ -170,43 +168,3 @@ def test_nothing_is_kept_of_a_lease_that_is_over(end):
 
     assert p.control.lease_manager._sampled == {}
     assert len(p.freed) == 1
-
-
-def blocks_wrong_in_pull():
-    test_a_load_with_a_wrong_block_fails("pull", {2})
-
-
-def all_blocks_wrong_in_pull():
-    test_a_load_with_a_wrong_block_fails("pull", {0, 1, 2})
-
-
-def blocks_wrong_in_push():
-    test_a_load_with_a_wrong_block_fails("push", {2})
-
-
-def nothing_is_kept():
-    for end in ("read", "expired"):
-        test_nothing_is_kept_of_a_lease_that_is_over(end)
-
-
-@each_mutant(
-    [
-        (mutants.confirm_before_the_sums_are_there, test_a_busy_prefill_engine_keeps_its_blocks_and_the_reader_waiting),
-        (
-            mutants.wait_for_the_sums_without_a_bound,
-            test_a_prefill_engine_whose_step_takes_too_long_is_not_taken_for_hung,
-        ),
-        (mutants.forget_who_waits_for_the_sums, test_a_lease_that_ends_before_its_checksums_are_there_has_not_held),
-        (mutants.remember_the_sums_for_ever, nothing_is_kept),
-        (mutants.compare_nothing_after_a_read, blocks_wrong_in_pull),
-        (mutants.sample_one_block_only, all_blocks_wrong_in_pull),
-        (mutants.drop_the_sums_of_a_push, blocks_wrong_in_push),
-        (mutants.take_no_sums_of_a_push, blocks_wrong_in_push),
-    ]
-)
-def test_a_broken_rule_is_noticed(monkeypatch, mutate, story):
-    """A story that nothing can fail proves nothing."""
-    mutate(monkeypatch)
-
-    with pytest.raises((*NOTICED, TypeError)):
-        story()

@@ -418,17 +418,19 @@ class Pair(Turns):
         self.loads = []  # of D: (name, tokens of the prompt, D's tables, blocks that vLLM's own connector would fill)
         self.awaited = {}  # name of a prefill -> what D is asked when it has ended
 
-    def ask(self, name, prompt, most, mode):
+    def ask(self, name, prompt, most, mode, priority=0):
         """Send a prompt to both engines, or to one."""
         self.asked[name] = prompt, [], most
         if mode in ("d", "p"):
-            (self.d if mode == "d" else self.p).ask(name, prompt, most=most)
+            (self.d if mode == "d" else self.p).ask(name, prompt, most=most, priority=priority)
             return
         self.prefill(name, prompt, mode)
         if mode == "push":
             self.register(name, prompt, most)
         else:
-            self.awaited[f"p-{name}"] = lambda params: self.d.ask(name, prompt, most=most, params=params)
+            self.awaited[f"p-{name}"] = lambda params: self.d.ask(
+                name, prompt, most=most, params=params, priority=priority
+            )
 
     def prefill(self, name, prompt, mode):
         """Send the prefill leg."""

@@ -290,19 +290,21 @@ class ScheduledEngine:
 
     # ---- what clients do
 
-    def ask(self, name, tokens, *, most, params=None):
+    def ask(self, name, tokens, *, most, params=None, priority=0):
         """Send a request, which the engine sees with its next step."""
-        self.inbox.append(lambda: self._add(name, tokens, most, params))
+        self.inbox.append(lambda: self._add(name, tokens, most, params, priority))
 
     def abort(self, name):
         """Close the connection of a request."""
         self.inbox.append(lambda: self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED))
 
-    def _add(self, name, tokens, most, params):
+    def _add(self, name, tokens, most, params, priority):
         sampling = SamplingParams(
             temperature=0.0, max_tokens=most, ignore_eos=True, extra_args={"kv_transfer_params": params}
         )
-        self.scheduler.add_request(Request(name, list(tokens), sampling, None, block_hasher=self._hasher))
+        self.scheduler.add_request(
+            Request(name, list(tokens), sampling, None, block_hasher=self._hasher, priority=priority)
+        )
 
     # ---- the process
 

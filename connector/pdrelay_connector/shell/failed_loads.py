@@ -7,6 +7,10 @@ no request behind it, not even those with a finished load, which hold the blocks
 request runs, that is a deadlock. But vLLM skips a request while the number of tokens to load is not
 known. So the connector answers that for such a request every second time. Only vLLM knows how many
 blocks the request needs: that some are missing shows when it gets none.
+
+A request that was skipped waits in the other queue, which vLLM sorts by priority. Until it has
+blocks again vLLM keeps as many free of other loads (``_inflight_prefill_reserved_blocks``). So a
+load before it may lack just these blocks, and it must let the request pass in the same way.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -19,7 +23,7 @@ class FailedLoads:
 
     def __init__(self) -> None:
         self._failed: set[str] = set()  # vLLM's ids of requests that have no blocks since
-        self._tried: set[str] = set()  # those of them that vLLM was to give blocks the last time
+        self._tried: set[str] = set()  # whom vLLM was to give blocks the last time
         self._ended: dict[str, Request] = {}  # loads, until vLLM has taken their requests up
 
     def ended(
@@ -33,18 +37,18 @@ class FailedLoads:
                     self._failed.add(name)
 
     def gives_way(self, request: Request) -> bool:
-        """Tell whether a request must let requests with finished loads behind it pass.
+        """Tell whether a request must let those behind it pass.
 
-        It must if it got no blocks the last time, and they hold some.
+        It must if it got no blocks the last time, and they hold some, or vLLM keeps some for them.
         """
-        name = request.request_id
-        if name not in self._failed:
+        if not self._failed:
             return False
+        name = request.request_id
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._ended = {
             name: loaded for name, loaded in self._ended.items() if loaded.status == waiting
         }
-        if name in self._tried and self._ended:
+        if name in self._tried and (name not in self._failed or self._ended):
             self._tried.discard(name)
             return True
         self._tried.add(name)

@@ -11,6 +11,7 @@ with warnings.catch_warnings():
 
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         pytest.skip("the stories' kinds need vLLM 0.32", allow_module_level=True)
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
     from vllm.v1.request import RequestStatus
 
     from pdrelay_connector.shell.failed_loads import FailedLoads
@@ -41,6 +42,32 @@ def test_loads_that_have_ended_are_taken_up_before_one_that_failed():
     assert pair.counts["loads"] == 3
     assert len(pair.d.loaded) == 2
     assert pair.is_done
+
+
+def test_a_more_important_load_does_not_wait_for_blocks_that_vllm_keeps_for_one_that_failed():
+    """It is before that one, which has given way to another, and both together do not fit."""
+    kind = KINDS["windows of several sizes"]
+    pair = Pair(kind.shape(blocks=200), kind.shape(blocks=56))
+    by_priority(pair.d)
+    pair.d.movers[1].stuck = True
+    for number in range(2):
+        pair.ask(f"r{number}", [number, *LONG], 3, "pull")
+        pair.run(1.0)
+    first, *_ = pair.d.movers[1]._xfers
+    pair.d.movers[1].cancel(first)
+    pair.ask("late", [2, 1, *LONG], 3, "pull", priority=-1)
+    pair.run(1.0)
+    pair.d.movers[1].stuck = False
+    pair.run(30.0)
+
+    assert pair.is_done
+
+
+def by_priority(engine):
+    """Have vLLM schedule requests so."""
+    scheduler = engine.scheduler
+    scheduler.policy = SchedulingPolicy.PRIORITY
+    scheduler.waiting, scheduler.kv_holding_waiting = (create_request_queue(scheduler.policy) for _ in range(2))
 
 
 def test_blocks_in_the_prefix_cache_are_no_room_for_one_that_failed():

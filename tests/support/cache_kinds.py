@@ -18,24 +18,28 @@ from typing import ClassVar
 
 import numpy as np
 
+from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import Address
 from pdrelay_connector.core.messages import RankInfo
-from pdrelay_connector.io.in_memory import InMemoryNetwork, InMemoryTransferAgent
-from support.engines import Turns
+from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
+from support.engines import FINGERPRINT, Turns
 from support.in_tree_plan import InTreePlan
 from support.scheduled_engine import (
     LEASE,
     TRANSFER,
     ScheduledEngine,
     TimedConnector,
+    WorkerProcess,
     _configured,
     kv_of,
     next_token,
 )
+from support.token_slots import slot_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import (
         get_block_hash,
@@ -58,6 +62,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.metadata import RankHandshake
 
 CONTEXT = 96  # tokens
 UNTOUCHED = 0xA5  # what a cache has where nothing was written
@@ -72,10 +77,11 @@ def content(layer, head, chain, size):
 
 
 class Layer:
-    """One layer's cache: entries by (block of vLLM's, number within the block)."""
+    """One layer's cache on one rank: entries by (block of vLLM's, number within the block)."""
 
-    def __init__(self, name, spec, view, blocks):
-        self.name, self.spec = name, spec
+    def __init__(self, name, spec, view, blocks, shape, rank):
+        self.name, self.spec, self.shape, self.rank = name, spec, shape, rank
+        self.first_head = rank * shape.heads // shape.ranks
         self.bytes = view.view(torch.uint8).numpy()  # of rows, heads, entries
         self.rows = view.shape[0] // blocks  # of one block
         self.per_row = view.shape[2]
@@ -89,7 +95,7 @@ class Layer:
         assert block, f"{self.name} writes into the null block"
         row, number = block * self.rows + entry // self.per_row, entry % self.per_row
         for head in range(self.bytes.shape[1]):
-            wanted = content(self.name, head, chain, self.bytes.shape[3])
+            wanted = content(self.name, self.first_head + head, chain, self.bytes.shape[3])
             self.bytes[row, head, number] = np.frombuffer(wanted, dtype=np.uint8)
 
     def look(self, block, entry, chain, what):
@@ -97,7 +103,8 @@ class Layer:
         row, number = block * self.rows + entry // self.per_row, entry % self.per_row
         for head in range(self.bytes.shape[1]):
             found = self.bytes[row, head, number].tobytes()
-            assert found == content(self.name, head, chain, len(found)), f"{self.name} reads other bytes of {what}"
+            wanted = content(self.name, self.first_head + head, chain, len(found))
+            assert found == wanted, f"{self.name} on rank {self.rank} reads other bytes of {what}"
 
 
 class Tokens(Layer):
@@ -115,32 +122,45 @@ class Tokens(Layer):
             return start // spec.attention_chunk_size * spec.attention_chunk_size
         return 0
 
+    def slot(self, token):
+        """Return (number of the block, place in it) of a token; None: another rank has it."""
+        shards = self.shape.shards_of(self.spec)
+        return slot_of(token, self.spec.block_size, shards, self.rank % shards, self.shape.interleave)
+
     def compute(self, table, start, stop, chains, replay):
-        size, ratio = self.spec.block_size, self.ratio
-        first = self.first_read(start, replay)
+        ratio, first = self.ratio, self.first_read(start, replay)
         for group in range(first // ratio, start // ratio):
             token = (group + 1) * ratio - 1
-            self.look(table[token // size], token % size // ratio, chains[token], f"token {token} of {start}")
+            if (slot := self.slot(token)) is not None:
+                self.look(table[slot[0]], slot[1] // ratio, chains[token], f"token {token} of {start}")
         for token in range(start, stop):
-            if token % ratio == ratio - 1:
-                self.put(table[token // size], token % size // ratio, chains[token])
+            if token % ratio == ratio - 1 and (slot := self.slot(token)) is not None:
+                self.put(table[slot[0]], slot[1] // ratio, chains[token])
         self.look_around(table, first, stop)
 
     def check(self, block, chains):
         """A whole block has what it must of its tokens."""
         for token in range(self.ratio - 1, len(chains), self.ratio):
-            self.look(block, token // self.ratio, chains[token], f"cached token {token} of block {block}")
+            if (slot := self.slot(token)) is not None:
+                self.look(block, slot[1] // self.ratio, chains[token], f"cached token {token} of block {block}")
 
     def look_around(self, table, first, stop):
         """A kernel multiplies what is beside the tokens of its own blocks by 0, which NaN survives."""
-        size, page = self.spec.block_size, self.per_row * self.ratio
-        for token in range(first // page * page, stop, page):
-            row = table[token // size] * self.rows + token % size // page
+        page = self.per_row * self.ratio
+        slots = filter(None, map(self.slot, range(first, stop)))
+        for row in {table[number] * self.rows + place // page for number, place in slots}:
             is_nan = (self.bytes[row] == NAN).all(axis=-1)
-            assert not is_nan.any(), f"{self.name} has NaN beside token {token} of {stop}"
+            assert not is_nan.any(), f"{self.name} has NaN beside tokens {first} to {stop} in row {row}"
 
 
-class Ring(Layer):
+class OfOneRank(Layer):
+    """Keeps what no other rank has."""
+
+    def __init__(self, name, spec, view, blocks, shape, rank):
+        super().__init__(f"{name} of {rank}", spec, view, blocks, shape, rank)
+
+
+class Ring(OfOneRank):
     """Keeps the tokens of the open group of half as many as there is room for, and others, overwritten in turn."""
 
     @property
@@ -156,7 +176,7 @@ class Ring(Layer):
             self.put(block, token % capacity, chains[token])
 
 
-class State(Layer):
+class State(OfOneRank):
     """Keeps what all tokens so far have made of it, in the block of the last one."""
 
     def compute(self, table, start, stop, chains, _):
@@ -170,11 +190,11 @@ class State(Layer):
         self.look(block, 0, chains[-1], f"the cached state in block {block}")
 
 
-def layer_of(name, spec, view, blocks):
+def layer_of(name, spec, *place):
     """Return the player of a layer."""
     if isinstance(spec, MambaSpec):
-        return State(name, spec, view, blocks)
-    return (Ring if isinstance(spec, CircularBufferSpec) else Tokens)(name, spec, view, blocks)
+        return State(name, spec, *place)
+    return (Ring if isinstance(spec, CircularBufferSpec) else Tokens)(name, spec, *place)
 
 
 @dataclass(frozen=True)
@@ -189,6 +209,18 @@ class Shape:
     caches: bool = True  # prefixes
     lookahead: int = 0  # tokens that drafts read beyond those computed
     unit: int | None = None  # tokens of a hit of the prefix cache, if it may end within a block
+    ranks: int = 1  # of tensor parallelism; ``specs`` are of one of them
+    shards: int = 1  # of decode context parallelism
+    interleave: int = 1  # tokens
+    heads: int = 1  # of a layer, over all ranks, where there are more ranks than one
+
+    def shards_of(self, spec):
+        """Return how many ranks divide the tokens of a cache among them."""
+        return self.shards if getattr(spec, "dcp_sharded", False) else 1
+
+    def block_size(self, spec):
+        """Return how many tokens a block of a request's table is for."""
+        return spec.block_size * self.shards_of(spec)
 
 
 def views_of(spec, names, blocks, layout, kernel):
@@ -205,7 +237,12 @@ def views_of(spec, names, blocks, layout, kernel):
 class Copier(InMemoryTransferAgent):
     """Copies between addresses, as NIXL does."""
 
+    def __init__(self, network, memory, world, info):
+        super().__init__(network, memory)
+        self.world, self.info = world, info
+
     def _copy(self, flight):
+        self.world.copied(self.info, flight)
         for remote, local, size in flight.spans.tolist():
             target, source = (remote, local) if flight.writes else (local, remote)
             ctypes.memmove(target, source, size)
@@ -252,15 +289,45 @@ class KindsEngine(ScheduledEngine):
         self.pairs = set()  # (group, P's block, D's block) of what has moved since they were last looked at
         super().__init__(world, name, address)
 
-    def _start_worker(self, engine_config, settings, info):
-        super()._start_worker(engine_config, settings, info)
-        write = self.writer._part_writer.write
+    def _start_threads(self, engine_config, settings):
+        """As its base, with a worker for each rank."""
+        network, self.movers, self.worker_counters = self.world.network, [], Counters()
+        self.links, self.processes, handshakes = [InMemoryLink(network, self.agent, engine=self.name)], [], {}
+        described = self.make_layers(engine_config)
+        for rank, caches in enumerate(self.caches):
+            memory = f"{self.agent}/{rank}"
+            network.memories[memory], network.aliases[memory] = [], self.agent
+            regions = describe_caches(caches, described, self.shape.blocks, KernelLayout.ENTRIES)
+            info = RankInfo(rank, self.shape.ranks, memory.encode(), "DRAM", 0, regions)
+            handshakes[rank] = RankHandshake(info, info, FINGERPRINT, b"token %d" % rank, self.generation)
+        thread = self.connector._scheduler._control
+        thread.start = lambda handshakes, *_: self._start_control(thread, engine_config, settings, handshakes)
+        thread._outbox.wait = self._wait
+        self.connector._scheduler.start(handshakes, FINGERPRINT)
+        for handshake in handshakes.values():
+            memory = handshake.rank.agent.decode()
+            link, movers = (
+                InMemoryLink(network, memory, engine=self.name),
+                [Copier(network, memory, self.world, handshake.rank) for _ in range(2)],
+            )
+            process = WorkerProcess(self, link, movers, handshake.rank, handshake.token, settings)
+            self.links.append(link)
+            self.movers += movers
+            self.processes.append(process)
+            self._watch(process.writer._part_writer)
+        self.aggregator = KVOutputAggregator(len(self.processes))
+
+    def _watch(self, part_writer):
+        write = part_writer.write
 
         def watched(ranks, token_ranges, **options):
             self.moved(token_ranges, is_ours=False)
             return write(ranks, token_ranges, **options)
 
-        self.writer._part_writer.write = watched
+        part_writer.write = watched
+
+    def _collect(self, outputs):
+        return self.aggregator.aggregate(outputs)
 
     def _make_scheduler(self):
         shared, _, structured, _ = _configured()
@@ -269,6 +336,10 @@ class KindsEngine(ScheduledEngine):
             shared.kv_transfer_config, engine_id=self.name, kv_connector=KindsConnector.__name__,
             kv_connector_module_path=__name__,
         )  # fmt: skip
+        config.parallel_config = copy.copy(shared.parallel_config)
+        config.parallel_config.tensor_parallel_size = shape.ranks
+        config.parallel_config.decode_context_parallel_size = shape.shards
+        config.parallel_config.cp_kv_cache_interleave_size = shape.interleave
         has_state = any(isinstance(spec, MambaSpec) for spec in shape.specs)
         caching = config.cache_config = copy.copy(shared.cache_config)
         caching.block_size = shape.specs[0].block_size
@@ -309,33 +380,28 @@ class KindsEngine(ScheduledEngine):
                 continue
             number = get_group_id(block.block_hash)
             spec = self.cache.kv_cache_groups[number].kv_cache_spec
-            if spec.block_size == self.hashed:  # else vLLM joins hashes for it
+            if self.shape.block_size(spec) == self.hashed:  # else vLLM joins hashes for it
                 chains = self.world.cached[bytes(get_block_hash(block.block_hash))]
                 for group, layer in self.layers:
                     if group == number:
                         layer.check(block.block_id, chains)
 
-    def _allocate(self, network, engine_config):
-        caches, described = self.make_layers(engine_config)
-        regions = describe_caches(caches, described, self.shape.blocks, KernelLayout.ENTRIES)
-        network.memories[self.agent] = []
-        self._keeps = caches  # their memory is read and written by address
-        info = RankInfo(0, 1, self.agent.encode(), "DRAM", 0, regions)
-        return info, [Copier(network, self.agent) for _ in range(2)]
-
     def make_layers(self, engine_config):
-        """Make the tensors of all layers; returns them by name, and the configuration, which depends on them."""
-        shape, caches = self.shape, {}
-        self.layers = []
-        for number, group in enumerate(self.cache.kv_cache_groups):
-            views = views_of(group.kv_cache_spec, group.layer_names, shape.blocks, shape.layout, shape.kernel)
-            caches |= views
-            self.layers += [
-                (number, layer_of(name, group.kv_cache_spec, view, shape.blocks)) for name, view in views.items()
-            ]
+        """Make the tensors of all layers on all ranks; returns the configuration, which depends on them."""
+        shape, self.layers, self.caches = self.shape, [], []
+        for rank in range(shape.ranks):
+            caches = {}
+            for number, group in enumerate(self.cache.kv_cache_groups):
+                spec = group.kv_cache_spec
+                views = views_of(spec, group.layer_names, shape.blocks, shape.layout, shape.kernel)
+                caches |= views
+                self.layers += [
+                    (number, layer_of(name, spec, view, shape.blocks, shape, rank)) for name, view in views.items()
+                ]
+            self.caches.append(caches)  # their memory is read and written by address
         self.connector.engine = self
         heads = max((getattr(spec, "num_kv_heads", 1) for spec in shape.specs), default=1)
-        return caches, dataclasses.replace(engine_config, all_heads=heads)
+        return dataclasses.replace(engine_config, all_heads=heads if shape.ranks == 1 else shape.heads)
 
     def _wait(self, _):
         """Time passes for all, but for this engine's loop."""
@@ -344,7 +410,8 @@ class KindsEngine(ScheduledEngine):
 
     def before_computing(self):
         if self.world.writes_at_once:
-            self.worker_runner.turn(self.world.now)
+            for process in self.processes:
+                process.runner.turn(self.world.now)
 
     def _compute(self, scheduled):
         for block in scheduled.new_block_ids_to_zero or ():
@@ -374,7 +441,7 @@ class KindsEngine(ScheduledEngine):
     def _spoil(self, request, external):
         """VLLM zeroes new blocks that other groups have used, but for those that a load fills."""
         for group, ids in enumerate(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
-            size = self.cache.kv_cache_groups[group].kv_cache_spec.block_size
+            size = self.shape.block_size(self.cache.kv_cache_groups[group].kv_cache_spec)
             for block in ids[(request.num_prompt_tokens - 1 - external) // size :]:
                 if block and self.cache.needs_kv_cache_zeroing:
                     self._fill(block, NAN)
@@ -408,8 +475,9 @@ class KindsEngine(ScheduledEngine):
 class Pair(Turns):
     """A prefill engine and a decode engine, and clients that want texts of both."""
 
-    def __init__(self, p, d, *, writes_at_once=False):
+    def __init__(self, p, d, *, writes_at_once=False, looks_at_blocks=False):
         """``writes_at_once``: the transfer threads are quicker than the models, else slower."""
+        self.looks_at_blocks, self.moves = looks_at_blocks, set()
         self.network, self.now, self.writes_at_once = InMemoryNetwork(), 0.0, writes_at_once
         self.addresses, self.cached, self.strays, self.counts = {}, {}, [], Counter()
         self.p = KindsEngine(self, "p", Address("10.0.0.1", 5600), p)
@@ -512,6 +580,23 @@ class Pair(Turns):
             for mover in engine.movers:
                 mover.stuck = mover.clinging = False
 
+    def copied(self, info, flight):
+        """Remember the blocks that a rank has read or written: (P's rank, D's, layer, P's block, D's).
+
+        Where each layer's blocks lie side by side.
+        """
+        if not self.looks_at_blocks:
+            return
+        known = {each.info.agent.decode(): each.info for engine in (self.p, self.d) for each in engine.processes}
+        other = known[flight.memory]
+        for remote, local, size in flight.spans.tolist():
+            for offset in range(0, size, info.regions[0].width):
+                sides = _place(other, remote + offset), _place(info, local + offset)
+                (layer, theirs), (_, ours) = sides
+                here, there = (other.rank, theirs), (info.rank, ours)
+                p, d = (there, here) if flight.writes else (here, there)
+                self.moves.add((p[0], d[0], layer, p[1], d[1]))
+
     def loading(self, request, tables, taken):
         """D begins a load into these tables."""
         self.loads.append((request.request_id, request.num_prompt_tokens, tables, taken))
@@ -542,20 +627,56 @@ class Pair(Turns):
                 known = self.p.pairs | self.d.pairs
                 assert (group, remote, local) in known, f"{name}: block {number} of group {group} did not move"
 
+    def compare_ranks_with_in_tree(self):
+        """The same where ranks divide contexts: from which of P's ranks a rank of D's has which block."""
+        shapes = self.p.shape, self.d.shape
+        groups, theirs = (engine.connector._engine_config.groups for engine in (self.d, self.p))
+        layers = {(group, layer.name.partition(" ")[0]) for group, layer in self.d.layers}
+        for name, prompt, tables, taken in self.loads:
+            if f"p-{name}" not in self.p.finished_tables or name not in self.d.loaded:
+                continue
+            lent = self.p.in_tree.lent(self.p.finished_tables[f"p-{name}"], theirs, prompt)
+            computed = self.d.connector._engine_config.loaded_tokens(prompt)
+            for rank in range(self.d.shape.ranks):
+                pairs = self.d.in_tree.pairs_of_rank(taken, lent, tables, shapes, rank)
+                for source, group, remote, local in pairs:
+                    number, spec = tables[group].index(local), self.d.shape.specs[group]
+                    shards = self.d.shape.shards_of(spec)
+                    if not isinstance(spec, MambaSpec) and not any(
+                        slot is not None and slot[0] == number
+                        for token in range(groups[group].first_needed(computed), computed)
+                        for slot in [slot_of(token, spec.block_size, shards, rank % shards, self.d.shape.interleave)]
+                    ):
+                        continue  # this rank has no token there before it is computed here
+                    for layer in (layer for of, layer in layers if of == group):
+                        assert (source, rank, layer, remote, local) in self.moves, (
+                            f"{name}: block {number} of group {group} did not move from {source} to {rank}"
+                        )
+                    self.counts["in-tree pairs"] += 1
+
     @property
     def is_done(self):
         return all(len(said) == most for _, said, most in self.asked.values())
 
 
+def _place(info, address):
+    """Return (layer, block of vLLM's) of an address."""
+    for region in info.regions:
+        if 0 <= address - region.base < region.count * region.row_stride:
+            return region.layer, (address - region.base) // region.row_stride // region.rows
+    raise AssertionError(f"{address} is in no cache of rank {info.rank}")
+
+
 MODES = ("pull", "push", "pull", "push", "d", "p")
 
 
-def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=False):
+def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=False, compares_ranks=False):
     """Send prompts with common beginnings to a pair, some of them at once; returns what has happened.
 
-    vLLM's own connector is asked, too, where both engines ``is_equal``.
+    vLLM's own connector is asked, too, where both engines ``is_equal``, or where each rank is to be compared.
     """
-    pair, dice = Pair(p, d, writes_at_once=seed % 2 == 1), random.Random(seed)
+    pair = Pair(p, d, writes_at_once=seed % 2 == 1, looks_at_blocks=compares_ranks)
+    dice = random.Random(seed)
     trunk = [dice.randrange(3) for _ in range(CONTEXT)]
     forks = [dice.randrange(70) for _ in range(3)]
     for number in range(requests):
@@ -576,6 +697,8 @@ def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=Fals
     pair.counts["loaded"] = len(pair.d.loaded)
     if is_equal:
         pair.compare_with_in_tree()
+    if compares_ranks:
+        pair.compare_ranks_with_in_tree()
     pair.run(240.0 if has_faults else 40.0)
     for engine in (pair.p, pair.d):
         assert engine.pool.get_num_free_blocks() == engine.shape.blocks - 1, f"{engine.name} lost blocks"

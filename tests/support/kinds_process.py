@@ -28,6 +28,7 @@ from support.proc import wait_stopped
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
     from pdrelay_connector.shell.cache_regions import KernelLayout
     from pdrelay_connector.shell.engine_config import WorkerRank
@@ -71,10 +72,16 @@ class NixlKindsEngine(cache_kinds.KindsEngine):
         super().__init__(_Now(address, name), name, address, shape)
 
     def _start_threads(self, engine_config, settings):
-        caches, described = self.make_layers(engine_config)
-        self.worker = PDRelayConnectorWorker(described, settings, WorkerRank(0))
-        self.worker.register(caches, FINGERPRINT, KernelLayout.ENTRIES)
-        self.connector._scheduler.start({0: self.worker.handshake()}, FINGERPRINT)
+        described = self.make_layers(engine_config)
+        self.ranks = [PDRelayConnectorWorker(described, settings, WorkerRank(rank)) for rank in range(self.shape.ranks)]
+        for worker, caches in zip(self.ranks, self.caches, strict=True):
+            worker.register(caches, FINGERPRINT, KernelLayout.ENTRIES)
+        self.connector._scheduler.start({rank: each.handshake() for rank, each in enumerate(self.ranks)}, FINGERPRINT)
+        self.aggregator = KVOutputAggregator(len(self.ranks))
+
+    @property
+    def workers(self):
+        return self.ranks
 
     def turn_of_threads(self, _):
         """They have a life of their own; an engine that has nothing to compute hears of it here."""
@@ -87,8 +94,9 @@ class NixlKindsEngine(cache_kinds.KindsEngine):
     def look(self):
         """Return what it has, and what it has done."""
         self.connector.get_kv_connector_stats()
-        if (stats := self.worker.stats()) is not None:
-            self.connector.seen.update(stats.data["counters"])
+        for worker in self.ranks:
+            if (stats := worker.stats()) is not None:
+                self.connector.seen.update(stats.data["counters"])
         return {
             "at rest": self.is_at_rest,
             "free": self.pool.get_num_free_blocks(),

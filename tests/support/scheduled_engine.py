@@ -204,6 +204,29 @@ class WatchedReader(InMemoryTransferAgent):
         super()._copy(flight)
 
 
+class WorkerProcess:
+    """One of an engine's workers: our connector in it, and its transfer thread."""
+
+    def __init__(self, engine, link, movers, info, token, settings):
+        engine_config = engine.connector._engine_config
+        self.movers, self.info, self.counters = movers, info, engine.worker_counters
+        self.writer = PushWriter(
+            link,
+            movers[0],
+            self.counters,
+            info,
+            scheduler_endpoint=EngineEndpoint(EngineId(engine.agent), engine.address),
+            token=token,
+            timeout=TRANSFER,
+            zeroed={number for number, group in enumerate(engine_config.groups) if group.is_zeroed},
+        )
+        self.peers = PeerTable(link, FINGERPRINT, self.counters, retry_after=settings.retry_after)
+        self.reader = PullReader(link, movers[1], self.peers, self.counters, info, timeout=TRANSFER)
+        self.worker = PDRelayConnectorWorker(engine_config, settings, WorkerRank(info.rank))
+        self.runner = InMemoryRunner(ReturningWriter(self.writer, self.reader), link, self.worker._after_turn)
+        self.worker._runner = self.worker._push_writer = self.runner
+
+
 class ScheduledEngine:
     """One engine process of ``kv_role`` kv_both and mode auto: it lends and takes, in pull and in push."""
 
@@ -243,7 +266,7 @@ class ScheduledEngine:
         thread._outbox.wait = self._wait
         handshake = RankHandshake(info, info, FINGERPRINT, TOKEN, self.generation)
         self.connector._scheduler.start({0: handshake}, FINGERPRINT)
-        self._start_worker(engine_config, settings, info)
+        self._start_worker(settings, info)
 
     def _start_control(self, thread, engine_config, settings, handshakes):
         self.counters = Counters()
@@ -258,35 +281,19 @@ class ScheduledEngine:
         )
         self.control_runner = InMemoryRunner(self.control, self.links[0], thread._after_turn)
         thread._run(self.control_runner)
-        welcome = Welcome(PROTOCOL, EngineId(self.agent), FINGERPRINT, (handshakes[0].rank,))
+        ranks = tuple(handshakes[number].rank for number in sorted(handshakes))
+        welcome = Welcome(PROTOCOL, EngineId(self.agent), FINGERPRINT, ranks)
         self.world.network.listen(self.address, self.links[0], welcome)
 
     def _wait(self, _):
         """The control thread has its turn meanwhile."""
         self.control_runner.wake(self.world.now)
 
-    def _start_worker(self, engine_config, settings, info):
-        self.writer = PushWriter(
-            self.links[1],
-            self.movers[0],
-            self.worker_counters,
-            info,
-            scheduler_endpoint=EngineEndpoint(EngineId(self.agent), self.address),
-            token=TOKEN,
-            timeout=TRANSFER,
-            zeroed={number for number, group in enumerate(engine_config.groups) if group.is_zeroed},
-        )
-        self.worker_peers = PeerTable(
-            self.links[1], FINGERPRINT, self.worker_counters, retry_after=settings.retry_after
-        )
-        self.reader = PullReader(
-            self.links[1], self.movers[1], self.worker_peers, self.worker_counters, info, timeout=TRANSFER
-        )
-        self.worker = PDRelayConnectorWorker(engine_config, settings, WorkerRank(0))
-        self.worker_runner = InMemoryRunner(
-            ReturningWriter(self.writer, self.reader), self.links[1], self.worker._after_turn
-        )
-        self.worker._runner = self.worker._push_writer = self.worker_runner
+    def _start_worker(self, settings, info):
+        process = WorkerProcess(self, self.links[1], self.movers, info, TOKEN, settings)
+        self.processes = [process]
+        self.writer, self.worker_peers, self.reader = process.writer, process.peers, process.reader
+        self.worker, self.worker_runner = process.worker, process.runner
 
     # ---- what clients do
 
@@ -320,7 +327,7 @@ class ScheduledEngine:
 
     def turn_of_threads(self, now):
         """One turn of both threads; no client sees anything of it."""
-        for runner in (self.control_runner, self.worker_runner):
+        for runner in (self.control_runner, *(process.runner for process in self.processes)):
             runner.turn(now)
         return []
 
@@ -328,26 +335,42 @@ class ScheduledEngine:
         """As ``EngineCore.step`` and the model runner's mixin for connectors do it."""
         scheduled = self.scheduler.schedule()
         metadata = scheduled.kv_connector_metadata
-        self.worker.add_computed(metadata.pieces)
+        for worker in self.workers:
+            worker.add_computed(metadata.pieces)
         self.before_computing()
         sampled = self._compute(scheduled)
-        self.worker.load(metadata)
-        ended = self.worker.results()
-        output = KVConnectorOutput(
-            finished_recving=ended.finished_recving,
-            failed_recving=ended.failed_recving,
-            kv_connector_worker_meta=self.worker.take_quarantined(),
-        )
-        model = ModelRunnerOutput(
-            list(sampled), {name: place for place, name in enumerate(sampled)}, list(sampled.values()),
-            kv_connector_output=output,
-        )  # fmt: skip
+        model = self._collect([self._output_of(worker, metadata, sampled) for worker in self.workers])
         found = self.scheduler.update_from_output(scheduled, model)
         return [
             Output(each.request_id, each.new_token_ids, each.finish_reason, each.kv_transfer_params)
             for outputs in found.values()
             for each in outputs.outputs
         ]
+
+    @property
+    def workers(self):
+        """Our connector in each worker."""
+        return [process.worker for process in self.processes]
+
+    @staticmethod
+    def _output_of(worker, metadata, sampled):
+        """As a worker's model runner ends a step."""
+        worker.load(metadata)
+        ended = worker.results()
+        output = KVConnectorOutput(
+            finished_recving=ended.finished_recving,
+            failed_recving=ended.failed_recving,
+            kv_connector_worker_meta=worker.take_quarantined(),
+        )
+        return ModelRunnerOutput(
+            list(sampled), {name: place for place, name in enumerate(sampled)}, list(sampled.values()),
+            kv_connector_output=output,
+        )  # fmt: skip
+
+    def _collect(self, outputs):
+        """Return what the scheduler sees of what the workers say."""
+        (output,) = outputs
+        return output
 
     def before_computing(self):
         """What the transfer thread does while the model computes may come before all of it."""
@@ -386,18 +409,21 @@ class ScheduledEngine:
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.connector._scheduler.fall_asleep()
-        self.worker_runner.core.give_up("this engine goes to sleep", now=self.world.now)
-        while self.worker_runner.core.uses_memory:
+        for process in self.processes:
+            process.runner.core.give_up("this engine goes to sleep", now=self.world.now)
+        while any(process.runner.core.uses_memory for process in self.processes):
             self._wait(None)
-        self.links[1].close_all("")
-        del self.world.network.memories[self.agent]
+        for link, process in zip(self.links[1:], self.processes, strict=True):
+            link.close_all("")
+            del self.world.network.memories[process.info.agent.decode()]
 
     def wake_up(self):
         """The memory is back, elsewhere, and the scheduler goes on."""
         self.generation += 1
-        worker, (engine_config, settings) = self.worker, (self.connector._engine_config, self.connector._settings)
-        self._start_threads(engine_config, settings)
-        self.worker._outbox, self.worker._loading = worker._outbox, worker._loading
+        earlier = self.workers
+        self._start_threads(self.connector._engine_config, self.connector._settings)
+        for worker, before in zip(self.workers, earlier, strict=True):
+            worker._outbox, worker._loading = before._outbox, before._loading
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def die(self):

@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.mamba import mamba_utils
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
+    from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.connector import PDRelayConnector
     from pdrelay_connector.shell.engine_config import _check_supported, read_engine_config
     from pdrelay_connector.shell.fingerprint import info_labels
@@ -130,16 +131,21 @@ def test_routed_experts_are_refused_by_vllm(name):
 
 
 @pytest.mark.parametrize("name", MODE_OF_NAME)
-def test_decode_context_parallelism_is_refused_by_ours(name):
-    """Whatever vLLM allows its own and does to the interleaving for it."""
-    asked = SimpleNamespace(
-        kv_transfer_config=transfer(name),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
-        aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
-    )
-    with pytest.raises(UnsupportedCache, match="decode_context_parallel_size is 2; only 1 is supported"):
-        _check_supported(asked, NO_CACHE)
+def test_decode_context_parallelism_has_vllms_interleaving(make, name):
+    """VLLM sets it in each worker before it makes the connector: for one of the names to the tokens of a block."""
+    config = make(name, block_size=32)
+    config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = 2
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    cache = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)], num_blocks=9)
+    config.adjust_dcp_kv_cache_interleave_size(cache)
+    if not vllm_versions.DIVIDES_CONTEXTS:
+        with pytest.raises(UnsupportedCache, match=r"needs vLLM 0\.32 or later"):
+            read_engine_config(config, cache)
+        return
+    found, _ = read_engine_config(config, cache)
+
+    assert (found.groups[0].block_size, found.groups[0].shards, found.shards) == (64, 2, 2)
+    assert found.interleave == (32 if name == "NixlConnector" else 1)
 
 
 @pytest.mark.parametrize("name", MODE_OF_NAME)

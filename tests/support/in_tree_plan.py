@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_representative_spec_type
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -62,3 +64,30 @@ class InTreePlan:
             for remote, local in zip(remotes, locals_, strict=bool(locals_))  # it trims to no block with [-0:]
             if -1 not in (remote, local)
         ]
+
+    def pairs_of_rank(self, taken, lent, tables, shapes, rank):
+        """Return (P's rank, group, P's block, D's block) of what a rank of D reads where ranks divide contexts.
+
+        ``shapes``: P's and D's, whose caches are latent vectors, or states. As ``_read_blocks_for_req`` of its
+        ``pull_worker.py``.
+        """
+        p, d = shapes
+        topology = TransferTopology(rank, d.ranks, 4, "d", True, False, 1, [], dcp_size=d.shards)
+        mapping = compute_tp_mapping(topology, p.ranks, tuple(self._worker._group_spec_types), p.shards)
+        found = []
+        for source in mapping.all_source_ranks:
+            for group, (ours, theirs) in enumerate(zip(taken, lent, strict=True)):
+                if source not in mapping.source_ranks_per_group[group]:
+                    continue
+                locals_, remotes = ours, theirs
+                if self._worker._group_spec_types[group] is not MambaSpec:
+                    hits = len([block for block in tables[group] if block not in ours])
+                    locals_, remotes = self._worker._apply_dcp_prefix_caching(
+                        ours, theirs, source, d.shards, rank % d.shards, p.shards, hits
+                    )
+                found += [
+                    (source, group, remote, local)
+                    for remote, local in zip(remotes, locals_, strict=False)
+                    if -1 not in (remote, local)
+                ]
+        return found

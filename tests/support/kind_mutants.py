@@ -133,8 +133,8 @@ def _without_rings(spans):
 def swap_heads_and_tokens_here(patch):
     geometry = transfer_plan._geometry
 
-    def swapped(whose, region):
-        found = geometry(whose, region)
+    def swapped(whose, region, *shard):
+        found = geometry(whose, region, *shard)
         if whose != "our" or found.tokens * found.parts == 1:
             return found
         return found._replace(head_stride=region.token_stride, token_stride=region.head_stride)

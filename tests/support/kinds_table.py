@@ -176,6 +176,13 @@ KINDS = {
         lambda size: (full(size), ring(size), state(size, Mamba.GDN_ATTN)), "Qwen4-exp", since="0.32"
     ),
 }
+# What is no kind of its own: who has it, and since which vLLM.
+DIVIDED = {
+    "ranks that divide a context (DCP): latent vectors, full attention, indexers": (
+        "`--decode-context-parallel-size`",
+        "0.32",
+    ),
+}
 REFUSED = {
     "cross attention": ("Whisper, BART", "vLLM allocates no block for it that a load could fill"),
     "static sinks": ("openPangu", "they are in blocks that no block table names"),
@@ -186,7 +193,7 @@ REFUSED = {
         "its ring means something only with its writer's counters",
     ),
     "caches in host memory (HiSparse)": ("--hisparse", "vLLM's NixlConnector moves them, from 0.32 on"),
-    "context parallelism (DCP, PCP)": ("any", "vLLM's NixlConnector moves it, from 0.32 on"),
+    "context parallelism of prefilling (PCP)": ("any", "vLLM's NixlConnector moves it, from 0.32 on"),
     "circular buffer of Step5": ("Step5", "the model itself takes `NixlConnector` by its name, and no other"),
 }
 
@@ -198,6 +205,7 @@ def table():
         ran = f"`{kind.engines}`" if kind.engines else "no"
         like = "equal engines" if kind.is_packed else "yes"
         rows.append(f"| {name} | {kind.models} | {like} | {like} | {kind.since} | {ran} |")
+    rows += [f"| {name} | {models} | yes | yes | {since} | no |" for name, (models, since) in DIVIDED.items()]
     rows += [f"| {name} | {models} | refused | refused | | {why} |" for name, (models, why) in REFUSED.items()]
     return "\n".join(rows)
 

@@ -55,7 +55,7 @@ from msgspec import Meta
 from pdrelay_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from pdrelay_connector.errors import ProtocolViolation
 
-PROTOCOL = 10  # raised with every change that an older engine would misunderstand
+PROTOCOL = 11  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
 # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_GREETING = 64 << 20
@@ -128,7 +128,9 @@ class Region(msgspec.Struct, frozen=True):
     side, or one of them, as a kernel likes it. A row is what the kernel calls a block: vLLM's block
     ``b`` is the rows from ``b * rows`` on. Layouts differ in the strides, which are bytes. Of a row
     that is ``opaque``, the kernel alone knows which byte belongs to whom. A ``state`` is one entry
-    of a block, however many tokens it covers; its strides say how it is ordered.
+    of a block, however many tokens it covers; its strides say how it is ordered. Where ``shards``
+    ranks divide a context among them, each keeps ``interleave`` tokens in turn
+    (``layout/shards.py``).
     """
 
     base: Annotated[int, Meta(ge=0)]  # address of row 0, head 0, token 0
@@ -152,10 +154,18 @@ class Region(msgspec.Struct, frozen=True):
     layer: Annotated[str, Meta(max_length=MAX_LAYER)] = ""
     # tokens of an entry: a compressed cache has one for several
     covers: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1
+    # decode context parallel size: consecutive ranks keep other tokens of one context
+    shards: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    interleave: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # tokens
 
     @property
     def block_size(self) -> int:
-        """Tokens of one of vLLM's blocks."""
+        """Tokens of one of vLLM's blocks, on all ranks that divide a context among them."""
+        return self.kept_tokens * self.shards
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens that this rank keeps in one of vLLM's blocks."""
         return self.rows * self.tokens * self.covers
 
     @property

@@ -203,7 +203,8 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
     item = cache.element_size()
     group = engine_config.layers[name]
     rows = count // blocks
-    block_size = engine_config.groups[group].block_size
+    shards = engine_config.groups[group].shards
+    block_size = engine_config.groups[group].block_size // shards
     covers = engine_config.tokens_per_entry.get(name, 1)
     if rows * tokens * covers != block_size:
         raise UnsupportedCache(
@@ -227,6 +228,8 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
         all_heads=heads * engine_config.ranks
         if heads > 1
         else min(engine_config.all_heads, engine_config.ranks),
+        shards=shards,
+        interleave=engine_config.interleave if shards > 1 else 1,
     )
 
 

@@ -84,6 +84,9 @@ class EngineConfig:
     staging_blocks: int = 0  # slots for each KV cache group in host memory; 0: no staging
     steps_independently: bool = True  # False: data-parallel ranks step together
     stages: int = 1  # pipeline-parallel size
+    shards: int = 1  # decode-context-parallel size
+    # tokens that each of these ranks keeps in turn: vLLM decides it in each worker, before this
+    interleave: int = 1
     prefix_hash: str = ""  # vLLM's hash of cached blocks; "": return_kv is off, or cannot be on
     recomputes: bool = True  # a load that fails costs a prefill, not the request
     # what routers are told of it, in pull
@@ -137,7 +140,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     if transfer.is_kv_producer and settings.mode.pushes:
         check_events(current_platform.device_type)
     model = config.model_config
-    groups = _groups(cache)
+    groups = _groups(config, cache)
     lookahead = vllm_versions.drafts_lookahead(config)
     specs = {name: spec for group in cache.kv_cache_groups for name, spec in _specs_by_layer(group)}
     engine_config = EngineConfig(
@@ -159,6 +162,10 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         # delay all others.
         steps_independently=config.parallel_config.data_parallel_size == 1,
         stages=config.parallel_config.pipeline_parallel_size,
+        shards=config.parallel_config.decode_context_parallel_size,
+        interleave=config.parallel_config.cp_kv_cache_interleave_size
+        if config.parallel_config.decode_context_parallel_size > 1
+        else 1,
         prefix_hash=_prefix_hash(config, settings, groups),
         recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
         first_token=first_token(config, left_out_tokens(groups, lookahead))
@@ -175,14 +182,27 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
     )
     _check_stages(engine_config)
+    _check_shards(engine_config, settings)
     return engine_config, settings
 
 
-def _groups(cache: KVCacheConfig) -> tuple[CacheGroup, ...]:
+def _groups(config: VllmConfig, cache: KVCacheConfig) -> tuple[CacheGroup, ...]:
     """Return what each KV cache group keeps."""
-    groups = (_group(group.kv_cache_spec) for group in cache.kv_cache_groups)
     is_zeroed = vllm_versions.zeroes_blocks(cache)
-    return tuple(replace(group, is_zeroed=is_zeroed and not group.state) for group in groups)
+    contexts = config.parallel_config.decode_context_parallel_size
+    groups: list[CacheGroup] = []
+    for spec in (group.kv_cache_spec for group in cache.kv_cache_groups):
+        group = _group(spec)
+        shards = contexts if vllm_versions.is_divided(spec) else 1
+        groups.append(
+            replace(
+                group,
+                is_zeroed=is_zeroed and not group.state,
+                block_size=group.block_size * shards,
+                shards=shards,
+            )
+        )
+    return tuple(groups)
 
 
 def _check_stages(engine_config: EngineConfig) -> None:
@@ -193,6 +213,28 @@ def _check_stages(engine_config: EngineConfig) -> None:
         raise UnsupportedCache(
             f"pipeline_parallel_size is {engine_config.stages}; with {kind} only 1 is supported"
         )
+
+
+def _check_shards(engine_config: EngineConfig, settings: Settings) -> None:
+    """Raise if ranks divide contexts among them in a way that was not shown to be right."""
+    if engine_config.shards == 1:
+        return
+    divided = [group for group in engine_config.groups if group.shards > 1]
+    reasons = {
+        "pipeline stages": engine_config.stages > 1,
+        "host staging": engine_config.staging_blocks > 0,
+        "sleep mode": engine_config.sleeps,
+        "checksums of blocks (verify_share)": settings.verify_share > 0,
+        "compressed vectors": bool(engine_config.tokens_per_entry),
+        "a window, a chunk or a ring that ranks divide": any(
+            group.frees_early or group.forgets_answers or group.is_ring for group in divided
+        ),
+    }
+    for kind, holds in reasons.items():
+        if holds:
+            raise UnsupportedCache(
+                f"decode_context_parallel_size is {engine_config.shards}; with {kind} only 1 is supported"
+            )
 
 
 def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGroup, ...]) -> str:
@@ -214,6 +256,7 @@ def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGrou
             group.state or group.frees_early or group.forgets_answers for group in groups
         ),
         "speculative decoding is on": config.speculative_config is not None,
+        "ranks divide a context among them": any(group.shards > 1 for group in groups),
         "prefix caching is off": not config.cache_config.enable_prefix_caching,
         "VLLM_NIXL_SIDE_CHANNEL_HOST is no address that others can dial": is_wildcard(
             settings.host
@@ -259,15 +302,16 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
             "was computed and "
             "does not move with its KV, so engines with a KV connector cannot return it"
         )
-    contexts = {
-        "decode": parallel.decode_context_parallel_size,
-        "prefill": parallel.prefill_context_parallel_size,
-    }
-    for name, size in contexts.items():
-        if size != 1:
-            raise UnsupportedCache(
-                f"{name}_context_parallel_size is {size}; only 1 is supported ({IN_TREE})"
-            )
+    if (size := parallel.prefill_context_parallel_size) != 1:
+        raise UnsupportedCache(
+            f"prefill_context_parallel_size is {size}; only 1 is supported ({IN_TREE})"
+        )
+    size = parallel.decode_context_parallel_size
+    if size != 1 and not vllm_versions.DIVIDES_CONTEXTS:
+        raise UnsupportedCache(
+            f"decode_context_parallel_size is {size}; with vLLM {vllm_versions.VLLM_VERSION} only 1 "
+            f"is supported: more needs vLLM 0.32 or later"
+        )
 
 
 def _check_group(group: KVCacheGroupSpec) -> None:

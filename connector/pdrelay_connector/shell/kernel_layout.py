@@ -35,7 +35,10 @@ def _of_cpu(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
     model = config.model_config
     sets = {
         cpu_attn._get_attn_isa(  # noqa: SLF001
-            model.dtype, group.block_size, model.get_head_size(), str(cache.cache_dtype)
+            model.dtype,
+            group.block_size // group.shards,
+            model.get_head_size(),
+            str(cache.cache_dtype),
         )
         for group in groups
         if not group.state

@@ -352,6 +352,7 @@ class PrefillRequests:
             remote_block_ids=tuple(tuple(BlockId(block) for block in ids) for ids in blocks),
             remote_num_tokens=request.num_computed_tokens,
             tp_size=self._engine_config.ranks,
+            dcp_size=self._engine_config.shards,
             pp_size=self._engine_config.stages,
             transfer_mode=(Mode.PUSH if is_pushed else Mode.PULL).value,
             pdrelay_prompt=digest(request, request.num_prompt_tokens),

@@ -26,6 +26,14 @@ ASKS_WHAT_IS_LOADED: bool = hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_gro
 # From 0.33 on vLLM tells a worker's connector when the cache's memory goes away, and when it is
 # back.
 FOLLOWS_SLEEP: bool = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+# From 0.32 on a cache says whether ranks divide its tokens among them (decode context parallelism),
+# and vLLM's NixlConnector moves it.
+DIVIDES_CONTEXTS: bool = ASKS_WHAT_IS_LOADED and hasattr(KVCacheSpec, "dcp_sharded")
+
+
+def is_divided(spec: KVCacheSpec) -> bool:
+    """Tell whether the ranks of decode context parallelism keep other tokens of this cache each."""
+    return bool(getattr(spec, "dcp_sharded", False))
 
 
 def returns_routed_experts(config: VllmConfig) -> bool:

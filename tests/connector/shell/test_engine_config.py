@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.devices import check_copies, check_events, computed
     from pdrelay_connector.shell.engine_config import (
         EngineConfig,
+        _check_shards,
         _check_stages,
         _check_supported,
         _prefix_hash,
@@ -112,14 +113,47 @@ def test_before_a_version_asks_what_is_loaded_rings_and_replayed_windows_are_ref
         _check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
 
 
+def test_an_engine_whose_ranks_compute_a_prompt_together_is_refused():
+    """Ranks of one number would each describe the same part of the cache."""
+    with pytest.raises(
+        UnsupportedCache, match=r"prefill_context_parallel_size is 2; only 1 is supported \(vLLM's Nixl"
+    ):
+        _check_supported(config(pcp=2), SimpleNamespace(kv_cache_groups=[]))
+
+
+def test_ranks_divide_a_context_where_vllm_says_of_which_caches(monkeypatch):
+    """Taken for whole, a part of a cache would be a wrong text with status 200."""
+    monkeypatch.setattr(vllm_versions, "DIVIDES_CONTEXTS", True)
+    _check_supported(config(dcp=2), SimpleNamespace(kv_cache_groups=[]))
+    monkeypatch.setattr(vllm_versions, "DIVIDES_CONTEXTS", False)
+    with pytest.raises(UnsupportedCache, match=r"decode_context_parallel_size is 2; with vLLM .* needs vLLM 0\.32"):
+        _check_supported(config(dcp=2), SimpleNamespace(kv_cache_groups=[]))
+
+
 @pytest.mark.parametrize(
-    ("sizes", "says"),
-    [({"dcp": 2}, "decode_context_parallel_size is 2"), ({"pcp": 2}, "prefill_context_parallel_size is 2")],
+    ("changes", "share", "kind"),
+    [
+        ({"stages": 2}, 0.0, "pipeline stages"),
+        ({"staging_blocks": 8}, 0.0, "host staging"),
+        ({"sleeps": True}, 0.0, "sleep mode"),
+        ({}, 0.1, r"checksums of blocks \(verify_share\)"),
+        ({"tokens_per_entry": {"l.0": 2}}, 0.0, "compressed vectors"),
+        ({"groups": (CacheGroup(8, window=5, shards=2),)}, 0.0, "a window, a chunk or a ring that ranks divide"),
+        ({"groups": (CacheGroup(8, chunk=8, shards=2),)}, 0.0, "a window, a chunk or a ring that ranks divide"),
+        ({"groups": (CacheGroup(8, state="x", is_ring=True, shards=2),)}, 0.0, "a window, a chunk or a ring"),
+        ({"groups": (CacheGroup(8, forgets_answers=True, shards=2),)}, 0.0, "a window, a chunk or a ring"),
+    ],
 )
-def test_an_engine_whose_ranks_share_a_context_is_refused(sizes, says):
-    """Ranks of one number would each describe another part, or the same one, of the cache."""
-    with pytest.raises(UnsupportedCache, match=f"{says}; only 1 is supported"):
-        _check_supported(config(**sizes), SimpleNamespace(kv_cache_groups=[]))
+def test_what_was_not_tried_with_divided_contexts_is_refused(changes, share, kind):
+    """Each sentence names it; without it, and beside it where all ranks keep everything, the engine starts."""
+    divided = EngineConfig(
+        EngineId("p"), Address("127.0.0.1", 1), (CacheGroup(8, shards=2), CacheGroup(4, window=5)), {}, 9, all_heads=1,
+        ranks=2, is_producer=True, is_consumer=True, shards=2,
+    )  # fmt: skip
+    _check_shards(divided, Settings())
+    _check_shards(dataclasses.replace(divided, shards=1, **changes), Settings(verify_share=share))
+    with pytest.raises(UnsupportedCache, match=f"decode_context_parallel_size is 2; with {kind}"):
+        _check_shards(dataclasses.replace(divided, **changes), Settings(verify_share=share))
 
 
 def test_an_engine_that_may_sleep_is_refused_where_no_hook_tells_of_it():
@@ -229,6 +263,7 @@ def test_an_engine_that_returns_kv_knows_its_hash(mode):
         ({}, {}, (CacheGroup(16, state="x"),), "its layers do not keep all tokens"),
         ({}, {}, (CacheGroup(16, forgets_answers=True),), "its layers do not keep all tokens"),
         ({}, {"host_staging": True, "mode": Mode.PUSH}, FULL, "KV is pushed through host memory"),
+        ({}, {}, (CacheGroup(16, shards=2),), "ranks divide a context among them"),
         ({}, {"host": "0.0.0.0"}, FULL, "no address that others can dial"),
     ],
 )

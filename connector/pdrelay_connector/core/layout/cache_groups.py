@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class CacheGroup:
     """One group. All numbers are tokens; 0 stands for no such limit."""
 
-    block_size: int
+    block_size: int  # on all ranks that divide a context among them
     window: int = 0  # a token sees itself and the ``window - 1`` before it
     chunk: int = 0  # a token sees those of its own chunk before it
     state: str = ""  # what a state consists of, for layers that keep one instead of KV
@@ -25,6 +25,7 @@ class CacheGroup:
     # vLLM zeroes its new blocks: other groups' bytes in them may be NaN, and kernels read all of a
     # block (``needs_kv_cache_zeroing`` in ``vllm/v1/kv_cache_interface.py``)
     is_zeroed: bool = False
+    shards: int = 1  # ranks that divide a context among them (DCP), each with a part of each block
 
     @property
     def frees_early(self) -> bool:

@@ -1,24 +1,32 @@
 """Plans the byte runs of a transfer between two engines that keep the same KV in different shapes.
 
-Engines may differ in tensor and pipeline parallelism, block size and layout. A plan is one table of
-runs: remote address, local address, bytes. Runs that are adjacent on both sides are merged, across
-blocks and layers. Block 0, vLLM's null block (``v1/core/block_pool.py``), is never transferred, so
-no run reaches from one layer's tensor into the tensor behind it.
+Engines may differ in tensor, context and pipeline parallelism, block size and layout. A plan is one
+table of runs: remote address, local address, bytes. Runs that are adjacent on both sides are
+merged, across blocks and layers. Block 0, vLLM's null block (``v1/core/block_pool.py``), is never
+transferred, so no run reaches from one layer's tensor into the tensor behind it.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import gcd
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pdrelay_connector.core.ids import BlockId
+from pdrelay_connector.core.layout.shards import (
+    UNDIVIDED,
+    Shard,
+    shards_in_common,
+    shared_places,
+)
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.errors import IncompatiblePeer, ProtocolViolation
 
 SMALLEST_RUN = 16  # bytes; for shorter runs the NIXL descriptors would outweigh the KV
 HIGHEST_END = (1 << 63) - 1  # address; runs are signed 64-bit integers
+_UNKNOWN_ORDER = "must be equal, because the order within its attention kernel's blocks is unknown"
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 Spans: TypeAlias = npt.NDArray[np.int64]  # one row per run: remote address, local address, bytes
@@ -40,7 +48,10 @@ class TokenRange(NamedTuple):
 
 
 class HeadSource(NamedTuple):
-    """The remote rank that provides heads ``first`` to ``last`` (excluded) of a layer."""
+    """The remote rank that provides heads ``first`` to ``last`` (excluded) of a layer.
+
+    Where remote ranks divide a context among them, several provide the same heads of other tokens.
+    """
 
     rank: int
     first: int
@@ -68,22 +79,31 @@ def heads_of(all_heads: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def head_sources(
-    all_heads: int, ranks: int, ranks_here: int, rank_here: int
+    all_heads: int,
+    ranks: int,
+    ranks_here: int,
+    rank_here: int,
+    *,
+    shards: int = 1,
+    shards_here: int = 1,
 ) -> tuple[HeadSource, ...]:
-    """Return which of ``ranks`` remote ranks provides each head of a local rank.
+    """Return which of ``ranks`` remote ranks provide the heads of a local rank.
 
-    If several remote ranks keep a head, the local ranks with that head spread over them; equal
-    engines pair up by rank. Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` like
-    :func:`heads_of`.
+    If several remote ranks keep the same of a head, the local ranks with that head spread over
+    them; equal engines pair up by rank. ``shards``: how many ranks divide a context among them
+    (there are ranks enough: :func:`check_shapes`). Raises
+    :exc:`~pdrelay_connector.errors.IncompatiblePeer` like :func:`heads_of`.
     """
     first, last = heads_of(all_heads, ranks_here, rank_here)
     _, heads_each = heads_of(all_heads, ranks, 0)
     copies = max(ranks // all_heads, 1)
     copies_here = max(ranks_here // all_heads, 1)
-    copy = rank_here % copies_here * copies // copies_here
     if copies > 1:
+        copy = rank_here % copies_here * (copies // shards) // copies_here * shards
         return tuple(
-            HeadSource(head * copies + copy, head, head + 1) for head in range(first, last)
+            HeadSource(head * copies + copy + shard, head, head + 1)
+            for head in range(first, last)
+            for shard in shards_in_common(shards, shards_here, rank_here % shards_here)
         )
     cuts = [first, *range((first // heads_each + 1) * heads_each, last, heads_each), last]
     return tuple(HeadSource(begin // heads_each, begin, end) for begin, end in pairwise(cuts))
@@ -92,26 +112,40 @@ def head_sources(
 def provides(source: RankInfo, target: RankInfo) -> bool:
     """Return whether a prefill engine's rank has KV that a decode engine's rank gets from it.
 
-    Not if they are stages without a layer in common, or if other ranks with the same heads serve
-    the target.
+    Not if they are stages without a layer in common, if other ranks with the same heads serve the
+    target, or if they keep other tokens.
     """
+    divisions = {
+        (its.all_heads, its.shards, wanted.shards) for its, wanted in shared_regions(source, target)
+    }
     return any(
         owner.rank == source.rank
-        for heads in {region.all_heads for region, _ in shared_regions(source, target)}
-        for owner in head_sources(heads, source.ranks, target.ranks, target.rank)
+        for heads, shards, shards_here in divisions
+        for owner in head_sources(
+            heads, source.ranks, target.ranks, target.rank, shards=shards, shards_here=shards_here
+        )
     )
 
 
 def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
     """Return the ranks of a prefill engine that our rank, of a decode engine, reads from.
 
-    Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if they do not have all of our layers
-    and heads.
+    Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if they do not have all of our layers,
+    heads and tokens.
     """
     owners = {(layer, info.rank): info for info in theirs for layer in _by_layer(info)}
+    divided = _shards_by_layer(theirs)
     needed: dict[int, RankInfo] = {}
-    for layer, heads in sorted({(region.layer, region.all_heads) for region in ours.regions}):
-        for owner in head_sources(heads, theirs[0].ranks, ours.ranks, ours.rank):
+    layers = {(region.layer, region.all_heads, region.shards) for region in ours.regions}
+    for layer, heads, shards_here in sorted(layers):
+        for owner in head_sources(
+            heads,
+            theirs[0].ranks,
+            ours.ranks,
+            ours.rank,
+            shards=divided.get(layer, 1),
+            shards_here=shards_here,
+        ):
             if (info := owners.get((layer, owner.rank))) is None:
                 raise IncompatiblePeer(
                     f"it says nothing of {layer or 'the layers'} on its rank {owner.rank}, which "
@@ -119,6 +153,18 @@ def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, 
                 )
             needed[info.worker] = info
     return tuple(needed[worker] for worker in sorted(needed))
+
+
+def _shards_by_layer(ranks: Sequence[RankInfo]) -> dict[str, int]:
+    """Return how many ranks divide a context, for each layer; all ranks must say the same."""
+    shards: dict[str, tuple[int, int]] = {}
+    for region in (region for info in ranks for region in info.regions):
+        division = region.shards, region.interleave
+        if shards.setdefault(region.layer, division) != division:
+            raise IncompatiblePeer(
+                f"its ranks do not agree how they divide the tokens of {region.layer or 'a layer'}"
+            )
+    return {layer: number for layer, (number, _) in shards.items()}
 
 
 def shared_regions(ours: RankInfo, theirs: RankInfo) -> list[tuple[Region, Region]]:
@@ -195,6 +241,7 @@ def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Ite
                 f"{text} {their_value} tokens, ours {our_value}; one must be a multiple of the "
                 f"other"
             )
+    yield from _division_faults(ours, our, theirs, their)
     if our.opaque or their.opaque:
         yield from _differences(ours, our, theirs, their)
     for whose, info, region in (("our", ours, our), ("its", theirs, their)):
@@ -235,6 +282,44 @@ def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
         )
 
 
+def _division_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
+    """Yield the reasons against a transfer between ranks that divide contexts among them.
+
+    That one number of ranks divides the other is vLLM's rule, too
+    (``_validate_remote_agent_handshake`` in ``kv_connector/v1/nixl/base_worker.py``, 0.32).
+    """
+    for whose, info, region in (("our", ours, our), ("its", theirs, their)):
+        alike, odd = divmod(info.ranks, region.all_heads)
+        if region.shards > 1 and (odd or alike % region.shards):
+            yield (
+                f"{whose} {region.shards} ranks with parts of one context do not all keep the same heads: "
+                f"there are {info.ranks} ranks and {region.all_heads} KV heads"
+            )
+        if region.shards > 1 and region.kept_tokens % region.interleave:
+            yield (
+                f"{whose} ranks keep {region.interleave} tokens in turn, and {region.kept_tokens} "
+                f"of a block, which is no multiple of it"
+            )
+    sizes = our.shards, their.shards
+    if max(sizes) % min(sizes):
+        yield (
+            f"{their.shards} of its ranks divide a context among them, {our.shards} of ours; one must "
+            f"be a multiple of the other (decode_context_parallel_size)"
+        )
+    if min(sizes) > 1 and our.interleave != their.interleave:
+        yield (
+            f"its ranks keep {their.interleave} tokens in turn, ours {our.interleave}; they must be "
+            f"equal (cp_kv_cache_interleave_size)"
+        )
+    has_state = any(region.state for info in (ours, theirs) for region in info.regions)
+    if our.shards != their.shards and (has_state or our.covers > 1):
+        what = "a model that keeps a state" if has_state else "compressed vectors"
+        yield (
+            f"{their.shards} of its ranks divide a context among them, {our.shards} of ours; with "
+            f"{what} they must be equal (decode_context_parallel_size)"
+        )
+
+
 def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
     """Yield the differences that an unknown order within the kernel's blocks does not allow.
 
@@ -244,7 +329,7 @@ def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -
     ranks = (ours.ranks, theirs.ranks) if our.all_heads > 1 else (1, 1)
     strides = (our.head_stride, their.head_stride) if max(our.heads, their.heads) > 1 else (0, 0)
     for text, our_value, their_value in (
-        ("its blocks have {} tokens", our.block_size, their.block_size),
+        ("its blocks have {} tokens", our.kept_tokens, their.kept_tokens),
         (
             "its kernel's blocks have {} tokens",
             our.tokens * our.covers,
@@ -255,10 +340,16 @@ def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -
         ("its tokens are {} bytes apart", our.token_stride, their.token_stride),
     ):
         if our_value != their_value:
-            rule = (
-                "must be equal, because the order within its attention kernel's blocks is unknown"
-            )
-            yield f"{text.format(their_value)}, ours {our_value}; they {rule}"
+            yield f"{text.format(their_value)}, ours {our_value}; they {_UNKNOWN_ORDER}"
+    cuts_rows = any(
+        region.shards > 1 and region.interleave % (region.tokens * region.covers)
+        for region in (our, their)
+    )
+    if our.shards != their.shards and cuts_rows:
+        yield (
+            f"{their.shards} of its ranks divide a context among them, {our.shards} of ours, and "
+            f"less than a kernel's block in turn; they {_UNKNOWN_ORDER} (decode_context_parallel_size)"
+        )
 
 
 def _end(region: Region) -> int:
@@ -279,7 +370,9 @@ def _smallest_run(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
     shared = min(last, last_there) - max(first, first_there)
     if shared <= 0:
         return SMALLEST_RUN
-    return int(_pattern(_geometry("its", their), _geometry("our", our), shared)[:, 2].min())
+    its_geometry = _geometry("its", their, _shard(theirs, their))
+    our_geometry = _geometry("our", our, _shard(ours, our))
+    return int(_pattern(its_geometry, our_geometry, shared)[:, 2].min())
 
 
 class _BlockGeometry(NamedTuple):
@@ -296,11 +389,17 @@ class _BlockGeometry(NamedTuple):
     parts: int
     part_stride: int
     covers: int
+    shard: Shard
+
+    @property
+    def kept(self) -> int:
+        """Tokens of a block that are on this rank."""
+        return self.rows * self.tokens * self.covers
 
     @property
     def size(self) -> int:
-        """Tokens of a block."""
-        return self.rows * self.tokens * self.covers
+        """Tokens of a block on all ranks that divide a context."""
+        return self.kept * self.shard.ranks
 
     def whole(self, token_range: TokenRange) -> tuple[int, int]:
         """Return the first token of the range's blocks and the one after their last."""
@@ -334,18 +433,20 @@ class _BlockGeometry(NamedTuple):
         return ids
 
     def offsets(
-        self, token_range: TokenRange, ids: Integers, tokens: Integers, unit: int
+        self, token_range: TokenRange, ids: Integers, places: Integers, unit: int
     ) -> Integers:
-        """Return the offset (bytes) of head 0 of each of these ``tokens`` from a region's base.
+        """Return the offset (bytes) of head 0 of each unit at ``places`` from a region's base.
 
-        ``tokens`` are those at which a unit begins; of units beyond these blocks, the nearest one.
+        A place counts the tokens on this rank before it; of units beyond these blocks, the nearest
+        one is taken.
         """
         row = self.tokens * self.covers
-        size = self.size
+        kept = self.kept
         start, stop = self.whole(token_range)
-        tokens = tokens.clip(start, stop - unit)
-        rows = ids[tokens // size - token_range.start // size] * self.rows + tokens % size // row
-        return rows * self.row_stride + tokens % row // self.covers * self.token_stride
+        first = start // self.size
+        places = places.clip(first * kept, stop // self.size * kept - unit)
+        rows = ids[places // kept - first] * self.rows + places % kept // row
+        return rows * self.row_stride + places % row // self.covers * self.token_stride
 
 
 class _SameLayout(NamedTuple):
@@ -362,15 +463,17 @@ class _SameLayout(NamedTuple):
         # block_ids checks the range before an array of its size is allocated.
         remote = self.their_blocks.block_ids(token_range, token_range.remote)
         local = self.our_blocks.block_ids(token_range, token_range.local)
-        unit = min(self.their_blocks.tokens, self.our_blocks.tokens) * self.our_blocks.covers
-        start, stop = token_range.start // unit * unit, token_range.stop
+        unit = _unit(self.their_blocks, self.our_blocks)
+        start, stop = token_range.start, token_range.stop
         if token_range.whole:
             target = self.our_blocks if self.is_pulled else self.their_blocks
             start, stop = target.whole(token_range)
-        tokens = np.arange(start, stop, unit, dtype=np.int64)
-        their_offsets = self.their_blocks.offsets(token_range, remote, tokens, unit)
-        our_offsets = self.our_blocks.offsets(token_range, local, tokens, unit)
-        units = np.stack((their_offsets, our_offsets, np.zeros_like(tokens)), axis=1)
+        there, here = shared_places(
+            start, stop, unit, self.their_blocks.shard, self.our_blocks.shard
+        )
+        their_offsets = self.their_blocks.offsets(token_range, remote, there, unit)
+        our_offsets = self.our_blocks.offsets(token_range, local, here, unit)
+        units = np.stack((their_offsets, our_offsets, np.zeros_like(here)), axis=1)
         layer = merge((units[:, None] + self.pattern).reshape(-1, 3))
         return (self.bases[:, None] + layer).reshape(-1, 3)
 
@@ -386,12 +489,13 @@ class Route:
             tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]
         ] = {}
         for our, their in shared_regions(ours, theirs):
-            first, last = _shared_heads(our, source, target)
+            shards = (our.shards, their.shards) if source is ours else (their.shards, our.shards)
+            first, last = _shared_heads(our.all_heads, source, target, *shards)
             if first < last:
                 key = (
                     our.group,
-                    _geometry("the peer's", their),
-                    _geometry("our", our),
+                    _geometry("the peer's", their, _shard(theirs, their)),
+                    _geometry("our", our, _shard(ours, our)),
                     last - first,
                 )
                 base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
@@ -471,9 +575,18 @@ def merge(runs: Spans) -> Spans:
     return np.stack((remote[first], local[first], np.add.reduceat(length, first)), axis=1)
 
 
-def _shared_heads(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
+def _shared_heads(
+    all_heads: int, source: RankInfo, target: RankInfo, shards: int, shards_here: int
+) -> tuple[int, int]:
     """Return the heads that ``target`` needs from ``source``; ranks keep adjacent heads."""
-    for owner in head_sources(region.all_heads, source.ranks, target.ranks, target.rank):
+    for owner in head_sources(
+        all_heads,
+        source.ranks,
+        target.ranks,
+        target.rank,
+        shards=shards,
+        shards_here=shards_here,
+    ):
         if owner.rank == source.rank:
             return owner.first, owner.last
     return 0, 0
@@ -486,19 +599,40 @@ def _head_address(info: RankInfo, region: Region, head: int) -> int:
     )
 
 
-def _geometry(whose: str, region: Region) -> _BlockGeometry:
+def _shard(info: RankInfo, region: Region) -> Shard:
+    """Return which tokens a rank keeps: consecutive ranks divide a context among them.
+
+    As vLLM makes its groups of ranks (``initialize_model_parallel`` in
+    ``distributed/parallel_state.py``).
+    """
+    if region.shards == 1:
+        return UNDIVIDED
+    return Shard(info.rank % region.shards, region.shards, region.interleave)
+
+
+def _geometry(whose: str, region: Region, shard: Shard = UNDIVIDED) -> _BlockGeometry:
     strides = (region.row_stride, region.head_stride, region.token_stride)
     parts = region.parts, region.part_stride
     sizes = (region.blocks, region.rows, region.tokens, region.width)
-    return _BlockGeometry(whose, *sizes, *strides, *parts, region.covers)
+    return _BlockGeometry(whose, *sizes, *strides, *parts, region.covers, shard)
+
+
+def _unit(their_blocks: _BlockGeometry, our_blocks: _BlockGeometry) -> int:
+    """Return how many tokens lie side by side, in one row, on both sides."""
+    unit = min(their_blocks.tokens, our_blocks.tokens) * our_blocks.covers
+    if their_blocks.shard == our_blocks.shard:
+        return unit
+    divided = (side.shard for side in (their_blocks, our_blocks) if side.shard.ranks > 1)
+    return gcd(unit, *(shard.interleave for shard in divided))
 
 
 def _pattern(their_blocks: _BlockGeometry, our_blocks: _BlockGeometry, heads: int) -> Spans:
-    """Return the runs of ``heads`` heads for the tokens that share a row on both sides.
+    """Return the runs of ``heads`` heads for the tokens that lie side by side on both sides.
 
     They are relative to the first of these tokens.
     """
-    shape = heads, min(their_blocks.tokens, our_blocks.tokens), our_blocks.parts
+    tokens = _unit(their_blocks, our_blocks) // our_blocks.covers
+    shape = heads, tokens, our_blocks.parts
     head, token, part = np.indices(shape, dtype=np.int64).reshape(3, -1)
     places = [
         head * side.head_stride + token * side.token_stride + part * side.part_stride

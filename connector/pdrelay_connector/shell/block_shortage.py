@@ -2,7 +2,8 @@
 
 vLLM (``v1/core/sched/scheduler.py``, 0.32) calls ``get_num_new_matched_tokens`` for a waiting
 request, allocates its blocks, and calls ``update_state_after_alloc``. If it lacks blocks, it stops
-after the first call, and the step ends.
+after the first call, and the step ends. Of a request that has its KV it asks nothing:
+``failed_loads.py`` finds one that got no blocks.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ class BlockShortage:
         self._look_at: float | None = None  # absent while no request lacks blocks
 
     def considered(self, request: Request, computed: int) -> None:
-        """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
+        """VLLM considers a waiting request, of which ``computed`` tokens are cached or loaded."""
         self._considered = request, computed
 
     def allocated(self, request: Request) -> None:
@@ -55,7 +56,8 @@ class BlockShortage:
         self._considered = None
         blocks = 0
         if considered is not None:
-            cached = cached_free_blocks(pool, self._groups, *considered)
+            has_loaded = considered[0].num_computed_tokens > 0
+            cached = 0 if has_loaded else cached_free_blocks(pool, self._groups, *considered)
             blocks = blocks_needed(self._groups, *considered) + cached - pool.get_num_free_blocks()
         if considered is None or blocks <= 0:
             self._look_at = None

@@ -54,6 +54,17 @@ class FailedLoads:
         self._tried.add(name)
         return False
 
+    def lacking_blocks(self) -> Request | None:
+        """Return a request that has its KV, and that vLLM has not taken up for lack of blocks.
+
+        VLLM asks no connector about it.
+        """
+        for request in self._ended.values():
+            is_tried = request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+            if is_tried and request.num_computed_tokens:
+                return request
+        return None
+
     def over(self, name: str) -> None:
         """A request has blocks again, or has finished."""
         self._failed.discard(name)

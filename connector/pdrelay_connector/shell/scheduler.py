@@ -249,6 +249,9 @@ class PDRelayConnectorScheduler:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
+        if (loaded := self._failed_loads.lacking_blocks()) is not None:
+            self._prefills.considered(loaded, loaded.num_computed_tokens)
+            self._cached.considered(loaded, loaded.num_computed_tokens)
         # before a look-up finds what this step computes
         number = self._cached.scheduled(output, now=self._clock())
         self.handle_results()

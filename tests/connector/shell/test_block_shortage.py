@@ -134,3 +134,30 @@ def test_a_lease_that_nobody_reads_stops_no_load(tokens):
 
     assert pair.is_done
     assert pair.d.loaded == {"r"}
+
+
+@pytest.mark.skipif(not vllm_versions.ASKS_WHAT_IS_LOADED, reason="the stories' kinds need vLLM 0.32")
+@pytest.mark.parametrize("name", ["full attention", "chunks", "state of Mamba 2"])
+def test_a_lease_that_nobody_reads_stops_no_request_that_has_its_kv(name):
+    """The lease took the last blocks during the load. VLLM asks no connector about such a request any more."""
+    from support.cache_kinds import Pair
+    from support.kinds_table import KINDS
+    from support.scheduled_engine import REVOKE
+
+    kind, offers = KINDS[name], []
+    pair = Pair(kind.shape(blocks=60), kind.shape(blocks=60))
+    pair.d.movers[1].stuck = True
+    pair.ask("r", [1] * 45, 1, "pull")
+    pair.run(1.0)
+    pair.awaited["lent"] = offers.append
+    pair.d.ask("lent", [2] * 48, most=1, params={"do_remote_decode": True, "transfer_mode": "pull"})
+    pair.run(1.0)
+    offer = parse_pull_params(offers.pop())
+    pair.p.control_runner.post(lambda control, now: control.lease_renewer.start_renewing("r", offer, now=now))
+    others = pair.d.pool.get_new_blocks(pair.d.pool.get_num_free_blocks())
+    pair.d.movers[1].stuck = False
+    pair.run(REVOKE + 5.0)
+
+    assert pair.is_done
+    assert pair.d.loaded == {"r"}
+    pair.d.pool.free_blocks(others)

@@ -1,6 +1,7 @@
 # Everything from a bare clone: Python 3.11 or newer and make are enough. `make help` says what there is.
 
-PYTHON ?= $(shell for p in python3.11 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
+# It is looked for once, when it is first wanted.
+PYTHON ?= $(eval PYTHON := $(shell for p in python3.11 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done))$(PYTHON)
 # Simulated engines need the router alone: before .venv is made, they get an environment without PyTorch and vLLM.
 ifeq ($(MAKECMDGOALS) $(ENGINE) $(wildcard .venv/.stamps/package),up sim )
 VENV   := .venv-sim

@@ -78,27 +78,34 @@ def test_a_hostile_form_holds_up_nobody(router, piece):
     assert worst < MOMENT_S
 
 
-MANY_NAMES = b",".join(b'"%x":1' % number for number in range(1_300_000))[:SIZE].rpartition(b",")[0]
+def names(before, after):
+    """An object with a million names, and what stands around it."""
+    many = b",".join(b'"%x":1' % number for number in range(1_300_000))[:SIZE].rpartition(b",")[0]
+    return b"%b{%b}%b" % (before, many, after)
+
+
+def objects(before, after):
+    return before + b'{"a":1},' * 300_000 + after
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "made", "parts"),
     [
-        ("/v1/completions", b"{%b}" % MANY_NAMES),
-        ("/v1/embeddings", b"{%b}" % MANY_NAMES),
-        ("/v1/completions", b'{"prompt":"a","vllm_xargs":{%b}}' % MANY_NAMES),
-        ("/v1/completions", b'{"prompt":"a","x":[%b{"a":1}]}' % (b'{"a":1},' * 300_000)),
-        ("/v1/completions", fill(b'{"prompt":[', b'"a",', b'"a"]}')),
-        ("/v1/completions", fill(b'{"prompt":[', b"[1],", b"[1]]}")),
-        ("/v1/embeddings", fill(b'{"input":[', b'"a",', b'"a"]}')),
-        ("/v1/completions", fill(b'{"prompt":[{},', b'"a",', b'"a"]}')),
-        ("/v1/completions", fill(b'{"prompt":["a",{}', b',"a"', b"]}")),
+        ("/v1/completions", names, (b"", b"")),
+        ("/v1/embeddings", names, (b"", b"")),
+        ("/v1/completions", names, (b'{"prompt":"a","vllm_xargs":', b"}")),
+        ("/v1/completions", objects, (b'{"prompt":"a","x":[', b'{"a":1}]}')),
+        ("/v1/completions", fill, (b'{"prompt":[', b'"a",', b'"a"]}')),
+        ("/v1/completions", fill, (b'{"prompt":[', b"[1],", b"[1]]}")),
+        ("/v1/embeddings", fill, (b'{"input":[', b'"a",', b'"a"]}')),
+        ("/v1/completions", fill, (b'{"prompt":[{},', b'"a",', b'"a"]}')),
+        ("/v1/completions", fill, (b'{"prompt":["a",{}', b',"a"', b"]}")),
     ],
     ids=["names", "names, one leg", "names inside", "objects", "prompts", "lists", "inputs", "odd", "odd later"],
 )
-def test_a_body_of_many_small_things_is_refused(router, path, body):
+def test_a_body_of_many_small_things_is_refused(router, path, made, parts):
     """Reading each of a million names or prompts takes seconds, here and in the engine."""
-    answer, worst = post(router, path, body)
+    answer, worst = post(router, path, made(*parts))
 
     assert answer.status_code == 400
     assert "at most" in answer.json()["error"]["message"]
@@ -106,17 +113,17 @@ def test_a_body_of_many_small_things_is_refused(router, path, body):
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    "made",
     [
-        json.dumps("x" * (SIZE - 100)).encode(),
-        json.dumps('say "a": \\ \n' * (SIZE // 24)).encode(),
-        fill(b"[", b"1,", b"1]")[:-100].rpartition(b",")[0] + b"]",
+        lambda: json.dumps("x" * (SIZE - 100)).encode(),
+        lambda: json.dumps('say "a": \\ \n' * (SIZE // 24)).encode(),
+        lambda: fill(b"[", b"1,", b"1]")[:-100].rpartition(b",")[0] + b"]",
     ],
     ids=["text", "escapes", "tokens"],
 )
-def test_a_long_prompt_holds_up_nobody(router, prompt):
+def test_a_long_prompt_holds_up_nobody(router, made):
     """It is read to its end, where something stands that is refused: the engines of a test would hold up the test."""
-    body = b'{"prompt":%b,"kv_transfer_params":{"a":1}}' % prompt
+    body = b'{"prompt":%b,"kv_transfer_params":{"a":1}}' % made()
     answer, worst = post(router, "/v1/completions", body)
 
     assert answer.status_code == 400

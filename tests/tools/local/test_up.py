@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from pdrelay_proxy.cli import main
 from pdrelay_tools.local.errors import ChildFailed
 from pdrelay_tools.local.screen import Screen
 from pdrelay_tools.local.up import _explain
@@ -22,13 +23,16 @@ from support.small_disk import HOW, WORDS, small_disk
 pytestmark = pytest.mark.processes
 
 
-@contextmanager
-def up(directory, *options, port=None):
-    """Run it; when the test fails it is ended, or the failure would wait for it for ever."""
+def ports():
     router, prefill, decode = free_ports(3)
-    ports = ["--port", str(port or router), "--prefill-port", str(prefill), "--decode-port", str(decode)]
+    return ["--port", str(router), "--prefill-port", str(prefill), "--decode-port", str(decode)]
+
+
+@contextmanager
+def up(directory, *options):
+    """Run it; when the test fails it is ended, or the failure would wait for it for ever."""
     with subprocess.Popen(
-        [sys.executable, "-m", "pdrelay_proxy.cli", "up", *ports, *options],
+        [sys.executable, "-m", "pdrelay_proxy.cli", "up", *ports(), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -40,6 +44,22 @@ def up(directory, *options, port=None):
         except BaseException:
             process.terminate()
             raise
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Run it in an empty folder, where it starts nothing; return its exit code and its complaint."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options):
+        try:
+            code = main(["up", *ports(), *options])
+        except SystemExit as ended:
+            code = ended.code
+        assert list(tmp_path.iterdir()) == []
+        return code, capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -178,40 +198,35 @@ def test_a_disk_that_takes_nothing_is_one_sentence(tmp_path, how):
             assert (process.returncode, stderr) == (0, "")
 
 
-def test_a_taken_port_is_one_sentence_and_nothing_is_started(tmp_path):
+def test_a_taken_port_is_one_sentence_and_nothing_is_started(refused):
     """Usually an earlier `pdrelay up` in another terminal."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with up(tmp_path, "--engine", "sim", port=port) as process:
-            _, err = process.communicate()
+        code, err = refused("--engine", "sim", "--port", str(port))
 
-    assert process.returncode == 1
+    assert code == 1
     assert err == (
         f"pdrelay up: port {port} for the router is taken: stop what listens there, or choose another with --port "
         "(make up PORT=...)\n"
     )
-    assert not (tmp_path / ".pdrelay").exists()
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "33", "two"])
-def test_a_wrong_number_of_engines_is_one_sentence(tmp_path, count):
+def test_a_wrong_number_of_engines_is_one_sentence(refused, count):
     """Before anything else happens."""
-    with up(tmp_path, f"--decode={count}") as process:
-        _, err = process.communicate()
+    code, err = refused(f"--decode={count}")
 
-    assert process.returncode == 2
-    assert err == (f"pdrelay up: argument --decode: '{count}' is not a number of engines: write one from 1 to 32\n")
+    assert code == 2
+    assert err == f"pdrelay up: argument --decode: '{count}' is not a number of engines: write one from 1 to 32\n"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sim"])
-def test_a_name_on_the_hub_is_refused_and_no_folder_of_that_name_is_made(tmp_path, engine):
+def test_a_name_on_the_hub_is_refused_and_no_folder_of_that_name_is_made(refused, engine):
     """It was, with a random model in it, which answered under the name of the real one."""
-    with up(tmp_path, "--engine", engine, "--model", "Qwen/Qwen3-0.6B") as process:
-        _, err = process.communicate()
+    code, err = refused("--engine", engine, "--model", "Qwen/Qwen3-0.6B")
 
-    assert process.returncode == 1
+    assert code == 1
     assert err.startswith("pdrelay up: there is no model in Qwen/Qwen3-0.6B: --model takes a folder with a config.json")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow  # `up` starts engines and a router, and each imports what it runs
@@ -280,19 +295,14 @@ def test_every_port_can_be_moved(tmp_path):
         (["--", "--served_model_name", "x"], "--served-model-name is not an option for engines here"),
     ],
 )
-def test_an_option_that_cannot_go_to_engines_is_refused(tmp_path, words, says):
+def test_an_option_that_cannot_go_to_engines_is_refused(refused, words, says):
     """An engine would fail half a minute later, with a page of usage."""
-    with up(tmp_path, *words) as process:
-        _, err = process.communicate()
+    code, err = refused(*words)
 
-    assert process.returncode == 1
+    assert code == 1
     assert says in err
-    assert not (tmp_path / ".pdrelay").exists()
 
 
-def test_an_argument_without_a_flag_is_no_option_of_engines(tmp_path):
+def test_an_argument_without_a_flag_is_no_option_of_engines(refused):
     """Only what stands behind -- is."""
-    with up(tmp_path, "--engine", "sim", "hermes") as process:
-        _, err = process.communicate()
-
-    assert (process.returncode, err) == (2, "pdrelay: unrecognized arguments: hermes\n")
+    assert refused("--engine", "sim", "hermes") == (2, "pdrelay: unrecognized arguments: hermes\n")

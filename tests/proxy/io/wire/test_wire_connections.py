@@ -217,7 +217,7 @@ def test_a_failed_request_is_freed_at_once(loop, way, said):
             assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []
 
     with raw_engine(closing(said)) as engine:
-        gc.collect()  # what lives now is old, and what is made from now on is young
+        gc.collect(0)  # what lives now is older, and what is made from now on is young
         gc.disable()
         try:
             run(loop, main(leg_to(engine)))
@@ -241,7 +241,7 @@ def test_a_connection_that_nobody_took_is_freed_at_once(loop):
 
     with raw_engine(closing(b"")) as engine:
         pass
-    gc.collect()
+    gc.collect(0)
     gc.disable()
     try:
         run(loop, main(leg_to(engine)))

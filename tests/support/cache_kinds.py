@@ -110,6 +110,10 @@ class Layer:
 class Tokens(Layer):
     """Keeps an entry for each token, or for each group of them; the last group may be open."""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._whole = {}  # block by its chains
+
     @property
     def ratio(self):
         return int(self.spec.tokens_per_state)
@@ -140,9 +144,13 @@ class Tokens(Layer):
 
     def check(self, block, chains):
         """A whole block has what it must of its tokens."""
+        found = self.bytes[block * self.rows : (block + 1) * self.rows].tobytes()
+        if found == self._whole.get(chains):
+            return
         for token in range(self.ratio - 1, len(chains), self.ratio):
             if (slot := self.slot(token)) is not None:
                 self.look(block, slot[1] // self.ratio, chains[token], f"cached token {token} of block {block}")
+        self._whole[chains] = found
 
     def look_around(self, table, first, stop):
         """A kernel multiplies what is beside the tokens of its own blocks by 0, which NaN survives."""
@@ -365,7 +373,7 @@ class KindsEngine(ScheduledEngine):
         if found:
             chains = kv_of(request.all_token_ids[: (first + len(found)) * size])
             for number, each in enumerate(found, first):
-                self.world.cached[bytes(each)] = chains[number * size : (number + 1) * size]
+                self.world.cached[bytes(each)] = tuple(chains[number * size : (number + 1) * size])
         return found
 
     def _step(self):

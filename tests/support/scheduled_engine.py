@@ -166,6 +166,7 @@ def _configured():
     init_none_hash(sha256)
     config = EngineArgs(
         model=str(folder),
+        generation_config="vllm",  # the model has none, which each engine would look for
         max_model_len=BLOCK_SIZE * (BLOCKS - 1),
         block_size=BLOCK_SIZE,
         max_num_seqs=6,

@@ -1,7 +1,8 @@
 """Faults without end between engines with caches of every kind that vLLM has: is a byte ever wrong?
 
 ``make soak-kinds MINUTES=30``. Each story has a prefill and a decode engine of one kind
-(``support/kinds_table.py``) in processes of their own (``support/kinds_process.py``): vLLM's
+(``support/kinds_table.py``), or whose ranks divide a context
+(``support/divided_kinds.py``), in processes of their own (``support/kinds_process.py``): vLLM's
 scheduler, our whole connector, real NIXL over TCP, and a played model that compares every byte
 which a kernel would read. Prompts with common beginnings come by pull and push. Meanwhile engines
 are frozen, past their leases and while KV moves, and killed; connections are broken, NIXL's too;
@@ -10,6 +11,7 @@ held.
 """
 
 import argparse
+import dataclasses
 import os
 import random
 import signal
@@ -26,6 +28,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from support.cache_kinds import CONTEXT, next_token
+    from support.divided_kinds import PAIRS
     from support.kinds_process import LEASE, TRANSFER, KindsProcess, heard
     from support.kinds_table import KINDS
 
@@ -334,8 +337,11 @@ class Story:
         return is_at_rest
 
 
-def shapes(kind, dice):
+def shapes(name, dice):
     """Return both engines' caches: equal or not, large or so small that blocks are used again."""
+    if name in PAIRS:
+        return [dataclasses.replace(shape, blocks=dice.choice((56, 120))) for shape in PAIRS[name]]
+    kind = KINDS[name]
     sizes = (4, 4) if kind.is_packed else dice.choice(((4, 4), (4, 8), (8, 4)))
     return [kind.shape(size, blocks=dice.choice((56, 120))) for size in sizes]
 
@@ -349,14 +355,14 @@ def main(argv=None):
     parser.add_argument("--only", help="a word in the names of kinds")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
-    names = [name for name in KINDS if (args.only or "") in name]
+    names = [name for name in (*KINDS, *PAIRS) if (args.only or "") in name]
     began = time.monotonic()
     total, stories = Counter(), Counter()
     seed = args.seed
     print(f"seed {seed}, {len(names)} kinds", flush=True)
     while time.monotonic() - began < args.minutes * 60:
         name = names[stories.total() % len(names)]
-        story = Story(*shapes(KINDS[name], random.Random(seed)), seed)
+        story = Story(*shapes(name, random.Random(seed)), seed)
         try:
             story.play()
         except BaseException:

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import itertools
 import random
 import warnings
 from collections import Counter
@@ -62,7 +63,9 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.engine_config import WorkerRank
     from pdrelay_connector.shell.metadata import RankHandshake
+    from pdrelay_connector.shell.worker import PDRelayConnectorWorker
 
 CONTEXT = 96  # tokens
 UNTOUCHED = 0xA5  # what a cache has where nothing was written
@@ -220,6 +223,7 @@ class Shape:
     ranks: int = 1  # of tensor parallelism; ``specs`` are of one of them
     shards: int = 1  # of decode context parallelism
     interleave: int = 1  # tokens
+    contexts: int = 1  # of prefill context parallelism: its ranks, or as many copies of each rank
     heads: int = 1  # of a layer, over all ranks, where there are more ranks than one
 
     def shards_of(self, spec):
@@ -308,6 +312,14 @@ class KindsEngine(ScheduledEngine):
             regions = describe_caches(caches, described, self.shape.blocks, KernelLayout.ENTRIES)
             info = RankInfo(rank, self.shape.ranks, memory.encode(), "DRAM", 0, regions)
             handshakes[rank] = RankHandshake(info, info, FINGERPRINT, b"token %d" % rank, self.generation)
+        shape, place = self.shape, itertools.product(range(self.shape.contexts - 1), range(self.shape.ranks))
+        self.copies = [
+            PDRelayConnectorWorker(described, settings, WorkerRank(rank, is_copy=True))
+            for _, rank in (place if shape.shards == 1 else ())
+        ]
+        for copy_ in self.copies:
+            copy_.register({}, FINGERPRINT, KernelLayout.ENTRIES)
+            assert copy_.handshake() is None
         thread = self.connector._scheduler._control
         thread.start = lambda handshakes, *_: self._start_control(thread, engine_config, settings, handshakes)
         thread._outbox.wait = self._wait
@@ -323,7 +335,12 @@ class KindsEngine(ScheduledEngine):
             self.movers += movers
             self.processes.append(process)
             self._watch(process.writer._part_writer)
-        self.aggregator = KVOutputAggregator(len(self.processes))
+        self.aggregator = KVOutputAggregator(len(self.workers))
+
+    @property
+    def workers(self):
+        """Beside those that serve a rank, those that keep the same of it."""
+        return [*super().workers, *self.copies]
 
     def _watch(self, part_writer):
         write = part_writer.write
@@ -345,8 +362,11 @@ class KindsEngine(ScheduledEngine):
             kv_connector_module_path=__name__,
         )  # fmt: skip
         config.parallel_config = copy.copy(shared.parallel_config)
-        config.parallel_config.tensor_parallel_size = shape.ranks
+        config.parallel_config.tensor_parallel_size = 1 if min(shape.contexts, shape.shards) > 1 else shape.ranks
+        config.parallel_config.prefill_context_parallel_size = shape.contexts
         config.parallel_config.decode_context_parallel_size = shape.shards
+        if shape.contexts > 1:
+            config.kv_transfer_config.kv_role = "kv_producer"
         config.parallel_config.cp_kv_cache_interleave_size = shape.interleave
         has_state = any(isinstance(spec, MambaSpec) for spec in shape.specs)
         caching = config.cache_config = copy.copy(shared.cache_config)

@@ -182,6 +182,10 @@ DIVIDED = {
         "`--decode-context-parallel-size`",
         "0.32",
     ),
+    "prompts computed in several contexts (PCP), on P: latent vectors, full attention, indexers": (
+        "`--prefill-context-parallel-size`",
+        "0.32",
+    ),
 }
 REFUSED = {
     "cross attention": ("Whisper, BART", "vLLM allocates no block for it that a load could fill"),
@@ -193,7 +197,6 @@ REFUSED = {
         "its ring means something only with its writer's counters",
     ),
     "caches in host memory (HiSparse)": ("--hisparse", "vLLM's NixlConnector moves them, from 0.32 on"),
-    "context parallelism of prefilling (PCP)": ("any", "vLLM's NixlConnector moves it, from 0.32 on"),
     "circular buffer of Step5": ("Step5", "the model itself takes `NixlConnector` by its name, and no other"),
 }
 

@@ -23,7 +23,7 @@ logger = init_logger("vllm.pdrelay")
 
 def shape_key(engine_config: EngineConfig, rank: WorkerRank) -> tuple[int, ...]:
     """Return which worker of what engine this is: equal bytes are expected of the same one only."""
-    return (*rank, engine_config.ranks, engine_config.stages)
+    return (rank.tensor, rank.stage, engine_config.ranks, engine_config.stages)
 
 
 @dataclass(frozen=True, slots=True)

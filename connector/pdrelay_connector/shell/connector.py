@@ -16,7 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import (
+    get_pcp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -30,7 +34,7 @@ from pdrelay_connector.core.messages import Fingerprint
 from pdrelay_connector.errors import UnsupportedCache
 from pdrelay_connector.settings import read_settings, remarks
 from pdrelay_connector.shell.control_thread import common_fingerprint
-from pdrelay_connector.shell.engine_config import WorkerRank, read_engine_config
+from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank, read_engine_config
 from pdrelay_connector.shell.engine_waker import find_engine_waker
 from pdrelay_connector.shell.fingerprint import fingerprint, info_labels, with_model
 from pdrelay_connector.shell.kernel_layout import kernel_layout_of
@@ -83,8 +87,7 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
                     find_executor(), self._scheduler.fall_asleep, self._scheduler.stay_awake
                 )
         else:
-            rank = WorkerRank(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group)
-            self._worker = PDRelayConnectorWorker(engine_config, settings, rank)
+            self._worker = PDRelayConnectorWorker(engine_config, settings, _rank(engine_config))
             self._sides.append(self._worker)
 
     def shutdown(self) -> None:
@@ -262,6 +265,22 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> QuarantineMetadata | None:
         """Report quarantined blocks to the scheduler; called after get_transfer_results."""
         return self._worker.take_quarantined()
+
+
+def _rank(engine_config: EngineConfig) -> WorkerRank:
+    """Return which of its engine's workers this one is.
+
+    Where a prompt is computed in several contexts, these either divide it, or all keep the same of
+    it (``kv_connector/v1/nixl/base_worker.py`` in vLLM 0.32).
+    """
+    stage: int = get_pp_group().rank_in_group
+    tensor: int = get_tensor_model_parallel_rank()
+    if engine_config.contexts == 1:
+        return WorkerRank(tensor, stage)
+    context: int = get_pcp_group().rank_in_group
+    if engine_config.shards > 1:
+        return WorkerRank(context, stage)
+    return WorkerRank(tensor, stage, is_copy=context > 0)
 
 
 register()

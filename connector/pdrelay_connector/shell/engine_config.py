@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -85,6 +85,9 @@ class EngineConfig:
     steps_independently: bool = True  # False: data-parallel ranks step together
     stages: int = 1  # pipeline-parallel size
     shards: int = 1  # decode-context-parallel size
+    # prefill-context-parallel size: so many workers keep the same of a rank, or are the ranks that
+    # divide a context
+    contexts: int = 1
     # tokens that each of these ranks keeps in turn: vLLM decides it in each worker, before this
     interleave: int = 1
     prefix_hash: str = ""  # vLLM's hash of cached blocks; "": return_kv is off, or cannot be on
@@ -114,6 +117,7 @@ class WorkerRank(NamedTuple):
 
     tensor: int
     stage: int = 0  # of the pipeline
+    is_copy: bool = False  # another worker keeps the same, and serves it
 
 
 def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[EngineConfig, Settings]:
@@ -154,7 +158,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         },
         blocks=cache.num_blocks,
         all_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        ranks=config.parallel_config.tensor_parallel_size,
+        ranks=_ranks(config.parallel_config),
         is_producer=transfer.is_kv_producer,
         is_consumer=transfer.is_kv_consumer,
         staging_blocks=_staging_blocks(config, cache, settings),
@@ -163,6 +167,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         steps_independently=config.parallel_config.data_parallel_size == 1,
         stages=config.parallel_config.pipeline_parallel_size,
         shards=config.parallel_config.decode_context_parallel_size,
+        contexts=config.parallel_config.prefill_context_parallel_size,
         interleave=config.parallel_config.cp_kv_cache_interleave_size
         if config.parallel_config.decode_context_parallel_size > 1
         else 1,
@@ -182,7 +187,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
     )
     _check_stages(engine_config)
-    _check_shards(engine_config, settings)
+    _check_contexts(engine_config, settings)
     return engine_config, settings
 
 
@@ -205,6 +210,13 @@ def _groups(config: VllmConfig, cache: KVCacheConfig) -> tuple[CacheGroup, ...]:
     return tuple(groups)
 
 
+def _ranks(parallel: ParallelConfig) -> int:
+    """Return how many ranks have KV of a layer, without copies that prefill contexts make of it."""
+    contexts: int = parallel.prefill_context_parallel_size
+    tensors: int = parallel.tensor_parallel_size
+    return contexts if min(contexts, parallel.decode_context_parallel_size) > 1 else tensors
+
+
 def _check_stages(engine_config: EngineConfig) -> None:
     if engine_config.stages == 1:
         return
@@ -215,25 +227,28 @@ def _check_stages(engine_config: EngineConfig) -> None:
         )
 
 
-def _check_shards(engine_config: EngineConfig, settings: Settings) -> None:
-    """Raise if ranks divide contexts among them in a way that was not shown to be right."""
-    if engine_config.shards == 1:
+def _check_contexts(engine_config: EngineConfig, settings: Settings) -> None:
+    """Raise if ranks share a context in a way that was not shown to be right."""
+    if engine_config.shards == engine_config.contexts == 1:
         return
-    divided = [group for group in engine_config.groups if group.shards > 1]
+    name = "decode" if engine_config.shards > 1 else "prefill"
+    groups = engine_config.groups
+    shared = [group for group in groups if group.shards > 1 or engine_config.contexts > 1]
     reasons = {
         "pipeline stages": engine_config.stages > 1,
         "host staging": engine_config.staging_blocks > 0,
         "sleep mode": engine_config.sleeps,
         "checksums of blocks (verify_share)": settings.verify_share > 0,
         "compressed vectors": bool(engine_config.tokens_per_entry),
-        "a window, a chunk or a ring that ranks divide": any(
-            group.frees_early or group.forgets_answers or group.is_ring for group in divided
+        "a window, a chunk, a ring or a state that ranks share": any(
+            group.frees_early or group.forgets_answers or group.state for group in shared
         ),
     }
     for kind, holds in reasons.items():
         if holds:
+            size = max(engine_config.shards, engine_config.contexts)
             raise UnsupportedCache(
-                f"decode_context_parallel_size is {engine_config.shards}; with {kind} only 1 is supported"
+                f"{name}_context_parallel_size is {size}; with {kind} only 1 is supported"
             )
 
 
@@ -302,15 +317,35 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
             "was computed and "
             "does not move with its KV, so engines with a KV connector cannot return it"
         )
-    if (size := parallel.prefill_context_parallel_size) != 1:
+    sizes = {
+        "decode": parallel.decode_context_parallel_size,
+        "prefill": parallel.prefill_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size != 1 and not vllm_versions.DIVIDES_CONTEXTS:
+            raise UnsupportedCache(
+                f"{name}_context_parallel_size is {size}; with vLLM {vllm_versions.VLLM_VERSION} only "
+                f"1 is supported: more needs vLLM 0.32 or later"
+            )
+    if sizes["prefill"] != 1:
+        _check_prefill_contexts(config)
+
+
+def _check_prefill_contexts(config: VllmConfig) -> None:
+    """Raise unless vLLM's NixlConnector could do it, too (its ``__init__`` in 0.32)."""
+    parallel = config.parallel_config
+    prefill = parallel.prefill_context_parallel_size
+    decode = parallel.decode_context_parallel_size
+    if config.kv_transfer_config.is_kv_consumer:
         raise UnsupportedCache(
-            f"prefill_context_parallel_size is {size}; only 1 is supported ({IN_TREE})"
+            f"prefill_context_parallel_size is {prefill} and kv_role is "
+            f"{config.kv_transfer_config.kv_role}; with more than 1 only kv_producer is supported"
         )
-    size = parallel.decode_context_parallel_size
-    if size != 1 and not vllm_versions.DIVIDES_CONTEXTS:
+    if decode > 1 and (parallel.tensor_parallel_size != 1 or decode != prefill):
         raise UnsupportedCache(
-            f"decode_context_parallel_size is {size}; with vLLM {vllm_versions.VLLM_VERSION} only 1 "
-            f"is supported: more needs vLLM 0.32 or later"
+            f"prefill_context_parallel_size is {prefill}, decode_context_parallel_size {decode} and "
+            f"tensor_parallel_size {parallel.tensor_parallel_size}; the first two must be equal, or "
+            f"one of them 1, and with both the third must be 1"
         )
 
 

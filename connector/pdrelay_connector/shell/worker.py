@@ -97,7 +97,12 @@ class PDRelayConnectorWorker:
         fingerprint: Fingerprint,
         kernel_layout: KernelLayout,
     ) -> None:
-        """Register the KV cache or a staging buffer with NIXL, and start this role's threads."""
+        """Register the KV cache or a staging buffer with NIXL, and start this role's threads.
+
+        A rank that keeps what another one serves has no part in it.
+        """
+        if self._rank.is_copy:
+            return
         caches = own_caches(caches, self._engine_config.layers)
         bind_data_plane(self._settings, self._engine_config.address)
         self._register_again = lambda: self._register(caches, fingerprint, kernel_layout)
@@ -118,7 +123,11 @@ class PDRelayConnectorWorker:
         self._runner = self._push_writer = self._memory = self._handshake = None
         self._copy_runners = []
         self._sleep.on(SleepEvent.DRAINED)
-        logger.info("pdrelay: rank %d of stage %d has let go of its memory", *self._rank)
+        logger.info(
+            "pdrelay: rank %d of stage %d has let go of its memory",
+            self._rank.tensor,
+            self._rank.stage,
+        )
 
     def restore(self) -> None:
         """Register the memory for the next generation of this engine, and start the threads."""
@@ -167,8 +176,9 @@ class PDRelayConnectorWorker:
         logger.info(
             "pdrelay: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s; %d "
             "descriptors a block",
-            *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
-            " (staging)" if self._engine_config.staging_blocks else "", runs_per_block(producer.info),
+            self._rank.tensor, self._rank.stage, len(caches), producer.info.regions[0].blocks,
+            memory.gigabytes, memory.kind, " (staging)" if self._engine_config.staging_blocks else "",
+            runs_per_block(producer.info),
         )  # fmt: skip
         remote_agents = RemoteAgents(memory.agent)
         movers = [
@@ -270,7 +280,7 @@ class PDRelayConnectorWorker:
 
     def add_computed(self, pieces: list[ComputedBlocks | TransferOver]) -> None:
         """Push the blocks of earlier steps, once the device has computed them."""
-        if not pieces:
+        if not pieces or self._rank.is_copy:
             return
         if self._push_writer is None:
             raise ConnectorError("KV is to be pushed by an engine that is no producer in push")

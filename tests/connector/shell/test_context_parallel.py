@@ -1,4 +1,4 @@
-"""Engines whose ranks divide a context among them (DCP): each rank's kernel finds P's bytes where vLLM looks for them.
+"""Engines whose ranks divide a context among them (DCP), or compute it together (PCP): P's bytes are where vLLM looks.
 
 As in ``test_cache_kinds.py``, with several workers an engine: vLLM's scheduler and managers run, whose blocks are of
 more tokens then; what the workers say is aggregated by vLLM. The rule of which rank keeps a token where is vLLM's own
@@ -9,6 +9,7 @@ import dataclasses
 import os
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,10 +19,13 @@ with warnings.catch_warnings():
 
     if not vllm_versions.DIVIDES_CONTEXTS:
         pytest.skip("context parallelism is refused in this version", allow_module_level=True)
-    from support import kinds_table
+    from pdrelay_connector.shell import connector
+    from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
     from support import shard_mutants as mutants
-    from support.cache_kinds import Shape, play
+    from support.cache_kinds import play
+    from support.divided_kinds import CONTEXTS, EQUAL, PAIRS, UNEQUAL, latent
 
+from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.errors import UnsupportedCache
 
 FEW = 3
@@ -33,46 +37,9 @@ pytestmark = [
 ]
 
 
-def one_head(size):
-    return dataclasses.replace(kinds_table.full(size), num_kv_heads=1)
-
-
-def window_of_drafts(size):
-    return dataclasses.replace(kinds_table.window(size), num_kv_heads=1, dcp_sharded=False)
-
-
-def indexed(size):
-    return kinds_table.KINDS["indexer of sparse attention"].specs(size)
-
-
-def latent(ranks, shards, interleave=4, size=4, **options):
-    return Shape((kinds_table.latent(size),), ranks=ranks, shards=shards, interleave=interleave, **options)
-
-
-def heads(ranks, shards, interleave=4, size=4, **options):
-    """As many copies of each of two heads as there are ranks for it."""
-    return Shape((one_head(size),), ranks=ranks, shards=shards, interleave=interleave, heads=2, **options)
-
-
 def stories(p, d, seeds=SEEDS, **options):
     """Play some stories; returns what has happened in all of them."""
     return sum((play(p, d, seed, **options).counts for seed in range(seeds)), Counter())
-
-
-EQUAL = {
-    "latent vectors": latent(2, 2),
-    "latent vectors, one token in turn": latent(2, 2, 1),
-    "latent vectors, four ranks, half a block in turn": latent(4, 4, 2),
-    "latent vectors, each part twice": latent(4, 2),
-    "two heads, each divided": heads(4, 2),
-    "two heads, one token in turn": heads(4, 2, 1),
-    "smaller blocks of the kernel": latent(2, 2, 4, kernel=2),
-    "drafts that are not divided": Shape((kinds_table.latent(4), window_of_drafts(4)), ranks=2, shards=2, interleave=4),
-    "an indexer of sparse attention": Shape(indexed(4), ranks=2, shards=2, interleave=4),
-    "an indexer, one token in turn": Shape(indexed(4), ranks=2, shards=2),
-    "a state": Shape((kinds_table.latent(4), kinds_table.state(4)), ranks=2, shards=2, interleave=4),
-    "a state as long as a block": Shape((kinds_table.state(8), kinds_table.latent(4)), ranks=2, shards=2, interleave=4),
-}
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -95,30 +62,6 @@ def test_requests_that_are_preempted_go_on_with_their_own_bytes():
     assert counts["loaded"] >= 6
 
 
-UNEQUAL = {
-    "two parts to one": (latent(2, 2), latent(1, 1)),
-    "one to two parts": (latent(1, 1), latent(2, 2)),
-    "two ranks to two parts": (latent(2, 1), latent(2, 2)),
-    "two parts to four": (latent(2, 2), latent(4, 4)),
-    "four parts to two": (latent(4, 4), latent(2, 2)),
-    "four parts to two, one token in turn": (latent(4, 4, 1), latent(2, 2, 1)),
-    "two parts to one, one token in turn": (latent(2, 2, 1), latent(1, 1)),
-    "two parts, each twice, to four": (latent(4, 2), latent(4, 4)),
-    "larger blocks on D": (latent(2, 2, 4), latent(2, 2, 4, 8)),
-    "smaller blocks on D": (latent(2, 2, 2, 8), latent(4, 4, 2, 4)),
-    "an indexer, two parts to one": (
-        Shape(indexed(4), ranks=2, shards=2, interleave=4),
-        Shape(indexed(4)),
-    ),
-    "an indexer, two parts to four": (
-        Shape(indexed(4), ranks=2, shards=2, interleave=4),
-        Shape(indexed(4), ranks=4, shards=4, interleave=4),
-    ),
-    "two heads, divided on P": (heads(4, 2), heads(2, 1)),
-    "two heads, divided on D": (heads(2, 1), heads(8, 4)),
-}
-
-
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_engines_that_divide_otherwise_exchange_what_they_need(name):
     """Several ranks of P have what one of D's needs, or one has what several need."""
@@ -128,9 +71,40 @@ def test_engines_that_divide_otherwise_exchange_what_they_need(name):
     assert counts["loaded"] >= counts["loads"] // 2
 
 
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_what_prefill_contexts_keep_is_served_once(name):
+    """By one of those that keep the same; each has its part where they divide a prompt."""
+    counts = stories(*CONTEXTS[name], is_equal=False)
+
+    assert counts["loads"] >= 4 * SEEDS
+    assert counts["loaded"] >= counts["loads"] // 2
+
+
+@pytest.mark.parametrize(
+    ("shards", "contexts", "rank"),
+    [
+        (1, 1, WorkerRank(3, 5)),
+        (4, 1, WorkerRank(3, 5)),
+        (1, 2, WorkerRank(3, 5, is_copy=True)),
+        (2, 2, WorkerRank(1, 5)),
+    ],
+)
+def test_a_worker_knows_which_part_it_keeps(monkeypatch, shards, contexts, rank):
+    """It is tensor-parallel rank 3 of stage 5, and the second of its contexts, if there are several."""
+    for name, number in {"get_pp_group": 5, "get_pcp_group": 1}.items():
+        monkeypatch.setattr(connector, name, lambda number=number: SimpleNamespace(rank_in_group=number))
+    monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: 3)
+    engine_config = EngineConfig(
+        EngineId("p"), Address("127.0.0.1", 1), (), {}, 9, all_heads=1, ranks=4, is_producer=True, is_consumer=False,
+        shards=shards, contexts=contexts,
+    )  # fmt: skip
+
+    assert connector._rank(engine_config) == rank
+
+
 IN_TREE = {
     name: pair
-    for name, pair in (UNEQUAL | {name: (shape, shape) for name, shape in EQUAL.items()}).items()
+    for name, pair in PAIRS.items()
     if all(
         side.interleave == 4 and side.kernel == 0 and side.shards in (1, side.ranks) and side.heads == 1
         for side in pair
@@ -153,8 +127,7 @@ def test_vllms_own_connector_would_move_nothing_else(name):
 )
 def test_whatever_fails_no_other_bytes_are_read(name):
     """Connections break, engines stop past a lease, transfers hang and land late, clients leave."""
-    pair = UNEQUAL.get(name) or (EQUAL[name], EQUAL[name])
-    p, d = (dataclasses.replace(shape, blocks=120) for shape in pair)
+    p, d = (dataclasses.replace(shape, blocks=120) for shape in PAIRS[name])
     counts = stories(p, d, -(-SEEDS // 2), has_faults=True, is_equal=False)
 
     assert counts["faults"] >= SEEDS
@@ -165,11 +138,10 @@ def test_whatever_fails_no_other_bytes_are_read(name):
 @pytest.mark.parametrize(("mutate", "name"), mutants.MUTANTS, ids=lambda part: getattr(part, "__name__", part))
 def test_a_broken_rule_is_noticed(monkeypatch, mutate, name):
     """Each is one rule of the layout turned off; its name says which."""
-    pair = UNEQUAL.get(name) or (EQUAL[name], EQUAL[name])
     mutate(monkeypatch)
 
     with pytest.raises((AssertionError, UnsupportedCache)):
-        most_are_loaded(*pair)
+        most_are_loaded(*PAIRS[name])
 
 
 def most_are_loaded(p, d):

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.devices import check_copies, check_events, computed
     from pdrelay_connector.shell.engine_config import (
         EngineConfig,
-        _check_shards,
+        _check_contexts,
         _check_stages,
         _check_supported,
         _prefix_hash,
@@ -45,8 +45,10 @@ RING = CircularBufferSpec(**SHAPE)
 COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=print)
 
 
-def config(*, sleep=False, experts=False, dcp=1, pcp=1):
-    parallel = SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp)
+def config(*, sleep=False, experts=False, dcp=1, pcp=1, tp=1):
+    parallel = SimpleNamespace(
+        decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp, tensor_parallel_size=tp
+    )
     switches = SimpleNamespace(enable_return_routed_experts=experts)
     model = SimpleNamespace(enable_sleep_mode=sleep)
     return SimpleNamespace(parallel_config=parallel, model_config=model, aux_output_config=switches)
@@ -113,12 +115,25 @@ def test_before_a_version_asks_what_is_loaded_rings_and_replayed_windows_are_ref
         _check_supported(config(), SimpleNamespace(kv_cache_groups=[group]))
 
 
-def test_an_engine_whose_ranks_compute_a_prompt_together_is_refused():
-    """Ranks of one number would each describe the same part of the cache."""
-    with pytest.raises(
-        UnsupportedCache, match=r"prefill_context_parallel_size is 2; only 1 is supported \(vLLM's Nixl"
-    ):
-        _check_supported(config(pcp=2), SimpleNamespace(kv_cache_groups=[]))
+@pytest.mark.parametrize(
+    ("role", "sizes", "says"),
+    [
+        ("kv_both", {"pcp": 2}, "prefill_context_parallel_size is 2 and kv_role is kv_both; .* only kv_producer is"),
+        ("kv_consumer", {"pcp": 2}, "kv_role is kv_consumer"),
+        ("kv_producer", {"pcp": 2, "dcp": 4, "tp": 2}, "size 4 and tensor_parallel_size 2; the first two must be"),
+        ("kv_producer", {"pcp": 2, "dcp": 2, "tp": 2}, "and with both the third must be 1"),
+        ("kv_producer", {"pcp": 2}, None),
+        ("kv_producer", {"pcp": 2, "tp": 4}, None),
+        ("kv_producer", {"pcp": 4, "dcp": 4}, None),
+    ],
+)
+def test_prefill_contexts_are_taken_where_vllms_own_connector_takes_them(monkeypatch, role, sizes, says):
+    """D would be told of some of its workers only."""
+    monkeypatch.setattr(vllm_versions, "DIVIDES_CONTEXTS", True)
+    asked = config(**sizes)
+    asked.kv_transfer_config = SimpleNamespace(kv_role=role, is_kv_consumer=role != "kv_producer")
+    with nullcontext() if says is None else pytest.raises(UnsupportedCache, match=says):
+        _check_supported(asked, SimpleNamespace(kv_cache_groups=[]))
 
 
 def test_ranks_divide_a_context_where_vllm_says_of_which_caches(monkeypatch):
@@ -126,8 +141,9 @@ def test_ranks_divide_a_context_where_vllm_says_of_which_caches(monkeypatch):
     monkeypatch.setattr(vllm_versions, "DIVIDES_CONTEXTS", True)
     _check_supported(config(dcp=2), SimpleNamespace(kv_cache_groups=[]))
     monkeypatch.setattr(vllm_versions, "DIVIDES_CONTEXTS", False)
-    with pytest.raises(UnsupportedCache, match=r"decode_context_parallel_size is 2; with vLLM .* needs vLLM 0\.32"):
-        _check_supported(config(dcp=2), SimpleNamespace(kv_cache_groups=[]))
+    for name in ("decode", "prefill"):
+        with pytest.raises(UnsupportedCache, match=rf"{name}_context_parallel_size is 2; with vLLM .* vLLM 0\.32"):
+            _check_supported(config(**{f"{name[0]}cp": 2}), SimpleNamespace(kv_cache_groups=[]))
 
 
 @pytest.mark.parametrize(
@@ -138,10 +154,22 @@ def test_ranks_divide_a_context_where_vllm_says_of_which_caches(monkeypatch):
         ({"sleeps": True}, 0.0, "sleep mode"),
         ({}, 0.1, r"checksums of blocks \(verify_share\)"),
         ({"tokens_per_entry": {"l.0": 2}}, 0.0, "compressed vectors"),
-        ({"groups": (CacheGroup(8, window=5, shards=2),)}, 0.0, "a window, a chunk or a ring that ranks divide"),
-        ({"groups": (CacheGroup(8, chunk=8, shards=2),)}, 0.0, "a window, a chunk or a ring that ranks divide"),
-        ({"groups": (CacheGroup(8, state="x", is_ring=True, shards=2),)}, 0.0, "a window, a chunk or a ring"),
-        ({"groups": (CacheGroup(8, forgets_answers=True, shards=2),)}, 0.0, "a window, a chunk or a ring"),
+        (
+            {"groups": (CacheGroup(8, window=5, shards=2),)},
+            0.0,
+            "a window, a chunk, a ring or a state that ranks share",
+        ),
+        ({"groups": (CacheGroup(8, chunk=8, shards=2),)}, 0.0, "a window, a chunk, a ring or a state that ranks share"),
+        (
+            {"groups": (CacheGroup(8, state="x", is_ring=True, shards=2),)},
+            0.0,
+            "a window, a chunk, a ring or a state that ranks share",
+        ),
+        (
+            {"groups": (CacheGroup(8, forgets_answers=True, shards=2),)},
+            0.0,
+            "a window, a chunk, a ring or a state that ranks share",
+        ),
     ],
 )
 def test_what_was_not_tried_with_divided_contexts_is_refused(changes, share, kind):
@@ -150,10 +178,12 @@ def test_what_was_not_tried_with_divided_contexts_is_refused(changes, share, kin
         EngineId("p"), Address("127.0.0.1", 1), (CacheGroup(8, shards=2), CacheGroup(4, window=5)), {}, 9, all_heads=1,
         ranks=2, is_producer=True, is_consumer=True, shards=2,
     )  # fmt: skip
-    _check_shards(divided, Settings())
-    _check_shards(dataclasses.replace(divided, shards=1, **changes), Settings(verify_share=share))
+    _check_contexts(divided, Settings())
+    _check_contexts(dataclasses.replace(divided, shards=1, **changes), Settings(verify_share=share))
     with pytest.raises(UnsupportedCache, match=f"decode_context_parallel_size is 2; with {kind}"):
-        _check_shards(dataclasses.replace(divided, **changes), Settings(verify_share=share))
+        _check_contexts(dataclasses.replace(divided, **changes), Settings(verify_share=share))
+    with pytest.raises(UnsupportedCache, match=f"prefill_context_parallel_size is 4; with {kind}"):
+        _check_contexts(dataclasses.replace(divided, shards=1, contexts=4, **changes), Settings(verify_share=share))
 
 
 def test_an_engine_that_may_sleep_is_refused_where_no_hook_tells_of_it():

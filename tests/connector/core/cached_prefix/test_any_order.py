@@ -5,14 +5,13 @@ from hypothesis import settings
 
 from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender
 from support import returning
-from support.mutation import NOTICED, search
+from support.mutation import NOTICED, each_mutant, search
 from support.return_machine import ReturnMachine
 from support.returning import CachingEngine
 from support.searching import examples
 
 ReturnMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 TestReturn = pytest.mark.slow(ReturnMachine.TestCase)  # any order of events: seconds
-any_order_of_events = search(ReturnMachine, 200)
 
 
 def answer_before_the_step_has_ended(patch):
@@ -30,15 +29,10 @@ def pin_nothing(patch):
     patch.setattr(CachingEngine, "evict", CachingEngine.evict_all_the_same)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "mutate",
-    [answer_before_the_step_has_ended, forget_the_salt, pin_nothing],
-    ids=lambda part: part.__name__,
-)
+@each_mutant(answer_before_the_step_has_ended, forget_the_salt, pin_nothing)
 def test_a_broken_rule_is_noticed(monkeypatch, mutate):
+    """Each mutant is one rule turned off; its name says which."""
     mutate(monkeypatch)
 
     with pytest.raises(NOTICED):
-        any_order_of_events()
+        search(ReturnMachine, 200)

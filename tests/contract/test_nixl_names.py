@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import os
 import warnings
 from pathlib import Path
@@ -132,12 +133,13 @@ def test_routed_experts_are_refused_by_vllm(name):
 
 @pytest.mark.parametrize("name", MODE_OF_NAME)
 def test_decode_context_parallelism_has_vllms_interleaving(make, name):
-    """VLLM sets it in each worker before it makes the connector: for one of the names to the tokens of a block."""
+    """VLLM sets it for each worker before that makes the connector: for one of the names to the tokens of a block."""
     config = make(name, block_size=32)
     config.parallel_config.tensor_parallel_size = config.parallel_config.decode_context_parallel_size = 2
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     cache = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)], num_blocks=9)
-    config.adjust_dcp_kv_cache_interleave_size(cache)
+    adjust = config.adjust_dcp_kv_cache_interleave_size
+    adjust(cache.kv_cache_groups if "kv_cache_groups" in inspect.signature(adjust).parameters else cache)  # 0.33
     if not vllm_versions.DIVIDES_CONTEXTS:
         with pytest.raises(UnsupportedCache, match=r"needs vLLM 0\.32 or later"):
             read_engine_config(config, cache)

@@ -35,6 +35,7 @@ EQUAL = {
     "two heads, each divided": heads(4, 2),
     "two heads, one token in turn": heads(4, 2, 1),
     "smaller blocks of the kernel": latent(2, 2, 4, kernel=2),
+    "drafts that look ahead": latent(2, 2, lookahead=3),
     "drafts that are not divided": Shape((kinds_table.latent(4), window_of_drafts(4)), ranks=2, shards=2, interleave=4),
     "an indexer of sparse attention": Shape(indexed(4), ranks=2, shards=2, interleave=4),
     "an indexer, one token in turn": Shape(indexed(4), ranks=2, shards=2),

@@ -11,17 +11,17 @@ PLAN = "pdrelay_connector.core.layout.transfer_plan"
 
 def keep_one_token_in_turn(patch):
     """Whatever vLLM's interleaving is."""
-    shard = transfer_plan._shard
-    patch.setattr(f"{PLAN}._shard", lambda *of: shard(*of)._replace(interleave=1))
+    shard_of = transfer_plan.shard_of
+    patch.setattr(f"{PLAN}.shard_of", lambda *of: shard_of(*of)._replace(interleave=1))
 
 
 def keep_a_block_in_turn(patch):
-    shard = transfer_plan._shard
+    shard_of = transfer_plan.shard_of
 
-    def of_blocks(info, region):
-        return shard(info, region)._replace(interleave=region.kept_tokens)
+    def of_blocks(rank, region):
+        return shard_of(rank, region)._replace(interleave=region.kept_tokens)
 
-    patch.setattr(f"{PLAN}._shard", of_blocks)
+    patch.setattr(f"{PLAN}.shard_of", of_blocks)
 
 
 def number_the_parts_from_the_last(patch):
@@ -35,12 +35,12 @@ def _turned(shard):
 
 
 def divide_among_distant_ranks(patch):
-    """As if ranks 0 and 2 were a group, and 1 and 3."""
+    """As if ranks 0 and 2 of four were a group, and 1 and 3."""
 
-    def distant(info, region):
-        return Shard(info.rank * region.shards // info.ranks, region.shards, region.interleave)
+    def distant(rank, region):
+        return Shard(rank // region.shards % region.shards, region.shards, region.interleave)
 
-    patch.setattr(f"{PLAN}._shard", distant)
+    patch.setattr(f"{PLAN}.shard_of", distant)
 
 
 def round_a_part_down(patch):

@@ -12,7 +12,8 @@ from vllm.logger import init_logger
 
 from pdrelay_connector.core.ids import BlockId
 from pdrelay_connector.core.layout.buffer_device import HOST
-from pdrelay_connector.core.layout.transfer_plan import row_runs
+from pdrelay_connector.core.layout.shards import Shard
+from pdrelay_connector.core.layout.transfer_plan import row_runs, shard_of
 from pdrelay_connector.core.messages import Region
 from pdrelay_connector.errors import UnsupportedCache
 from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
@@ -31,18 +32,21 @@ class _ReadableRegion:
     """One region: the bytes of its storage, and where its rows are in there."""
 
     region: Region
+    shard: Shard  # which tokens of a block this rank has
     bytes: torch.Tensor  # one dimension, the whole storage
     first: int  # byte of row 0
     runs: Sequence[tuple[int, int]]  # of a row: offset, bytes
 
     def pieces(self, block: int, start: int, stop: int) -> Iterator[torch.Tensor]:
         """Yield the bytes of the rows of a block that the tokens from ``start`` to ``stop`` of it
-        are in.
+        are in: none if other ranks have all of these.
         """
         region = self.region
         first = block * self.region.rows
         tokens = region.tokens * region.covers  # of a row
-        rows = range(first + start // tokens, first - (-stop // tokens))
+        begin = self.shard.before(start)
+        end = self.shard.before(stop)
+        rows = range(first + begin // tokens, first - (-end // tokens)) if begin < end else range(0)
         for row in rows:
             at = self.first + row * region.row_stride
             for offset, length in self.runs:
@@ -53,7 +57,10 @@ class TensorReader:
     """Implements :class:`~pdrelay_connector.core.ports.CacheReader` for torch's tensors."""
 
     def __init__(self, caches: Tensors, regions: Sequence[Region], key: tuple[int, ...]) -> None:
-        """``regions`` describe the tensors, in the order of all engines of this shape."""
+        """``regions`` describe the tensors, in the order of all engines of this shape.
+
+        ``key`` begins with the number of the rank.
+        """
         by_storage = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in caches.values()
@@ -67,7 +74,11 @@ class TensorReader:
         for region in regions:
             address = next(start for start in storages if start <= region.base)
             readable = _ReadableRegion(
-                region, flat[address], region.base - address, row_runs(region)
+                region,
+                shard_of(key[0], region),
+                flat[address],
+                region.base - address,
+                row_runs(region),
             )
             self._groups.setdefault(region.group, []).append(readable)
         self._shape = _digest(regions, key)
@@ -104,7 +115,7 @@ class TensorReader:
         pieces = [
             piece for region in self._groups[group] for piece in region.pieces(block, start, stop)
         ]
-        if pieces[0].device.type != HOST:
+        if pieces and pieces[0].device.type != HOST:
             return crc32(memoryview(torch.cat(pieces).cpu().numpy()))
         crc = 0
         for piece in pieces:

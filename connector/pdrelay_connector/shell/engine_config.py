@@ -187,7 +187,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         packed_layers=frozenset(name for name, spec in specs.items() if _is_packed(spec)),
     )
     _check_stages(engine_config)
-    _check_contexts(engine_config, settings)
+    _check_contexts(engine_config)
     return engine_config, settings
 
 
@@ -227,7 +227,7 @@ def _check_stages(engine_config: EngineConfig) -> None:
         )
 
 
-def _check_contexts(engine_config: EngineConfig, settings: Settings) -> None:
+def _check_contexts(engine_config: EngineConfig) -> None:
     """Raise if ranks share a context in a way that was not shown to be right."""
     if engine_config.shards == engine_config.contexts == 1:
         return
@@ -238,7 +238,6 @@ def _check_contexts(engine_config: EngineConfig, settings: Settings) -> None:
         "pipeline stages": engine_config.stages > 1,
         "host staging": engine_config.staging_blocks > 0,
         "sleep mode": engine_config.sleeps,
-        "checksums of blocks (verify_share)": settings.verify_share > 0,
         "compressed vectors": bool(engine_config.tokens_per_entry),
         "a window, a chunk, a ring or a state that ranks share": any(
             group.frees_early or group.forgets_answers or group.state for group in shared

@@ -245,6 +245,8 @@ class PDRelayConnectorWorker:
 
         The next step may write into their blocks.
         """
+        if self._rank.is_copy:
+            return
         for name, blocks in sampled.items():
             memory = self._registered
             self._quarantined.sums[name] = [

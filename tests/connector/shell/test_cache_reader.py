@@ -1,5 +1,6 @@
 """Checksums of a cache's own bytes: equal where blocks hold the same, whatever lies around them, and only there."""
 
+import itertools
 import logging
 import warnings
 from zlib import crc32
@@ -17,6 +18,7 @@ with warnings.catch_warnings():
 from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.errors import UnsupportedCache
+from support.token_slots import slot_of
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 HEADS, TOKENS, CONTENT = 2, 4, 8
@@ -35,18 +37,31 @@ def said():
     log.removeHandler(handler)
 
 
-def made(layout="LBHNC", *, blocks=5, seed=0, kernel=KernelLayout.ENTRIES, rows=1, covers=1, key=(0, 1), device="cpu"):
+def made(
+    layout="LBHNC",
+    *,
+    blocks=5,
+    seed=0,
+    kernel=KernelLayout.ENTRIES,
+    rows=1,
+    covers=1,
+    key=(0, 1),
+    device="cpu",
+    shards=1,
+    interleave=1,
+):
     """Return a cache of two layers as vLLM hands it over, and its reader.
 
-    ``rows`` of the kernel make a block, and an entry ``covers`` so many tokens.
+    ``rows`` of the kernel make a block, and an entry ``covers`` so many tokens; ``shards`` ranks divide a context.
     """
     sizes = {"L": 2, "B": blocks * rows, "H": HEADS, "N": TOKENS, "C": CONTENT}
     memory = torch.rand([sizes[axis] for axis in layout], generator=torch.Generator().manual_seed(seed)).to(device)
     layers = memory.permute([layout.index(axis) for axis in "LBHNC"])
     caches = {f"l.{number}": layer for number, layer in enumerate(layers)}
     config = EngineConfig(
-        EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(TOKENS * rows * covers),), dict.fromkeys(caches, 0),
-        blocks, HEADS, 1, is_producer=True, is_consumer=True, tokens_per_entry=dict.fromkeys(caches, covers),
+        EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(TOKENS * rows * covers * shards, shards=shards),),
+        dict.fromkeys(caches, 0), blocks, HEADS, 1, is_producer=True, is_consumer=True,
+        tokens_per_entry=dict.fromkeys(caches, covers), interleave=interleave,
     )  # fmt: skip
     return layers, TensorReader(caches, describe_caches(caches, config, blocks, kernel), key)
 
@@ -101,6 +116,20 @@ def test_of_a_blocks_beginning_the_kernels_rows_count_that_it_reaches_into():
     assert [one == other for one, other in zip(before, after, strict=True)] == [True, False, False]
 
 
+@pytest.mark.parametrize("interleave", [1, 2, 4, 8])
+def test_of_a_divided_context_the_rows_of_this_ranks_tokens_count(interleave):
+    """Where rows are of 4 tokens, and each of 2 ranks keeps 8 of the 16 tokens of a block."""
+    for rank, (start, stop) in itertools.product((0, 1), itertools.combinations(range(17), 2)):
+        layers, reader = made(rows=2, key=(rank, 0, 2, 1), shards=2, interleave=interleave)
+        before = reader.checksum(0, 2, start, stop)
+        slots = [slot_of(token, 8, 2, rank, interleave) for token in range(start, stop)]
+        rows = {slot[1] // TOKENS for slot in slots if slot is not None}
+        for row in (0, 1):
+            layers[1, 4 + row, 1, 0, 0] += 1.0
+            assert (reader.checksum(0, 2, start, stop) != before) == (row in rows)
+            layers[1, 4 + row, 1, 0, 0] -= 1.0
+
+
 def test_a_dense_block_is_read_in_the_order_of_its_layers():
     """The checksum is that of the bytes, one layer after the other: engines of later versions can agree."""
     layers, reader = made()
@@ -112,6 +141,7 @@ def test_a_dense_block_is_read_in_the_order_of_its_layers():
 def test_other_layouts_ranks_and_block_sizes_are_other_shapes():
     """Of which no two blocks are compared."""
     kinds = [{}, {"layout": "LBNHC"}, {"kernel": KernelLayout.TRANSPOSED}, {"rows": 2}, {"key": (1, 2)}]
+    kinds += [{"shards": 2}, {"shards": 2, "interleave": 2}]
     shapes = {made(**kind)[1].shape for kind in kinds}
 
     assert len(shapes) == len(kinds)

@@ -19,13 +19,19 @@ with warnings.catch_warnings():
 
     if not vllm_versions.DIVIDES_CONTEXTS:
         pytest.skip("context parallelism is refused in this version", allow_module_level=True)
+    import torch
+
     from pdrelay_connector.shell import connector
+    from pdrelay_connector.shell.cache_reader import TensorReader, shape_key
     from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
     from support import shard_mutants as mutants
-    from support.cache_kinds import play
+    from support.cache_kinds import Pair, play
     from support.divided_kinds import CONTEXTS, EQUAL, PAIRS, UNEQUAL, latent
 
 from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.verify.comparison import compare, sums_of
+from pdrelay_connector.core.verify.sampling import Sampling
 from pdrelay_connector.errors import UnsupportedCache
 
 FEW = 3
@@ -60,6 +66,32 @@ def test_requests_that_are_preempted_go_on_with_their_own_bytes():
 
     assert counts["preempted"] >= 2
     assert counts["loaded"] >= 6
+
+
+@pytest.mark.parametrize("name", ["latent vectors", "latent vectors, one token in turn", "two heads, each divided"])
+def test_checksums_of_equal_engines_find_a_wrong_byte(name):
+    """Of one rank, whose part of the sampled blocks it is in (``verify_share``)."""
+    shape = EQUAL[name]
+    pair = Pair(shape, shape)
+    pair.ask("r", [1] * 33, 1, "pull")
+    pair.run(5.0)
+    ((_, _, (local,), _),) = pair.loads
+    (remote,) = pair.p.finished_tables["p-r"]
+    moved = [TokenRange(0, 0, 32, remote, local)]
+    blocks = Sampling(1.0, 8).choose("r", [remote], sizes={0: 8}, states=set(), tokens=33)
+    pair.d.caches[1]["l.0.0"].view(torch.uint8)[local[2], 0, 3, 5] ^= 1
+    found = [
+        compare(sums_of(rank, blocks, reader(pair.p, rank)), moved, reader(pair.d, rank)) for rank in range(shape.ranks)
+    ]
+
+    assert [each.checked for each in found] == [4] * shape.ranks
+    assert [each.wrong for each in found] == [0, 1] + [0] * (shape.ranks - 2)
+
+
+def reader(engine, rank):
+    """Return what reads the cache of a rank, as its worker makes it."""
+    key = shape_key(engine.connector._engine_config, WorkerRank(rank))
+    return TensorReader(engine.caches[rank], engine.processes[rank].info.regions, key)
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

@@ -370,8 +370,8 @@ def _smallest_run(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
     shared = min(last, last_there) - max(first, first_there)
     if shared <= 0:
         return SMALLEST_RUN
-    its_geometry = _geometry("its", their, _shard(theirs, their))
-    our_geometry = _geometry("our", our, _shard(ours, our))
+    its_geometry = _geometry("its", their, shard_of(theirs.rank, their))
+    our_geometry = _geometry("our", our, shard_of(ours.rank, our))
     return int(_pattern(its_geometry, our_geometry, shared)[:, 2].min())
 
 
@@ -494,8 +494,8 @@ class Route:
             if first < last:
                 key = (
                     our.group,
-                    _geometry("the peer's", their, _shard(theirs, their)),
-                    _geometry("our", our, _shard(ours, our)),
+                    _geometry("the peer's", their, shard_of(theirs.rank, their)),
+                    _geometry("our", our, shard_of(ours.rank, our)),
                     last - first,
                 )
                 base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
@@ -599,7 +599,7 @@ def _head_address(info: RankInfo, region: Region, head: int) -> int:
     )
 
 
-def _shard(info: RankInfo, region: Region) -> Shard:
+def shard_of(rank: int, region: Region) -> Shard:
     """Return which tokens a rank keeps: consecutive ranks divide a context among them.
 
     As vLLM makes its groups of ranks (``initialize_model_parallel`` in
@@ -607,7 +607,7 @@ def _shard(info: RankInfo, region: Region) -> Shard:
     """
     if region.shards == 1:
         return UNDIVIDED
-    return Shard(info.rank % region.shards, region.shards, region.interleave)
+    return Shard(rank % region.shards, region.shards, region.interleave)
 
 
 def _geometry(whose: str, region: Region, shard: Shard = UNDIVIDED) -> _BlockGeometry:

@@ -237,7 +237,6 @@ def _check_contexts(engine_config: EngineConfig) -> None:
     reasons = {
         "pipeline stages": engine_config.stages > 1,
         "host staging": engine_config.staging_blocks > 0,
-        "sleep mode": engine_config.sleeps,
         "compressed vectors": bool(engine_config.tokens_per_entry),
         "a window, a chunk, a ring or a state that ranks share": any(
             group.frees_early or group.forgets_answers or group.state for group in shared

@@ -154,7 +154,6 @@ def test_ranks_divide_a_context_where_vllm_says_of_which_caches(monkeypatch):
     [
         ({"stages": 2}, "pipeline stages"),
         ({"staging_blocks": 8}, "host staging"),
-        ({"sleeps": True}, "sleep mode"),
         ({"tokens_per_entry": {"l.0": 2}}, "compressed vectors"),
         (
             {"groups": (CacheGroup(8, window=5, shards=2),)},

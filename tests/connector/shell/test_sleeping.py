@@ -1,5 +1,6 @@
 """Engines that sleep, with vLLM's scheduler: what was handed over before is not read after, and all goes on."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.sched.interface import PauseState
 
     from support.cache_kinds import Pair
+    from support.divided_kinds import PAIRS
     from support.kinds_table import KINDS
 
 from pdrelay_connector.errors import ConnectorError
@@ -22,11 +24,14 @@ pytestmark = [
     pytest.mark.timeout(240),  # importing vLLM takes half a minute on a busy machine
 ]
 PROMPT = [number % 3 for number in range(61)]
-NAMES = ["full attention", "sliding window", "state of Mamba 2"]
+NAMES = ["full attention", "sliding window", "state of Mamba 2", "two parts to four"]
 
 
 @pytest.fixture(params=NAMES)
 def pair(request):
+    if request.param in PAIRS:  # ranks divide a context
+        p, d = PAIRS[request.param]
+        return Pair(p, dataclasses.replace(d, blocks=200))
     kind = KINDS[request.param]
     return Pair(kind.shape(blocks=56), kind.shape(blocks=200))
 

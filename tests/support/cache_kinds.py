@@ -295,6 +295,8 @@ class KindsConnector(TimedConnector):
 class KindsEngine(ScheduledEngine):
     """One engine whose layers are of any kinds."""
 
+    scheduler_class = Scheduler
+
     def __init__(self, world, name, address, shape):
         self.shape = shape
         self.finished_tables, self.loaded = {}, set()
@@ -380,11 +382,15 @@ class KindsEngine(ScheduledEngine):
         names = [[f"l.{layer}.{group}" for layer in range(shape.depth)] for group in range(len(shape.specs))]
         groups = [KVCacheGroupSpec(each, spec) for each, spec in zip(names, shape.specs, strict=True)]
         self.cache = KVCacheConfig(shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.configure(config)
         size, hashed = resolve_kv_cache_block_sizes(self.cache, config)
         self.in_tree = InTreePlan(config, self.cache, shape.lookahead)
         KindsConnector.shapes[self.name] = shape
         self.hashed = hashed
-        return Scheduler(config, self.cache, structured, size, hashed), self._hash
+        return self.scheduler_class(config, self.cache, structured, size, hashed), self._hash
+
+    def configure(self, config):
+        """Change vLLM's configuration, which is this engine's own."""
 
     def _hash(self, request):
         """Hash a request's new blocks, and remember what each must have in any cache."""
@@ -503,13 +509,16 @@ class KindsEngine(ScheduledEngine):
 class Pair(Turns):
     """A prefill engine and a decode engine, and clients that want texts of both."""
 
+    engine_class = KindsEngine
+    prefill_params: ClassVar = {}  # beside the usual ones
+
     def __init__(self, p, d, *, writes_at_once=False, looks_at_blocks=False):
         """``writes_at_once``: the transfer threads are quicker than the models, else slower."""
         self.looks_at_blocks, self.moves = looks_at_blocks, set()
         self.network, self.now, self.writes_at_once = InMemoryNetwork(), 0.0, writes_at_once
         self.addresses, self.cached, self.strays, self.counts = {}, {}, [], Counter()
-        self.p = KindsEngine(self, "p", Address("10.0.0.1", 5600), p)
-        self.d = KindsEngine(self, "d", Address("10.0.0.1", 5700), d)
+        self.p = self.engine_class(self, "p", Address("10.0.0.1", 5600), p)
+        self.d = self.engine_class(self, "d", Address("10.0.0.1", 5700), d)
         self.asked = {}  # name -> (prompt, tokens so far, how many are wanted)
         self.loads = []  # of D: (name, tokens of the prompt, D's tables, blocks that vLLM's own connector would fill)
         self.awaited = {}  # name of a prefill -> what D is asked when it has ended
@@ -520,20 +529,20 @@ class Pair(Turns):
         if mode in ("d", "p"):
             (self.d if mode == "d" else self.p).ask(name, prompt, most=most, priority=priority)
             return
-        self.prefill(name, prompt, mode)
+        self.prefill(name, prompt, mode, priority)
         if mode == "push":
-            self.register(name, prompt, most)
+            self.register(name, prompt, most, priority)
         else:
             self.awaited[f"p-{name}"] = lambda params: self.d.ask(
                 name, prompt, most=most, params=params, priority=priority
             )
 
-    def prefill(self, name, prompt, mode):
+    def prefill(self, name, prompt, mode, priority=0):
         """Send the prefill leg."""
-        params = {"do_remote_decode": True, "transfer_id": name, "transfer_mode": mode}
-        self.p.ask(f"p-{name}", prompt, most=1, params=params)
+        params = {"do_remote_decode": True, "transfer_id": name, "transfer_mode": mode} | self.prefill_params
+        self.p.ask(f"p-{name}", prompt, most=1, params=params, priority=priority)
 
-    def register(self, name, prompt, most):
+    def register(self, name, prompt, most, priority=0):
         """Send the decode leg of a push, which may come before the other one."""
         self.asked[name] = prompt, [], most
         where = {
@@ -542,7 +551,7 @@ class Pair(Turns):
             "remote_port": self.p.address.port,
         }
         where |= {"do_remote_prefill": True, "transfer_id": name, "transfer_mode": "push"}
-        self.d.ask(name, prompt, most=most, params=where)
+        self.d.ask(name, prompt, most=most, params=where, priority=priority)
 
     def round(self, *, but=None):
         """Everybody has a turn; of one that waits for its own threads, only these."""

@@ -1,0 +1,97 @@
+"""VLLM schedules a step while the one before computes, and each token is still computed from the right KV.
+
+PDRELAY_KIND_SEEDS is how many stories each test has.
+"""
+
+import os
+import warnings
+from collections import Counter
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from pdrelay_connector.shell import vllm_versions
+
+    if not vllm_versions.ASKS_WHAT_IS_LOADED:
+        pytest.skip("the stories' kinds need vLLM 0.32", allow_module_level=True)
+    from support.async_kinds import AsyncEngine, AsyncPair, Chances, play
+    from support.kinds_table import KINDS
+
+FEW = 3
+SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", FEW))
+pytestmark = [
+    pytest.mark.usefixtures("no_warnings"),
+    pytest.mark.timeout(240 + 30 * (SEEDS - FEW)),  # importing vLLM takes half a minute on a busy machine
+    *([pytest.mark.slow] if SEEDS > FEW else []),  # whoever wants more has the time
+]
+PLAIN = ("full attention", "sliding window beside full attention", "chunks")  # rejected drafts leave them whole
+
+
+def stories(shape, other=None, **chances):
+    """Play some stories; returns what has happened in all of them."""
+    counts = (play(shape, other or shape, Chances(seed, **chances)).counts for seed in range(SEEDS))
+    return sum(counts, Counter())
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "state of Mamba 2", "circular buffer", "replayed window (bounded replay)"])
+def test_every_token_is_computed_from_ps_bytes(name):
+    """Clients leave and prefix caches are reset meanwhile."""
+    counts = stories(KINDS[name].shape(blocks=56), leaves=0.1, resets=0.05)
+
+    assert counts["loaded"] >= 5 * SEEDS
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_drafts_that_were_wrong_are_in_no_block_that_moves(name):
+    """And in none that another prompt hits."""
+    counts = stories(KINDS[name].shape(blocks=40), drafts=3, leaves=0.05)
+
+    assert counts["loaded"] >= 5 * SEEDS
+    assert counts["accepted"] >= 50 * SEEDS
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_more_important_come_first_and_all_come_to_an_end(name):
+    """The cache has room for one long prompt, and a little."""
+    counts = stories(KINDS[name].shape(blocks=40), has_priorities=True)
+
+    assert counts["loaded"] >= 5 * SEEDS
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=str)
+def test_answers_go_back_and_come_again(sizes):
+    """P reads what D has of an answer, and lends or pushes it with what follows."""
+    p, d = (KINDS["full attention"].shape(size, blocks=34) for size in sizes)
+    counts = stories(p, d, returns_kv=True, has_priorities=True, leaves=0.05)
+
+    assert counts["returned"] >= SEEDS
+    assert counts["loaded"] >= 5 * SEEDS
+
+
+def push(seed):
+    """Push a prompt that takes P three steps, for which D has lent its blocks before."""
+    shape, prompt = KINDS["full attention"].shape(), [number % 3 for number in range(70)]
+    pair = AsyncPair(shape, shape, Chances(seed))
+    pair.register("r", prompt, 4)
+    for _ in range(6):
+        pair.round()
+    pair.prefill("r", prompt, "push")
+    pair.run(5.0)
+
+    assert pair.is_done
+    assert pair.d.loaded == {"r"}
+
+
+def test_a_step_is_pushed_when_it_is_computed():
+    """While the next one is scheduled."""
+    for seed in range(4):
+        push(seed)
+
+
+def test_what_is_pushed_before_it_is_computed_is_noticed(monkeypatch):
+    """The decode engine reads what was in the blocks before."""
+    monkeypatch.setattr(AsyncEngine, "is_computed", lambda _engine, _steps: True)
+
+    with pytest.raises(AssertionError, match="reads other bytes"):
+        test_a_step_is_pushed_when_it_is_computed()

@@ -74,6 +74,8 @@ class AsyncEngine(KindsEngine):
         drafts = world.chances.drafts
         self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = drafts
         self.scheduler._spec_token_placeholders = [-1] * drafts
+        sizes = [group.kv_cache_spec.block_size for group in self.cache.kv_cache_groups]
+        self.scheduler._spec_decode_step_blocks = sum(-(-(1 + 2 * drafts) // size) for size in sizes) if drafts else 0
 
     def configure(self, config):
         chances, transfer = self.world.chances, config.kv_transfer_config

@@ -44,9 +44,8 @@ class FailedLoads:
         if not self._failed:
             return False
         name = request.request_id
-        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._ended = {
-            name: loaded for name, loaded in self._ended.items() if loaded.status == waiting
+            name: loaded for name, loaded in self._ended.items() if _waits_with_blocks(loaded)
         }
         if name in self._tried and (name not in self._failed or self._ended):
             self._tried.discard(name)
@@ -70,3 +69,11 @@ class FailedLoads:
         self._failed.discard(name)
         self._tried.discard(name)
         self._ended.pop(name, None)
+
+
+def _waits_with_blocks(loaded: Request) -> bool:
+    """Tell whether a request has the blocks of its load, and vLLM has not taken it up yet."""
+    has_kv: bool = loaded.num_computed_tokens > 0
+    if loaded.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return True
+    return has_kv and loaded.status != RequestStatus.RUNNING

@@ -63,6 +63,29 @@ def test_a_more_important_load_does_not_wait_for_blocks_that_vllm_keeps_for_one_
     assert pair.is_done
 
 
+def test_what_vllm_has_tried_to_take_up_in_vain_is_taken_up_before_a_load_that_failed():
+    """It is loaded while no block is free for its last token; then a load before it fails, and needs even more."""
+    shape = KINDS["full attention"].shape
+    pair = Pair(shape(blocks=60), shape(blocks=40))
+    reader = pair.d.movers[1]
+    reader.stuck = reader.clinging = True
+    pair.ask("fails", [0] * 45, 3, "pull")
+    pair.run(1.0)
+    pair.ask("loaded", [1] * 45, 3, "push")
+    pair.round()
+    pair.p.frozen = True
+    pair.run(1.0)
+    others = pair.d.pool.get_new_blocks(pair.d.pool.get_num_free_blocks())
+    pair.p.frozen = False
+    pair.run(TRANSFER + 5.0)
+    pair.d.pool.free_blocks(others[:5])
+    pair.run(5.0)
+
+    assert pair.d.loaded == {"loaded"}
+    assert pair.is_done
+    pair.d.pool.free_blocks(others[5:])
+
+
 def by_priority(engine):
     """Have vLLM schedule requests so."""
     scheduler = engine.scheduler
@@ -90,7 +113,7 @@ def test_blocks_in_the_prefix_cache_are_no_room_for_one_that_failed():
 
 
 def request(name, status):
-    return SimpleNamespace(request_id=name, status=status)
+    return SimpleNamespace(request_id=name, status=status, num_computed_tokens=0)
 
 
 def failed_and_ended(status=RequestStatus.WAITING_FOR_REMOTE_KVS, failed=("a",)):

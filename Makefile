@@ -77,8 +77,8 @@ up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENG
 
 ##@ Check
 
-# What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The router's tests are shared
-# out to WORKERS, file by file: fixtures of a module are made once, and each process imports all modules.
+# What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The router's tests are three,
+# each of which collects its own alone; all of them, some of which take minutes, are shared out to WORKERS, file by file.
 ALONE   := not (vllm or gpu or thorough)
 BRIEF   := --hypothesis-profile=quick -m "$(ALONE) and not (compiled or slow)"
 REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
@@ -86,16 +86,18 @@ PROMISE := tests/e2e/test_equality.py
 MODELS  := tests/models tests/e2e/test_kv_back.py
 VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engines.py
 ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models tests/openapi)
-REST    := tests/proxy/test_features.py::test_all_tests_of_the_rest_pass_without_a_feature
+INNER   := $(addprefix tests/proxy/,core features io requests)
+WITHOUT := tests/proxy/test_features.py::test_all_tests_of_the_rest_pass_without_a_feature
+PLAIN   := -p no:cacheprovider --durations=20
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-# Two chains at once: many tests wait for half of their time.
+# Four processes at once: many tests wait for half of their time.
 .PHONY: test test-quick
 test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 10 minutes
 	@$(MAKE) test-quick CHAIN_OF_VLLM="types imports test-vllm test-promise"
 
 test-quick: lint $(STAMPS)/helm ## the same without engines; CHAIN_OF_VLLM=... chooses what runs beside the router's tests
-	@$(MAKE) -k -j2 -Otarget quick-router quick-vllm WORKERS=3
+	@$(MAKE) -k -j4 -Otarget quick-vllm test-router-quick
 
 CHAIN_OF_VLLM := types imports test-vllm
 
@@ -104,22 +106,29 @@ CHAIN_OF_VLLM := types imports test-vllm
 test-all: lint $(STAMPS)/helm ## everything but test-thorough: slow tests, all engines and models, faults, the compiled router; an hour
 	@$(MAKE) -k -j3 -Otarget chain-connector chain-compiler chain-router WORKERS=2
 
-quick-router: CHAIN := test-router-quick
 quick-vllm: CHAIN = $(CHAIN_OF_VLLM)
 chain-connector: CHAIN := test-connector test-chaos test-models
 chain-compiler: CHAIN := test-compile test-e2e test-types test-features
 chain-router: CHAIN := test-router test-compiled test-openapi
 
-.PHONY: quick-router quick-vllm chain-connector chain-compiler chain-router
-quick-router quick-vllm chain-connector chain-compiler chain-router:
+.PHONY: quick-vllm chain-connector chain-compiler chain-router
+quick-vllm chain-connector chain-compiler chain-router:
 	@failed=0; for target in $(CHAIN); do $(MAKE) $$target || failed=1; done; exit $$failed
 
-.PHONY: test-router-quick test-vllm test-promise
-test-router-quick: $(STAMPS)/helm
-	$(BIN)/pytest $(SHARED) $(BRIEF) $(ROUTER)
+.PHONY: test-router-quick test-inner-quick test-outer-quick test-rest-quick test-vllm test-promise
+test-router-quick: test-outer-quick test-inner-quick test-rest-quick
+
+test-outer-quick: $(STAMPS)/helm
+	$(BIN)/pytest $(PLAIN) $(BRIEF) $(INNER:%=--ignore=%) tests/proxy
+
+test-inner-quick: $(STAMPS)/helm
+	$(BIN)/pytest $(PLAIN) $(BRIEF) $(INNER)
+
+test-rest-quick: $(STAMPS)/helm
+	$(BIN)/pytest $(PLAIN) $(BRIEF) --ignore=tests/proxy $(ROUTER)
 
 test-vllm: $(STAMPS)/helm
-	$(BIN)/pytest -p no:cacheprovider --durations=20 $(BRIEF) $(VLLM)
+	$(BIN)/pytest $(PLAIN) $(BRIEF) $(VLLM)
 
 # The compiler takes minutes, and test-all has the compiled router before engines.
 test-promise: $(STAMPS)/helm
@@ -130,11 +139,11 @@ test-connector: $(STAMPS)/helm
 	$(BIN)/pytest -p no:cacheprovider --durations=20 -m "$(ALONE) and not compiled" $(VLLM)
 
 test-router: $(STAMPS)/helm
-	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" --deselect=$(REST) $(ROUTER)
+	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" --deselect=$(WITHOUT) $(ROUTER)
 
 # Each feature in turn is removed, and the tests of the rest run: minutes for each, and no two need each other.
 test-features: $(STAMPS)/helm
-	$(BIN)/pytest $(SHARED) --dist load $(REST)
+	$(BIN)/pytest $(SHARED) --dist load $(WITHOUT)
 
 test-compile: $(STAMPS)/dev
 	-$(BIN)/python -P tests/support/compiled.py

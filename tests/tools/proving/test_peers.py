@@ -12,13 +12,17 @@ from support.proc import wait_stopped
 pytestmark = pytest.mark.processes
 
 
-SLEEPS = "import subprocess, sys; subprocess.run(['sleep', '60'])"
+SLEEPS = "import subprocess; sleep = subprocess.Popen(['sleep', '60']); print(flush=True); sleep.wait()"
 
 
 @pytest.fixture
 def process():
-    """A program that has started another one, as an engine does."""
-    with subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True) as started:
+    """A program that has started another one, as an engine does.
+
+    While it starts it, it waits for that one without looking at signals (vfork), and both would be stopped then.
+    """
+    with subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True, stdout=subprocess.PIPE) as started:
+        started.stdout.readline()
         yield started
         started.kill()
 

@@ -82,8 +82,8 @@ async def _run(command: str, flag: str) -> None:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process and to everything that it started."""
-    for target in (*_descendants(pid), pid):
+    """Send a signal to a process, before it can see what becomes of its own, and to all these."""
+    for target in (pid, *_descendants(pid)):
         try:
             os.kill(target, number)
         except ProcessLookupError as exc:

@@ -27,17 +27,21 @@ class KVEventService:
 
     def __init__(
         self,
-        sources: Callable[[], Mapping[int, Any]],
+        sources: Callable[[], Mapping[int, Any]] | None,
         *,
         is_closed: bool,
         groups: Sequence[BlockStored] = (),
     ) -> None:
-        """``sources`` returns vLLM's KVEventsConfig by rank; ``groups``: of every rank."""
+        """``sources`` returns vLLM's KVEventsConfig by rank; None: this vLLM does not know them.
+
+        ``groups``: of every rank.
+        """
         self.hub = KVEventHub()
         self.is_closed = is_closed  # only those who may read prompts reach the route
         self._metrics = KVEventMetrics(self.hub)
         self._groups = groups
-        self._sources = sources
+        self.has_sources = sources is not None
+        self._sources: Callable[[], Mapping[int, Any]] = sources or dict
         self._followed: dict[int, tuple[KVEventSource, asyncio.Task[None]]] = {}
         self._warned: set[str] = set()
 

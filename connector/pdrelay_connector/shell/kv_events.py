@@ -34,6 +34,7 @@ _NO_EVENTS = (
     '"ipc:///run/pdrelay/inproc.ipc", '
     '"replay_endpoint": "ipc:///run/pdrelay/inproc-replay.ipc"}\', in a directory of mode 0700'
 )
+_NO_SOURCES = "vLLM says where its KV events are from 0.31 on, and this engine is older"
 _NO_KEY = (
     "KV events contain prompts: this engine serves them with an API key (--api-key or "
     "VLLM_API_KEY), or where it "
@@ -67,7 +68,7 @@ class KVEventsPlugin:
             getattr(engine_client, "engine_core", None), "call_utility_async", None
         )
         groups = await ask_for_groups(call_engine if sources is not None and sources() else None)
-        service = KVEventService(sources or dict, is_closed=_is_closed(args), groups=groups)
+        service = KVEventService(sources, is_closed=_is_closed(args), groups=groups)
         service.start()
         state.pdrelay_kv_events = service
 
@@ -75,6 +76,8 @@ class KVEventsPlugin:
 async def serve_kv_events(request: Request) -> Response:
     """Stream the engine's KV events; 404: none, 403: no API key is set, 503: too many readers."""
     service: KVEventService = request.app.state.pdrelay_kv_events
+    if not service.has_sources:
+        return _error(404, "NotFoundError", _NO_SOURCES)
     if not service.has_events:
         return _error(404, "NotFoundError", _NO_EVENTS)
     if not service.is_closed:

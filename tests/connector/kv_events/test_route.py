@@ -68,7 +68,10 @@ async def serving(sources, args, ask=None):
 
 
 async def asked(sources, args):
-    app, service = await serving(sources, args)
+    return await answered(*await serving(sources, args))
+
+
+async def answered(app, service):
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as http:
             answer = await http.get(PATH)
@@ -83,6 +86,16 @@ async def test_an_engine_without_events_says_how_to_have_some():
 
     assert (status, message[:40]) == (404, "This engine publishes no KV events: star")
     assert (await asked({0: KVEventsConfig(publisher="null")}, BEHIND_A_KEY))[0] == 404
+
+
+async def test_an_engine_whose_vllm_does_not_say_where_its_events_are_says_so():
+    """Before 0.31. Its operator may have switched the events on, and would look for the mistake."""
+    app, plugin = FastAPI(), KVEventsPlugin()
+    plugin.attach_router(app)
+    await plugin.init_state(SimpleNamespace(), app.state, Namespace(**BEHIND_A_KEY))
+    status, message = await answered(app, app.state.pdrelay_kv_events)
+
+    assert (status, message) == (404, "vLLM says where its KV events are from 0.31 on, and this engine is older")
 
 
 async def test_prompts_are_not_told_to_everybody(publisher):

@@ -30,7 +30,7 @@ KEPT = ROOT / ".pdrelay/venvs"
 BASE = Path(sys.prefix)
 PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 STAMP = "locked.txt"  # in an environment: the requirements that it has
-CONTRACTS = ("tests/contract", "tests/connector/shell")
+CONTRACTS = ("tests/contract", "tests/connector/shell", "tests/connector/kv_events")
 ENGINES = (
     "tests/e2e/test_equality.py",
     "tests/e2e/test_push.py",

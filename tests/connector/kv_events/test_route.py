@@ -186,6 +186,9 @@ async def test_an_engine_whose_events_others_may_read_does_not_start(folder):
         await serving({0: KVEventsConfig(publisher="zmq", endpoint=f"ipc://{folder}/x")}, BEHIND_A_KEY)
 
 
+@pytest.mark.skipif(
+    not hasattr(EngineCore, "get_kv_cache_group_metadata"), reason="this vLLM does not list its KV cache groups"
+)
 async def test_the_state_begins_with_the_groups_that_the_engine_has(publisher):
     """EngineCore says them to whom it calls external event consumers."""
     engine = SimpleNamespace(

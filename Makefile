@@ -91,7 +91,7 @@ WITHOUT := tests/proxy/test_features.py::test_all_tests_of_the_rest_pass_without
 PLAIN   := -p no:cacheprovider --durations=20
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-# Four processes at once: many tests wait for half of their time.
+# Five processes at once: many tests wait for half of their time.
 .PHONY: test test-quick
 test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 10 minutes
 	@$(MAKE) test-quick CHAIN_OF_VLLM="types imports test-vllm test-promise"
@@ -118,8 +118,10 @@ quick-vllm chain-connector chain-compiler chain-router:
 .PHONY: test-router-quick test-inner-quick test-outer-quick test-rest-quick test-vllm test-promise
 test-router-quick: test-outer-quick test-inner-quick test-rest-quick
 
+# These wait most of all.
+test-outer-quick: WORKERS := 2
 test-outer-quick: $(STAMPS)/helm
-	$(BIN)/pytest $(PLAIN) $(BRIEF) $(INNER:%=--ignore=%) tests/proxy
+	$(BIN)/pytest $(SHARED) $(BRIEF) $(INNER:%=--ignore=%) tests/proxy
 
 test-inner-quick: $(STAMPS)/helm
 	$(BIN)/pytest $(PLAIN) $(BRIEF) $(INNER)

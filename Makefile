@@ -77,21 +77,22 @@ up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENG
 
 ##@ Check
 
-# What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The router's tests are three,
-# each of which collects its own alone; all of them, some of which take minutes, are shared out to WORKERS, file by file.
+# What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The router's quick tests are
+# three groups, each of which collects its own alone. What waits most, or takes minutes, is shared out to WORKERS, file by
+# file.
 ALONE   := not (vllm or gpu or thorough)
 BRIEF   := --hypothesis-profile=quick -m "$(ALONE) and not (compiled or slow)"
-REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
+PLAIN   := -p no:cacheprovider --durations=20
+REAL    := $(PLAIN) -m "vllm and not (gpu or thorough)"
 PROMISE := tests/e2e/test_equality.py
 MODELS  := tests/models tests/e2e/test_kv_back.py
 VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engines.py
 ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models tests/openapi)
 INNER   := $(addprefix tests/proxy/,core features io requests)
 WITHOUT := tests/proxy/test_features.py::test_all_tests_of_the_rest_pass_without_a_feature
-PLAIN   := -p no:cacheprovider --durations=20
-SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+SHARED  := $(PLAIN) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Five processes at once: many tests wait for half of their time.
+# Three processes at once, and WORKERS: many tests wait for half of their time.
 .PHONY: test test-quick
 test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 10 minutes
 	@$(MAKE) test-quick CHAIN_OF_VLLM="types imports test-vllm test-promise"
@@ -119,7 +120,6 @@ quick-vllm chain-connector chain-compiler chain-router:
 test-router-quick: test-outer-quick test-inner-quick test-rest-quick
 
 # These wait most of all.
-test-outer-quick: WORKERS := 2
 test-outer-quick: $(STAMPS)/helm
 	$(BIN)/pytest $(SHARED) $(BRIEF) $(INNER:%=--ignore=%) tests/proxy
 
@@ -138,7 +138,7 @@ test-promise: $(STAMPS)/helm
 
 .PHONY: test-connector test-router test-features test-compile test-compiled test-chaos test-e2e test-models test-types
 test-connector: $(STAMPS)/helm
-	$(BIN)/pytest -p no:cacheprovider --durations=20 -m "$(ALONE) and not compiled" $(VLLM)
+	$(BIN)/pytest $(PLAIN) -m "$(ALONE) and not compiled" $(VLLM)
 
 test-router: $(STAMPS)/helm
 	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" --deselect=$(WITHOUT) $(ROUTER)

@@ -69,7 +69,9 @@ class AsyncEngine(KindsEngine):
     scheduler_class = AsyncScheduler
 
     def __init__(self, world, name, address, shape):
-        self.in_flight, self.computed, self.texts = deque(), {}, {}
+        self.in_flight = deque()
+        self.computed = {}
+        self.texts = {}
         super().__init__(world, name, address, shape)
         drafts = world.chances.drafts
         self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = drafts
@@ -78,7 +80,8 @@ class AsyncEngine(KindsEngine):
         self.scheduler._spec_decode_step_blocks = sum(-(-(1 + 2 * drafts) // size) for size in sizes) if drafts else 0
 
     def configure(self, config):
-        chances, transfer = self.world.chances, config.kv_transfer_config
+        chances = self.world.chances
+        transfer = config.kv_transfer_config
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.scheduler_config.async_scheduling = True
         config.scheduler_config.policy = "priority" if chances.has_priorities else "fcfs"
@@ -96,7 +99,8 @@ class AsyncEngine(KindsEngine):
     def _step(self):
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
-            metadata, step = scheduled.kv_connector_metadata, _Step(scheduled, self._parts(scheduled))
+            metadata = scheduled.kv_connector_metadata
+            step = _Step(scheduled, self._parts(scheduled))
             self._announce(metadata.pieces)
             self.in_flight.append(step)
             for process in self.processes * self.world.dice.randrange(3):
@@ -124,7 +128,8 @@ class AsyncEngine(KindsEngine):
     def _take(self, step):
         """What the scheduler sees of a step, and clients after it."""
         model = self._collect(step.outputs)
-        model.req_ids, model.sampled_token_ids = list(step.sampled), list(step.sampled.values())
+        model.req_ids = list(step.sampled)
+        model.sampled_token_ids = list(step.sampled.values())
         model.req_id_to_index = {name: place for place, name in enumerate(step.sampled)}
         found = self.scheduler.update_from_output(step.scheduled, model)
         if not self.in_flight:
@@ -140,9 +145,11 @@ class AsyncEngine(KindsEngine):
         begun = {new.req_id for new in scheduled.scheduled_new_reqs} | scheduled.scheduled_cached_reqs.resumed_req_ids
         parts = []
         for name, count in scheduled.num_scheduled_tokens.items():
-            request, drafts = self.scheduler.requests[name], scheduled.scheduled_spec_decode_tokens.get(name, ())
+            request = self.scheduler.requests[name]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(name, ())
             tables = [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(name)]
-            start, replay = request.num_computed_tokens - count, getattr(request, "replay_start", 0)
+            start = request.num_computed_tokens - count
+            replay = getattr(request, "replay_start", 0)
             parts.append(
                 _Part(name, start, count, len(drafts), request.is_prefill_chunk, name in begun, tables, replay)
             )
@@ -155,13 +162,6 @@ class AsyncEngine(KindsEngine):
                 step.sampled = {part.name: self._compute_part(part) for part in step.parts}
             if step is last:
                 break
-
-    def _zero_and_copy(self, scheduled):
-        for block in scheduled.new_block_ids_to_zero or ():
-            self._fill(block, 0)
-        for source, target in scheduled.kv_cache_block_copies or ():
-            for _, layer in self.layers:
-                layer.copy(source, target)
 
     def _compute_part(self, part):
         """Compute a request's tokens and drafts; returns the tokens that come of it."""
@@ -209,7 +209,8 @@ class AsyncPair(Pair):
     engine_class = AsyncEngine
 
     def __init__(self, p, d, chances):
-        self.chances, self.dice = chances, random.Random(chances.seed)
+        self.chances = chances
+        self.dice = random.Random(chances.seed)
         super().__init__(p, d)
         if chances.returns_kv:
             self.prefill_params = {CACHED_ON: self.d.name}
@@ -243,7 +244,8 @@ def play(p, d, chances, *, requests=20):
     """Send prompts to a pair, some of them at once; returns it when all texts are there and nothing is left."""
     pair = AsyncPair(p, d, chances)
     dice = pair.dice
-    trunk, forks = dice.choices(range(3), k=CONTEXT), dice.choices(range(60), k=3)
+    trunk = dice.choices(range(3), k=CONTEXT)
+    forks = dice.choices(range(60), k=3)
     for number in range(requests):
         prompt = pair.next_prompt(trunk, forks)
         most = min(dice.randrange(1, 14), CONTEXT - len(prompt) - 6)

@@ -35,6 +35,7 @@ from support.scheduled_engine import (
     kv_of,
     next_token,
 )
+from support.story_seeds import SEEDS
 from support.token_slots import slot_of
 
 with warnings.catch_warnings():
@@ -447,12 +448,16 @@ class KindsEngine(ScheduledEngine):
             for process in self.processes:
                 process.runner.turn(self.world.now)
 
-    def _compute(self, scheduled):
+    def _zero_and_copy(self, scheduled):
+        """Do what the device does to blocks before a step is computed."""
         for block in scheduled.new_block_ids_to_zero or ():
             self._fill(block, 0)
         for source, target in scheduled.kv_cache_block_copies or ():
             for _, layer in self.layers:
                 layer.copy(source, target)
+
+    def _compute(self, scheduled):
+        self._zero_and_copy(scheduled)
         sampled = {}
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
@@ -740,6 +745,11 @@ def play(p, d, seed, *, requests=10, modes=MODES, is_equal=True, has_faults=Fals
     for engine in (pair.p, pair.d):
         assert engine.pool.get_num_free_blocks() == engine.shape.blocks - 1, f"{engine.name} lost blocks"
     return pair
+
+
+def stories(p, d, seeds=SEEDS, **options):
+    """Play some stories; returns what has happened in all of them."""
+    return sum((play(p, d, seed, **options).counts for seed in range(seeds)), Counter())
 
 
 def push_at_once(shape):

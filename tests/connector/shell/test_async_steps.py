@@ -3,7 +3,6 @@
 PDRELAY_KIND_SEEDS is how many stories each test has.
 """
 
-import os
 import warnings
 from collections import Counter
 
@@ -18,13 +17,9 @@ with warnings.catch_warnings():
     from support.async_kinds import AsyncEngine, AsyncPair, Chances, play
     from support.kinds_table import KINDS
 
-FEW = 3
-SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", FEW))
-pytestmark = [
-    pytest.mark.usefixtures("no_warnings"),
-    pytest.mark.timeout(240 + 30 * (SEEDS - FEW)),  # importing vLLM takes half a minute on a busy machine
-    *([pytest.mark.slow] if SEEDS > FEW else []),  # whoever wants more has the time
-]
+from support.story_seeds import SEEDS, story_marks
+
+pytestmark = story_marks(30)
 PLAIN = ("full attention", "sliding window beside full attention", "chunks")  # rejected drafts leave them whole
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections import Counter
 
 import pytest
 
@@ -25,26 +24,16 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell import engine_config
     from support import kind_mutants as mutants
     from support import kinds_table
-    from support.cache_kinds import Pair, Shape, play, push_at_once
+    from support.cache_kinds import Pair, Shape, push_at_once, stories
 
 from pdrelay_connector.core.layout.transfer_plan import check_shapes
 from pdrelay_connector.errors import IncompatiblePeer, UnsupportedCache
 from support.kinds_table import KINDS
+from support.story_seeds import SEEDS, story_marks
 
-FEW = 3
-SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", FEW))
-pytestmark = [
-    pytest.mark.usefixtures("no_warnings"),
-    pytest.mark.timeout(240 + 30 * (SEEDS - FEW)),  # importing vLLM takes half a minute on a busy machine
-    *([pytest.mark.slow] if SEEDS > FEW else []),  # whoever wants more has the time
-]
+pytestmark = story_marks(30)
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 MOVABLE = [name for name, kind in KINDS.items() if not kind.is_packed]
-
-
-def stories(p, d, seeds=SEEDS, **options):
-    """Play some stories; returns what has happened in all of them."""
-    return sum((play(p, d, seed, **options).counts for seed in range(seeds)), Counter())
 
 
 @pytest.mark.parametrize("name", KINDS)

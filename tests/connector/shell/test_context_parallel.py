@@ -6,9 +6,7 @@ more tokens then; what the workers say is aggregated by vLLM. The rule of which 
 """
 
 import dataclasses
-import os
 import warnings
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +23,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.cache_reader import TensorReader, shape_key
     from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
     from support import shard_mutants as mutants
-    from support.cache_kinds import Pair, play
+    from support.cache_kinds import Pair, stories
     from support.divided_kinds import CONTEXTS, EQUAL, PAIRS, UNEQUAL, latent
 
 from pdrelay_connector.core.ids import Address, EngineId
@@ -33,19 +31,9 @@ from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.verify.comparison import compare, sums_of
 from pdrelay_connector.core.verify.sampling import Sampling
 from pdrelay_connector.errors import UnsupportedCache
+from support.story_seeds import SEEDS, story_marks
 
-FEW = 3
-SEEDS = int(os.environ.get("PDRELAY_KIND_SEEDS", FEW))
-pytestmark = [
-    pytest.mark.usefixtures("no_warnings"),
-    pytest.mark.timeout(240 + 60 * (SEEDS - FEW)),  # importing vLLM takes half a minute on a busy machine
-    *([pytest.mark.slow] if SEEDS > FEW else []),  # whoever wants more has the time
-]
-
-
-def stories(p, d, seeds=SEEDS, **options):
-    """Play some stories; returns what has happened in all of them."""
-    return sum((play(p, d, seed, **options).counts for seed in range(seeds)), Counter())
+pytestmark = story_marks(60)
 
 
 @pytest.mark.parametrize("name", EQUAL)

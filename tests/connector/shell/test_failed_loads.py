@@ -26,17 +26,24 @@ pytestmark = [
 LONG = [number % 3 for number in range(70)]
 
 
+def load_while_the_first_fails(pair, requests):
+    """Have a decode engine read some prompts; the first read fails, the others do not end yet."""
+    reader = pair.d.movers[1]
+    reader.stuck = True
+    for number in range(requests):
+        pair.ask(f"r{number}", [number, *LONG], 3, "pull")
+        pair.run(1.0)
+    first, *_ = reader._xfers
+    reader.cancel(first)
+    return reader
+
+
 def test_loads_that_have_ended_are_taken_up_before_one_that_failed():
     """A prompt that is computed here takes more blocks of a window than one that is loaded; others have the rest."""
     kind = KINDS["windows of several sizes"]
     pair = Pair(kind.shape(blocks=200), kind.shape(blocks=80))
-    pair.d.movers[1].stuck = True
-    for number in range(3):
-        pair.ask(f"r{number}", [number, *LONG], 3, "pull")
-        pair.run(1.0)
-    first, *_ = pair.d.movers[1]._xfers
-    pair.d.movers[1].cancel(first)
-    pair.d.movers[1].stuck = False
+    reader = load_while_the_first_fails(pair, 3)
+    reader.stuck = False
     pair.run(30.0)
 
     assert pair.counts["loads"] == 3
@@ -49,15 +56,10 @@ def test_a_more_important_load_does_not_wait_for_blocks_that_vllm_keeps_for_one_
     kind = KINDS["windows of several sizes"]
     pair = Pair(kind.shape(blocks=200), kind.shape(blocks=56))
     by_priority(pair.d)
-    pair.d.movers[1].stuck = True
-    for number in range(2):
-        pair.ask(f"r{number}", [number, *LONG], 3, "pull")
-        pair.run(1.0)
-    first, *_ = pair.d.movers[1]._xfers
-    pair.d.movers[1].cancel(first)
+    reader = load_while_the_first_fails(pair, 2)
     pair.ask("late", [2, 1, *LONG], 3, "pull", priority=-1)
     pair.run(1.0)
-    pair.d.movers[1].stuck = False
+    reader.stuck = False
     pair.run(30.0)
 
     assert pair.is_done

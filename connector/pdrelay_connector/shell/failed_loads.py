@@ -73,7 +73,7 @@ class FailedLoads:
 
 def _waits_with_blocks(loaded: Request) -> bool:
     """Tell whether a request has the blocks of its load, and vLLM has not taken it up yet."""
-    has_kv: bool = loaded.num_computed_tokens > 0
     if loaded.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return True
+    has_kv: bool = loaded.num_computed_tokens > 0
     return has_kv and loaded.status != RequestStatus.RUNNING

@@ -34,6 +34,11 @@ class Incoming:
         found, _, self.left = self.left.partition(mark)
         return found
 
+    def wait_for(self, mark):
+        """Wait until a mark is here, and leave all in its place; raises Over."""
+        while mark not in self.left:
+            self._more()
+
     def exactly(self, size):
         """Return so many bytes; raises Over."""
         while len(self.left) < size:

@@ -1,5 +1,6 @@
 """The endpoints over real sockets: by our own protocol, and byte for byte the same by another server's."""
 
+import asyncio
 import gzip
 import json
 import re
@@ -581,14 +582,41 @@ WAITING = {
 }
 
 
+class SlowPrefill:
+    """An engine that answers a prompt when the client has seen what it waits for."""
+
+    def __init__(self, engine):
+        self.engine, self.may_answer = engine, threading.Event()
+
+    async def __call__(self, scope, receive, send):
+        while scope["type"] == "http" and scope["method"] == "POST" and not self.may_answer.is_set():
+            await asyncio.sleep(0.01)
+        await self.engine(scope, receive, send)
+
+    def ask(self, served, request):
+        """Send a request, and return its answer, which begins with a comment."""
+        self.may_answer.clear()
+        with served.open() as client:
+            client.send(request).incoming.wait_for(COMMENT)
+            self.may_answer.set()
+            answer = client.answer()
+        assert answer.body.startswith(COMMENT.decode())
+        return answer
+
+
+COMMENT = b": keep-alive\n\n"
+COMMENTS = replace(QUIET, stream_comment_interval_s=0.05)
+
+
 @pytest.mark.parametrize("name", WAITING)
 def test_a_stream_that_waits_for_its_prefill_gets_comments(name):
     """A proxy would close its connection; the events are those of a stream without comments."""
-    with routers(sims(prefill_s=0.5), replace(QUIET, stream_comment_interval_s=0.1)) as found:
+    engines = sims()
+    engines["p0"] = prefill = SlowPrefill(engines["p0"])
+    with routers(engines, COMMENTS) as found:
         for served in found:
-            answer = served.ask(WAITING[name])
-            assert answer.body.startswith(": keep-alive\n\n")
-            events = answer.body.replace(": keep-alive\n\n", "")  # a busy machine may be slow between events, too
+            answer = prefill.ask(served, WAITING[name])
+            events = answer.body.replace(COMMENT.decode(), "")  # a busy machine may be slow between events, too
             assert answer.status == 200
             assert answer.headers["x-accel-buffering"] == "no"
             assert events.startswith(("data: {", "event: message_start"))
@@ -599,11 +627,12 @@ def test_a_stream_that_waits_for_its_prefill_gets_comments(name):
 @pytest.mark.parametrize("path", [PATH, "/v1/messages"])
 def test_what_an_engine_refuses_behind_a_comment_is_an_event_of_the_stream(path):
     """In the words of its API: the status is with the client already."""
-    engines = sims(prefill_s=0.5)
+    engines = sims()
+    engines["p0"] = prefill = SlowPrefill(engines["p0"])
     engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=400))
-    with routers(engines, replace(QUIET, stream_comment_interval_s=0.1)) as found:
+    with routers(engines, COMMENTS) as found:
         for served in found:
-            answer = served.ask(WAITING["messages" if path == "/v1/messages" else "completions"])
+            answer = prefill.ask(served, WAITING["messages" if path == "/v1/messages" else "completions"])
             last = answer.body.strip().rpartition("\n\n")[2]
             assert answer.status == 200
             assert last.startswith("event: error\ndata: " if path == "/v1/messages" else "data: ")

@@ -14,6 +14,7 @@ from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
 from pdrelay_proxy.core.model import EngineResponse, Instance, PrefillResult
 from pdrelay_proxy.core.protocol.engine_errors import leg_error, refusal
 from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.given_up import given_up, is_given_up
 from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer, is_stream
 from pdrelay_proxy.core.protocol.sse import (
     LINE_MOST,
@@ -36,6 +37,7 @@ from pdrelay_proxy.errors import AnswerRefused, EngineError, Refused
 from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 
 _OK: Final = 200
+_DONE: Final = b"[DONE]"
 
 
 class LegSpan(Protocol):
@@ -426,6 +428,13 @@ class DecodeLeg(EngineLeg):
                     )
                 return
             received = bytes(beginning.received)
+        if data == _DONE:
+            self.give_up(given_up(self.engine))  # no answer has no token
+        else:
+            self._begin_with(data, received, last=last)
+
+    def _begin_with(self, data: bytes, received: bytes, *, last: bool) -> None:
+        """Begin the stream; ``data``: of its first event, which is in ``received``."""
         if (status := error_status(data)) is not None:
             self.drop()
             self.owner.leg_failed(self, refusal(self.engine, status, data))
@@ -467,6 +476,8 @@ class DecodeLeg(EngineLeg):
         if self.status != _OK:
             raise leg_error(self.instance, self.response(body))
         check_type(self.engine, self.content_type)
+        if is_given_up(body):
+            raise given_up(self.engine)
         shown = clean_answer(self.engine, self.content_type, body)
         if self.cache_usage is not None:
             self.record.own_usage = usage_alone(shown)

@@ -94,6 +94,7 @@ _NUMBERS: Final = frozenset(
 _MESSAGES_MOST: Final = 1024 * 1024  # bytes of messages that are decoded to check them
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
+_ABORT: Final = b'"abort"'  # the engine has given it up (given_up.py)
 _DROPPED: Final = b": goes on\n"  # a comment: clients skip it
 _TOKENS: Final = ("token_ids", "prompt_token_ids")
 _NOWHERE: Final = 0, 0
@@ -249,6 +250,9 @@ class Replay:
             )
         self._hide(chunk)
         choices = maybe(chunk.get("choices", NULL), list[Fields]) or []
+        if any([bytes(choice.get("finish_reason", NULL)) == _ABORT for choice in choices]):  # noqa: C419 (compiled, a generator takes longer)
+            self.broken = True
+            return False
         is_news = all([self._read_choice(choice) for choice in choices])  # noqa: C419 (each must be read)
         chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         self._counted = self._counted or (not choices and chunk.get("usage", NULL) != NULL)

@@ -7,6 +7,7 @@ an error.
 import re
 from typing import Final
 
+from pdrelay_proxy.core.protocol.given_up import given_up, was_given_up
 from pdrelay_proxy.core.protocol.response_filter import clean_lines, may_name_params
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.core.schemas import ErrorEvent
@@ -34,7 +35,8 @@ _NARROW_NAME_AT: Final = _ERRORS[1].index(b"e")  # without the space behind the 
 _BREAK: Final = re.compile(rb"[\r\n]")
 # bytes of a line; the last event of /v1/responses has a whole answer in it
 LINE_MOST: Final = 16 * 1024 * 1024
-_END_MOST: Final = 32  # bytes that are kept of passed lines, to recognize a stream's end
+_END_MOST: Final = 32  # bytes of passed lines that show a stream's end
+_SHORT_MOST: Final = 4096  # bytes of passed lines that are kept where short ones follow
 # The events of /v1/responses before the engine has started: they do not show that it will serve
 # the request.
 _PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
@@ -42,6 +44,7 @@ _PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"respons
 _LAST: Final = frozenset(
     {b"message_stop", b"error", b"response.completed", b"response.failed", b"response.incomplete"}
 )
+_WHOLE: Final = frozenset({b"message_stop", b"response.completed"})
 
 
 def error_status(data: bytes) -> int | None:
@@ -128,7 +131,17 @@ class WholeLines:
     with line feeds.
     """
 
-    __slots__ = ("_engine", "_last", "_name", "_rest", "_returned", "_size", "erred")
+    __slots__ = (
+        "_before",
+        "_engine",
+        "_is_ending",
+        "_last",
+        "_name",
+        "_rest",
+        "_returned",
+        "_size",
+        "erred",
+    )
 
     def __init__(self, engine: str) -> None:
         self.erred = False  # the engine reported a failure
@@ -137,15 +150,18 @@ class WholeLines:
         # the last line ended with a carriage return, whose line feed may follow
         self._returned = False
         self._size = 0  # bytes of those pieces
-        # the end of the passed lines, long enough to recognize the end of a stream
+        # the end of the passed lines: the latest that came at once, and those before them
         self._last = b"\n"
+        self._before = b""
         self._name = b""  # of the last event that has one
+        self._is_ending = False  # it says that an answer is whole
 
     def feed(self, chunk: bytes) -> bytes:
         """Read a chunk; return the lines that may pass.
 
         Raises:
             AnswerRefused: a line is too long, or has parameters that cannot be removed.
+            EngineError: the stream ends with an answer that the engine has given up.
         """
         if chunk and chunk[-1] == _NEWLINE and not self._rest:  # nearly always
             passing = chunk
@@ -200,6 +216,7 @@ class WholeLines:
         return (rest if complete else b""), complete
 
     def _note(self, passing: bytes) -> None:
+        is_done = False
         if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token
             may_be_error = len(passing) > _NAME_AT and (
                 passing[_NAME_AT] == _E or passing[_NARROW_NAME_AT] == _E
@@ -213,16 +230,29 @@ class WholeLines:
                 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT))
             ):
                 self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
+                self._is_ending = self._name in _WHOLE
             if self._name == b"error" or (passing.find(_ERROR_OBJECT) >= 0 and _has_error(passing)):
                 self.erred = True
-            is_end = passing[-len(_USUAL_END) :] == _USUAL_END
-            if not is_end and (
+            is_done = passing[-len(_USUAL_END) :] == _USUAL_END
+            if not is_done and (
                 passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing
             ):
                 passing = _before_comments(passing)
                 if not passing:
                     return
-        self._last = passing if len(passing) >= _END_MOST else (self._last + passing)[-_END_MOST:]
+        if len(passing) >= _END_MOST:
+            self._before = self._last
+            self._last = passing
+        else:
+            self._last = (self._last + passing)[-_SHORT_MOST:]
+            is_done = self._last[-len(_USUAL_END) :] == _USUAL_END
+        if (
+            (is_done or self._is_ending)
+            and not self.erred
+            and was_given_up(self._before + self._last)
+        ):
+            self._last = self._name = b""  # its end has not passed
+            raise given_up(self._engine)
 
 
 def _has_error(lines: bytes) -> bool:

@@ -182,6 +182,21 @@ class ServedAnswer(msgspec.Struct):
     response: ServedInside | None = None
 
 
+class FinishedChoice(msgspec.Struct):
+    """Why a choice has ended."""
+
+    finish_reason: str | None = None
+
+
+class FinishedAnswer(msgspec.Struct):
+    """A whole answer that says why it has ended; Anthropic's is a message."""
+
+    choices: tuple[FinishedChoice, ...] = ()
+    type: str | None = None
+    stop_reason: str | None = None
+    usage: ServedUsage | None = None
+
+
 class BilledUnits(msgspec.Struct):
     """What /v2/embed counts; of a request with an image, all of it is the image's (vLLM 0.32)."""
 

@@ -1,0 +1,551 @@
+"""Engines for stories: what they say follows from the request alone, and they say it as vLLM does, or die over it.
+
+``said`` has all of what one engine says to a body: a router's client must get just that. An engine that reads KV goes
+on behind the tokens of that KV, whosever they are; what looks back at an answer (a penalty, a seed, a grammar) begins
+anew wherever a request begins. So a mistake in what a router asks of engines is a wrong text.
+"""
+
+import asyncio
+import json
+import socket
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, zip_longest
+
+import httpx
+
+from pdrelay_proxy.app import Fabric
+from pdrelay_proxy.core.model import Api
+from support.greedy import HALF, VOCABULARY, stops_of
+
+PATHS = {api.value: api for api in Api}
+BLOCK = 4  # tokens: an engine has whole blocks in its cache
+LEASE_S = 3.0  # a decode engine waits so long for what is pushed
+_LOOKING_BACK = ("presence_penalty", "frequency_penalty", "response_format", "structured_outputs")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_NAMES = {
+    Api.COMPLETIONS: "cmpl-{}-0",
+    Api.CHAT: "chatcmpl-{}",
+    Api.RESPONSES: "resp_{}_0",
+    Api.MESSAGES: "chatcmpl-{}",
+}
+
+
+def prompts_of(body):
+    """Return the tokens of each prompt of a body."""
+    params = body.get("kv_transfer_params") or {}
+    prompt = next(body[name] for name in ("messages", "input", "prompt") if name in body)
+    if "prompt_token_ids" in params:
+        return [params["prompt_token_ids"]]
+    several = prompt if "prompt" in body and isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    return [tokens_of(one) for one in several]
+
+
+def tokens_of(prompt):
+    """Return the tokens of one prompt."""
+    is_ids = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
+    return prompt if is_ids else [byte % VOCABULARY for byte in json.dumps(prompt).encode()]
+
+
+def limit_of(body):
+    """Return how many tokens each answer may have."""
+    return next((body[name] for name in _LIMITS if body.get(name) is not None), 16)
+
+
+def next_tokens(body, context, made, index):
+    """Return the tokens that may follow: one, or two where a request is sampled without a seed."""
+    looks_back = any(body.get(name) for name in _LOOKING_BACK) or (body.get("temperature") and "seed" in body)
+    weight = sum(place * token for place, token in enumerate(context, 1)) * 31 + len(context) + index * 3
+    token = (weight + (5 * made + body.get("seed", 0) + 1 if looks_back else 0)) % VOCABULARY
+    is_free = body.get("temperature") and "seed" not in body
+    return (token, (token + 1) % VOCABULARY) if is_free else (token,)
+
+
+@dataclass
+class Step:
+    """What an engine has made of one choice at a time."""
+
+    index: int
+    ids: list
+    text: str
+    part: str = "text"  # or reasoning, or tool
+    finish: str | None = None
+    stop: int | None = None
+
+
+def steps(api, body, context, index, *, per_event=1, sampled=min):
+    """Yield the steps of one choice; ``sampled`` chooses among tokens."""
+    made, limit, pending, start = [], limit_of(body), "", 0
+    thinks = 3 if (body.get("chat_template_kwargs") or {}).get("enable_thinking") else 0
+    while True:
+        ids, text = [], ""
+        for _ in range(per_event):
+            stops, banned = stops_of(body, len(made))
+            token = sampled(next_tokens(body, [*context, *made], len(made), index))
+            while token in banned:
+                token = (token + 1) % VOCABULARY
+            made.append(token)
+            ids.append(token)
+            is_end, is_over = token in stops, token in stops or len(made) >= limit
+            pending += (
+                "" if is_end else f" {token}" + ("é" if token % 3 == 0 else "") + ("<" if token % 11 == 0 else "")
+            )
+            if token % HALF or is_over:
+                kept = "<" if api is Api.CHAT and pending.endswith("<") and not is_over else ""
+                text, pending = text + pending.removesuffix(kept), kept
+            if is_over or len(made) in (thinks, thinks + 3):
+                break
+        part = "reasoning" if start < thinks else "tool" if body.get("tools") and start >= thinks + 3 else "text"
+        start = len(made)
+        finish = ("stop" if is_end else "length") if is_over else None
+        yield Step(index, ids, text, part, finish, token if is_end else None)
+        if is_over:
+            return
+
+
+class Saying:
+    """What one engine says to one body: whole, or as events."""
+
+    def __init__(self, api, body, name, *, created=7, prompts=None, contexts=None, cached=None, per_event=1, **chance):
+        """``contexts``: what it goes on behind, prompt by prompt, where that is no prompt; ``cached``: tokens."""
+        self.api, self.body, self.cached = api, body, cached
+        self.prompts = prompts or prompts_of(body)
+        self._head = {"id": name, "created": created, "model": "m"}
+        n = body.get("n") or 1
+        self.choices = [
+            [
+                replace(step, index=place * n + index)
+                for step in steps(api, body, context, index, per_event=per_event, **chance)
+            ]
+            for place, context in enumerate(contexts or self.prompts)
+            for index in range(n)
+        ]
+
+    def abort(self, after):
+        """End each choice behind so many steps, as an engine does that shuts down."""
+        for index, choice in enumerate(self.choices):
+            if len(choice) > after:
+                choice[after:] = [Step(index, [], "", finish="abort")]
+
+    @property
+    def made(self):
+        return sum(len(step.ids) for choice in self.choices for step in choice)
+
+    def usage(self, made=None, prompt=None):
+        """Return what it counts; ``made``: so far, of one choice."""
+        read = sum(map(len, self.prompts)) if prompt is None else prompt
+        wrote, cached = self.made if made is None else made, self.cached
+        if self.api is Api.MESSAGES:
+            told = {} if cached is None else {"cache_read_input_tokens": cached}
+            return {"input_tokens": read - (cached or 0), "output_tokens": wrote} | told
+        if self.api is Api.RESPONSES:
+            told = {"input_tokens_details": {"cached_tokens": cached or 0}}
+            return {"input_tokens": read, "output_tokens": wrote, "total_tokens": read + wrote} | told
+        told = {} if cached is None or made is not None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote} | told
+
+    # ---- whole
+
+    def whole(self):
+        """Return the answer that is no stream."""
+        if self.api in (Api.COMPLETIONS, Api.CHAT):
+            return (
+                self._head
+                | {"object": "whole", "choices": list(map(self._whole, self.choices)), "usage": self.usage()}
+                | (
+                    {"prompt_token_ids": self.prompts[0]}
+                    if self.api is Api.CHAT and self.body.get("return_token_ids")
+                    else {}
+                )
+            )
+        text, finish = "".join(step.text for step in self.choices[0]), self.choices[0][-1].finish
+        if self.api is Api.MESSAGES:
+            said = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": text}]}
+            return self._head | said | {"stop_reason": _STOPS.get(finish), "usage": self.usage()}
+        return self._response(text, "incomplete" if finish == "length" else "completed")
+
+    def _response(self, text, status):
+        output = [{"type": "message", "content": [{"type": "output_text", "text": text}]}]
+        return self._head | {"object": "response", "status": status, "output": output, "usage": self.usage()}
+
+    def _whole(self, choice):
+        text, last = "".join(step.text for step in choice), choice[-1]
+        said = {"index": last.index, "finish_reason": last.finish, "stop_reason": last.stop} | self._logprobs(choice)
+        said |= {"token_ids": [i for step in choice for i in step.ids] if self.body.get("return_token_ids") else None}
+        if self.api is Api.COMPLETIONS:
+            prompt = self.prompts[last.index // (self.body.get("n") or 1)]
+            ids = {"prompt_token_ids": prompt if self.body.get("return_token_ids") else None}
+            return said | {"text": self._echoed(last.index) + text} | ids
+        parts = {
+            part: "".join(step.text for step in choice if step.part == part) for part in ("text", "reasoning", "tool")
+        }
+        message = {"role": "assistant", "content": parts["text"], "tool_calls": []}
+        if parts["reasoning"] and self.body.get("include_reasoning") is not False:
+            message["reasoning"] = parts["reasoning"]
+        if parts["tool"]:
+            message["tool_calls"] = [{"index": 0, "function": {"arguments": parts["tool"]}}]
+        return said | {"message": message}
+
+    def _echoed(self, index):
+        return (
+            "".join(f"[{i}]" for i in self.prompts[index // (self.body.get("n") or 1)]) if self.body.get("echo") else ""
+        )
+
+    def _logprobs(self, run, before=0):
+        if self.body.get("logprobs") in (None, False):
+            return {"logprobs": None}
+        tokens = [f" {i}" for step in run for i in step.ids]
+        if self.api is Api.CHAT:
+            return {"logprobs": {"content": [{"token": token} for token in tokens]}}
+        offsets = [before + len("".join(tokens[:place])) for place in range(len(tokens))]
+        return {"logprobs": {"tokens": tokens, "text_offset": offsets}}
+
+    # ---- events
+
+    def events(self):
+        """Return the stream, event by event, with all choices side by side."""
+        runs = [self._run(choice) for choice in self.choices]
+        if self.api is Api.RESPONSES:
+            return self._responses()
+        if self.api is Api.MESSAGES:
+            return self._messages()
+        first = []
+        if self.api is Api.CHAT:
+            ids = {"prompt_token_ids": self.prompts[0] if self.body.get("return_token_ids") else None}
+            for index in range(len(runs)):
+                choice = {
+                    "index": index,
+                    "delta": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
+                first.append(_event(self._chunk(choice, self._continuous(0, index)) | ids))
+        shown = [event for turn in zip_longest(*runs) for event in turn if event]
+        options = self.body.get("stream_options") or {}
+        last = [_event(self._head | {"choices": [], "usage": self.usage()})] if options.get("include_usage") else []
+        return [*first, *shown, *last, b"data: [DONE]\n\n"]
+
+    def _continuous(self, made, index):
+        options = self.body.get("stream_options") or {}
+        prompt = len(self.prompts[index // (self.body.get("n") or 1)])
+        is_told = options.get("include_usage") and options.get("continuous_usage_stats")
+        return {"usage": self.usage(made, prompt)} if is_told else {}
+
+    def _chunk(self, choice, more):
+        return self._head | {"object": "chunk", "choices": [choice]} | more
+
+    def _run(self, choice):
+        made, offset = 0, 0
+        hides = self.body.get("include_reasoning") is False and self.api is Api.CHAT
+        for place, step in enumerate(choice):
+            made += len(step.ids)
+            if step.finish == "abort" and not made:
+                return  # vLLM skips it
+            if hides and step.part == "reasoning" and not step.finish:
+                continue
+            said = {"index": step.index} | self._logprobs([step], offset) | {"finish_reason": step.finish}
+            offset += sum(len(f" {i}") for i in step.ids)
+            said |= {"stop_reason": step.stop} if step.finish or self.api is Api.COMPLETIONS else {}
+            said |= {"token_ids": step.ids if self.body.get("return_token_ids") and not hides else None}
+            if self.api is Api.COMPLETIONS:
+                shows = not place and self.body.get("return_token_ids")
+                ids = self.prompts[step.index // (self.body.get("n") or 1)] if shows else None
+                said |= {"text": ("" if place else self._echoed(step.index)) + step.text, "prompt_token_ids": ids}
+            else:
+                name = {"text": "content", "reasoning": "reasoning"}.get(step.part, "tool_calls")
+                value = [{"index": 0, "function": {"arguments": step.text}}] if name == "tool_calls" else step.text
+                said |= {"delta": {} if hides and step.part == "reasoning" else {name: value}}
+            yield _event(self._chunk(said, self._continuous(made, step.index)))
+
+    def _messages(self):
+        begun = self._head | {
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "stop_reason": None,
+            "usage": self.usage(0),
+        }
+        yield _event({"type": "message_start", "message": begun})
+        yield _event({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}})
+        for step in self.choices[0]:
+            if step.ids:
+                yield _event(
+                    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": step.text}}
+                )
+        yield _event({"type": "content_block_stop", "index": 0})
+        stop = _STOPS.get(self.choices[0][-1].finish) if self.made else "end_turn"
+        yield _event({"type": "message_delta", "delta": {"stop_reason": stop}, "usage": self.usage()})
+        yield _event({"type": "message_stop"})
+
+    def _responses(self):
+        begun = self._head | {"object": "response", "status": "in_progress", "output": []}
+        for name in ("created", "in_progress"):
+            yield _event({"type": f"response.{name}", "response": begun})
+        for step in self.choices[0]:
+            if step.ids:
+                yield _event({"type": "response.output_text.delta", "delta": step.text})
+        text = "".join(step.text for step in self.choices[0])
+        yield _event({"type": "response.completed", "response": self._response(text, "completed")})
+
+
+_STOPS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+def _event(data):
+    named = b"event: %b\n" % data["type"].encode() if "type" in data else b""
+    return named + b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+def error_event(api, code=500):
+    """Return what an engine writes into a stream when it fails."""
+    error = {"error": {"message": "it broke", "type": "InternalServerError", "param": None, "code": code}}
+    return _event({"type": "error"} | error if api is Api.MESSAGES else error)
+
+
+# ---- engines, and what is between them
+
+
+@dataclass
+class Fate:
+    """What becomes of one leg: ``kind`` at a ``place``, 0 to 1, of its answer."""
+
+    kind: str = "good"  # status, cut, stall, error, abort
+    place: float = 0.0
+    status: int = 500
+    at_edge: bool = False  # between two events
+    pace_s: float = 0.0  # between two events
+    per_event: int = 1
+    cuts: int = 0  # further pieces in which it comes
+
+
+@dataclass
+class Fleet:
+    """Engines by the host of their address, and the KV that they have for each other."""
+
+    fate: object  # returns that of the next leg
+    dice: object
+    tells_cache: bool = False
+    mode: str = "pull"
+    fails_loads: bool = False  # a request whose KV does not come fails; False: its engine computes it
+    offers: bool = False  # clients may get a prefill engine's token
+    engines: dict = field(default_factory=dict)
+    kv: dict = field(default_factory=dict)  # tokens, by engine id and name
+    heard: list = field(default_factory=list)  # of each leg: its id, and cached tokens of a prompt that was computed
+    numbers: count = field(default_factory=count)
+
+    def add(self, host):
+        self.engines[host] = Engine(self, host)
+
+    def fabric(self):
+        return Fabric(_Probes(self), self.dial, asyncio.get_running_loop().time)
+
+    async def dial(self, protocol, host, port):
+        engine = self.engines[host]
+        if not engine.is_up:
+            raise ConnectionRefusedError("nobody listens there")
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(partial(Line, engine), theirs)
+        await loop.create_connection(protocol, sock=ours)
+
+
+class _Probes(httpx.AsyncBaseTransport):
+    def __init__(self, fleet):
+        self._fleet = fleet
+
+    async def handle_async_request(self, request):
+        engine = self._fleet.engines[request.url.host]
+        if not engine.is_up:
+            raise httpx.ConnectError("nobody listens there", request=request)
+        said = {"/v1/models": {"data": [{"id": "m"}]}, "/version": {"version": "0.32.0"}}.get(request.url.path)
+        return httpx.Response(200, content=b"" if said is None else json.dumps(said).encode())
+
+
+class Engine:
+    """One process of vLLM, and those that follow it at its address."""
+
+    def __init__(self, fleet, host):
+        self.fleet, self.host, self.is_up, self.lines = fleet, host, True, set()
+        self.begin()
+
+    def begin(self):
+        self.id, self.cache, self.is_up = f"{self.host}-{next(self.fleet.numbers)}", defaultdict(list), True
+
+    def die(self):
+        """Its connections break, and its KV is lost."""
+        self.is_up = False
+        for line in tuple(self.lines):
+            line.transport.abort()
+        for key in [key for key in self.fleet.kv if key[0] == self.id]:
+            del self.fleet.kv[key]
+
+    def cached(self, body, prompt):
+        """Return how many tokens of a prompt are in its cache, and keep it."""
+        kept = self.cache[body.get("cache_salt")]
+        same = max((_same(prompt, other) for other in kept), default=0)
+        kept.append(prompt)
+        return min(same, len(prompt) - 1) // BLOCK * BLOCK
+
+    async def answer(self, path, name, body):
+        """Return the pieces of an answer, head first, and what becomes of them."""
+        api, fate, params = PATHS[path], self.fleet.fate(), body.get("kv_transfer_params") or {}
+        if limit_of(body) == 2**31 - 1 or "abandoned_transfer_id" in params:
+            return _whole(400, {"error": {"message": "too many"}}), fate
+        if fate.kind == "status":
+            error = {"message": "no", "type": "x", "param": None, "code": fate.status}
+            return _whole(fate.status, {"error": error}), fate
+        (prompt, *_) = prompts = prompts_of(body)
+        contexts, cached = prompts, None
+        if params.get("do_remote_prefill"):
+            kv = await self._load(params)
+            if kv is None and self.fleet.fails_loads:
+                error = _stream([error_event(api), b"data: [DONE]\n\n"])
+                return error if body.get("stream") else _whole(500, {"error": {"message": "no KV"}}), fate
+            if kv is not None:
+                cached = params.get("remote_prefill_cached_tokens", len(prompt) - 1)
+                contexts = [[*kv, *prompt[len(kv) :]]]
+        found = self.cached(body, prompt) if cached is None else None
+        self.fleet.heard.append((name, found))
+        cached = found if cached is None else cached
+        shown = cached if self.fleet.tells_cache else None
+        known, created = _NAMES[api].format(name), next(self.fleet.numbers)
+        chance = {"per_event": fate.per_event, "sampled": self.fleet.dice.choice}
+        said = Saying(api, body, known, created=created, contexts=contexts, cached=shown, **chance)
+        if fate.kind == "abort":  # that /v1/responses calls one with a token completed, only vLLM could mend
+            said.abort(0 if api is Api.RESPONSES else int(fate.place * 6))
+        if body.get("stream"):
+            return _streamed(api, said, fate)
+        lends = params.get("do_remote_decode") and fate.kind != "abort"
+        assert not params.get("do_remote_decode") or limit_of(body) == 1, body
+        lent = {"kv_transfer_params": self._lend(known, params, prompt, cached)} if lends else {}
+        return _whole(200, said.whole() | lent), fate
+
+    def _lend(self, name, params, prompt, cached):
+        """Return the parameters with which a decode engine gets the KV of a prompt."""
+        fleet, known = self.fleet, f"{name}-{next(self.fleet.numbers):08x}"
+        pushes = fleet.mode == "push" or params.get("transfer_mode") == "push"
+        fleet.kv[self.id, params["transfer_id"] if pushes else known] = prompt
+        lent = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": self.id,
+            "remote_request_id": known,
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "remote_num_tokens": len(prompt),
+            "transfer_mode": "push" if pushes else "pull",
+        }
+        lent |= {} if pushes else {"remote_prefill_cached_tokens": cached}
+        offer = {"pdrelay_first_token": {"apis": ["completions", "chat"], "max_model_len": 4096}}
+        return lent | (offer if fleet.offers and not pushes else {})
+
+    async def _load(self, params):
+        """Return the tokens whose KV comes; None: it does not come."""
+        pushed = params.get("transfer_mode") == "push"
+        key = params["remote_engine_id"], params["transfer_id" if pushed else "remote_request_id"]
+        for _ in range(int(LEASE_S / 0.25) if pushed else 0):
+            if key in self.fleet.kv:
+                break
+            await asyncio.sleep(0.25)
+        return self.fleet.kv.pop(key, None)
+
+
+def _same(one, other):
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def _whole(status, answer):
+    body = json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
+    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+    return [head + body]
+
+
+def _stream(events):
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    return [head, *[b"%x\r\n%b\r\n" % (len(each), each) for each in events], b"0\r\n\r\n"]
+
+
+def _streamed(api, said, fate):
+    events = list(said.events())
+    if fate.kind == "error" and api is Api.RESPONSES:  # vLLM raises: such an event is none of this API's
+        fate = replace(fate, kind="cut", at_edge=True)
+    elif fate.kind == "error":
+        end = [] if api is Api.MESSAGES else [b"data: [DONE]\n\n"]
+        events[int(fate.place * len(events)) :] = [error_event(api), *end]
+    return _stream(events), fate
+
+
+class Line(asyncio.Protocol):
+    """A connection of an engine: reads requests, and lets the fate of each answer happen."""
+
+    def __init__(self, engine):
+        self._engine, self._read, self._task = engine, b"", None
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self._engine.lines.add(self)
+
+    def connection_lost(self, _):
+        self._engine.lines.discard(self)
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self):
+        self._goes_on.clear()
+
+    def resume_writing(self):
+        self._goes_on.set()
+
+    def data_received(self, data):
+        self._read += data
+        self._begin()
+
+    def _begin(self):
+        head, found, body = self._read.partition(b"\r\n\r\n")
+        if not found or self._task is not None:
+            return
+        line, *pairs = head.split(b"\r\n")
+        headers = dict(pair.split(b": ", 1) for pair in pairs)
+        if len(body) >= int(headers[b"content-length"]):
+            self._read = b""
+            self._task = asyncio.get_running_loop().create_task(
+                self._serve(line.split()[1].decode(), headers[b"x-request-id"].decode(), json.loads(body))
+            )
+
+    async def _serve(self, path, name, body):
+        pieces, fate = await self._engine.answer(path, name, body)
+        if fate.kind == "stall":
+            pieces = pieces[: int(fate.place * (len(pieces) - 1))]  # not behind its last event
+        elif fate.kind == "cut":
+            size = int(fate.place * sum(map(len, pieces)))
+            pieces = pieces[: int(fate.place * (len(pieces) + 1))] if fate.at_edge else _split(pieces, size)
+        for _ in range(fate.cuts):
+            place = self._engine.fleet.dice.randrange(len(pieces) or 1)
+            if pieces and len(pieces[place]) > 1:
+                at = self._engine.fleet.dice.randrange(1, len(pieces[place]))
+                pieces[place : place + 1] = [pieces[place][:at], pieces[place][at:]]
+        for piece in pieces:
+            self.transport.write(piece)
+            await asyncio.sleep(fate.pace_s)
+            await self._goes_on.wait()
+        if fate.kind == "cut":
+            self.transport.close()
+        elif fate.kind != "stall":
+            self._task = None
+            self._begin()
+
+
+def _split(pieces, size):
+    """Return the first bytes of pieces."""
+    kept = []
+    for piece in pieces:
+        kept += [piece[:size]] if size > 0 else []
+        size -= len(piece)
+    return kept

@@ -138,8 +138,10 @@ class ClientResponse:
     def check_stream(self, leg: DecodeLeg) -> None:
         """Raise LegFailed's error or EngineError if the stream of a leg is broken, or StreamCut if
         it is to be cut.
+
+        One whose last event has passed is whole, whatever becomes of its connection.
         """
-        if leg.fault is not None:
+        if leg.fault is not None and not leg.finish()[1]:
             raise leg.fault.error
         if self.replay is not None and self.replay.broken:
             raise EngineError("the engine sent an error in its stream")

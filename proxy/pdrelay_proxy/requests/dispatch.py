@@ -331,7 +331,7 @@ class Dispatch(Answering):
         life.on(_FIRST_EVENT)
         client.begin_stream(attempt, leg)
         attempt.terms.begun()
-        while not leg.is_over:
+        while not leg.is_over and leg.fault is None:
             client.check_stream(leg)
             await life
         client.check_stream(leg)

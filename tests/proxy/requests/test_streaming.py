@@ -3,11 +3,13 @@
 import asyncio
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.errors import EngineError
 from support.clock import Clock
+from support.greedy import events, read
 from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of
 
 ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'
@@ -35,24 +37,40 @@ def cut(data, at):
 
 
 @given(
-    events=st.lists(st.sampled_from([EVENT, ERROR, USAGE, b": comment\n\n", b"event: x\ndata: {}\n\n"]), max_size=6),
+    more=st.lists(st.sampled_from([EVENT, ERROR, USAGE, b": comment\n\n", b"event: x\ndata: {}\n\n"]), max_size=6),
     ending=st.sampled_from([DONE, b"", b"data: [DO", EngineError("it broke off")]),
     at=st.lists(st.integers(0, 400), max_size=6),
     ends_at_once=st.booleans(),
 )
-def test_the_pieces_do_not_matter(events, ending, at, ends_at_once):
+def test_the_pieces_do_not_matter(more, ending, at, ends_at_once):
     """For any events in any pieces, and any end."""
     end = [ending] if isinstance(ending, Exception) else []
-    data = b"".join([EVENT, *events])
+    data = b"".join([EVENT, *more])
     rest = ending if isinstance(ending, bytes) else b""
     is_good = rest == DONE
-    by_events = asyncio.run(served([EVENT, *events, *([rest] if rest else []), *end]))
+    by_events = asyncio.run(served([EVENT, *more, *([rest] if rest else []), *end]))
     in_pieces = asyncio.run(served([*cut(data + rest, at), *end], ends_at_once=ends_at_once and not end))
 
     assert in_pieces == by_events
     assert by_events[0] == data + (rest if is_good else b"")
     assert (by_events[1] is None) == is_good
-    assert by_events[2] == {("decode-0", "ok" if is_good and ERROR not in events else "bad_response"): 1}
+    assert by_events[2] == {("decode-0", "ok" if is_good and ERROR not in more else "bad_response"): 1}
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_behind_its_last_event_a_stream_is_whole(is_silent, at_once, resumes):
+    """Its connection breaks off, or does not end: the client gets that event once, and no error; the engine is held."""
+    clock = Clock()
+    stream = list(events({"prompt": "hi", "max_tokens": 3, "return_token_ids": resumes}, name="x"))
+    parts = [b"".join(stream)] if at_once else stream
+    end = clock.silence(0.06) if is_silent else EngineError("it broke off")
+    patience = {"stream_idle_timeout_s": 0.03, "resume_streams": resumes}
+    got, said, legs, fault = await served([*parts, end], patience=patience, clock=clock)
+
+    assert (read(got)[3:], got.count(DONE), said, fault) == ((["length"], True), 1, None, None)
+    assert legs == {("decode-0", "timeout" if is_silent else "bad_response"): 1}
 
 
 async def test_a_stream_that_is_silent_too_long_is_given_up():

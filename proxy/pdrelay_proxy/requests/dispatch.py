@@ -20,6 +20,7 @@ from pdrelay_proxy.core.model import (
 from pdrelay_proxy.core.protocol import push, request_bodies
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.fault_table import RetryScope
+from pdrelay_proxy.core.protocol.usage import cache_usage
 from pdrelay_proxy.core.raw_json import NULL, encode_in_pieces
 from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.routing.routing_hints import with_model
@@ -210,6 +211,8 @@ class Dispatch(Answering):
         record.push = _CONCURRENT
         record.transfer = attempt.transfer
         attempt.coordinates = coordinates
+        # until the prefill engine has answered; it may never do
+        life.cache_usage = cache_usage(call.api, b"", hides=True)
         params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
         fields = request_bodies.decode_fields(
             request_bodies.named(call.api, call.fields, attempt.id), params

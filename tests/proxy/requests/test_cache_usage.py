@@ -227,6 +227,33 @@ async def test_of_what_was_pushed_a_decode_engine_tells_no_client(api, streams):
         assert router.telemetry._counters.transfers[("decode-0", "arrived")] == 1
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("api", SAID)
+async def test_before_the_prefill_engine_has_answered_no_client_is_told_of_a_cache(api, streams):
+    """It has pushed, and its answer is late, or lost: all but one token of the prompt are in a decode engine's."""
+    of_prefill, of_decode = SAID[api]
+    is_first = True
+
+    async def prefill(leg):
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return await prefill_of(api, "push", of_prefill)(leg)
+        await asyncio.sleep(5)
+        raise EngineError("broke off")
+
+    router = router_of(Scripted(prefill, decode_of(api, of_decode)))
+    for number in range(2):
+        client = await serve(router, api, streams, f"r{number}")
+
+    told = usages(client.body, streams)
+    everything = {"input_tokens": 254} if api is Api.MESSAGES else {}
+    names = [name for name in of_decode if "details" in name or name.startswith("cache")]
+    assert told
+    assert client.record.push is LegOrder.CONCURRENT
+    assert all(usage == of_decode | dict.fromkeys(names) | everything for usage in told)
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("streams", [False, True])
 async def test_where_both_are_silent_the_answer_passes_as_it_is(mode, streams):

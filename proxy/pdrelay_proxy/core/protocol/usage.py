@@ -35,11 +35,11 @@ _CACHE_MARKS: Final[Mapping[Api, bytes]] = {
     api: b'"input_tokens":' if api is Api.MESSAGES else b'_tokens_details":{' for api in _OF_CACHE
 }
 _INPUT: Final = "input_tokens"  # of Anthropic's: what of the prompt is not said to be cached
-# by API: the same fields, if nothing is said
+# by API: the same fields, if nothing is said; the input is all of the prompt then
 _UNSAID: Final[Mapping[Api, Fields]] = {
-    api: dict.fromkeys(names, NULL) for api, names in _OF_CACHE.items() if _INPUT not in names
+    api: dict.fromkeys(names, NULL) for api, names in _OF_CACHE.items()
 }
-_HIDDEN: Final = tuple(_UNSAID.values())
+_HIDDEN: Final = tuple([fields for fields in _UNSAID.values() if _INPUT not in fields])
 _DETAILS: Final = b"_tokens_details"  # in the name of each of these fields
 _AROUND: Final = ("response", "message")  # members of events that have a usage inside
 
@@ -149,6 +149,10 @@ def _changed(fields: Fields, cache_fields: Fields) -> msgspec.Raw | None:
     usage = maybe(fields.get("usage", NULL), Fields)
     if not usage:
         return None
+    if cache_fields.get(_INPUT) == NULL:
+        parsed = maybe(fields["usage"], Usage)
+        read = None if parsed is None else prompt_of(parsed)
+        cache_fields = cache_fields | {_INPUT: msgspec.Raw(b"%d" % (read or 0))}
     others = {name: value for name, value in cache_fields.items() if usage.get(name, NULL) != value}
     return msgspec.Raw(encode(usage | others)) if others else None
 

@@ -215,9 +215,12 @@ class Replay:
         options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
         if self._counted or options.get("include_usage") != TRUE:
             return _DONE
+        generated = len(self._shown) + len(self._ahead)
+        if not generated:
+            return None  # its engine hides them (include_reasoning): nobody can count them
         chunk = self._head | {
             "choices": msgspec.Raw(b"[]"),
-            "usage": self._usage({}, len(self._shown + self._ahead)),
+            "usage": self._usage({}, generated),
         }
         return b"data: " + encode(chunk) + b"\n\n" + _DONE
 

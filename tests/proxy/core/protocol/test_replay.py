@@ -325,6 +325,16 @@ def test_a_usage_that_the_client_has_is_not_said_twice():
     assert replay.ending() == b"data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_tokens_that_an_engine_hides_are_not_counted(options):
+    """It shows none of a client that wants no reasoning: the router could only say that there were none."""
+    replay = Replay(Api.CHAT, fields_of(CHAT | {"stream_options": options, "include_reasoning": False}))
+    replay.feed(said(None, "a", prompt_token_ids=[5], finish_reason="stop"))
+
+    assert replay.ending() == (None if options else b"data: [DONE]\n\n")
+    assert replay.again() is None
+
+
 def test_a_stream_can_move_where_a_token_is_whole():
     """A sampled one not behind half a character, and none before its last token, or behind an end."""
     sampled = fields_of(TEXT | {"temperature": 1, "max_tokens": 5})

@@ -83,7 +83,7 @@ def read_header(header: bytes, file: int) -> list[Tensor]:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop(_METADATA, None)
         tensors = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
-    except ValueError as exc:  # of which msgspec's own errors, and text that is not UTF-8
+    except (msgspec.MsgspecError, ValueError) as exc:  # ValueError: text that is not UTF-8
         raise UnreadableCheckpoint(f"its safetensors header is not valid: {exc}") from exc
     begin = LENGTH_BYTES + len(header)
     return [

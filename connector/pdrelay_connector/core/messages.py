@@ -595,6 +595,6 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     """Parse a message, or raise :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
     try:
         return _decoder.decode(data)
-    except (ValueError, RecursionError) as exc:
-        # of which msgspec's own errors, and text that is not UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        # ValueError: text that is not UTF-8; msgspec's errors are such ones, too, but since 0.21
         raise ProtocolViolation(f"not a message of protocol {PROTOCOL}: {exc}") from exc

@@ -128,7 +128,7 @@ def unwrap(message: messages.Examination) -> Content:
     """Parse what a message carries, or raise :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
     try:
         return _decoder.decode(message.content)
-    except (ValueError, RecursionError) as exc:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ProtocolViolation(f"not a message of this version's pdrelay doctor: {exc}") from exc
 
 

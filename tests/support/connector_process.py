@@ -3,7 +3,6 @@
 The test plays vLLM, and lends the memory.
 """
 
-import socket
 import time
 import warnings
 
@@ -28,6 +27,7 @@ from pdrelay_connector.core.pull.load import LoadOrder
 from pdrelay_connector.core.push.decode_scheduler import PushOrder
 from pdrelay_connector.core.push.push_job import ComputedBlocks
 from pdrelay_connector.settings import Settings
+from support.cluster import free_ports
 from support.engines import FINGERPRINT
 
 BLOCKS, SIZE, LAYERS = 64, 16, 3
@@ -40,9 +40,7 @@ class ConnectorProcess:
     """One engine's connector. Its memory is lent by the test, which plays vLLM."""
 
     def __init__(self, name, mode, staging, *, timeout=20.0):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         settings = Settings(
             mode=mode, host="127.0.0.1", port=port, transfer_timeout=timeout, retry_after=0.1,
             handshake_threads=1,  # a pool of more has them when it first needs them at the same time

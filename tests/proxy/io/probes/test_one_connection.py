@@ -132,9 +132,9 @@ def test_an_address_without_a_server_refuses(loop):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
-        async with OneConnection(httpx.create_ssl_context()) as transport:
-            with pytest.raises(httpx.ConnectError):
-                await transport.handle_async_request(httpx.Request("GET", f"http://127.0.0.1:{port}/"))
+            async with OneConnection(httpx.create_ssl_context()) as transport:
+                with pytest.raises(httpx.ConnectError):
+                    await transport.handle_async_request(httpx.Request("GET", f"http://127.0.0.1:{port}/"))
 
     run(loop, scene())
 

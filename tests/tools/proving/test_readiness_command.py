@@ -218,7 +218,10 @@ def test_what_takes_too_long_is_not_known_and_the_others_are(check, engines):
     """An engine that is slow may be well: the line says how to give it more time."""
     found, _, flags = engines
     found["d0"]._token_s = 30.0
-    code, lines = check(*flags, "--seconds", "2")
+    for _ in range(5):  # a busy machine may keep the others from their answers, too
+        code, lines = check(*flags, "--seconds", "2")
+        if lines[-1] == "Not known: 1 of 5 findings need more time.":
+            break
 
     more = "that is no proof of a fault, so allow more time (--seconds 12)"
     (unknown,) = [line for line in lines if line.startswith("unknown ")]

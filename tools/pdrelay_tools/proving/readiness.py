@@ -17,6 +17,7 @@ from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.peer_metrics import read_failures, read_moved
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.features import pairs_within
+from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.settings import Settings
 from pdrelay_tools.local.first_request import METRICS_WAIT_S
@@ -128,7 +129,7 @@ class _ReadinessCheck:
         instance = member.instance
         has_key = self._engines.outbound.key_of(instance.pool) is not None
         try:
-            async with asyncio.timeout(self._seconds_left(_EXAMINE_SHARE)):
+            async with FairTimeout(self._seconds_left(_EXAMINE_SHARE)):
                 self._engines.registry.learn(
                     instance.id, await self._engines.checks.probe(instance)
                 )

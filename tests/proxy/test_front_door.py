@@ -594,9 +594,9 @@ def test_a_connection_that_had_an_answer_may_rest(hasty):
 
 def test_a_body_that_comes_fast_enough_is_waited_for(tmp_path):
     """It has a second more for each 16 KiB."""
-    with front(tmp_path, "--receive-timeout", "0.5") as door, door.open() as client:
+    with front(tmp_path, "--receive-timeout", "0.5") as door, ExitStack() as stack:
         sent = request(body=b" " * 100_000 + BODY)
-        client.send(sent[:60_000])
+        client = begun(door, sent[:60_000], stack=stack, within_s=0.5)
         for at in range(60_000, len(sent), 10_000):
             time.sleep(0.25)
             client.send(sent[at : at + 10_000])

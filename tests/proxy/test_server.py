@@ -95,18 +95,19 @@ def test_sigterm_flips_readiness_and_serves_a_grace(start):
 
 def test_after_the_grace_requests_are_refused_and_streams_finish(start):
     """So a rolling update loses no request: those that come late are told, and exit code 0 ends it."""
-    with fleet(token_s=0.1) as (_, _, flags):
+    with fleet(token_s=0.2) as (engines, _, flags):
         process = start(*flags, "--drain-grace", "0.5", "--shutdown-timeout", "60")
-        with stream(process, 80) as (lines, first):
+        with stream(process, 400) as (lines, first):
             process.signal(signal.SIGTERM)
             until(lambda: process.post().status_code == 503)
             refused = process.post()
+            engines["d0"]._token_s = 0.0
             text = text_of([first, *lines])
         assert process.child.wait(timeout=20) == 0
 
     assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
     assert refused.json()["error"]["type"] == "ServiceUnavailableError"
-    assert text == expected_text(BODY | {"max_tokens": 80})
+    assert text == expected_text(BODY | {"max_tokens": 400})
 
 
 def test_a_router_without_requests_ends_at_once(start):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -111,13 +112,16 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def slow_streams(shared):
-    """The decode engines take so long for a token that a stream lasts; at the end they are fast again."""
+    """The decode engines take so long for a token that a stream lasts, until what this yields is called."""
     _, engines, _ = shared
-    for name in ("d0", "d1"):
-        engines[name]._token_s = 0.05
-    yield
-    for name in ("d0", "d1"):
-        engines[name]._token_s = 0.0
+
+    def take(seconds):
+        for name in ("d0", "d1"):
+            engines[name]._token_s = seconds
+
+    take(0.2)
+    yield partial(take, 0.0)
+    take(0.0)
 
 
 def test_an_engine_that_one_worker_is_told_of_is_used_and_left_by_all(shared):
@@ -214,21 +218,22 @@ def _answers(workers, number):
         return False
 
 
-@pytest.mark.usefixtures("slow_streams")
-def test_sigterm_lets_the_streams_of_all_workers_finish(shared):
+def test_sigterm_lets_the_streams_of_all_workers_finish(shared, slow_streams):
     """Also where every process gets it. The last test of this module: the workers end, and their store goes."""
     workers, _, _ = shared
-    body = BODY | {"max_tokens": 20, "stream": True}
+    body = BODY | {"max_tokens": 400, "stream": True}
     (store,) = workers.folder.glob("pdrelay-*")
     with ExitStack() as stack:
         clients = [stack.enter_context(workers.client(number)) for number in (0, 1)]
         answers = [stack.enter_context(client.stream("POST", PATH, json=body)) for client in clients]
         for pid in (workers.pid(0), workers.pid(1), workers.child.pid):  # as systemd does it
             os.kill(pid, signal.SIGTERM)
+        until(lambda: workers.said.count("refusing new requests; 1 in flight") == 2)
+        slow_streams()
         texts = [_text(answer) for answer in answers]
 
     assert workers.child.wait(timeout=60) == 0
-    assert texts == [expected_text(BODY | {"max_tokens": 20})] * 2
+    assert texts == [expected_text(BODY | {"max_tokens": 400})] * 2
     assert not any(map(is_alive, workers.pids))
     assert not store.exists()
 

@@ -126,7 +126,10 @@ def queued(running):
     """Ask while another request has the only place, which it keeps for two tokens' time."""
     with ThreadPoolExecutor() as pool:
         first = pool.submit(streamed, running)
-        until(lambda: any(entry.state == "open" for sim in running.engines.values() for entry in sim.log))
+        # One that is done already was not seen while it lasted.
+        until(
+            lambda: first.done() or any(entry.state == "open" for sim in running.engines.values() for entry in sim.log)
+        )
         found = streamed(running)
         first.result()
     return found

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pdrelay_proxy.io.wire.connect_limiter import OPENING_MOST
 from pdrelay_proxy.io.wire.connection import Connection
 from pdrelay_proxy.io.wire.whole_response import WholeAnswer
 from pdrelay_proxy.settings import Settings
-from support.raw_engine import closing, listening_in_vain, raw_engine
+from support.raw_engine import RawEngine, closing, listening_in_vain, raw_engine
 from support.wiring import CHUNKED, Told, answer, leg_to, run, telling, told, until
 
 pytestmark = pytest.mark.processes
@@ -239,14 +240,15 @@ def test_a_connection_that_nobody_took_is_freed_at_once(loop):
             await asyncio.sleep(0)
             assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []
 
-    with raw_engine(closing(b"")) as engine:
-        pass
-    gc.collect(0)
-    gc.disable()
-    try:
-        run(loop, main(leg_to(engine)))
-    finally:
-        gc.enable()
+    with socket.socket() as silent:  # bound and not listening: refuses, and nobody else can get its port
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        gc.collect(0)
+        gc.disable()
+        try:
+            run(loop, main(leg_to(RawEngine(f"127.0.0.1:{port}", port))))
+        finally:
+            gc.enable()
 
 
 def grow_older(call, seconds):

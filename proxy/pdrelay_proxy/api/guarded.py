@@ -33,6 +33,7 @@ from pdrelay_proxy.errors import (
     UriTooLong,
 )
 from pdrelay_proxy.io.delivery import delivery, reset_at_close
+from pdrelay_proxy.io.fair_timeout import LateTimer
 from pdrelay_proxy.requests.error_body import error_body, error_headers
 
 _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
@@ -104,6 +105,7 @@ class GuardedProtocol(asyncio.Protocol):
     _default: tuple[object, bytes] = None, b""
     _idle_since = 0.0  # on the loop's clock
     _idle_timer: asyncio.TimerHandle | None = None
+    _idle_lateness: LateTimer
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class GuardedProtocol(asyncio.Protocol):
         self._pending = self.exchange = self._idle_timer = None
         self.flow = FlowControl(transport)
         self._reader = RequestReader()
+        self._idle_lateness = LateTimer()
         self._since = self.loop.time()
         self.unread_answers.enter(self)
         self._client = _address(transport, "peername")
@@ -342,16 +345,23 @@ class GuardedProtocol(asyncio.Protocol):
         """
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self._keepalive_s, self._close_if_idle)
+            self._check_idle(self._idle_since + self._keepalive_s)
+
+    def _check_idle(self, due: float) -> None:
+        self._idle_lateness.expect(due)
+        self._idle_timer = self.loop.call_at(due, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
         """Close a connection that has been idle for too long."""
         self._idle_timer = None
         if not self.between or not self.is_idle():
             return  # the end of the present request starts the timer again
-        left = self._idle_since + self._keepalive_s - self.loop.time()
-        if left > 0:
-            self._idle_timer = self.loop.call_later(left, self._close_if_idle)
+        now = self.loop.time()
+        due = self._idle_since + self._keepalive_s
+        if due > now:
+            self._check_idle(due)
+        elif self._idle_lateness.is_late(now):  # the next request may have come, and is not read
+            self._check_idle(now + self._keepalive_s)
         elif not self.transport.is_closing():
             self.transport.close()
 

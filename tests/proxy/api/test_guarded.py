@@ -13,6 +13,7 @@ from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings
+from support.simulated_loop import advance, in_simulated_time, simulated
 
 
 class Transport(asyncio.Transport):
@@ -118,3 +119,19 @@ async def test_a_connection_that_has_ended_leaves_nothing_to_the_garbage_collect
         assert ended() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("stopped_s", "closes_at"), [(0, 5.0), (10, 19.9)])
+def test_a_client_that_rests_is_heard_after_the_router_has_stood_still(stopped_s, closes_at):
+    """Its next request came in time, and is not read yet: it would be reset without an answer."""
+
+    async def main():
+        loop = simulated()
+        connection, transport = connected()
+        connection.data_received(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        loop.call_at(4.9, loop.stand_still, stopped_s)
+        while not transport.closed:
+            await advance(0.1)
+        connection.connection_lost(None)
+
+    assert in_simulated_time(main())[0] == pytest.approx(closes_at, abs=0.25)

@@ -15,6 +15,7 @@ from pdrelay_proxy.console.port_owners import port_owners, why_not_of
 from pdrelay_proxy.console.router_access import read_access
 from pdrelay_proxy.console.tables import in_lines, printable, shortened
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.files import LOCAL_KEY_FILE
 
 Json: TypeAlias = dict[str, Any]
@@ -125,7 +126,7 @@ class RouterClient:
         if self._key_owner is not None:
             _check_listener(self.url, self._key_owner)
         async with (
-            asyncio.timeout(self._timeout_s),
+            FairTimeout(self._timeout_s),
             self._client.stream(
                 method, self.url + path, json=body, extensions=self._extensions
             ) as response,

@@ -102,9 +102,10 @@ def test_a_prefill_engine_that_restarts_is_found_again():
     with cluster(mode="push") as running:
         post(running)
         running.engines["p0"].restart()
-        routes = [post(running).headers["server-timing"].split(";dur")[0] for _ in range(2)]
+        first, second = [post(running).headers["server-timing"] for _ in range(2)]
 
-    assert routes == ['retry;desc="prefill-0 engine_restarted"', 'mode;desc="push", prefill;desc="prefill-0"']
+    assert first.startswith('retry;desc="prefill-0 engine_restarted"')
+    assert second.startswith('mode;desc="push", prefill;desc="prefill-0"')
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -37,7 +37,8 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        """With a client's patience, as a busy machine needs; more of its query may follow."""
+        return f"redis://127.0.0.1:{self.port}/0?socket_timeout=20&socket_connect_timeout=20"
 
     def start(self) -> None:
         args = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]

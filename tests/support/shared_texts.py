@@ -43,7 +43,7 @@ async def redis_texts(folder):
     server.start()
 
     def text():
-        texts.append(RedisText(server.url + "?prefix=a", "roles"))
+        texts.append(RedisText(server.url + "&prefix=a", "roles"))
         return texts[-1]
 
     try:

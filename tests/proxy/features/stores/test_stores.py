@@ -209,7 +209,7 @@ async def test_two_releases_in_one_redis_have_engines_of_their_own(tmp_path):
     """A Redis Cluster has no second database, and an engine of one model must not get requests for another."""
     async with world("redis", tmp_path) as found, AsyncExitStack() as stack:
         ears = [Ear() for _ in range(4)]
-        queries = ("?prefix=llm/a", "?prefix=llm/a", "?prefix=llm/b", "")
+        queries = ("&prefix=llm/a", "&prefix=llm/a", "&prefix=llm/b", "")
         made = [found.store(ear, query) for ear, query in zip(ears, queries, strict=True)]
         for store in made:
             await stack.enter_async_context(store.running())

@@ -2,6 +2,8 @@
 
 import contextlib
 import http.server
+import importlib.util
+import io
 import socket
 import subprocess
 import sys
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 class Engine:
-    """Serves /metrics; each answer is the next of a list, and the last one stays."""
+    """Shows metrics; each answer is the next of a list, and the last one stays."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -31,14 +33,23 @@ class Engine:
         return "# HELP x\n" + "".join(f"vllm:{name}{{{labels}}} {value}\n" for name, value in numbers.items())
 
 
-class Stalling(Engine):
-    """Answers once, and later too late."""
+class InMemory(Engine):
+    """One whose second answer and those behind it take so many seconds, and its hook's clock."""
 
-    def text(self):
-        text = super().text()
+    def __init__(self, *answers, later_s=0.0):
+        super().__init__(*answers)
+        self.now, self._later_s = 0.0, later_s
+
+    def open(self, _, *, patience_s):
+        text = self.text()
         if self.asked > 1:
-            time.sleep(3.5)
-        return text
+            self.sleep(min(self._later_s, patience_s))
+            if self._later_s > patience_s:
+                raise TimeoutError
+        return contextlib.closing(io.BytesIO(text.encode()))
+
+    def sleep(self, seconds):
+        self.now += seconds
 
 
 IDLE = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "pdrelay_leases_held": 0.0}
@@ -72,13 +83,28 @@ def serving(engine):
         server.server_close()
 
 
-def hook(role, port, *more, settle=0, lease=30, seconds=20):
+def hook(role, port, *more, seconds=20):
     """Run the hook; return what it said and how long it took."""
-    times = [f"--settle={settle}", f"--lease={lease}", f"--seconds={seconds}", "--pause=0.05"]
+    times = ["--settle=0", "--lease=30", f"--seconds={seconds}", "--pause=0.05"]
     argv = [sys.executable, str(CHART / "files" / "drain.py"), f"--role={role}", f"--port={port}", *times, *more]
     started = time.monotonic()
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout, time.monotonic() - started
+
+
+@pytest.fixture
+def drain():
+    """The same in simulated time; returns what it said and how long it took."""
+    spec = importlib.util.spec_from_file_location("drain", CHART / "files" / "drain.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def run(role, engine, *, settle=0.0, lease=30.0, seconds=20.0):
+        times = {"settle_s": settle, "lease_s": lease, "seconds": seconds, "pause_s": 0.05}
+        said = script.drain(role, engine, **times, clock=lambda: engine.now, sleep=engine.sleep)
+        return said, engine.now
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -98,56 +124,50 @@ def own_output(monkeypatch):
         ("decode", [SILENT], 2),  # nobody reads from another connector's decode engine
     ],
 )
-def test_it_waits_until_nothing_is_left(role, answers, looks):
+def test_it_waits_until_nothing_is_left(drain, role, answers, looks):
     """Requests first, and the KV that nobody has read yet: a turned pod lends as well, whatever its label."""
-    with serving(engine := Engine(*answers)) as port:
-        said, _ = hook(role, port)
+    said, _ = drain(role, engine := InMemory(*answers))
 
-    assert "drained after" in said
-    assert "not drained" not in said
+    assert said.startswith("drained after")
     assert engine.asked == looks
 
 
-def test_it_waits_for_routers_to_hear_of_it():
+def test_it_waits_for_routers_to_hear_of_it(drain):
     """An engine that is idle when its pod is deleted may get a request a moment later."""
-    with serving(Engine(IDLE)) as port:
-        _, took = hook("decode", port, settle=1)
+    _, took = drain("decode", InMemory(IDLE), settle=1)
 
-    assert took >= 1
+    assert took == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("answers", "left"), [([LENDING], "3 leases"), ([BUSY], "2 requests")])
-def test_it_ends_with_its_time_and_says_what_is_left(answers, left):
+def test_it_ends_with_its_time_and_says_what_is_left(drain, answers, left):
     """The pod's grace is longer than that: nothing is killed in between."""
-    with serving(Engine(*answers)) as port:
-        said, took = hook("prefill", port, seconds=3)
+    said, took = drain("prefill", InMemory(*answers), seconds=3)
 
-    assert said == f"pdrelay drain: not drained in 3 s: {left}\n"
-    assert took >= 3
+    assert said == f"not drained in 3 s: {left}"
+    assert took == pytest.approx(3)
 
 
-def test_a_look_that_the_end_cuts_short_does_not_hide_what_is_left():
+def test_a_look_that_the_end_cuts_short_does_not_hide_what_is_left(drain):
     """The last look has only the time that is left: on a busy node that was too little, and the log said no more."""
-    with serving(Stalling(LENDING)) as port:
-        said, _ = hook("prefill", port, seconds=3)
+    said, _ = drain("prefill", InMemory(LENDING, later_s=3.5), seconds=3)
 
-    assert said == "pdrelay drain: not drained in 3 s: 3 leases\n"
+    assert said == "not drained in 3 s: 3 leases"
 
 
-def test_leases_that_are_not_shown_are_waited_for_by_the_clock():
+def test_leases_that_are_not_shown_are_waited_for_by_the_clock(drain):
     """Another connector does not count them."""
-    with serving(Engine(SILENT)) as port:
-        said, took = hook("prefill", port, lease=1)
+    said, took = drain("prefill", InMemory(SILENT), lease=1)
 
-    assert "drained after" in said
+    assert said.startswith("drained after")
     assert took >= 1
 
 
 def test_an_engine_where_nobody_listens_is_not_waited_for():
     """It loads its model, or its server has ended: nobody has sent it anything."""
-    with serving(Engine(IDLE)) as port:
-        pass
-    said, _ = hook("prefill", port)
+    with socket.socket() as taken:  # bound and not listening: refuses, and nobody else can get its port
+        taken.bind(("127.0.0.1", 0))
+        said, _ = hook("prefill", taken.getsockname()[1])
 
     assert "drained after" in said
     assert "not drained" not in said

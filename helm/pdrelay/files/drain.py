@@ -19,6 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -122,15 +123,23 @@ def left(role: str, numbers: dict[str, float], *, quiet_s: float, lease_s: float
 
 
 def drain(
-    role: str, engine: Engine, *, settle_s: float, lease_s: float, seconds: float, pause_s: float
+    role: str,
+    engine: Engine,
+    *,
+    settle_s: float,
+    lease_s: float,
+    seconds: float,
+    pause_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Wait, and say how it ended."""
-    started = busy = time.monotonic()
+    started = busy = clock()
     calm = 0
     waiting = left(role, {}, quiet_s=0.0, lease_s=lease_s)
-    while (now := time.monotonic()) < started + seconds:
+    while (now := clock()) < started + seconds:
         numbers = read(engine, patience_s=min(PATIENCE_S, started + seconds - now))
-        if not numbers and time.monotonic() >= started + seconds:
+        if not numbers and clock() >= started + seconds:
             break  # the look was cut short: what an earlier one saw is what is left
         if sum(numbers.get(name, 0.0) for name in REQUESTS):
             busy = now
@@ -138,7 +147,7 @@ def drain(
         calm = 0 if waiting else calm + 1
         if calm >= SURE and now >= started + settle_s:
             return f"drained after {now - started:.1f} s"
-        time.sleep(min(pause_s, max(0.0, started + seconds - now)))
+        sleep(min(pause_s, max(0.0, started + seconds - now)))
     return f"not drained in {seconds:g} s: {waiting or 'it was empty for one look only'}"
 
 

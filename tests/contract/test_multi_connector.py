@@ -18,6 +18,8 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.engine.arg_utils import EngineArgs
 
     from pdrelay_connector.shell import plugin
@@ -143,6 +145,17 @@ def test_one_connector_loads_and_the_others_hear_of_none():
     assert connector.get_num_new_matched_tokens(Request, 0) == (40, True)
     connector.update_state_after_alloc(Request, None, 40)
     assert (first.given, second.given, third.given) == (0, 40, 0)
+
+
+def test_offloading_has_what_we_tell_it():
+    """Which blocks a step allocates, for its copies to end before; and how many tokens of a request it copies."""
+    step = inspect.getsource(OffloadingConnectorScheduler.build_connector_meta)
+    copies = inspect.getsource(OffloadingConnectorScheduler._calc_num_offloadable_tokens)
+
+    assert "in self._current_batch_allocated_block_ids" in step
+    assert "req_status.max_offload_tokens" in copies
+    assert isinstance(OffloadingConnector.scheduler, property)
+    assert isinstance(MultiConnector.sub_connectors, property)
 
 
 def test_one_connector_describes_this_engine_to_others():

@@ -45,6 +45,14 @@ def test_requests_and_pools_have_what_we_read():
     assert [*inspect.signature(BlockPool.get_cached_block).parameters][1:] == ["block_hash", "kv_cache_group_ids"]
 
 
+def test_vllm_keeps_blocks_free_for_prompts_that_are_not_there_yet():
+    """``shell/failed_loads.py`` ends it for a load that failed, as vLLM does for a request that it preempts."""
+    kept = inspect.getsource(Scheduler._inflight_prefill_reserved_blocks)
+
+    assert "in self._inflight_prefills" in kept
+    assert "self._inflight_prefills.discard(request)" in inspect.getsource(Scheduler._preempt_request)
+
+
 def test_free_blocks_that_are_cached_for_a_request_count_as_blocks_to_allocate():
     """They leave the free list, too: a request can lack blocks although as many are free as it has yet to fill."""
     source = inspect.getsource(SingleTypeKVCacheManager.get_num_blocks_to_allocate)

@@ -76,8 +76,11 @@ class AsyncEngine(KindsEngine):
         drafts = world.chances.drafts
         self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = drafts
         self.scheduler._spec_token_placeholders = [-1] * drafts
-        sizes = [group.kv_cache_spec.block_size for group in self.cache.kv_cache_groups]
-        self.scheduler._spec_decode_step_blocks = sum(-(-(1 + 2 * drafts) // size) for size in sizes) if drafts else 0
+        if isinstance(getattr(self.scheduler, "_spec_decode_step_blocks", None), int):  # since 0.32
+            sizes = [group.kv_cache_spec.block_size for group in self.cache.kv_cache_groups]
+            self.scheduler._spec_decode_step_blocks = (
+                sum(-(-(1 + 2 * drafts) // size) for size in sizes) if drafts else 0
+            )
 
     def configure(self, config):
         chances = self.world.chances
@@ -99,21 +102,25 @@ class AsyncEngine(KindsEngine):
     def _step(self):
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
-            metadata = scheduled.kv_connector_metadata
+            metadata = self.begin(scheduled)
             step = _Step(scheduled, self._parts(scheduled))
             self._announce(metadata.pieces)
             self.in_flight.append(step)
             for process in self.processes * self.world.dice.randrange(3):
                 process.runner.wake(self.world.now)  # the transfer threads may be quicker than the device
             if self.world.dice.random() < 0.3:
-                self._compute_until(step)
+                self.compute_until(step)
             step.outputs = [self._output_of(worker, metadata, {}) for worker in self.workers]
             if scheduled.total_num_scheduled_tokens and len(self.in_flight) < MOST_IN_FLIGHT:
                 return []
-        self._compute_until(self.in_flight[0])
+        self.compute_until(self.in_flight[0])
         if self.world.dice.random() < 0.3:
             self.turn_of_threads(self.world.now)
         return self._take(self.in_flight.popleft())
+
+    def begin(self, scheduled):
+        """The worker gets a step; returns what is in it for our connector."""
+        return scheduled.kv_connector_metadata
 
     def _announce(self, pieces):
         """The device has to compute all earlier steps before these blocks can be written."""
@@ -155,7 +162,7 @@ class AsyncEngine(KindsEngine):
             )
         return parts
 
-    def _compute_until(self, last):
+    def compute_until(self, last):
         for step in self.in_flight:
             if step.sampled is None:
                 self._zero_and_copy(step.scheduled)
@@ -207,6 +214,7 @@ class AsyncPair(Pair):
     """Both engines have two steps in flight."""
 
     engine_class = AsyncEngine
+    compares = False
 
     def __init__(self, p, d, chances):
         self.chances = chances
@@ -240,9 +248,9 @@ class AsyncPair(Pair):
 MODES = ("pull", "push", "pull", "push", "d", "p")
 
 
-def play(p, d, chances, *, requests=20):
+def play(p, d, chances, *, requests=20, pair_class=AsyncPair):
     """Send prompts to a pair, some of them at once; returns it when all texts are there and nothing is left."""
-    pair = AsyncPair(p, d, chances)
+    pair = pair_class(p, d, chances)
     dice = pair.dice
     trunk = dice.choices(range(3), k=CONTEXT)
     forks = dice.choices(range(60), k=3)

@@ -125,7 +125,7 @@ class Tokens(Layer):
     def first_read(self, start, replay):
         spec = self.spec
         if isinstance(spec, SlidingWindowSpec):
-            return max(0, start - spec.sliding_window + 1, replay if spec.prefix_replay_tokens else 0)
+            return max(0, start - spec.sliding_window + 1, replay if getattr(spec, "prefix_replay_tokens", 0) else 0)
         if isinstance(spec, ChunkedLocalAttentionSpec):
             return start // spec.attention_chunk_size * spec.attention_chunk_size
         return 0
@@ -285,7 +285,8 @@ class KindsConnector(TimedConnector):
         return metadata
 
     def update_connector_output(self, connector_output):
-        self.engine.loaded |= set(connector_output.finished_recving or ()) - set(connector_output.failed_recving or ())
+        ended = self._scheduler._decodes.loading & set(connector_output.finished_recving or ())
+        self.engine.loaded |= ended - set(connector_output.failed_recving or ())
         super().update_connector_output(connector_output)
 
     def request_finished_all_groups(self, request, block_ids):
@@ -491,7 +492,7 @@ class KindsEngine(ScheduledEngine):
             self._spoil(request, external)
         self.world.counts["loads"] += external > 0
         self.world.counts["hits"] += bool(external and request.num_prompt_tokens - 1 > external)
-        if external:
+        if external and self.world.compares:
             tables = [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(request.request_id)]
             groups = self.connector._engine_config.groups
             taken = self.in_tree.taken(blocks, tables, groups, request.num_prompt_tokens)
@@ -516,6 +517,7 @@ class Pair(Turns):
 
     engine_class = KindsEngine
     prefill_params: ClassVar = {}  # beside the usual ones
+    compares = True  # what moves with what vLLM's own connector would move
 
     def __init__(self, p, d, *, writes_at_once=False, looks_at_blocks=False):
         """``writes_at_once``: the transfer threads are quicker than the models, else slower."""

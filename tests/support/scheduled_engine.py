@@ -239,7 +239,7 @@ class ScheduledEngine:
         TimedConnector.worlds[name] = world
         world.addresses[name] = address
         self.scheduler, self._hasher = self._make_scheduler()
-        self.connector = self.scheduler.connector
+        self.connector = self.connector_of(self.scheduler)
         self.prefills, self.decodes = self.connector._scheduler._prefills, self.connector._scheduler._decodes
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self._start_threads(self.connector._engine_config, self.connector._settings)
@@ -250,6 +250,10 @@ class ScheduledEngine:
         config = copy.copy(shared)
         config.kv_transfer_config = dataclasses.replace(shared.kv_transfer_config, engine_id=self.name)
         return Scheduler(config, cache, structured, BLOCK_SIZE), hasher
+
+    def connector_of(self, scheduler):
+        """Return ours of what a scheduler has."""
+        return scheduler.connector
 
     def _allocate(self, network, _):
         """Return the description of this engine's memory, and what moves KV in and out of it."""

@@ -39,6 +39,11 @@ MEMBERS = {
         "speculative_config",
     ),
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ("register_connector",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": (
+        *("_current_batch_allocated_block_ids", "_req_status"),
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState": ("max_offload_tokens",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector": ("scheduler",),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),
     "vllm.v1.attention.backends.cpu_attn:": ("_get_attn_isa",),
     "vllm.v1.core.block_pool:BlockPool": (
@@ -52,6 +57,7 @@ MEMBERS = {
         *("kv_connector_block_state", "num_scheduled_tokens", "scheduled_cached_reqs", "scheduled_new_reqs"),
         "total_num_scheduled_tokens",
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler": ("_inflight_prefills",),
     "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
     "vllm.v1.engine.core:EngineCoreProc": ("input_queue",),
     "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups", "needs_kv_cache_zeroing", "num_blocks"),

@@ -1,16 +1,26 @@
-"""Finds the vLLM engine that builds a connector: the scheduler's connector does not get it."""
+"""Finds what builds a connector: vLLM does not tell it."""
 
 import inspect
+from typing import TypeVar
 
 from vllm.v1.engine.core import EngineCore
 
+BuilderT = TypeVar("BuilderT")
+
 
 def building_engine() -> EngineCore | None:
-    """Find it on the caller's stack; None: something else builds the connector, as tests do."""
+    """Return the engine whose scheduler gets the connector; None: something else builds it, as
+    tests do.
+    """
+    return builder_of(EngineCore)
+
+
+def builder_of(kind: type[BuilderT]) -> BuilderT | None:
+    """Return the object of a class that builds a connector now, from the caller's stack."""
     frame = inspect.currentframe()
     while frame is not None:
-        engine = frame.f_locals.get("self")
-        if isinstance(engine, EngineCore):
-            return engine
+        builder = frame.f_locals.get("self")
+        if isinstance(builder, kind):
+            return builder
         frame = frame.f_back
     return None

@@ -3,7 +3,7 @@
 Chosen once, when the connector is built.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,6 +29,7 @@ from pdrelay_connector.errors import AdapterMismatch, InvalidKvParams, PromptMis
 from pdrelay_connector.shell.adapters import ADAPTERS
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.metadata import StepMetadata
+from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 
 ControlCommand: TypeAlias = Callable[[ControlPlane, float], None]
 Post: TypeAlias = Callable[[ControlCommand], None]
@@ -209,9 +210,12 @@ class PushDecode:
     The control thread reports ended pushes, and the workers pass them on to vLLM.
     """
 
-    def __init__(self, engine_config: EngineConfig, post: Post) -> None:
+    def __init__(self, engine_config: EngineConfig, post: Post, offloaded: OffloadedBlocks) -> None:
         self._engine_config = engine_config
         self._post = post
+        self._offloaded = offloaded
+        self._fenced: dict[RequestId, PushOrder] = {}  # loads that have not begun
+        self._newly_fenced: list[RequestId] = []  # since the last step
         self.arrived: list[LoadResult] = []
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PushParams:
@@ -239,21 +243,46 @@ class PushDecode:
         order = PushOrder(
             own, source.remote_request_id, engine, source.address, prompt, tuple(groups)
         )
-        self._post(lambda control, now: control.push_receiver.expect(order, now=now))
+        self._fenced[own] = order
+        if self._offloaded.may_be_copied:
+            self._newly_fenced.append(own)
+        else:
+            self.register([own])
         return [block for lent in groups for block in lent.blocks]
+
+    def register(self, requests: Iterable[RequestId]) -> None:
+        """Begin loads, unless they have been aborted."""
+        for own in requests:
+            if (order := self._fenced.pop(own, None)) is not None:
+                self._post(_expecting(order))
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether a load can begin only after the next step."""
+        return bool(self._fenced)
 
     def abort(self, own: RequestId) -> None:
         """Stop the prefill engine; vLLM keeps the blocks until workers report the load's end."""
+        if (order := self._fenced.pop(own, None)) is not None:
+            self._post(lambda control, _: control.lease_renewer.release(own, order.engine))
+            self.arrived.append(LoadResult(own, "the request was aborted"))
         self._post(lambda control, _: control.push_receiver.stop(own))
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
         """Do nothing: the control thread has reported the end itself."""
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return the ended pushes, which the workers report to vLLM."""
+        """Return the ended pushes, which the workers report to vLLM, and those that may begin."""
         arrived = self.arrived
         self.arrived = []
-        return StepMetadata(arrived=arrived, idle=output.total_num_scheduled_tokens == 0)
+        fenced = self._newly_fenced
+        self._newly_fenced = []
+        idle = output.total_num_scheduled_tokens == 0
+        return StepMetadata(arrived=arrived, idle=idle, fenced=fenced)
+
+
+def _expecting(order: PushOrder) -> ControlCommand:
+    return lambda control, now: control.push_receiver.expect(order, now=now)
 
 
 def _check_state(blocks: Sequence[BlockId], covered: int, computed: int) -> None:

@@ -40,6 +40,7 @@ from pdrelay_connector.shell.decode_modes import (
 )
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 from pdrelay_connector.shell.partial_blocks import PartialBlocks
 
 logger = init_logger("vllm.pdrelay")
@@ -95,6 +96,7 @@ class DecodeRequests:
         signatures: Signatures,
         wall_clock: Clock,
         live: Callable[[], Iterable[Request]],
+        offloaded: OffloadedBlocks,
         on_skipped: Callable[[str, str], None] = lambda _request, _cause: None,
     ) -> None:
         """``live`` returns the requests here.
@@ -103,6 +105,7 @@ class DecodeRequests:
         """
         self._on_skipped = on_skipped
         self._engine_config = engine_config
+        self._offloaded = offloaded
         self._post = post
         self._pool = pool
         self._live = live
@@ -124,7 +127,7 @@ class DecodeRequests:
         # The same object as _mode, in push and auto. In push, KV of earlier answers alone is read.
         self._push_decode: PushDecode | None = None
         if mode.pushes:
-            self._mode = self._push_decode = PushDecode(engine_config, post)
+            self._mode = self._push_decode = PushDecode(engine_config, post, offloaded)
         self._chooses = mode is Mode.AUTO
         self._is_consumer = engine_config.is_consumer
         self._has_had_params = False
@@ -368,9 +371,12 @@ class DecodeRequests:
             return
         source = remote_prefill.source
         tables = blocks.get_block_ids()
+        self._offloaded.allocated(tables)
         remote_prefill.into = self._mode_of(source).start(request, source, external, tables)
         tokens = self._loaded_tokens(request, source)
-        self._partial.loading(own, tables, tokens, external, self._sizes(source))
+        before = self._partial.loading(own, tables, tokens, external, self._sizes(source))
+        if before < tokens:
+            self._offloaded.leave_out(own, before)
         if isinstance(source, PullParams):  # in push, our registration tells P the same
             self._post(
                 lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id)
@@ -487,6 +493,11 @@ class DecodeRequests:
             if not quarantined.ranks:
                 pool.free_blocks(reversed(self._quarantined.pop(own).blocks))
 
+    def step_begun(self, fenced: Iterable[RequestId]) -> None:
+        """The workers have begun the step in which these loads got their blocks."""
+        if self._push_decode is not None:
+            self._push_decode.register(fenced)
+
     @property
     def has_pending(self) -> bool:
         """Whether the workers must report ended pushes to vLLM in the next step."""
@@ -519,6 +530,8 @@ class DecodeRequests:
             if remote_prefill.loading
         ]
         if any(isinstance(source, PullParams) for source in loading):
+            return False
+        if self._push_decode is not None and self._push_decode.is_fenced:
             return False
         is_meeting = is_searching or any(
             not remote_prefill.is_handshake_over

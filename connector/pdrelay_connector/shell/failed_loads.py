@@ -8,14 +8,19 @@ request runs, that is a deadlock. But vLLM skips a request while the number of t
 known. So the connector answers that for such a request every second time. Only vLLM knows how many
 blocks the request needs: that some are missing shows when it gets none.
 
-A request that was skipped waits in the other queue, which vLLM sorts by priority. Until it has
-blocks again vLLM keeps as many free of other loads (``_inflight_prefill_reserved_blocks``). So a
-load before it may lack just these blocks, and it must let the request pass in the same way.
+From the start of a load to the last token of its prompt, vLLM keeps as many blocks free of other
+loads as a request still needs (``_inflight_prefills``). It ends that when it preempts a request,
+but not when a load fails. So a load may lack just these blocks: one that vLLM's priority puts
+before the failed one, or, in MultiConnector, the same request's next load, by another connector,
+even if the cache is empty. So we end it when a load fails.
 """
 
 from collections.abc import Container, Iterable, Mapping
 
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
+
+from pdrelay_connector.shell.building_engine import builder_of
 
 
 class FailedLoads:
@@ -23,8 +28,9 @@ class FailedLoads:
 
     def __init__(self) -> None:
         self._failed: set[str] = set()  # vLLM's ids of requests that have no blocks since
-        self._tried: set[str] = set()  # whom vLLM was to give blocks the last time
+        self._tried: set[str] = set()  # those of them that vLLM was to give blocks the last time
         self._ended: dict[str, Request] = {}  # loads, until vLLM has taken their requests up
+        self._scheduler = builder_of(Scheduler)  # absent where tests build the connector
 
     def ended(
         self, requests: Iterable[str], failed: Container[str], live: Mapping[str, Request]
@@ -35,19 +41,21 @@ class FailedLoads:
                 self._ended[name] = live[name]
                 if name in failed:
                     self._failed.add(name)
+                    if self._scheduler is not None:
+                        self._scheduler._inflight_prefills.discard(live[name])  # noqa: SLF001
 
     def gives_way(self, request: Request) -> bool:
-        """Tell whether a request must let those behind it pass.
+        """Tell whether a request must let requests with finished loads behind it pass.
 
-        It must if it got no blocks the last time, and they hold some, or vLLM keeps some for them.
+        It must if it got no blocks the last time, and they hold some.
         """
-        if not self._failed:
-            return False
         name = request.request_id
+        if name not in self._failed:
+            return False
         self._ended = {
             name: loaded for name, loaded in self._ended.items() if _waits_with_blocks(loaded)
         }
-        if name in self._tried and (name not in self._failed or self._ended):
+        if name in self._tried and self._ended:
             self._tried.discard(name)
             return True
         self._tried.add(name)

@@ -66,19 +66,23 @@ class PartialBlocks:
         tokens: int,
         external: int,
         sizes: Sequence[int],
-    ) -> None:
+    ) -> int:
         """Remember which blocks a load of the last ``external`` of so many tokens fills in part.
 
         ``sizes`` are the tokens of the prefill engine's blocks; without them any block may be.
+        Returns how many of the tokens are before these blocks.
         """
         partial: set[int] = set()
+        before = tokens
         for number, group in enumerate(self._groups):
             start, stop = group.missing_tokens(tokens + 1, external)
             unit = min(sizes[number], group.block_size) if sizes else 1
             if group.frees_early and start < stop and start // unit * unit % group.block_size:
                 partial.add(tables[number][start // group.block_size])
+                before = min(before, start // group.block_size * group.block_size)
         if partial:
             self._partial[name] = partial
+        return before
 
     def over(self, name: str) -> None:
         """A request has ended."""

@@ -41,6 +41,7 @@ from pdrelay_connector.shell.decode_requests import DecodeRequests
 from pdrelay_connector.shell.engine_config import EngineConfig
 from pdrelay_connector.shell.failed_loads import FailedLoads
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 from pdrelay_connector.shell.other_connectors import OtherConnectors
 from pdrelay_connector.shell.prefill_requests import PrefillRequests
 from pdrelay_connector.shell.returned_prefixes import ReturnedPrefixes
@@ -111,6 +112,7 @@ class PDRelayConnectorScheduler:
             signatures=signatures,
             wall_clock=clock,
             live=self._live.values,
+            offloaded=OffloadedBlocks(),
             on_skipped=self._notes.load_skipped,
         )
         self._failed_loads = FailedLoads()
@@ -290,6 +292,7 @@ class PDRelayConnectorScheduler:
             self._decodes.update_quarantine(output.kv_connector_worker_meta)
             self._cached.ended(output.kv_connector_worker_meta.step)
             self._prefills.add_sums(output.kv_connector_worker_meta.sums)
+            self._decodes.step_begun(output.kv_connector_worker_meta.fenced)
         self._notes.loads_reported(output.finished_recving or (), output.failed_recving)
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
         self._failed_loads.ended(output.finished_recving or (), output.failed_recving, self._live)

@@ -230,6 +230,7 @@ class PDRelayConnectorWorker:
         """Pass this step's orders to the transfer thread."""
         self._idle = step.idle
         self._quarantined.step = step.number
+        self._quarantined.fenced = step.fenced
         for order in step.orders:
             if self._runner is None:
                 raise RuntimeError(
@@ -351,7 +352,7 @@ class PDRelayConnectorWorker:
         """Return the changes of quarantined blocks since the last call."""
         event = self._quarantined
         self._quarantined = QuarantineMetadata()
-        return event if event.quarantined or event.released or event.step or event.sums else None
+        return event if event != QuarantineMetadata() else None
 
     def stats(self) -> PDRelayStats | None:
         """Return the numbers since the last call."""

@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.decode_requests import DecodeRequests
     from pdrelay_connector.shell.engine_config import EngineConfig
     from pdrelay_connector.shell.metadata import QuarantineMetadata
+    from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
     from pdrelay_connector.shell.prefill_requests import PrefillRequests
     from pdrelay_connector.shell.prefix_hashes import PIECE, pack_tokens, prefix_hasher
     from pdrelay_connector.shell.returned_prefixes import CACHED_ON, ReturnedPrefixes
@@ -73,7 +74,7 @@ class Side:
         parts = {"pool": lambda: self.pool, "counters": self.counters, "signatures": Signatures(lambda: ())}
         parts["wall_clock"] = lambda: 0.0
         self.prefills = PrefillRequests(config, Settings(mode=mode, **choices), self.control.post, **parts)
-        self.decodes = DecodeRequests(config, mode, self.control.post, live=list, **parts)
+        self.decodes = DecodeRequests(config, mode, self.control.post, live=list, offloaded=OffloadedBlocks(), **parts)
         self.cached = CachedPrefixes(
             config, self.prefills, self.control.post, pool=lambda: self.pool, counters=self.counters
         )

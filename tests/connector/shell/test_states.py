@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.decode_modes import PullDecode, PushDecode
     from pdrelay_connector.shell.engine_config import EngineConfig
     from pdrelay_connector.shell.fingerprint import _kind
+    from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
     from pdrelay_connector.shell.prefill_requests import PrefillRequests
     from pdrelay_connector.shell.push_progress import PushProgress
 
@@ -233,7 +234,7 @@ def test_a_prompt_of_one_token_needs_no_state():
 def test_in_push_d_lends_one_block_for_the_state():
     """It is registered under the token whose state it is to hold."""
     posted = []
-    d = PushDecode(engine(), posted.append)
+    d = PushDecode(engine(), posted.append, OffloadedBlocks())
     where = {"remote_engine_id": "p", "remote_host": "10.0.0.2", "remote_port": 5600, "transfer_id": "t"}
     asked = request(params=where)
     blocks = d.start(asked, d.read(asked, where), 9, [[21, 22, 23], [0, 0, 13]])

@@ -15,6 +15,7 @@ from pdrelay_proxy.errors import AnswerRefused
 
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")  # at the end of a stream
 _USUAL_END: Final = b"\ndata: [DONE]\n\n"  # the same, as vLLM writes it
+_DONE_LINES: Final = (b"data: [DONE]\n", _USUAL_END)
 _ERROR: Final = b'data: {"error":'
 _ERRORS: Final = (_ERROR, b'data:{"error":')
 _ERROR_OBJECT: Final = b'{"error":'
@@ -216,7 +217,7 @@ class WholeLines:
         return (rest if complete else b""), complete
 
     def _note(self, passing: bytes) -> None:
-        is_done = False
+        may_be_end = False
         if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token
             may_be_error = len(passing) > _NAME_AT and (
                 passing[_NAME_AT] == _E or passing[_NARROW_NAME_AT] == _E
@@ -233,8 +234,9 @@ class WholeLines:
                 self._is_ending = self._name in _WHOLE
             if self._name == b"error" or (passing.find(_ERROR_OBJECT) >= 0 and _has_error(passing)):
                 self.erred = True
-            is_done = passing[-len(_USUAL_END) :] == _USUAL_END
-            if not is_done and (
+            may_be_end = True
+            is_end = passing[-len(_USUAL_END) :] == _USUAL_END
+            if not is_end and (
                 passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing
             ):
                 passing = _before_comments(passing)
@@ -245,9 +247,9 @@ class WholeLines:
             self._last = passing
         else:
             self._last = (self._last + passing)[-_SHORT_MOST:]
-            is_done = self._last[-len(_USUAL_END) :] == _USUAL_END
+            may_be_end = True
         if (
-            (is_done or self._is_ending)
+            (self._is_ending or (may_be_end and self._last.endswith(_DONE_LINES)))
             and not self.erred
             and was_given_up(self._before + self._last)
         ):

@@ -17,6 +17,7 @@ PROMPTS = {
     Api.MESSAGES: {"messages": [{"role": "user", "content": "hi"}]},
 }
 OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
+ENDS = b"[DONE]", b'"type":"message_stop"', b'"type":"response.completed"'
 APIS = pytest.mark.parametrize("api", PROMPTS)
 
 
@@ -56,6 +57,7 @@ def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after
         with pytest.raises(EngineError, match="gave up"):
             passed.extend(map(lines.feed, reads))
         assert lines.finish() == (b"", False)
+        assert not any(end in b"".join(passed) for end in ENDS)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from support.greedy import HALF, VOCABULARY, stops_of
 
 PATHS = {api.value: api for api in Api}
 BLOCK = 4  # tokens: an engine has whole blocks in its cache
+MODELS = {"data": [{"id": "m"}]}
 LEASE_S = 3.0  # a decode engine waits so long for what is pushed
 _LOOKING_BACK = ("presence_penalty", "frequency_penalty", "response_format", "structured_outputs")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -358,7 +359,7 @@ class _Probes(httpx.AsyncBaseTransport):
         engine = self._fleet.engines[request.url.host]
         if not engine.is_up:
             raise httpx.ConnectError("nobody listens there", request=request)
-        said = {"/v1/models": {"data": [{"id": "m"}]}, "/version": {"version": "0.32.0"}}.get(request.url.path)
+        said = {"/v1/models": MODELS, "/version": {"version": "0.32.0"}}.get(request.url.path)
         return httpx.Response(200, content=b"" if said is None else json.dumps(said).encode())
 
 
@@ -511,13 +512,15 @@ class Line(asyncio.Protocol):
         head, found, body = self._read.partition(b"\r\n\r\n")
         if not found or self._task is not None:
             return
-        line, *pairs = head.split(b"\r\n")
-        headers = dict(pair.split(b": ", 1) for pair in pairs)
-        if len(body) >= int(headers[b"content-length"]):
+        (method, path, _), *pairs = (line.split(b" ", 2) for line in head.split(b"\r\n"))
+        headers = {pair[0]: pair[1] for pair in pairs}
+        if method == b"GET":
             self._read = b""
-            self._task = asyncio.get_running_loop().create_task(
-                self._serve(line.split()[1].decode(), headers[b"x-request-id"].decode(), json.loads(body))
-            )
+            self.transport.write(_whole(200, MODELS)[0])
+        elif len(body) >= int(headers[b"content-length:"]):
+            self._read = b""
+            leg = path.decode(), headers[b"x-request-id:"].decode(), json.loads(body)
+            self._task = asyncio.get_running_loop().create_task(self._serve(*leg))
 
     async def _serve(self, path, name, body):
         pieces, fate = await self._engine.answer(path, name, body)

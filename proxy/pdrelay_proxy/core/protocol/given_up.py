@@ -4,7 +4,10 @@ none.
 A vLLM engine that shuts down, is paused, or recovers from a fault ends all of its requests with the
 finish reason ``abort`` (``_send_abort_outputs`` in vllm/v1/engine/core.py), and so each one that
 comes while it still drains. A stream without a token has no finish reason then, Anthropic's stop
-reason is null, and /v1/responses says ``completed``: that shows only where there is no token.
+reason is null. /v1/responses says ``completed``, but for models with Harmony: so it shows only
+where there is no token.
+
+What an answer of /v1/responses repeats of its request is its client's: only its own members count.
 """
 
 from typing import Final
@@ -22,7 +25,12 @@ _UNFINISHED: Final = (_ABORT, _NULL)
 # every answer has a token, if only its end
 _NO_COMPLETION: Final = b'"completion_tokens":0'
 _NO_OUTPUT: Final = b'"output_tokens":0'
+_CANCELLED: Final = "cancelled"
+_IS_CANCELLED: Final = b'"status":"cancelled"'
+_SIGNS: Final = (_ABORT, _NO_OUTPUT, _NO_STOP, _IS_CANCELLED)
 _DATA: Final = b"\ndata:"
+MESSAGE_STOP: Final = b"message_stop"
+COMPLETED: Final = b"response.completed"
 
 
 def given_up(engine: str) -> EngineError:
@@ -32,29 +40,40 @@ def given_up(engine: str) -> EngineError:
 
 def is_given_up(answer: bytes) -> bool:
     """Tell whether a whole answer is one."""
-    if answer.find(_ABORT) < 0 and answer.find(_NO_OUTPUT) < 0 and answer.find(_NO_STOP) < 0:
+    if not any([answer.find(sign) >= 0 for sign in _SIGNS]):  # noqa: C419 (compiled, a generator takes longer)
         return False
     said = maybe(answer, FinishedAnswer)
     if said is None:
         return False
     if said.type == "message" and said.stop_reason is None:
         return True
-    if said.usage is not None and said.usage.output_tokens == 0:
+    if said.status == _CANCELLED or (said.usage is not None and said.usage.output_tokens == 0):
         return True
     return any([choice.finish_reason == "abort" for choice in said.choices])  # noqa: C419 (compiled, a generator takes longer)
 
 
-def was_given_up(events: bytes) -> bool:
-    """Tell whether a stream that ends with these events is one."""
+def was_given_up(events: bytes, name: bytes) -> bool:
+    """Tell whether a stream that ends with these events is one; ``name``: of the last event, if it
+    has one.
+    """
+    if name == COMPLETED:
+        return _is_empty_response(events)
+    if name == MESSAGE_STOP:
+        at = events.rfind(_STOP)
+        is_stopped = at >= 0 and not events.startswith(_NULL, at + len(_STOP))
+        return at >= 0 and (not is_stopped or events.find(_NO_OUTPUT, at) >= 0)
     at = events.rfind(_FINISH)
-    if at >= 0:
-        return events.startswith(_UNFINISHED, at + len(_FINISH))
-    at = events.rfind(_STOP)
-    if at >= 0:
-        return events.startswith(_NULL, at + len(_STOP)) or events.find(_NO_OUTPUT, at) >= 0
-    if events.find(_NO_OUTPUT) < 0:
+    if at < 0:
         return events.find(_NO_COMPLETION) >= 0
-    # what stands in an answer of /v1/responses may be a client's
+    return events.startswith(_UNFINISHED, at + len(_FINISH))
+
+
+def _is_empty_response(events: bytes) -> bool:
+    if events.find(_NO_OUTPUT) < 0 and events.find(_IS_CANCELLED) < 0:
+        return False
     said = maybe(events[events.rfind(_DATA) + len(_DATA) :], ServedAnswer)
     response = None if said is None else said.response
-    return response is not None and response.usage is not None and response.usage.output_tokens == 0
+    if response is None:
+        return False
+    has_none = response.usage is not None and response.usage.output_tokens == 0
+    return has_none or response.status == _CANCELLED

@@ -7,7 +7,12 @@ an error.
 import re
 from typing import Final
 
-from pdrelay_proxy.core.protocol.given_up import given_up, was_given_up
+from pdrelay_proxy.core.protocol.given_up import (
+    COMPLETED,
+    MESSAGE_STOP,
+    given_up,
+    was_given_up,
+)
 from pdrelay_proxy.core.protocol.response_filter import clean_lines, may_name_params
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.core.schemas import ErrorEvent
@@ -43,9 +48,9 @@ _SHORT_MOST: Final = 4096  # bytes of passed lines that are kept where short one
 _PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
 # Other APIs than the first two name their events, and end with one of these in place of a [DONE].
 _LAST: Final = frozenset(
-    {b"message_stop", b"error", b"response.completed", b"response.failed", b"response.incomplete"}
+    {MESSAGE_STOP, b"error", COMPLETED, b"response.failed", b"response.incomplete"}
 )
-_WHOLE: Final = frozenset({b"message_stop", b"response.completed"})
+_WHOLE: Final = frozenset({MESSAGE_STOP, COMPLETED})
 
 
 def error_status(data: bytes) -> int | None:
@@ -251,7 +256,7 @@ class WholeLines:
         if (
             (self._is_ending or (may_be_end and self._last.endswith(_DONE_LINES)))
             and not self.erred
-            and was_given_up(self._before + self._last)
+            and was_given_up(self._before + self._last, self._name)
         ):
             self._last = self._name = b""  # its end has not passed
             raise given_up(self._engine)

@@ -173,6 +173,7 @@ class ServedInside(msgspec.Struct):
     """The answer inside the last event of /v1/responses."""
 
     usage: ServedUsage | None = None
+    status: str | None = None
 
 
 class ServedAnswer(msgspec.Struct):
@@ -194,6 +195,7 @@ class FinishedAnswer(msgspec.Struct):
     choices: tuple[FinishedChoice, ...] = ()
     type: str | None = None
     stop_reason: str | None = None
+    status: str | None = None  # of /v1/responses
     usage: ServedUsage | None = None
 
 

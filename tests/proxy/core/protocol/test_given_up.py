@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.given_up import is_given_up, was_given_up
+from pdrelay_proxy.core.protocol.given_up import is_given_up
 from pdrelay_proxy.core.protocol.sse import WholeLines
 from pdrelay_proxy.errors import EngineError
 from support.story_engines import Saying
@@ -60,18 +60,54 @@ def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after
         assert not any(end in b"".join(passed) for end in ENDS)
 
 
-@pytest.mark.parametrize(
-    "text", ['"finish_reason":"abort"', '"finish_reason":null', '"stop_reason":null', '"output_tokens":0', '"abort"']
+TEXTS = (
+    *('"finish_reason":"abort"', '"finish_reason":null', '"stop_reason":null', '"output_tokens":0', '"abort"'),
+    '"status":"cancelled"',
 )
+OWN = {
+    "finish_reason": None,
+    "stop_reason": None,
+    "status": "cancelled",
+    "usage": {"output_tokens": 0},
+    "choices": [{"finish_reason": "abort"}],
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
 @APIS
 def test_a_model_may_write_about_it(api, text):
-    """In a text, and in what a client has sent with its request."""
-    whole = saying(api).whole() | {"metadata": {"a": text}, "tools": [{"finish_reason": "abort", "output_tokens": 0}]}
-    events = saying(api).events()
-    last = [*events][-2:]
+    """In a text."""
+    events = [*saying(api).events()]
+    raw = json.dumps(text).encode()
+    whole = json.dumps(saying(api).whole(), separators=(",", ":")).encode()
+    lines = WholeLines("d0")
 
-    assert not is_given_up(json.dumps(whole, separators=(",", ":")).encode())
-    assert not was_given_up(b"".join(last).replace(b'"model":"m"', b'"model":%b' % json.dumps(text).encode()))
+    assert not is_given_up(whole.replace(b'"model":"m"', b'"model":%b' % raw))
+    for event in events:
+        assert lines.feed(event.replace(b'"model":"m"', b'"model":%b' % raw))
+
+
+def test_a_client_of_responses_may_write_about_it():
+    """What it has sent stands in its answer: else it could have engines ejected."""
+    *before, last = saying(Api.RESPONSES).events()
+    said = json.loads(last.partition(b"data: ")[2])
+    said["response"]["tools"] = [OWN]
+    lines = WholeLines("d0")
+    for event in before:
+        lines.feed(event)
+
+    assert lines.feed(b"event: response.completed\ndata: %b\n\n" % json.dumps(said, separators=(",", ":")).encode())
+    assert not is_given_up(json.dumps(said["response"], separators=(",", ":")).encode())
+
+
+def test_a_model_with_harmony_says_that_its_answer_is_cancelled():
+    """In /v1/responses (vllm/entrypoints/openai/responses/serving.py)."""
+    whole = saying(Api.RESPONSES).whole() | {"status": "cancelled"}
+    last = json.dumps({"type": "response.completed", "response": whole}, separators=(",", ":")).encode()
+
+    assert is_given_up(json.dumps(whole, separators=(",", ":")).encode())
+    with pytest.raises(EngineError):
+        WholeLines("d0").feed(b"event: response.completed\ndata: %b\n\n" % last)
 
 
 def test_of_one_that_ends_with_an_error_no_more_is_said():

@@ -89,9 +89,7 @@ def steps(api, body, context, index, *, per_event=1, sampled=min):
             made.append(token)
             ids.append(token)
             is_end, is_over = token in stops, token in stops or len(made) >= limit
-            pending += (
-                "" if is_end else f" {token}" + ("é" if token % 3 == 0 else "") + ("<" if token % 11 == 0 else "")
-            )
+            pending += "" if is_end else f" {token}" + ("é" if token % 3 == 0 else "") + ("<" if token % 5 == 0 else "")
             if token % HALF or is_over:
                 kept = "<" if api is Api.CHAT and pending.endswith("<") and not is_over else ""
                 text, pending = text + pending.removesuffix(kept), kept

@@ -138,7 +138,9 @@ def fleet(tmp_path, monkeypatch):
         cluster(2, 2, settings, kv_both=True, model=MODEL) as running,
         serving(Sim("decode", model=MODEL, cache_blocks=8)) as spare,
     ):
-        with httpx.Client(base_url=f"http://{running.router}", headers={"Authorization": f"Bearer {KEY}"}) as client:
+        with httpx.Client(
+            base_url=f"http://{running.router}", headers={"Authorization": f"Bearer {KEY}"}, timeout=20
+        ) as client:
             served = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "model": MODEL})
             rows = client.get("/instances", headers={"X-Api-Key": "sesame"}).json()["instances"]
         yield {

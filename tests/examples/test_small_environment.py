@@ -59,7 +59,7 @@ def test_an_instance_is_added_with_the_key_that_up_has_drawn(tmp_path):
     with cluster(1, 1, Settings(admin_key="sesame"), model="tiny") as running:
         words = ("--router", f"http://{running.router}", "--engine", "sim", "--port", str(port), "--once")
         done = example(tmp_path, "03-add-an-instance/add_instance.py", *words)
-        at_end = httpx.get(f"http://{running.router}/status")
+        at_end = httpx.get(f"http://{running.router}/status", timeout=20)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert "after:  1 prefill, 2 decode" in done.stdout
@@ -75,7 +75,7 @@ def test_an_instance_to_which_no_kv_moves_is_not_added(tmp_path):
         new.loads.unmet[prefill.engine_id] = "secret"
         words = ("--router", f"http://{running.router}", "--instance", address)
         done = example(tmp_path, "03-add-an-instance/add_instance.py", *words, env={"ADMIN_API_KEY": "sesame"})
-        at_end = httpx.get(f"http://{running.router}/status")
+        at_end = httpx.get(f"http://{running.router}/status", timeout=20)
 
     assert done.returncode == 1
     assert done.stderr.startswith(f"add_instance: {address} was not added, because no KV reaches it: ")

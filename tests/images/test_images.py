@@ -167,7 +167,7 @@ def _answered(url, process):
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            return httpx.get(url, trust_env=False).status_code
+            return httpx.get(url, trust_env=False, timeout=20).status_code
         except httpx.TransportError:
             time.sleep(0.05)
     pytest.fail(f"no answer: {process.stdout.read() if process.poll() is not None else 'it runs'}")

@@ -52,7 +52,7 @@ def url(router):
 def document(url, tmp_path_factory):
     """Its document, for operators, in a file."""
     file = tmp_path_factory.mktemp("document") / "openapi.json"
-    file.write_bytes(httpx.get(f"{url}/openapi.json", headers=KEY).content)
+    file.write_bytes(httpx.get(f"{url}/openapi.json", headers=KEY, timeout=20).content)
     return file
 
 

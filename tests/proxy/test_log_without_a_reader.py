@@ -78,6 +78,6 @@ def dropped(client):
 
 def serves(url):
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return httpx.get(f"{url}/health", timeout=20).status_code == 200
     except httpx.TransportError:
         return False

@@ -66,7 +66,7 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
             prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0, decode_only_fallback=False
         )
         with serving(build(settings).app) as at:
-            response = httpx.post(f"http://{at}/v1/completions", json=BODY)
+            response = httpx.post(f"http://{at}/v1/completions", json=BODY, timeout=20)
 
     assert response.status_code == 502
     assert response.headers["server-timing"].count('retry;desc="prefill-0 unreachable"') == 2
@@ -93,7 +93,7 @@ def test_a_body_over_the_limit_gets_its_answer_on_the_same_connection():
             declared = client.post(url, content=b"x" * 5_000_000, headers=said, timeout=20)
             counted = client.post(url, content=(b"x" * 100_000 for _ in range(50)), headers=said, timeout=20)
             assert [declared.status_code, counted.status_code] == [413, 413]
-        assert client.post(url, json=BODY).status_code == 200
+        assert client.post(url, json=BODY, timeout=20).status_code == 200
         assert len(running.engines["p0"].log) == 1
 
 

@@ -75,7 +75,7 @@ def text_of(lines):
 
 
 def ready(process):
-    return httpx.get(f"{process.url}/ready").status_code
+    return httpx.get(f"{process.url}/ready", timeout=20).status_code
 
 
 def test_sigterm_flips_readiness_and_serves_a_grace(start):
@@ -112,7 +112,7 @@ def test_after_the_grace_requests_are_refused_and_streams_finish(start):
 
 def test_a_router_without_requests_ends_at_once(start):
     """Idle connections do not keep it."""
-    with fleet() as (_, _, flags), httpx.Client() as client:
+    with fleet() as (_, _, flags), httpx.Client(timeout=20) as client:
         process = start(*flags)
         assert client.get(f"{process.url}/health").status_code == 200
         process.signal(signal.SIGINT)
@@ -247,7 +247,7 @@ def test_tls_towards_clients_and_towards_engines(start, tmp_path):
 
 def _serial(process, context):
     """Return the serial number of the certificate that a new connection is shown."""
-    with httpx.Client(verify=context) as client, client.stream("GET", f"{process.url}/ready") as response:
+    with httpx.Client(verify=context, timeout=20) as client, client.stream("GET", f"{process.url}/ready") as response:
         shown = response.extensions["network_stream"].get_extra_info("ssl_object")
         return shown.getpeercert()["serialNumber"]
 

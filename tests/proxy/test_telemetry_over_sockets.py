@@ -44,10 +44,12 @@ def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
     with cluster(1, 2) as fleet:
         # an engine that has not answered its first probe in time gets no request, and could not fail one
         healthy = 'pdrelay_instance_state{instance="decode-0",role="decode",state="healthy"} 1.0'
-        until(lambda: healthy in httpx.get(f"http://{fleet.router}/metrics").text)
+        until(lambda: healthy in httpx.get(f"http://{fleet.router}/metrics", timeout=20).text)
         fleet.engines["d0"].inject(SimulatedFault(FaultKind.DROP))
         answers = [
-            httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers={"authorization": SECRET})
+            httpx.post(
+                f"http://{fleet.router}/v1/completions", json=TEXT, headers={"authorization": SECRET}, timeout=20
+            )
             for _ in range(4)
         ]
         ids = [answer.headers["x-request-id"] for answer in answers]

@@ -50,13 +50,16 @@ def test_a_page_cannot_use_an_open_router(stage, headers, status, word):
     """No engine hears of it, and the answer says what to do."""
     free, closed, engines = stage
     before = len(engines["d0"].log)
-    answer = httpx.post(f"{free}/v1/completions", content=RAW, headers=headers)
+    answer = httpx.post(f"{free}/v1/completions", content=RAW, headers=headers, timeout=20)
 
     assert answer.status_code == status
     assert word in answer.json()["error"]["message"]
     assert len(engines["d0"].log) == before
     with_key = httpx.post(
-        f"{closed}/v1/completions", content=RAW, headers=headers | {"authorization": "Bearer key-of-17-letters"}
+        f"{closed}/v1/completions",
+        content=RAW,
+        headers=headers | {"authorization": "Bearer key-of-17-letters"},
+        timeout=20,
     )
     assert with_key.status_code == (415 if "content-type" in headers and status == 415 else 200)
 
@@ -64,18 +67,18 @@ def test_a_page_cannot_use_an_open_router(stage, headers, status, word):
 @pytest.mark.parametrize("path", ["/", "/health", "/status", "/stats", "/metrics", "/v1/models", "/openapi.json"])
 def test_a_page_whose_name_means_this_address_reads_nothing(stage, path):
     """The addresses of engines, for example."""
-    answer = httpx.get(stage[0] + path, headers={"host": "evil.example:80"})
+    answer = httpx.get(stage[0] + path, headers={"host": "evil.example:80"}, timeout=20)
 
     assert answer.status_code == 421
     said = answer.json()
     assert "this router is not 'evil.example:80'" in (said["detail"] if path == "/status" else said["error"]["message"])
-    assert httpx.get(stage[0] + path, headers={"host": "localhost:80"}).status_code == 200
+    assert httpx.get(stage[0] + path, headers={"host": "localhost:80"}, timeout=20).status_code == 200
 
 
 @pytest.mark.parametrize("headers", [{}, {"host": "[::1]:1"}, {"sec-fetch-site": "same-origin"}])
 def test_others_are_served(stage, headers):
     """With any port, for it may be forwarded."""
-    assert httpx.post(f"{stage[0]}/v1/completions", content=RAW, headers=JSON | headers).status_code == 200
+    assert httpx.post(f"{stage[0]}/v1/completions", content=RAW, headers=JSON | headers, timeout=20).status_code == 200
 
 
 def test_openais_client_works_unchanged(stage):

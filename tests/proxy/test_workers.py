@@ -166,7 +166,7 @@ def test_each_worker_counts_its_own_and_together_they_count_all(shared):
     """What Prometheus adds up is what clients have sent; no request has the name of another."""
     workers, _, _ = shared
     before = [workers.requests(number) for number in (0, 1)]
-    names = [httpx.post(workers.url + PATH, json=BODY).headers["x-request-id"] for _ in range(20)]
+    names = [httpx.post(workers.url + PATH, json=BODY, timeout=20).headers["x-request-id"] for _ in range(20)]
     until(lambda: sum(workers.requests(number) for number in (0, 1)) == sum(before) + 20)
     counts = [workers.requests(number) - before[number] for number in (0, 1)]
     knowing = [

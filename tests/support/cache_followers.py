@@ -18,6 +18,8 @@ FOLLOWING = Settings(
 def explained(router, path, body):
     """Return what an operator is told of a request: where it would go, and why."""
     question = {"path": path, "body": body}
-    answer = httpx.post(f"http://{router}/instances/explain", json=question, headers={"x-api-key": "sesame"})
+    answer = httpx.post(
+        f"http://{router}/instances/explain", json=question, headers={"x-api-key": "sesame"}, timeout=20
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()

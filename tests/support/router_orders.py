@@ -14,7 +14,7 @@ KEY = {"X-Api-Key": ADMIN_KEY}
 
 
 def states(url):
-    return [row["state"] for row in httpx.get(f"{url}/stats", trust_env=False).json()["instances"]]
+    return [row["state"] for row in httpx.get(f"{url}/stats", trust_env=False, timeout=20).json()["instances"]]
 
 
 def order(url, verb, name, **more):

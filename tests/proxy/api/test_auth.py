@@ -208,13 +208,13 @@ def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():
         running.engines["p0"].inject(SimulatedFault(FaultKind.STALL))
 
         def waiting():
-            return "pdrelay_requests_waiting 1.0" in httpx.get(f"http://{running.router}/metrics").text
+            return "pdrelay_requests_waiting 1.0" in httpx.get(f"http://{running.router}/metrics", timeout=20).text
 
         with running.open(PATH, BODY):
             until(lambda: len(running.engines["p0"].log) == 1)
             with running.open(PATH, BODY):
                 until(waiting)
-                assert httpx.post(f"http://{running.router}{PATH}", json=BODY).status_code == 503
+                assert httpx.post(f"http://{running.router}{PATH}", json=BODY, timeout=20).status_code == 503
             until(lambda: not waiting())
             assert len(running.engines["p0"].log) == 1
 

@@ -420,7 +420,7 @@ def test_the_page_shows_every_operation_with_a_command_that_would_call_it(served
     )
 
     assert trouble == ""
-    for path, method, _ in operations(httpx.get(f"{served}/openapi.json", headers=KEY).json()):
+    for path, method, _ in operations(httpx.get(f"{served}/openapi.json", headers=KEY, timeout=20).json()):
         assert f"{method.upper()} {path} " in text
         assert f"curl '{served}{path}'" in text
     assert '-H "X-Api-Key: $ADMIN_API_KEY"' in text

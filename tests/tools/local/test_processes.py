@@ -116,7 +116,7 @@ def test_ready_means_that_all_serve_at_the_same_time(fleet):
 
     fleet.wait_ready(children, timeout_s=20)
 
-    answers_left = int(httpx.get(router.health_url, trust_env=False).text)
+    answers_left = int(httpx.get(router.health_url, trust_env=False, timeout=20).text)
     assert answers_left == 0  # the wait took all but the last one
 
 

@@ -177,7 +177,7 @@ def test_what_is_started_is_waited_for_and_stopped(fleet, capsys):
     assert code == 0
     assert "logs of what is started" in capsys.readouterr().err
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health", trust_env=False)
+        httpx.get(f"{url}/health", trust_env=False, timeout=20)
 
 
 def test_what_is_started_may_ask_a_request_of_its_own_first(fleet, prove):

@@ -22,7 +22,7 @@ def body(ids=IDS, **more):
 
 
 def ask(router, ids=IDS, **more):
-    answer = httpx.post(f"http://{router}{Api.COMPLETIONS}", json=body(ids, **more))
+    answer = httpx.post(f"http://{router}{Api.COMPLETIONS}", json=body(ids, **more), timeout=20)
     assert answer.status_code == 200, answer.text
     return answer.headers["server-timing"]
 
@@ -77,7 +77,7 @@ def _post(router, api):
     asked = (
         body() if api is Api.COMPLETIONS else {"model": "sim", "token_ids": IDS, "sampling_params": {"max_tokens": 4}}
     )
-    answer = httpx.post(f"http://{router}{api}", json=asked)
+    answer = httpx.post(f"http://{router}{api}", json=asked, timeout=20)
     assert answer.status_code == 200, answer.text
     return answer.headers["server-timing"]
 
@@ -120,4 +120,4 @@ SHOWN = {
 
 
 def shown(router):
-    return set(httpx.get(f"http://{router}/metrics").text.splitlines())
+    return set(httpx.get(f"http://{router}/metrics", timeout=20).text.splitlines())

@@ -30,7 +30,7 @@ def path(body):
 
 def ask(found, body):
     """Return the text, and whether one decode engine has served the request alone."""
-    answer = httpx.post(f"http://{found.router}{path(body)}", json=body)
+    answer = httpx.post(f"http://{found.router}{path(body)}", json=body, timeout=20)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     text = choice["message"]["content"] if "messages" in body else choice["text"]
@@ -140,7 +140,7 @@ def test_engines_are_not_asked_for_ids_that_are_of_no_use(body):
     """Those of images have more in their blocks, and prompts of ids have them."""
     with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
         followed(found)
-        answer = httpx.post(f"http://{found.router}{path(body)}", json=body)
+        answer = httpx.post(f"http://{found.router}{path(body)}", json=body, timeout=20)
 
     assert answer.status_code == 200
     assert asked_for_ids(found) == [None]
@@ -152,8 +152,8 @@ def test_what_becomes_of_ids_is_counted():
         followed(found)
         ask(found, chat(LONG))
         shown = "pdrelay_known_prompts_total"
-        until(lambda: f'{shown}{{event="learned"}} 1.0' in httpx.get(f"http://{found.router}/metrics").text)
-        lines = httpx.get(f"http://{found.router}/metrics").text.splitlines()
+        until(lambda: f'{shown}{{event="learned"}} 1.0' in httpx.get(f"http://{found.router}/metrics", timeout=20).text)
+        lines = httpx.get(f"http://{found.router}/metrics", timeout=20).text.splitlines()
 
     (size,) = (float(line.split()[1]) for line in lines if line.startswith("pdrelay_known_prompt_bytes "))
     assert 5_000 < size < 50_000

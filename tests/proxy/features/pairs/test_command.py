@@ -40,7 +40,7 @@ def pairs(command):
 def test_pairs_are_shown_as_a_table(running, pairs):
     """Those that have served a request."""
     for _ in range(2):
-        httpx.post(f"http://{running.router}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        httpx.post(f"http://{running.router}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=20)
     code, out, err = pairs()
 
     assert (code, err) == (0, "")
@@ -70,7 +70,7 @@ def test_scripts_get_the_routers_own_json(pairs):
 
 def test_pairs_that_never_failed_can_be_left_out(running, pairs):
     """There may be a thousand."""
-    httpx.post(f"http://{running.router}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    httpx.post(f"http://{running.router}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=20)
     _, out, _ = pairs("--failing")
 
     assert len(out.splitlines()) == 1

@@ -58,7 +58,7 @@ def test_spans_reach_a_collector_and_engines_join_the_trace():
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     with collector() as (url, spans):
         with cluster(settings=Settings().with_features(WhySettings(url))) as fleet:
-            response = httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers=headers)
+            response = httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers=headers, timeout=20)
         by_name = {span.name: span for span in spans}
 
     assert response.status_code == 200

@@ -41,7 +41,7 @@ def why(command):
 
 def served(running):
     body = {"prompt": "a", "max_tokens": 2}
-    return httpx.post(f"http://{running.router}/v1/completions", json=body).headers["x-request-id"]
+    return httpx.post(f"http://{running.router}/v1/completions", json=body, timeout=20).headers["x-request-id"]
 
 
 def test_a_request_is_shown_as_rows(running, why):
@@ -165,7 +165,7 @@ def spent(ask, options, settings):
     with cluster(2, 1, chosen, **(options() if callable(options) else options)) as running:
         name, waited = ask(running)
         headers = {"X-Api-Key": "sesame"}
-        (found,) = httpx.get(f"http://{running.router}/requests/{name}", headers=headers).json()["requests"]
+        (found,) = httpx.get(f"http://{running.router}/requests/{name}", headers=headers, timeout=20).json()["requests"]
 
     times = Counter()
     for each in found["rows"]:

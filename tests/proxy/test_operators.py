@@ -176,10 +176,9 @@ def audited(fleet):
 class Listener:
     """Counts connections, and keeps what they send."""
 
-    def __init__(self, host="127.0.0.1"):
-        self.socket = socket.create_server((host, 0))
+    def __init__(self, host, port):
+        self.socket = socket.create_server((host, port))
         self.socket.settimeout(0.2)
-        self.at = f"{host}:{self.socket.getsockname()[1]}"
 
     def connected(self):
         try:
@@ -191,13 +190,15 @@ class Listener:
 
 def test_nothing_is_sent_to_an_address_that_is_not_allowed(tmp_path):
     """Who has the admin key of a router must not read its metadata service, or be sent the engines' key there."""
-    listener = Listener("127.0.0.2")
-    port = listener.at.rpartition(":")[2]
+    unused = socket.socket()  # bound and not listening: nobody else can get its port
+    unused.bind(("127.0.0.1", 0))
+    port = unused.getsockname()[1]
+    listener = Listener("127.0.0.2", port)
     spellings = ["127.0.0.2", "[::ffff:127.0.0.2]", "[::ffff:7f00:2]"]
     odd = ["0x7f000002", "2130706434", "127.2", "127.0.0.0x2"]
     env = {"PDRELAY_DECODE_API_KEY": "engine-key"}
     args = ("--allowed-instances", "127.0.0.1/32", "10.0.0.0/8")
-    with running(tmp_path, *args, env=env) as fleet, closing(listener.socket):
+    with running(tmp_path, *args, env=env) as fleet, unused, closing(listener.socket):
         refused = [add(fleet, f"{host}:{port}") for host in (*spellings, "169.254.169.254", "8.8.8.8")]
         unread = [add(fleet, f"{host}:{port}") for host in odd]
         by_name = add(fleet, f"localhost:{port}")

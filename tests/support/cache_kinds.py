@@ -517,7 +517,7 @@ class Pair(Turns):
 
     engine_class = KindsEngine
     prefill_params: ClassVar = {}  # beside the usual ones
-    compares = True  # what moves with what vLLM's own connector would move
+    compares = InTreePlan.is_known  # what moves with what vLLM's own connector would move
 
     def __init__(self, p, d, *, writes_at_once=False, looks_at_blocks=False):
         """``writes_at_once``: the transfer threads are quicker than the models, else slower."""

@@ -16,6 +16,8 @@ with warnings.catch_warnings():
 class InTreePlan:
     """The plan of two engines whose blocks are of one size."""
 
+    is_known = hasattr(NixlPullConnectorScheduler, "_prefill_backoff")  # from vLLM 0.31 on
+
     def __init__(self, config, cache, lookahead):
         self._scheduler = NixlPullConnectorScheduler(config, "in-tree", cache)
         self._scheduler.vllm_config = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)

@@ -8,6 +8,10 @@ request runs, that is a deadlock. But vLLM skips a request while the number of t
 known. So the connector answers that for such a request every second time. Only vLLM knows how many
 blocks the request needs: that some are missing shows when it gets none.
 
+VLLM 0.30 has no such queue: requests whose loads have ended wait among all others, and one without
+blocks may be before them, by vLLM's priority or because it was skipped once. There every request
+lets them pass.
+
 From the start of a load to the last token of its prompt, vLLM keeps as many blocks free of other
 loads as a request still needs (``_inflight_prefills``). It ends that when it preempts a request,
 but not when a load fails. So a load may lack just these blocks: one that vLLM's priority puts
@@ -16,6 +20,7 @@ even if the cache is empty. So we end it when a load fails.
 """
 
 from collections.abc import Container, Iterable, Mapping
+from functools import cached_property
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -28,7 +33,7 @@ class FailedLoads:
 
     def __init__(self) -> None:
         self._failed: set[str] = set()  # vLLM's ids of requests that have no blocks since
-        self._tried: set[str] = set()  # those of them that vLLM was to give blocks the last time
+        self._tried: set[str] = set()  # whom vLLM was to give blocks the last time
         self._ended: dict[str, Request] = {}  # loads, until vLLM has taken their requests up
         self._scheduler = builder_of(Scheduler)  # absent where tests build the connector
 
@@ -50,7 +55,7 @@ class FailedLoads:
         It must if it got no blocks the last time, and they hold some.
         """
         name = request.request_id
-        if name not in self._failed:
+        if name not in self._failed and self._have_own_queue:
             return False
         self._ended = {
             name: loaded for name, loaded in self._ended.items() if _waits_with_blocks(loaded)
@@ -60,6 +65,11 @@ class FailedLoads:
             return True
         self._tried.add(name)
         return False
+
+    @cached_property
+    def _have_own_queue(self) -> bool:
+        """Whether those with blocks come first: from vLLM 0.31 on."""
+        return self._scheduler is None or hasattr(self._scheduler, "kv_holding_waiting")
 
     def lacking_blocks(self) -> Request | None:
         """Return a request that has its KV, and that vLLM has not taken up for lack of blocks.

@@ -10,16 +10,16 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from pdrelay_connector.shell import vllm_versions
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    if not vllm_versions.ASKS_WHAT_IS_LOADED:
-        pytest.skip("the stories' kinds need vLLM 0.32", allow_module_level=True)
+    from pdrelay_connector.shell import vllm_versions
     from support.async_kinds import AsyncEngine, AsyncPair, Chances, play
     from support.kinds_table import KINDS
 
 from support.story_seeds import SEEDS, story_marks
 
 pytestmark = story_marks(30)
+RESERVES_DRAFTS = hasattr(Scheduler, "_spec_decode_step_blocks") or vllm_versions.ASKS_WHAT_IS_LOADED
 PLAIN = ("full attention", "sliding window beside full attention", "chunks")  # rejected drafts leave them whole
 
 
@@ -29,7 +29,10 @@ def stories(shape, other=None, **chances):
     return sum(counts, Counter())
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "state of Mamba 2", "circular buffer", "replayed window (bounded replay)"])
+LATER = ("state of Mamba 2", "circular buffer", "replayed window (bounded replay)")  # from vLLM 0.32 on
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *(LATER if vllm_versions.ASKS_WHAT_IS_LOADED else ())])
 def test_every_token_is_computed_from_ps_bytes(name):
     """Clients leave and prefix caches are reset meanwhile."""
     counts = stories(KINDS[name].shape(blocks=56), leaves=0.1, resets=0.05)
@@ -37,10 +40,14 @@ def test_every_token_is_computed_from_ps_bytes(name):
     assert counts["loaded"] >= 5 * SEEDS
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", PLAIN if RESERVES_DRAFTS else PLAIN[:1])
 def test_drafts_that_were_wrong_are_in_no_block_that_moves(name):
-    """And in none that another prompt hits."""
-    counts = stories(KINDS[name].shape(blocks=40), drafts=3, leaves=0.05)
+    """And in none that another prompt hits.
+
+    With vLLM 0.30 a cache full of loads and drafts stands still: it keeps no blocks for the drafts of what is loaded
+    (mended in 0.31 by https://github.com/vllm-project/vllm/pull/57104). So there is room for them.
+    """
+    counts = stories(KINDS[name].shape(blocks=40 if RESERVES_DRAFTS else 80), drafts=3, leaves=0.05)
 
     assert counts["loaded"] >= 5 * SEEDS
     assert counts["accepted"] >= 50 * SEEDS

@@ -18,9 +18,13 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell import vllm_versions
     from pdrelay_connector.shell.block_shortage import BlockShortage, takes_the_last_blocks
     from pdrelay_connector.shell.engine_config import _group
+    from support.cache_kinds import Pair
+    from support.kinds_table import KINDS
+    from support.scheduled_engine import REVOKE
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS, CACHED, WAIT = 4, 12, 4, 10.0
+PLAYED = ("full attention", "chunks", *(["state of Mamba 2"] if vllm_versions.ASKS_WHAT_IS_LOADED else []))
 
 
 def short_after_a_wait(*, needs, in_use=0, group=None):
@@ -92,13 +96,9 @@ def test_blocks_that_are_cached_for_a_load_are_not_left():
     assert takes_the_last_blocks(pool, [CacheGroup(SIZE)], request, 2 * SIZE, 4 * SIZE)
 
 
-@pytest.mark.skipif(not vllm_versions.ASKS_WHAT_IS_LOADED, reason="the stories' kinds need vLLM 0.32")
-@pytest.mark.parametrize("name", ["full attention", "chunks", "state of Mamba 2"])
+@pytest.mark.parametrize("name", PLAYED)
 def test_loads_leave_a_block_for_the_next_token(name):
     """Two prompts fill the cache to its end, and each needs a block of every group for the token that D computes."""
-    from support.cache_kinds import Pair
-    from support.kinds_table import KINDS
-
     kind, prompts = KINDS[name], [[number, *[0, 1] * 28] for number in range(2)]
     groups = kind.specs(4)
     loaded = sum(group.loaded_blocks(56, 0) for group in map(_group, groups))
@@ -114,14 +114,9 @@ def test_loads_leave_a_block_for_the_next_token(name):
     assert pair.d.loaded == {"r0", "r1"}
 
 
-@pytest.mark.skipif(not vllm_versions.ASKS_WHAT_IS_LOADED, reason="the stories' kinds need vLLM 0.32")
 @pytest.mark.parametrize("tokens", [61, 62, 64, 65])
 def test_a_lease_that_nobody_reads_stops_no_load(tokens):
     """The engine that renews it has more to do. 16 blocks are free beside it."""
-    from support.cache_kinds import Pair
-    from support.kinds_table import KINDS
-    from support.scheduled_engine import REVOKE
-
     kind, offers = KINDS["full attention"], []
     pair = Pair(kind.shape(blocks=40), kind.shape(blocks=24))
     pair.awaited["lent"] = offers.append
@@ -136,14 +131,9 @@ def test_a_lease_that_nobody_reads_stops_no_load(tokens):
     assert pair.d.loaded == {"r"}
 
 
-@pytest.mark.skipif(not vllm_versions.ASKS_WHAT_IS_LOADED, reason="the stories' kinds need vLLM 0.32")
-@pytest.mark.parametrize("name", ["full attention", "chunks", "state of Mamba 2"])
+@pytest.mark.parametrize("name", PLAYED)
 def test_a_lease_that_nobody_reads_stops_no_request_that_has_its_kv(name):
     """The lease took the last blocks during the load. VLLM asks no connector about such a request any more."""
-    from support.cache_kinds import Pair
-    from support.kinds_table import KINDS
-    from support.scheduled_engine import REVOKE
-
     kind, offers = KINDS[name], []
     pair = Pair(kind.shape(blocks=60), kind.shape(blocks=60))
     pair.d.movers[1].stuck = True

@@ -7,10 +7,6 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from pdrelay_connector.shell import vllm_versions
-
-    if not vllm_versions.ASKS_WHAT_IS_LOADED:
-        pytest.skip("the stories' kinds need vLLM 0.32", allow_module_level=True)
     from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
     from vllm.v1.request import RequestStatus
 
@@ -92,7 +88,9 @@ def by_priority(engine):
     """Have vLLM schedule requests so."""
     scheduler = engine.scheduler
     scheduler.policy = SchedulingPolicy.PRIORITY
-    scheduler.waiting, scheduler.kv_holding_waiting = (create_request_queue(scheduler.policy) for _ in range(2))
+    for queue in ("waiting", "kv_holding_waiting", "skipped_waiting"):
+        if hasattr(scheduler, queue):
+            setattr(scheduler, queue, create_request_queue(scheduler.policy))
 
 
 def test_blocks_in_the_prefix_cache_are_no_room_for_one_that_failed():

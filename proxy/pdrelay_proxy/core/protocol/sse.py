@@ -222,44 +222,49 @@ class WholeLines:
         return (rest if complete else b""), complete
 
     def _note(self, passing: bytes) -> None:
-        may_be_end = False
         if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token
             may_be_error = len(passing) > _NAME_AT and (
                 passing[_NAME_AT] == _E or passing[_NARROW_NAME_AT] == _E
             )
             if may_be_error and passing.startswith(_ERRORS):
                 self.erred = True
+            if len(passing) >= _END_MOST and not self._is_ending:
+                self._before = self._last
+                self._last = passing
+                return
         else:
-            if (
-                _V in passing
-                and passing.find(_EVENT) >= 0
-                and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT))
-            ):
-                self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
-                self._is_ending = self._name in _WHOLE
-            if self._name == b"error" or (passing.find(_ERROR_OBJECT) >= 0 and _has_error(passing)):
-                self.erred = True
-            may_be_end = True
-            is_end = passing[-len(_USUAL_END) :] == _USUAL_END
-            if not is_end and (
-                passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing
-            ):
-                passing = _before_comments(passing)
-                if not passing:
-                    return
+            passing = self._note_events(passing)
+            if not passing:
+                return
         if len(passing) >= _END_MOST:
             self._before = self._last
             self._last = passing
         else:
             self._last = (self._last + passing)[-_SHORT_MOST:]
-            may_be_end = True
         if (
-            (self._is_ending or (may_be_end and self._last.endswith(_DONE_LINES)))
+            (self._is_ending or self._last.endswith(_DONE_LINES))
             and not self.erred
             and was_given_up(self._before + self._last, self._name)
         ):
             self._last = self._name = b""  # its end has not passed
             raise given_up(self._engine)
+
+    def _note_events(self, passing: bytes) -> bytes:
+        """Take in lines that are not one event's data; return them without comments at their
+        end.
+        """
+        if (
+            _V in passing
+            and passing.find(_EVENT) >= 0
+            and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT))
+        ):
+            self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
+            self._is_ending = self._name in _WHOLE
+        if self._name == b"error" or (passing.find(_ERROR_OBJECT) >= 0 and _has_error(passing)):
+            self.erred = True
+        is_end = passing[-len(_USUAL_END) :] == _USUAL_END
+        may_have_comments = passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing
+        return _before_comments(passing) if may_have_comments and not is_end else passing
 
 
 def _has_error(lines: bytes) -> bool:

@@ -251,3 +251,15 @@ class CannotTurn(ProxyError): ...
 
 
 class ConfigError(ProxyError): ...
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Have an error, and those that led to it, no longer refer to the frames they passed.
+
+    Frames refer to their callers' (CPython 3.13), these to the request, and that to its error: a
+    reference cycle, which would keep the request until the garbage collector comes. Whoever keeps
+    an error calls this.
+    """
+    while error is not None:
+        error.with_traceback(None)
+        error = error.__cause__ or error.__context__

@@ -21,13 +21,20 @@ from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.protocol.usage import prompt_tokens
 from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.schemas import Coordinates
-from pdrelay_proxy.errors import EngineError, EngineTimeout, NoKvParams, Refused, RouterFull
+from pdrelay_proxy.errors import (
+    EngineError,
+    EngineTimeout,
+    NoKvParams,
+    Refused,
+    RouterFull,
+    forget_frames,
+)
 from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.leg_sending import LegSending
 from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from pdrelay_proxy.requests.lent_blocks import LentBlocks
-from pdrelay_proxy.requests.life import RequestLife, forget_frames
+from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.requests.terms import Terms
 from pdrelay_proxy.settings import Settings
@@ -249,7 +256,7 @@ class Attempt(LegOwner):
             return
         failed = LegFailed(leg.instance, error)
         failed.__cause__ = error
-        forget_frames(error)  # they hold the leg, which holds the error: a circle
+        forget_frames(error)
         leg.fault = failed
         leg.failure = failed.failure
         if failed.failure is Failure.NO_SUCH_PATH:

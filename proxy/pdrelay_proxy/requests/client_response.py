@@ -16,7 +16,7 @@ from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.protocol.fault_table import failure_of
 from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from pdrelay_proxy.errors import EngineError, ProxyError, TurnedAway
+from pdrelay_proxy.errors import EngineError, ProxyError, TurnedAway, forget_frames
 from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.error_body import error_body, error_headers, last_event
 from pdrelay_proxy.requests.legs import DecodeLeg
@@ -228,13 +228,12 @@ class ClientResponse:
     def _write_error(self, error: Exception) -> int:
         record = self._life.record
         writer = self.writer
+        if not isinstance(error, (ClientGone, ProxyError)):
+            logger.error("request %s failed", record.request_id, exc_info=error)
+        forget_frames(error)
+        error.__context__ = None
         if isinstance(error, ClientGone):
             return self._note_gone(error.refusal)
-        if not isinstance(error, ProxyError):
-            logger.error("request %s failed", record.request_id, exc_info=error)
-        # it leads to frames that hold the request, and the error: a circle
-        error.with_traceback(None)
-        error.__context__ = None  # and so does this
         record.error = str(error)
         self.failure = error
         if writer.begun:

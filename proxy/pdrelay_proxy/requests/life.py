@@ -105,10 +105,3 @@ class RequestLife:
                 coroutine.send(None)
             except StopIteration:
                 pass
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Have an error, and those that led to it, say no more where they were raised."""
-    while error is not None:
-        error.with_traceback(None)
-        error = error.__cause__ or error.__context__

@@ -8,7 +8,7 @@ from typing import Final
 from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.model import Headers, Instance, LegRequest, RequestId
 from pdrelay_proxy.core.raw_json import Pieces
-from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.errors import EngineError, forget_frames
 from pdrelay_proxy.io.wire.connection import Connection, Peer
 from pdrelay_proxy.io.wire.pool import Pool
 from pdrelay_proxy.io.wire.request_head import Unsendable
@@ -123,9 +123,8 @@ class LegSender:
         try:
             connection = await self._pool.open(instance)
         except EngineError as error:
-            call.failed(
-                error.with_traceback(None)
-            )  # its frames refer to the call: a reference cycle
+            forget_frames(error)
+            call.failed(error)
             return
         if call.error is not None:  # the request was given up meanwhile
             self._pool.put_back(connection)

@@ -34,6 +34,7 @@ from support.scheduled_engine import (
     _configured,
     kv_of,
     next_token,
+    token_of,
 )
 from support.story_seeds import SEEDS
 from support.token_slots import slot_of
@@ -399,7 +400,7 @@ class KindsEngine(ScheduledEngine):
         size, first = self.hashed, len(request.block_hashes)
         found = get_request_block_hasher(size, sha256)(request)
         if found:
-            chains = kv_of(request.all_token_ids[: (first + len(found)) * size])
+            chains = self.chains_of(request, (first + len(found)) * size)
             for number, each in enumerate(found, first):
                 self.world.cached[bytes(each)] = tuple(chains[number * size : (number + 1) * size])
         return found
@@ -463,14 +464,17 @@ class KindsEngine(ScheduledEngine):
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             stop = request.num_computed_tokens
-            tokens = list(request.all_token_ids[:stop])
-            chains, tables = kv_of(tokens), self.scheduler.kv_cache_manager.get_block_ids(name)
+            chains, tables = self.chains_of(request, stop), self.scheduler.kv_cache_manager.get_block_ids(name)
             replay = getattr(request, "replay_start", 0)
             for group, layer in self.layers:
                 layer.compute(tables[group], stop - count, stop, chains, replay)
-            sampled[name] = [next_token(tokens)] if stop == request.num_tokens else []
+            sampled[name] = [token_of(chains)] if stop == request.num_tokens else []
             self.world.counts["computed"] += count
         return sampled
+
+    def chains_of(self, request, stop):
+        """Return what all tokens up to each one make of it."""
+        return kv_of(request.all_token_ids[:stop])
 
     def _fill(self, block, byte):
         """Write into a block of all layers with attention, as vLLM does, which shares blocks among groups."""
@@ -574,8 +578,12 @@ class Pair(Turns):
         elif output.request in self.asked:
             prompt, said, _ = self.asked[output.request]
             for token in output.tokens:
-                assert token == next_token([*prompt, *said]), f"{output.request} has another text"
+                assert token == self.next_token(output.request, [*prompt, *said]), f"{output.request} has another text"
                 said.append(token)
+
+    def next_token(self, _name, tokens):
+        """What the model makes of a request's tokens."""
+        return next_token(tokens)
 
     def fail(self, dice):
         """Have something go wrong, for as long as it may take, or be right again."""

@@ -76,9 +76,14 @@ def kv_of(tokens):
     return found
 
 
+def token_of(chains):
+    """What the model makes of the tokens with this KV."""
+    return chains[-1][0] % VOCABULARY
+
+
 def next_token(tokens):
     """What the model makes of these tokens."""
-    return kv_of(tokens)[-1][0] % VOCABULARY
+    return token_of(kv_of(tokens))
 
 
 class Output(NamedTuple):
@@ -314,9 +319,14 @@ class ScheduledEngine:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=most, ignore_eos=True, extra_args={"kv_transfer_params": params}
         )
+        others = self.others_of(name)
         self.scheduler.add_request(
-            Request(name, list(tokens), sampling, None, block_hasher=self._hasher, priority=priority)
+            Request(name, list(tokens), sampling, None, block_hasher=self._hasher, priority=priority, **others)
         )
+
+    def others_of(self, _name):
+        """Return what decides a request's KV beside its tokens, as arguments of vLLM's request."""
+        return {}
 
     # ---- the process
 

@@ -15,7 +15,7 @@ import pytest
 
 from pdrelay_tools.simulated.engine import Sim
 from support.router_process import KEY, RouterProcess, router_processes
-from support.sim import fleet, serving, sims
+from support.sim import fleet, serving, sims, until
 
 pytestmark = pytest.mark.processes
 
@@ -41,6 +41,9 @@ class Running:
 
     def get(self, path, **options):
         return httpx.get(self.router.url + path, timeout=30, **options)
+
+    def states(self):
+        return {row["state"] for row in self.get("/instances", headers=KEY).json()["instances"]}
 
 
 @contextmanager
@@ -217,6 +220,7 @@ def test_by_itself_a_router_takes_private_addresses_and_no_metadata_service(tmp_
         assert add(fleet, "169.254.169.254:80").status_code == 403
         assert add(fleet, "[fe80::1]:80").status_code == 403
         assert add(fleet, "8.8.8.8:80").status_code == 403
+        until(lambda: fleet.states() == {"healthy"})  # one that is starting gets nothing beside those that serve
         assert [fleet.post().status_code for _ in range(4)] == [200] * 4
         assert any(entry.path == PATH for entry in fleet.engines["d1"].log)
 

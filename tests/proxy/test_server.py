@@ -15,7 +15,7 @@ from pdrelay_proxy.io.build import find_build
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
 from support.certificates import Authority
-from support.router_process import RouterProcess
+from support.router_process import KEY, RouterProcess
 from support.sim import fleet, serving, sims, until
 
 pytestmark = pytest.mark.processes
@@ -40,6 +40,11 @@ class Process(RouterProcess):
 
     def post(self, **options):
         return httpx.post(self.url + PATH, json=BODY, timeout=20, **options)
+
+    def states(self):
+        """Return what has become of each engine: one that is starting gets nothing beside those that serve."""
+        rows = httpx.get(f"{self.url}/instances", headers=KEY, timeout=20).json()["instances"]
+        return {row["id"]: row["state"] for row in rows}
 
     def decode_of_a_request(self):
         return self.post().headers["server-timing"].split('"')[3]
@@ -158,7 +163,7 @@ def test_sighup_brings_engines_keys_and_limits_and_takes_them_away(start, tmp_pa
         process = start("--config", str(config))
         write(d0, d1)
         assert process.reload().endswith("the settings were read again")
-        until(lambda: process.decode_of_a_request() == "decode-1")  # it joins with the first look at it
+        until(lambda: process.states() == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "healthy"))
         assert {process.decode_of_a_request() for _ in range(4)} == {"decode-0", "decode-1"}
 
         write(d1)

@@ -141,7 +141,7 @@ async def test_what_has_one_leg_goes_to_one_decode_engine_as_it_came(path):
     """And no prefill engine is bothered."""
     raw = b'{"model":"sim", "input" : ["a", 1.50],"x":1e400}'
     engines = sims(1, 2)
-    async with router(engines) as client:
+    async with router(engines, Settings(health_check_interval_s=0.0)) as client:
         responses = [
             await client.post(path, content=raw, headers={"content-type": "application/json"}) for _ in range(2)
         ]

@@ -102,6 +102,7 @@ async def test_an_engine_that_has_no_room_is_not_broken(status):
     with cluster(2, 2, OPEN) as running:
         running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=status))
         async with client_of(running) as client:
+            await healthy(client)
             wrong = await ask_many(client, 30)
             states = (await client.get("/instances", headers=KEY)).json()["instances"]
 
@@ -161,6 +162,13 @@ async def test_ten_engines_join_drain_and_leave_while_100_streams_run():
         assert open_there == []
         assert {name: len(sim.log) for name, sim in new.items()} == left
         assert [violation for sim in new.values() for violation in sim.violations] == []
+
+
+async def healthy(client):
+    """Wait until all engines are: one that is starting gets nothing beside those that serve."""
+    async with asyncio.timeout(30):
+        while set((await states_of(client)).values()) != {"healthy"}:
+            await asyncio.sleep(0.01)
 
 
 async def states_of(client):

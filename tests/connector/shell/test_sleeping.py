@@ -1,6 +1,7 @@
 """Engines that sleep, with vLLM's scheduler: what was handed over before is not read after, and all goes on."""
 
 import dataclasses
+import random
 import warnings
 
 import pytest
@@ -12,17 +13,16 @@ with warnings.catch_warnings():
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         pytest.skip("the stories' kinds need vLLM 0.32", allow_module_level=True)
     from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.request import RequestStatus
 
-    from support.cache_kinds import Pair
+    from support.cache_kinds import CONTEXT, MODES, Pair
     from support.divided_kinds import PAIRS
     from support.kinds_table import KINDS
 
 from pdrelay_connector.errors import ConnectorError
+from support.story_seeds import SEEDS, story_marks
 
-pytestmark = [
-    pytest.mark.usefixtures("no_warnings"),
-    pytest.mark.timeout(240),  # importing vLLM takes half a minute on a busy machine
-]
+pytestmark = story_marks(10)
 PROMPT = [number % 3 for number in range(61)]
 NAMES = ["full attention", "sliding window", "state of Mamba 2", "two parts to four"]
 
@@ -166,3 +166,49 @@ def test_an_engine_that_cannot_sleep_says_so_and_goes_on(pair):
     pair.run(30.0)
 
     check_has_text(pair, loaded=[])
+
+
+def sleep(engine):
+    """Have an engine sleep, unless vLLM refuses it: loads and quarantined blocks keep the cache in use."""
+    waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+    if any(request.status == waiting for request in engine.scheduler.requests.values()):
+        return False
+    try:
+        engine.sleep()
+    except RuntimeError:
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        assert engine.decodes._quarantined
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["full attention", "sliding window beside full attention", "state of Mamba 2"])
+def test_whenever_engines_sleep_each_token_is_computed_from_the_right_kv(name):
+    """In the middle of pushes, of reads by others and of prompts, and for as long as it may be; nothing is left."""
+    slept = 0
+    for seed in range(SEEDS):
+        shape, dice = KINDS[name].shape(blocks=60), random.Random(seed)
+        pair = Pair(shape, shape, writes_at_once=seed % 2 == 1)
+        trunk = dice.choices(range(3), k=CONTEXT)
+        for number in range(20):
+            prompt = trunk[: dice.choice((7, 30, 55))] + dice.choices(range(3), k=dice.randrange(1, 20))
+            pair.ask(f"r{number}", prompt, dice.randrange(1, 12), dice.choice(MODES))
+            for _ in range(dice.choice((0, 0, 1, 3, 8))):
+                pair.round()
+            engine = dice.choice((pair.p, pair.d))
+            if dice.random() < 0.3 and sleep(engine):
+                slept += 1
+                for _ in range(dice.choice((0, 1, 4))):
+                    pair.round()
+                engine.wake_up()
+        for _ in range(200):
+            if pair.is_done:
+                break
+            pair.run(1.0)
+
+        assert pair.is_done, "some texts are missing"
+        assert len(pair.d.loaded) >= 3
+        pair.run(120.0)
+        assert [engine.pool.get_num_free_blocks() for engine in (pair.p, pair.d)] == [59, 59]
+
+    assert slept >= 2 * SEEDS

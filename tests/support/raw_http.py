@@ -56,12 +56,16 @@ class Incoming:
 
 
 class RawClient:
-    """One connection."""
+    """One connection; raises Over if it ends within its TLS handshake."""
 
     def __init__(self, port, *, tls=None, timeout=20, address="127.0.0.1", host="127.0.0.1"):
         self.sock = socket.create_connection((host, port), timeout=timeout, source_address=(address, 0))
         if tls is not None:
-            self.sock = tls.wrap_socket(self.sock, server_hostname=host)
+            try:
+                self.sock = tls.wrap_socket(self.sock, server_hostname=host)
+            except (ConnectionError, ssl.SSLEOFError) as exc:
+                self.sock.close()
+                raise Over("the connection ended within its TLS handshake") from exc
         self.incoming = Incoming(self.sock)
 
     def __enter__(self):

@@ -186,7 +186,7 @@ def test_a_log_that_grows_for_ever_does_not():
 )
 def test_the_first_exception_is_the_cause(fleet, line):
     """vLLM's last line only says that there was one."""
-    child = fleet.start(command(f"print({line!r}); raise SystemExit('RuntimeError: see above')"))
+    child = fleet.start(command(f"print({line!r}, flush=True); raise SystemExit('RuntimeError: see above')"))
     child.wait(20)
 
     assert child.cause() == "ValueError: no such model"

@@ -27,8 +27,9 @@ _ITEM_LEAST: Final = 2  # bytes of an item and its comma
 SMALL: Final = min(NAMES_MOST * _NAME_LEAST, PROMPTS_MOST * _ITEM_LEAST)
 _BRACE: Final = re.compile(rb"[{}]")
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# whole strings, and what is between them
-_WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+# Whole strings, and what is between them. The outer repeat is not possessive: CPython before 3.11.5
+# leaves such a one behind the half of a turn that has failed (gh-106052).
+_WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*', re.DOTALL)
 _OUTER: Final = re.compile(rb'["\[\]{},]')
 _INNER: Final = re.compile(rb'["\[\]{}]')
 _IN_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)

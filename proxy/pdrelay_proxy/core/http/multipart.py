@@ -20,12 +20,12 @@ _BOUNDARY: Final = re.compile(rb"[0-9A-Za-z'()+_,./:=?-]{1,70}")
 _TOKEN: Final = rb"[-!#$%&'*+.^_`|~0-9A-Za-z]++"
 _PLAIN_BOUNDARY: Final = re.compile(_TOKEN)
 _PARAMETER: Final = re.compile(
-    rb";[ \t]*+(?:(%b)[ \t]*+=[ \t]*+(?:(%b)|\"([^\"\\]*+)\")[ \t]*+)?+" % (_TOKEN, _TOKEN)
+    rb";[ \t]*+(?:(%b)[ \t]*+=[ \t]*+(?:(%b)|\"([^\"\\]*+)\")[ \t]*+)?" % (_TOKEN, _TOKEN)
 )
 _HEADER: Final = re.compile(rb"(%b):([^\r\n\x00]*+)\r\n" % _TOKEN)
 # A backslash in a value is a plain character here. Before a quote, parsers differ on it, so it is
 # refused.
-_DISPOSITION: Final = re.compile(rb"[ \t]*+form-data[ \t]*+((?:;.*)?+)", re.IGNORECASE)
+_DISPOSITION: Final = re.compile(rb"[ \t]*+form-data[ \t]*+((?:;.*)?)", re.IGNORECASE)
 _FIELD: Final = re.compile(
     rb";[ \t]*+(%b)[ \t]*+=[ \t]*+(?:\"([^\"]*+)\"|([^\" \t;]++))[ \t]*+" % _TOKEN
 )

@@ -15,7 +15,7 @@ _PATH: Final = re.compile(r"/[!-~]*")
 # 6) or which connection it concerns.
 _LINES: Final = re.compile(
     rb"(?:(?!(?i:host|connection|content-length|transfer-encoding|expect|upgrade|te|trailer):)"
-    rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++: [\t\x20-\x7e\x80-\xff]*+\r\n)*+"
+    rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++: [\t\x20-\x7e\x80-\xff]*+\r\n)*"
 )
 
 

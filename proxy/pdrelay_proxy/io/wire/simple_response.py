@@ -12,7 +12,7 @@ from typing import Final
 CONTENT_TYPE: Final = b"application/json"
 _MOST: Final = 4096  # bytes of such a head
 # lines that do not matter here
-_SILENT: Final = rb"(?:(?:date|server|x-request-id): [!-~ ]*+\r\n)*+"
+_SILENT: Final = rb"(?:(?:date|server|x-request-id): [!-~ ]*+\r\n)*"
 _LENGTH: Final = rb"content-length: ([0-9]{1,9}+)\r\n"
 _TYPE: Final = rb"content-type: application/json\r\n"
 _EVENTS: Final = rb"content-type: (text/event-stream(?:; charset=utf-8)?)\r\n"

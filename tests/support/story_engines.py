@@ -345,8 +345,17 @@ class Fleet:
             raise ConnectionRefusedError("nobody listens there")
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(partial(Line, engine), theirs)
-        await loop.create_connection(protocol, sock=ours)
+        try:
+            await loop.connect_accepted_socket(partial(Line, engine), theirs)
+        except BaseException:  # the leg is given up meanwhile
+            ours.close()
+            theirs.close()
+            raise
+        try:
+            await loop.create_connection(protocol, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
 
 
 class _Probes(httpx.AsyncBaseTransport):

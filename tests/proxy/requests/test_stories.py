@@ -370,23 +370,26 @@ class Story:
                 writer.write(request(each.api.value, raw))
             ask.leaves_at = dice.choice((0, 0.01, 0.2, 2)) if dice.random() < 0.15 else None
             ask.pause_s = dice.choice((0.01, 0.5)) if dice.random() < 0.2 else 0.0
-            if not await self.hear(ask, reader, is_new=is_new):
+            if not await self.hear(ask, reader, may_be_closed=is_pipelined or not is_new):
                 writer.transport.abort()
                 writer = None
         if writer is not None:
             writer.close()
 
-    async def hear(self, ask, reader, *, is_new):
-        """Look at one answer; tell whether the connection stays. A kept one may have been closed meanwhile."""
+    async def hear(self, ask, reader, *, may_be_closed):
+        """Look at one answer; tell whether the connection stays.
+
+        ``may_be_closed``: it was kept, or has more requests in it, which are lost where the router closes it.
+        """
         try:
             async with asyncio.timeout(ask.leaves_at):
                 status, name, body, keeps = await self.answer(reader, ask.pause_s)
         except TimeoutError:
             return False
-        except asyncio.IncompleteReadError as end:
-            if end.partial or is_new:
-                raise
-            return False
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            if may_be_closed:
+                return False
+            raise
         try:
             self.check(ask, status, name, body)
         except Exception as fault:  # the story goes on, and tells it at its end

@@ -116,7 +116,7 @@ def read(api, raw, *, streams):
         assert len(data) < 2, block
         if not data:
             continue
-        assert end is None or (end == "error" and data == ["[DONE]"]), raw
+        assert end is None or (end == "error" and (data == ["[DONE]"] or '"error"' in data[0])), raw
         if data == ["[DONE]"]:
             end = end or "whole"
             continue

@@ -149,7 +149,7 @@ def test_one_connector_loads_and_the_others_hear_of_none():
 
 def test_offloading_has_what_we_tell_it():
     """Which blocks a step allocates, for its copies to end before; and how many tokens of a request it copies."""
-    step = inspect.getsource(OffloadingConnectorScheduler.build_connector_meta)
+    step = inspect.getsource(OffloadingConnectorScheduler)
     copies = inspect.getsource(OffloadingConnectorScheduler._calc_num_offloadable_tokens)
 
     assert "in self._current_batch_allocated_block_ids" in step

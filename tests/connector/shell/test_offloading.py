@@ -11,6 +11,7 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
+    from pdrelay_connector.shell.vllm_versions import VLLM_VERSION
     from support.async_kinds import Chances, play
     from support.kinds_table import KINDS
     from support.offloading_kinds import OffloadingPair
@@ -21,6 +22,7 @@ pytestmark = story_marks(30)
 FULL = KINDS["full attention"].shape
 
 
+NOTICES_LOADS = tuple(map(int, VLLM_VERSION.split(".")[:2])) >= (0, 33)
 WINDOW = "sliding window beside full attention"
 
 
@@ -68,6 +70,7 @@ def test_a_load_waits_for_the_copies_of_its_blocks(mode):
     load_what_is_still_copied(mode)
 
 
+@pytest.mark.skipif(NOTICES_LOADS, reason="this vLLM notices each load itself")
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_load_of_which_the_tier_does_not_know_is_noticed(monkeypatch, mode):
     """As vLLM 0.32 has it."""

@@ -218,8 +218,15 @@ class WholeLines:
         rest = b"".join(self._rest)
         data = b"" if rest.startswith(_COMMENT) else rest
         is_done = _DONE.search(self._last[-_END_MOST:] + data) is not None
-        complete = is_done or (self._name in _LAST and not data)
+        complete = is_done or (self._name in _LAST and not data and self._has_data())
         return (rest if complete else b""), complete
+
+    def _has_data(self) -> bool:
+        """Tell whether the last passed event has data: it does not end with the line of its
+        name.
+        """
+        lines = self._last.rstrip(b"\r\n")
+        return not lines.startswith(_EVENT, lines.rfind(b"\n") + 1)
 
     def _note(self, passing: bytes) -> None:
         if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token

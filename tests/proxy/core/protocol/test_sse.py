@@ -118,6 +118,17 @@ def test_other_apis_end_with_a_named_event(name, size):
         assert (passed + rest == whole) is complete
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_the_name_of_the_last_event_is_no_end(end):
+    """Its line may come alone: the engine has died before the event's data has passed."""
+    lines = WholeLines("d0")
+    lines.feed(b"event: response.completed" + end)
+    assert not lines.finish()[1]
+
+    lines.feed(b'data: {"long":"%s"}' % (b"x" * 100) + end + end)
+    assert lines.finish() == (b"", True)
+
+
 @pytest.mark.parametrize(
     ("events", "erred"),
     [

@@ -21,13 +21,14 @@ _STOP: Final = b'"stop_reason":'
 _NO_STOP: Final = b'"stop_reason":null'
 _ABORT: Final = b'"abort"'
 _NULL: Final = b"null"
-_UNFINISHED: Final = (_ABORT, _NULL)
+_NO_TEXT: Final = b'"content":""'  # a chat begins so
 # every answer has a token, if only its end
 _NO_COMPLETION: Final = b'"completion_tokens":0'
 _NO_OUTPUT: Final = b'"output_tokens":0'
 _CANCELLED: Final = "cancelled"
 _IS_CANCELLED: Final = b'"status":"cancelled"'
-_SIGNS: Final = (_ABORT, _NO_OUTPUT, _NO_STOP, _IS_CANCELLED)
+_MESSAGE: Final = b'"type":"message"'
+_SIGNS: Final = (_ABORT, _NO_OUTPUT, _IS_CANCELLED)
 _DATA: Final = b"\ndata:"
 MESSAGE_STOP: Final = b"message_stop"
 COMPLETED: Final = b"response.completed"
@@ -40,7 +41,10 @@ def given_up(engine: str) -> EngineError:
 
 def is_given_up(answer: bytes) -> bool:
     """Tell whether a whole answer is one."""
-    if not any([answer.find(sign) >= 0 for sign in _SIGNS]):  # noqa: C419 (compiled, a generator takes longer)
+    if not (
+        any([answer.find(sign) >= 0 for sign in _SIGNS])  # noqa: C419 (compiled, a generator takes longer)
+        or (answer.find(_MESSAGE) >= 0 and answer.find(_NO_STOP) >= 0)
+    ):
         return False
     said = maybe(answer, FinishedAnswer)
     if said is None:
@@ -65,7 +69,12 @@ def was_given_up(events: bytes, name: bytes) -> bool:
     at = events.rfind(_FINISH)
     if at < 0:
         return events.find(_NO_COMPLETION) >= 0
-    return events.startswith(_UNFINISHED, at + len(_FINISH))
+    if events.startswith(_ABORT, at + len(_FINISH)):
+        return True
+    if not events.startswith(_NULL, at + len(_FINISH)):
+        return False
+    # other engines than vLLM may give no reason behind a text
+    return events.find(_NO_TEXT, max(events.rfind(_DATA, 0, at), 0), at) >= 0
 
 
 def _is_empty_response(events: bytes) -> bool:

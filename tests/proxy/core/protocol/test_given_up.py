@@ -117,3 +117,14 @@ def test_of_one_that_ends_with_an_error_no_more_is_said():
         lines.feed(each)
 
     assert lines.feed(b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("text", [b'"text":"a"', b'"delta":{"role":"assistant","content":"a"}'])
+def test_another_engine_than_vllm_may_end_a_text_without_a_reason(text):
+    """Nothing is missing there: vLLM gives none only where there is no text."""
+    event = b'data: {"choices":[{"index":0,%b,"finish_reason":null}]}\n\n' % text
+    lines = WholeLines("d0")
+    for each in (event, event, b"data: [DONE]\n\n"):
+        assert lines.feed(each) == each
+
+    assert lines.finish() == (b"", True)

@@ -160,6 +160,14 @@ async def test_there_is_room_for_so_many_tokens_of_all_answers(more):
     assert (reply.status_code, "larger than" in reply.text) == (400, True)
 
 
+@pytest.mark.parametrize("most", [0, -1])
+async def test_no_answer_is_without_a_token(most):
+    """vLLM refuses to make such a one."""
+    reply = await post(Sim("decode"), BODY | {"max_tokens": most})
+
+    assert (reply.status_code, "at least 1" in reply.text) == (400, True)
+
+
 async def test_faults_are_set_and_cleared_from_outside():
     """And hit as many requests as they are told to."""
     sim = Sim("decode")

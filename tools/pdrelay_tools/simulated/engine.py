@@ -269,7 +269,9 @@ class Sim:
         try:
             body, generated = rules.continued(json.loads(raw))
             if rules.answer_tokens(body) > _TOO_MANY:
-                return self._refuse(body)
+                return self._refuse(body, "max_tokens is larger than the model's length")
+            if rules.token_limit(body) < 1:
+                return self._refuse(body, "max_tokens must be at least 1")
             if not (transfer := rules.abandoned(body)):
                 self._check(raw, body, request)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
@@ -323,12 +325,12 @@ class Sim:
                     body, name, self._names[0], created, path.startswith("/v1/chat/"), generated
                 )
 
-    def _refuse(self, body: Json) -> Response:
-        """Refuse too many tokens, and release the prefill engine's blocks, as vLLM does."""
+    def _refuse(self, body: Json, why: str) -> Response:
+        """Refuse a number of tokens, and release the prefill engine's blocks, as vLLM does."""
         params: Json = body.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill"):
             self.released.append(params["remote_request_id"])
-        return _json(error(400, "max_tokens is larger than the model's length"), 400)
+        return _json(error(400, why), 400)
 
     async def _run(self, request: Request) -> Response:
         """Answer a request that has no second leg with its path and size."""

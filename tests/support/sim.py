@@ -53,20 +53,8 @@ class InMemory(httpx.AsyncBaseTransport):
         app = engine if isinstance(engine, Sim) else _answering(engine, host)
         config = uvicorn.Config(app, log_config=None, ws="none", http="httptools", access_log=False)
         config.load()
-        ours, theirs = socket.socketpair()
-        loop = asyncio.get_running_loop()
         served = partial(config.http_protocol_class, config=config, server_state=self._served, app_state={})
-        try:
-            await loop.connect_accepted_socket(served, theirs)
-        except BaseException:  # the leg is given up meanwhile
-            theirs.close()
-            ours.close()
-            raise
-        try:
-            await loop.create_connection(protocol, sock=ours)
-        except BaseException:
-            ours.close()
-            raise
+        await connect(protocol, served)
 
     async def close(self) -> None:
         """Close all connections, none of which has a request: as engines do that end. Routers see it."""
@@ -81,6 +69,23 @@ class InMemory(httpx.AsyncBaseTransport):
         async with app.router.lifespan_context(app):
             yield
         await until_async(lambda: not self._served.connections and not self._served.tasks)
+
+
+async def connect(protocol: Callable[[], asyncio.Protocol], served: Callable[[], asyncio.Protocol]) -> None:
+    """Connect a client and a server of this event loop by a pair of sockets."""
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.connect_accepted_socket(served, theirs)
+    except BaseException:  # the leg is given up meanwhile
+        theirs.close()
+        ours.close()
+        raise
+    try:
+        await loop.create_connection(protocol, sock=ours)
+    except BaseException:
+        ours.close()
+        raise
 
 
 def _answering(engine: Answering, host: str) -> ASGIApp:

@@ -7,7 +7,6 @@ anew wherever a request begins. So a mistake in what a router asks of engines is
 
 import asyncio
 import json
-import socket
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,7 @@ import httpx
 from pdrelay_proxy.app import Fabric
 from pdrelay_proxy.core.model import Api
 from support.greedy import HALF, VOCABULARY, stops_of
+from support.sim import connect
 
 PATHS = {api.value: api for api in Api}
 BLOCK = 4  # tokens: an engine has whole blocks in its cache
@@ -343,19 +343,7 @@ class Fleet:
         engine = self.engines[host]
         if not engine.is_up:
             raise ConnectionRefusedError("nobody listens there")
-        ours, theirs = socket.socketpair()
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(partial(Line, engine), theirs)
-        except BaseException:  # the leg is given up meanwhile
-            ours.close()
-            theirs.close()
-            raise
-        try:
-            await loop.create_connection(protocol, sock=ours)
-        except BaseException:
-            ours.close()
-            raise
+        await connect(protocol, partial(Line, engine))
 
 
 class _Probes(httpx.AsyncBaseTransport):

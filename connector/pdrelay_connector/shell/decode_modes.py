@@ -243,11 +243,11 @@ class PushDecode:
         order = PushOrder(
             own, source.remote_request_id, engine, source.address, prompt, tuple(groups)
         )
-        self._fenced[own] = order
         if self._offloaded.may_be_copied:
+            self._fenced[own] = order
             self._newly_fenced.append(own)
         else:
-            self.register([own])
+            self._post(_expecting(order))
         return [block for lent in groups for block in lent.blocks]
 
     def register(self, requests: Iterable[RequestId]) -> None:

@@ -8,7 +8,7 @@ request runs, that is a deadlock. But vLLM skips a request while the number of t
 known. So the connector answers that for such a request every second time. Only vLLM knows how many
 blocks the request needs: that some are missing shows when it gets none.
 
-VLLM 0.30 has no such queue: requests whose loads have ended wait among all others, and one without
+vLLM 0.30 has no such queue: requests whose loads have ended wait among all others, and one without
 blocks may be before them, by vLLM's priority or because it was skipped once. There every request
 lets them pass.
 

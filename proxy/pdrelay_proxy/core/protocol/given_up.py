@@ -13,7 +13,7 @@ What an answer of /v1/responses repeats of its request is its client's: only its
 from typing import Final
 
 from pdrelay_proxy.core.raw_json import maybe
-from pdrelay_proxy.core.schemas import FinishedAnswer, ServedAnswer
+from pdrelay_proxy.core.schemas import FinishedAnswer, ServedAnswer, ServedInside
 from pdrelay_proxy.errors import EngineError
 
 _FINISH: Final = b'"finish_reason":'
@@ -49,9 +49,7 @@ def is_given_up(answer: bytes) -> bool:
     said = maybe(answer, FinishedAnswer)
     if said is None:
         return False
-    if said.type == "message" and said.stop_reason is None:
-        return True
-    if said.status == _CANCELLED or (said.usage is not None and said.usage.output_tokens == 0):
+    if (said.type == "message" and said.stop_reason is None) or _has_no_answer(said):
         return True
     return any([choice.finish_reason == "abort" for choice in said.choices])  # noqa: C419 (compiled, a generator takes longer)
 
@@ -64,8 +62,8 @@ def was_given_up(events: bytes, name: bytes) -> bool:
         return _is_empty_response(events)
     if name == MESSAGE_STOP:
         at = events.rfind(_STOP)
-        is_stopped = at >= 0 and not events.startswith(_NULL, at + len(_STOP))
-        return at >= 0 and (not is_stopped or events.find(_NO_OUTPUT, at) >= 0)
+        has_no_reason = events.startswith(_NULL, at + len(_STOP))
+        return at >= 0 and (has_no_reason or events.find(_NO_OUTPUT, at) >= 0)
     at = events.rfind(_FINISH)
     if at < 0:
         return events.find(_NO_COMPLETION) >= 0
@@ -82,7 +80,9 @@ def _is_empty_response(events: bytes) -> bool:
         return False
     said = maybe(events[events.rfind(_DATA) + len(_DATA) :], ServedAnswer)
     response = None if said is None else said.response
-    if response is None:
-        return False
-    has_none = response.usage is not None and response.usage.output_tokens == 0
-    return has_none or response.status == _CANCELLED
+    return response is not None and _has_no_answer(response)
+
+
+def _has_no_answer(said: ServedInside) -> bool:
+    has_no_token = said.usage is not None and said.usage.output_tokens == 0
+    return has_no_token or said.status == _CANCELLED

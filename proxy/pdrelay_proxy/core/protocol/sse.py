@@ -229,16 +229,13 @@ class WholeLines:
         return not lines.startswith(_EVENT, lines.rfind(b"\n") + 1)
 
     def _note(self, passing: bytes) -> None:
-        if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token
+        is_token = passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing
+        if is_token:
             may_be_error = len(passing) > _NAME_AT and (
                 passing[_NAME_AT] == _E or passing[_NARROW_NAME_AT] == _E
             )
             if may_be_error and passing.startswith(_ERRORS):
                 self.erred = True
-            if len(passing) >= _END_MOST and not self._is_ending:
-                self._before = self._last
-                self._last = passing
-                return
         else:
             passing = self._note_events(passing)
             if not passing:
@@ -246,6 +243,8 @@ class WholeLines:
         if len(passing) >= _END_MOST:
             self._before = self._last
             self._last = passing
+            if is_token and not self._is_ending:
+                return
         else:
             self._last = (self._last + passing)[-_SHORT_MOST:]
         if (

@@ -189,14 +189,12 @@ class FinishedChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class FinishedAnswer(msgspec.Struct):
+class FinishedAnswer(ServedInside):
     """A whole answer that says why it has ended; Anthropic's is a message."""
 
     choices: tuple[FinishedChoice, ...] = ()
     type: str | None = None
     stop_reason: str | None = None
-    status: str | None = None  # of /v1/responses
-    usage: ServedUsage | None = None
 
 
 class BilledUnits(msgspec.Struct):

@@ -126,16 +126,6 @@ class Attempt(LegOwner):
             self.leg_failed(leg, error)
         return leg
 
-    def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
-        """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
-        terms = self.terms
-        may_be_alone = self._settings.decode_only_fallback and self._plan.call is not None
-        if not terms.take_retry(failed, others, may_be_alone=may_be_alone):
-            return False
-        return not terms.retries.is_charged or self._life.services.budget.grants(
-            now=self._life.services.clock()
-        )
-
     def failed(self) -> LegFailed | None:
         """Return why nothing will be shown, while nothing is: that a push has failed may be why the
         other leg will.
@@ -262,7 +252,8 @@ class Attempt(LegOwner):
         if failed.failure is Failure.NO_SUCH_PATH:
             self._life.services.fleet.lacks_path(self._plan.path, leg.instance)
         if leg is self.prefill:
-            self._unlearn(failed)
+            if VERDICTS[failed.failure].may_move:  # one that has moved has just been learned
+                self._life.services.forget_engine(leg.instance.id)
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
                 self._life.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
@@ -287,16 +278,6 @@ class Attempt(LegOwner):
             self._life.interrupt(bug)
         else:
             logger.error("request %s failed behind its end", self.id, exc_info=bug)
-
-    def _unlearn(self, failed: LegFailed) -> None:
-        """Forget where an engine is whose leg has failed: it may come back as another one.
-
-        One that has moved has just been learned.
-        """
-        if VERDICTS[failed.failure].may_move:
-            self._life.services.push_coordinates.forget(failed.instance.id)
-            self._life.services.leg_bodies.forget(failed.instance.id)
-            self._life.services.openings.forget(failed.instance.id)
 
     # ---- streaming
 

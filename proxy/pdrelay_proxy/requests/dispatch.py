@@ -163,7 +163,7 @@ class Dispatch(Answering):
         if (
             life.state is _CONTINUING
             or attempt is None
-            or not attempt.may_repeat(failed, attempt.choice.usable(role))
+            or not self._may_repeat(attempt, failed, attempt.choice.usable(role))
         ):
             raise failed.error
         # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
@@ -176,6 +176,15 @@ class Dispatch(Answering):
         life.record.set_aside(role, failed.failure)
         life.record.start_over()
         life.on(_RETRY)
+
+    def _may_repeat(self, attempt: Attempt, failed: LegFailed, others: Sequence[Instance]) -> bool:
+        """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
+        terms = attempt.terms
+        may_be_alone = self.settings.decode_only_fallback and self._plan.call is not None
+        if not terms.take_retry(failed, others, may_be_alone=may_be_alone):
+            return False
+        services = self._life.services
+        return not terms.retries.is_charged or services.budget.grants(now=services.clock())
 
     # ---- PREFILLING, BOTH, DECODING
 
@@ -313,7 +322,7 @@ class Dispatch(Answering):
         if lent_by is not None:
             attempt.note_read(lent_by)
         others = attempt.choice.others(failed.instance, lent_by, now=self._life.services.clock())
-        if not others or not attempt.may_repeat(failed, others):
+        if not others or not self._may_repeat(attempt, failed, others):
             raise failed
         self._life.record.set_aside(_DECODE, failed.failure)
         # it leads to frames that hold the leg, which holds it: a circle

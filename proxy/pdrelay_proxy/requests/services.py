@@ -10,7 +10,7 @@ from typing import Protocol
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
-from pdrelay_proxy.core.model import Headers, Instance, RequestId, TransferId
+from pdrelay_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.raw_json import Pieces
 from pdrelay_proxy.core.request_record import ClientIds, RequestRecord
@@ -116,3 +116,9 @@ class Services:
     openings: StreamOpenings = field(default_factory=StreamOpenings)
     origins: AllowedOrigins | None = None  # None: no web page may read answers
     spans: Spans | None = None
+
+    def forget_engine(self, engine: InstanceId) -> None:
+        """Forget what the engine's answers have taught: it may come back as another one."""
+        self.push_coordinates.forget(engine)
+        self.leg_bodies.forget(engine)
+        self.openings.forget(engine)

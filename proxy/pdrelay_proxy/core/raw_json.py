@@ -1,5 +1,6 @@
 """JSON that is decoded only as far as necessary."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -16,6 +17,9 @@ FALSE: Final = msgspec.Raw(b"false")
 _DECODERS: Final[dict[object, msgspec.json.Decoder[Any]]] = {}
 _EXACT: Final = 2.0**53  # below it every whole number is an exact float (IEEE 754, binary64)
 _NUMBER: Final = b"-0123456789"  # begin one
+_COLON: Final = 58
+_SPACE: Final = 32  # the greatest byte that may stand between a name and its value
+_SPACED_COLON: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 LONG: Final = 8192  # bytes of a value; copying a shorter one is faster than keeping it as a piece
 
 
@@ -58,6 +62,17 @@ def maybe(data: bytes | msgspec.Raw, expected: type[T]) -> T | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return value
+
+
+def value_at(text: bytes, name_end: int) -> int:
+    """Return where the value of a member begins whose name, with its quotes, ends at ``name_end``;
+    -1: it is no name, but a string.
+    """
+    at = name_end + 1
+    if at < len(text) and text[name_end] == _COLON and text[at] > _SPACE:  # nearly always
+        return at
+    colon = _SPACED_COLON.match(text, name_end)
+    return -1 if colon is None else colon.end()
 
 
 def decode_whole_floats(data: bytes | msgspec.Raw, expected: type[T]) -> T:

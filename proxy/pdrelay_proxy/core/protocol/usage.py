@@ -20,7 +20,8 @@ from pdrelay_proxy.core.schemas import RawUsageAnswer, Usage, UsageAnswer
 
 _DATA: Final = b"data:"
 _RETURN: Final = 13  # ends a line, too
-_MARK: Final = b'"usage":{'  # vLLM omits the field in chunks without a usage
+# as vLLM writes JSON, and as Python does; chunks without a usage have null, or nothing
+_MARKS: Final = (b'"usage":{', b'"usage": {')
 # The fields of a usage that depend on the cache of the engine that computed the prompt.
 _OF_CACHE: Final[Mapping[Api, tuple[str, ...]]] = {
     Api.COMPLETIONS: ("prompt_tokens_details",),
@@ -31,8 +32,11 @@ _OF_CACHE: Final[Mapping[Api, tuple[str, ...]]] = {
 }
 # A usage without these bytes has no cached tokens; Anthropic's has plain numbers. vLLM's null is no
 # object.
-_CACHE_MARKS: Final[Mapping[Api, bytes]] = {
-    api: b'"input_tokens":' if api is Api.MESSAGES else b'_tokens_details":{' for api in _OF_CACHE
+_CACHE_MARKS: Final[Mapping[Api, tuple[bytes, bytes]]] = {
+    api: (b'"input_tokens":', b'"cache_read_input_tokens":')
+    if api is Api.MESSAGES
+    else (b'_tokens_details":{', b'_tokens_details": {')
+    for api in _OF_CACHE
 }
 _INPUT: Final = "input_tokens"  # of Anthropic's: what of the prompt is not said to be cached
 # by API: the same fields, if nothing is said; the input is all of the prompt then
@@ -65,7 +69,7 @@ def counted(usage: msgspec.Raw) -> int | None:
 
 def prompt_tokens_in(events: bytes) -> int | None:
     """Return the prompt's tokens in whole lines of a stream; None: they have no number."""
-    mark_at = events.find(_MARK)
+    mark_at = _find(events, _MARKS)
     while mark_at >= 0:
         start = events.rfind(b"\n", 0, mark_at) + 1
         end = events.find(b"\n", mark_at)
@@ -73,7 +77,7 @@ def prompt_tokens_in(events: bytes) -> int | None:
         parts = (
             [line]
             if _RETURN not in line
-            else [part for part in line.splitlines() if part.find(_MARK) >= 0]
+            else [part for part in line.splitlines() if _find(part, _MARKS) >= 0]
         )
         for part in parts:
             if (
@@ -81,8 +85,14 @@ def prompt_tokens_in(events: bytes) -> int | None:
                 and (tokens := prompt_tokens(part[len(_DATA) :])) is not None
             ):
                 return tokens
-        mark_at = -1 if end < 0 else events.find(_MARK, end)
+        mark_at = -1 if end < 0 else _find(events, _MARKS, end)
     return None
+
+
+def _find(text: bytes, marks: tuple[bytes, bytes], start: int = 0) -> int:
+    """Return where the first mark is, else where the second is; -1: there is none."""
+    at = text.find(marks[0], start)
+    return at if at >= 0 else text.find(marks[1], start)
 
 
 def prompt_of(usage: Usage) -> int | None:
@@ -102,7 +112,7 @@ def cache_usage(api: Api, answer: bytes, *, hides: bool = False) -> Fields | Non
 
     ``hides``: if it has none, a decode engine's are its own, and no client's: they become null.
     """
-    if answer.find(_CACHE_MARKS[api]) < 0 or answer.find(_MARK) < 0:
+    if _find(answer, _CACHE_MARKS[api]) < 0 or _find(answer, _MARKS) < 0:
         return _UNSAID.get(api) if hides else None
     return _of_cache(api, answer, hides=hides)
 
@@ -165,12 +175,14 @@ def usage_alone(answer: bytes) -> bytes:
 
 def with_cache_usage_in(events: bytes, cache_fields: Fields) -> bytes:
     """Return whole lines of a stream with these cache fields in their usages."""
-    if events.find(_MARK) < 0 or _has_nothing_for(events, cache_fields):
+    if _has_nothing_for(events, cache_fields) or _find(events, _MARKS) < 0:
         return events
     lines = events.splitlines(keepends=True)
     changed = b"".join(
         [
-            _line_with(line, cache_fields) if _MARK in line and line.startswith(_DATA) else line
+            _line_with(line, cache_fields)
+            if line.startswith(_DATA) and _find(line, _MARKS) >= 0
+            else line
             for line in lines
         ]
     )

@@ -1,6 +1,7 @@
 """Answers that an engine has given up, as vLLM writes them."""
 
 import json
+import re
 
 import pytest
 
@@ -19,6 +20,8 @@ PROMPTS = {
 OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 ENDS = b"[DONE]", b'"type":"message_stop"', b'"type":"response.completed"'
 APIS = pytest.mark.parametrize("api", PROMPTS)
+# as vLLM writes JSON, and as Python does: an engine that is not vLLM, or what stands before one
+STYLES = pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
 
 
 def saying(api, after=None, **more):
@@ -29,24 +32,34 @@ def saying(api, after=None, **more):
     return said
 
 
+def written(event, separators):
+    """The same event in another style of JSON."""
+    before, data, said = event.partition(b"data: ")
+    if not said.startswith(b"{"):
+        return event
+    return before + data + json.dumps(json.loads(said), separators=separators).encode() + b"\n\n"
+
+
 @APIS
+@STYLES
 @pytest.mark.parametrize("after", [None, 0, 1, 3])
-def test_of_whole_answers(api, after):
+def test_of_whole_answers(api, after, separators):
     """/v1/responses calls an answer completed that has a token."""
-    whole = json.dumps(saying(api, after).whole(), separators=(",", ":")).encode()
+    whole = json.dumps(saying(api, after).whole(), separators=separators).encode()
 
     assert is_given_up(whole) is (after is not None and (after == 0 or api is not Api.RESPONSES))
 
 
 @APIS
+@STYLES
 @pytest.mark.parametrize("options", [None, OPTIONS])
 @pytest.mark.parametrize("after", [None, 0, 1, 3])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("read", [None, 7, 25, 1000])
-def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after, n, read):
+def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after, n, read, separators):
     """However many bytes of it come at a time; None: event by event. The end of a whole one passes."""
     own = {"stream_options": options, "n": n} if api in (Api.COMPLETIONS, Api.CHAT) else {}
-    events = list(saying(api, after, **own).events())
+    events = [written(event, separators) for event in saying(api, after, **own).events()]
     raw = b"".join(events)
     reads = events if read is None else [raw[at : at + read] for at in range(0, len(raw), read)]
     lines, passed = WholeLines("d0"), []
@@ -73,18 +86,18 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, "finish_reason", "stop_reason", "output_tokens", "cancelled", "abort"])
 @APIS
-def test_a_model_may_write_about_it(api, text):
+@STYLES
+def test_a_model_may_write_about_it(api, text, separators):
     """In a text."""
-    events = [*saying(api).events()]
-    raw = json.dumps(text).encode()
-    whole = json.dumps(saying(api).whole(), separators=(",", ":")).encode()
+    raw = b"%b%b" % (separators[1].encode(), json.dumps(text).encode())
+    whole = json.dumps(saying(api).whole(), separators=separators).encode()
     lines = WholeLines("d0")
 
-    assert not is_given_up(whole.replace(b'"model":"m"', b'"model":%b' % raw))
-    for event in events:
-        assert lines.feed(event.replace(b'"model":"m"', b'"model":%b' % raw))
+    assert not is_given_up(re.sub(b'(?<="model"): ?"m"', lambda _: raw, whole))
+    for event in saying(api).events():
+        assert lines.feed(re.sub(b'(?<="model"): ?"m"', lambda _: raw, written(event, separators)))
 
 
 def test_a_client_of_responses_may_write_about_it():

@@ -1,5 +1,7 @@
 """How many tokens of prompt an engine has counted, in the words of each API."""
 
+import json
+
 import pytest
 
 from pdrelay_proxy.core.model import Api
@@ -16,7 +18,12 @@ SAYS_NOTHING = [b"{}", b"[]", b"no json", b'{"usage":null}', b'{"usage":{}}', b'
 SAYS_NOTHING += [b'{"message":{"usage":{"input_tokens":0}}}', b'{"message":"text"}', b'{"message":{"usage":null}}']
 
 
-@pytest.mark.parametrize("answer", SAYS_SEVEN)
+def spaced(answer):
+    """The same with the spaces that Python's json writes."""
+    return json.dumps(json.loads(answer)).encode()
+
+
+@pytest.mark.parametrize("answer", [*SAYS_SEVEN, *map(spaced, SAYS_SEVEN)])
 def test_an_answer_says_how_long_its_prompt_was(answer):
     """What was cached is part of the prompt, though Anthropic's words leave it out."""
     assert prompt_tokens(answer) == 7
@@ -49,3 +56,20 @@ def test_events_say_another_engines_word_of_its_cache(begin, end):
 def test_an_engine_may_say_nothing_of_its_cache(usage):
     """It does not, by default."""
     assert cache_usage(Api.CHAT, b'{"usage":%b}' % usage) is None
+    assert cache_usage(Api.CHAT, b'{"usage": %b}' % usage) is None
+
+
+@pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES])
+def test_an_engine_or_what_stands_before_it_may_write_spaces(api):
+    """As Python's json does; clients are billed by what the prefill engine has said."""
+    own = {
+        Api.RESPONSES: {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 3}},
+        Api.MESSAGES: {"input_tokens": 4, "cache_read_input_tokens": 3},
+    }.get(api, {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 3}})
+    others = json.loads(json.dumps(own).replace("4", "1").replace("3", "6"))
+    said = cache_usage(api, json.dumps({"usage": own}).encode())
+    event = b"data: " + json.dumps({"id": "x", "usage": others}).encode() + b"\n\n"
+
+    shown = with_cache_usage_in(event, said)
+
+    assert json.loads(shown.removeprefix(b"data: "))["usage"].items() >= own.items()

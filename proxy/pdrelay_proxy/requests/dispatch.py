@@ -244,12 +244,18 @@ class Dispatch(Answering):
         else:
             life.on(_OPENED)
             self._client.open_stream(attempt, opening, can_resume=self.settings.resume_streams)
+            self._note_files(leg.instance)
             if opening.is_all:
                 attempt.settle(leg)
                 return True
         if call is not None and leg.handover is not None:
             self._write_body(attempt, call, leg, leg.handover, attempt.choice.slot or decode)
         return False
+
+    def _note_files(self, engine: Instance) -> None:
+        """Remember which files of the model a stream has begun with that others may go on with."""
+        if self._plan.files is None:
+            self._plan.files = self._life.services.fleet.registry.facts(engine).files
 
     def _named(self, call: GenerationRequest, model: str) -> GenerationRequest:
         """Return a request that names no model with the one that its prefill engine serves."""
@@ -342,6 +348,8 @@ class Dispatch(Answering):
         client = self._client
         life.on(_FIRST_EVENT)
         client.begin_stream(attempt, leg)
+        if client.replay is not None:
+            self._note_files(leg.instance)
         attempt.terms.begun()
         while not leg.is_over and leg.fault is None:
             client.check_stream(leg)

@@ -104,6 +104,8 @@ class RequestPlan:
     single_reason: SingleEngineReason | None  # why one engine gets all of it; None: not said
     # it names none, and which one it means is told by its prefill engine's answer
     learns_model: bool
+    # of the model that its stream has begun with; None: it has not, or no engine says
+    files: str | None
 
     def __init__(  # noqa: PLR0917 (by name they cost 1,000 instructions more)
         self,
@@ -130,6 +132,7 @@ class RequestPlan:
         self.tokens = tokens
         self.single_reason = single_reason
         self.learns_model = False
+        self.files = None
 
     def learn_model(self, model: str | None) -> None:
         """An engine has told which model is meant; None: which one it serves is not known."""

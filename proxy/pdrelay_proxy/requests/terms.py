@@ -136,7 +136,9 @@ class RestTerms(Terms):
 
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose a decode engine."""
-        return None, choice.choose_decode(choice.fleet.usable(_DECODE))
+        fleet = choice.fleet
+        others = fleet.with_files(fleet.usable(_DECODE), choice.plan.files)
+        return None, choice.choose_decode(others)
 
     def body_alone(self, _choice: EngineChoice, /) -> Pieces:
         """Return the request for the rest."""

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.requests.request import Request
@@ -103,6 +104,37 @@ async def test_there_is_an_end_to_it(options):
     assert client.got.count(b"data: ") >= 5
     assert b"DONE" not in client.body
     assert len(engines.of(Role.DECODE)) == 1 + options.get("retries", 0)
+
+
+def weigh(router, *roots, **facts):
+    """Have decode engines say where the files of their model lie."""
+    for number, root in enumerate(roots):
+        router.registry.learn(f"decode-{number}", EngineCapabilities(root=root))
+        router.registry.learn(f"decode-{number}", EngineCapabilities(**facts))
+
+
+@pytest.mark.parametrize("facts", [{}, {"fingerprint": "f" * 8}], ids=["their lists of models", "a connector, too"])
+async def test_a_stream_goes_on_with_the_weights_that_it_began_with(facts):
+    """A model may be replaced under its name, and both are there while that is rolled out: two halves are no answer."""
+    engines = Scripted(pulled_prefill, breaking(5))
+    router = router_of(engines, y=4, resume_streams=True)
+    weigh(router, "/m/1", "/m/2", "/m/2", "/m/1", **facts)
+    client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
+
+    assert read(client.body) == whole()
+    assert [leg.instance.id for leg in engines.of(Role.DECODE)] == ["decode-0", "decode-3"]
+
+
+async def test_other_weights_are_not_the_last_resort():
+    """The engine that broke off is asked once more, as a single one would be; then there is an end to it."""
+    engines = Scripted(pulled_prefill, breaking(2, 2, 2))
+    router = router_of(engines, y=2, resume_streams=True)
+    weigh(router, "/m/1", "/m/2")
+    client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
+
+    assert client.error == ("EngineError", "broke off")
+    assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-0"}
+    assert router.is_idle()
 
 
 LOOKS_BACK = {"transfer_mode": "pull", "pdrelay_looks_back": True}

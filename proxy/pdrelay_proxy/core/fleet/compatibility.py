@@ -51,6 +51,9 @@ class EngineCapabilities:
     started: str | None = None  # when its process began, as its metrics write it
     # The names of its base model: ``models`` without ``adapters`` (registry.py).
     bases: frozenset[str] | None = field(default=None, compare=False)
+    # ``root``, also where the connector's fingerprint has taken its place (fleet_models.py): a
+    # stream that another engine has begun goes on with the same files
+    files: str | None = field(default=None, compare=False)
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -99,6 +102,7 @@ class EngineCapabilities:
             newer.root or self.root,
             newer.started or self.started,
             self.bases if newer.bases is None else newer.bases,
+            newer.files or self.files,
         )
 
 

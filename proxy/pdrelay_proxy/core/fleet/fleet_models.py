@@ -84,13 +84,16 @@ class FleetModels:
         facts = facts.in_one_line()
         # that of our connector tells models apart better
         root = facts.root if facts.fingerprint is None else None
+        files = facts.root or facts.files
+        if root is not facts.root or files is not facts.files:
+            facts = replace(facts, root=root, files=files)
         if facts.models is None:
-            return facts if root is facts.root else replace(facts, root=root)
+            return facts
         models = self._same(facts.models)
         bases = models if not facts.adapters else self._same(models - facts.adapters)
-        if models is facts.models and bases is facts.bases and root is facts.root:
+        if models is facts.models and bases is facts.bases:
             return facts
-        return replace(facts, models=models, bases=bases, root=root)
+        return replace(facts, models=models, bases=bases)
 
     def _same(self, names: frozenset[str]) -> frozenset[str]:
         """Return the set of these names that other engines have."""

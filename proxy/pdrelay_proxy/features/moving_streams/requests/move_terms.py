@@ -154,6 +154,7 @@ class MoveTerms(_MoveTerms):
                 choice.plan.hints,
                 self.retries,
                 move.lender,
+                files=choice.plan.files,
                 prompt_holder=move.prompt_holder,
                 full=move.full_engines(),
             )
@@ -228,7 +229,8 @@ class MoveAloneTerms(_MoveTerms):
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose another engine, or, if all else fails, the one that the stream came from."""
         avoided = self.retries.avoided
-        decodes = [decode for decode in choice.usable(_DECODE) if decode.id not in avoided]
+        usable = choice.fleet.with_files(choice.usable(_DECODE), choice.plan.files)
+        decodes = [decode for decode in usable if decode.id not in avoided]
         others = _with_room(decodes, self._move.full_engines())
         return None, choice.choose_decode(others or [self._move.source])
 
@@ -267,9 +269,7 @@ class RestAfterMove(RestTerms):
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose a decode engine; the one that the stream has left, if no other can go on."""
         source = self._source(choice)
-        return None, choice.choose_decode(
-            choice.fleet.usable(_DECODE) if source is None else [source]
-        )
+        return super().choose(choice) if source is None else (None, choice.choose_decode([source]))
 
     def rest(self, retries: RetryAttempts, body: Pieces, /) -> Terms:
         """Return those for the rest, should it break off once more."""
@@ -277,7 +277,8 @@ class RestAfterMove(RestTerms):
 
     def _source(self, choice: EngineChoice) -> Instance | None:
         avoided = self.retries.avoided
-        if any(decode.id not in avoided for decode in choice.usable(_DECODE)):
+        usable = choice.fleet.with_files(choice.usable(_DECODE), choice.plan.files)
+        if any(decode.id not in avoided for decode in usable):
             return None
         member = choice.fleet.registry.get(self._move.source.id)
         if member is None or member.instance.id in avoided:
@@ -291,6 +292,7 @@ def pair_for_move(
     retries: RetryAttempts,
     lender: Instance | None,
     *,
+    files: str | None,
     prompt_holder: InstanceId | None,
     full: Set[InstanceId],
 ) -> tuple[Instance, Instance]:
@@ -298,13 +300,12 @@ def pair_for_move(
     may read from it.
 
     Without one, a prefill engine computes the prompt and the tokens so far: ``prompt_holder`` has
-    the prompt, or else another one. ``full``: the engines without KV room. Raises ProxyError: there
-    are no two such engines now.
+    the prompt, or else another one. ``files``: of the model that the stream has begun with;
+    ``full``: the engines without KV room. Raises ProxyError: there are no two such engines now.
     """
     hints = hints.once_more()
-    decodes = _with_room(
-        [engine for engine in fleet.usable(_DECODE) if engine.id not in retries.avoided], full
-    )
+    usable = fleet.with_files(fleet.usable(_DECODE), files)
+    decodes = _with_room([engine for engine in usable if engine.id not in retries.avoided], full)
     if not decodes:
         raise NoInstance("no other decode engine can go on with the stream")
     if lender is not None and (readers := fleet.readers(lender, decodes)):

@@ -167,7 +167,13 @@ class StreamMoves(MoveOwner):
         others = RetryAttempts(0, {source, *full})
         try:
             pair = pair_for_move(
-                fleet, hints, others, lender, prompt_holder=prompt_holder, full=full
+                fleet,
+                hints,
+                others,
+                lender,
+                files=member.facts.files,
+                prompt_holder=prompt_holder,
+                full=full,
             )
         except ProxyError:
             stuck.add(kind)

@@ -321,6 +321,39 @@ async def test_nothing_is_cut_that_no_engine_can_take(options):
     assert len(fleet.engines.legs) == before
 
 
+@pytest.mark.parametrize("dead", [(), ("decode-0",), ("decode-0", "prefill-0")], ids=len)
+async def test_a_stream_moves_to_the_weights_that_it_began_with(dead):
+    """Others may serve under the same name for a while; also where two engines, or one alone, compute all so far."""
+
+    async def prefill(leg):
+        if is_rest(leg) and leg.instance.id in dead:
+            raise EngineError("dead")
+        return await pulled_prefill(leg)
+
+    fleet = Fleet(y=3, prefill=prefill)
+    for number, root in enumerate(("/m/1", "/m/2", "/m/1")):
+        fleet.router.registry.learn(f"decode-{number}", EngineCapabilities(root=root))
+    client = await cut_once(fleet)
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert {leg.instance.id for leg in fleet.engines.of(Role.DECODE)} == {"decode-0", "decode-2"}
+
+
+async def test_a_stream_stays_where_only_other_weights_are_left():
+    """It ends where it began, as without a move."""
+    fleet = Fleet()
+    for number in range(2):
+        fleet.router.registry.learn(f"decode-{number}", EngineCapabilities(root=f"/m/{number}"))
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    fleet.drain(client.request.streams_from)
+    fleet.go_on.set()
+    await client.end()
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert {leg.instance.id for leg in fleet.engines.of(Role.DECODE)} == {"decode-0"}
+
+
 async def test_a_sampled_stream_is_cut_where_its_text_is_complete():
     """What it has shown of a character could be followed by other tokens at another engine."""
 

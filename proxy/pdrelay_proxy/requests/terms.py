@@ -17,7 +17,7 @@ from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.raw_json import Pieces, encode_in_pieces
 from pdrelay_proxy.core.routing.retries import LegFailed, RetryAttempts
 from pdrelay_proxy.core.routing.route import split_reason
-from pdrelay_proxy.errors import ProxyError
+from pdrelay_proxy.errors import NoInstance, ProxyError
 from pdrelay_proxy.requests.engine_choice import EngineChoice
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.settings import Settings
@@ -138,6 +138,8 @@ class RestTerms(Terms):
         """Choose a decode engine."""
         fleet = choice.fleet
         others = fleet.with_files(fleet.usable(_DECODE), choice.plan.files)
+        if not others:
+            raise NoInstance("no decode engine has the weights that the stream began with")
         return None, choice.choose_decode(others)
 
     def body_alone(self, _choice: EngineChoice, /) -> Pieces:

@@ -137,6 +137,24 @@ async def test_other_weights_are_not_the_last_resort():
     assert router.is_idle()
 
 
+async def test_a_stream_ends_with_its_error_where_only_other_weights_are_left():
+    """Also where its engine is gone."""
+
+    async def decode(leg):
+        router.registry.departures.drain("decode-0", now=0.0)
+        return await script(leg)
+
+    script = breaking(5)
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, y=2, resume_streams=True)
+    weigh(router, "/m/1", "/m/2")
+    client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
+
+    assert client.error == ("EngineError", "broke off")
+    assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-0"}
+    assert router.is_idle()
+
+
 LOOKS_BACK = {"transfer_mode": "pull", "pdrelay_looks_back": True}
 
 

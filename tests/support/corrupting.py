@@ -1,4 +1,4 @@
-"""Our connector with one fault each, to prove that it is seen: blocks are read from, or written from, elsewhere."""
+"""Our connector with a fault, to prove that it is seen: blocks are read from, or written from, elsewhere."""
 
 import dataclasses
 import os
@@ -9,21 +9,6 @@ from pdrelay_connector.shell import worker as worker_module
 from pdrelay_connector.shell.connector import PDRelayConnector
 
 SHARE_VARIABLE = "SPOILT_SHARE"  # of blocks that the spoiling connector exchanges, 0 to 1
-
-
-class CorruptingConnector(PDRelayConnector):
-    """Swaps P's blocks: the first block of every load is read from where the last one is, of each KV cache group."""
-
-    def build_connector_meta(self, scheduler_output):
-        metadata = super().build_connector_meta(scheduler_output)
-        metadata.orders = [
-            order._replace(token_ranges=tuple(map(_spoilt, order.token_ranges))) for order in metadata.orders
-        ]
-        return metadata
-
-
-def _spoilt(token_range):
-    return token_range._replace(remote=[token_range.remote[-1], *token_range.remote[1:]])
 
 
 class SpoilingConnector(PDRelayConnector):

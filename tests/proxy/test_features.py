@@ -1,5 +1,6 @@
 """A feature is a folder and a line: one is added as the page says, and each is removed in turn."""
 
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ ALL = [file for file in sorted(TESTS.rglob("test_*.py")) if file != Path(__file_
 WHOLE = ("pdrelay_tools.planning", "support.documents")
 EXAMPLE = """
 import asyncio
+from pdrelay_proxy.cli import main as cli
 from pdrelay_proxy.features import features
 from pdrelay_proxy.features.slow_requests.settings import SlowSettings
 from pdrelay_proxy.settings import Settings
@@ -40,26 +42,26 @@ async def main():
         print(answer.headers["x-request-id"])
 
 asyncio.run(main())
+cli(["serve", "--help"])
 """
-ARRAY = """
+WITHOUT_FOUR = ("prompt_arrays", "moving_streams", "stores", "peers")
+WITHOUT = """
 import asyncio
-from support.sim import router, sims
-
-async def main():
-    engines = sims()
-    async with router(engines) as client:
-        answer = await client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 2})
-        print(answer.headers["server-timing"].partition(", prefill")[0].partition(", decode")[0])
-        print(len(answer.json()["choices"]), *[len(engine.log) for engine in engines.values()])
-
-asyncio.run(main())
-"""
-DRAIN = """
-import asyncio
+import json
+from pdrelay_proxy import supervisor
+from pdrelay_proxy.consistency import check
+from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.settings import Settings
 from support.sim import router, sims
 
-async def main():
+async def array():
+    engines = sims()
+    async with router(engines) as client:
+        answer = await client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 2})
+        mode = answer.headers["server-timing"].partition(", prefill")[0].partition(", decode")[0]
+        return [mode, len(answer.json()["choices"]), *[len(engine.log) for engine in engines.values()]]
+
+async def drain():
     engines = sims(1, 2, token_s=0.05, kv_both=True)
     settings = Settings(resume_streams=True, admin_key="sesame")
     async with router(engines, settings) as client:
@@ -70,55 +72,62 @@ async def main():
         order = {"id": f"decode-{serving[0][1]}", "move": True}
         drained = await client.post("/instances/drain", json=order, headers={"x-api-key": "sesame"})
         last = (await answer).text.split()[-1]
-        print(drained.status_code, last, sum(engines[name].log != [] for name in ("d0", "d1")))
-        print(drained.json().get("detail"))
+        served = sum(engines[name].log != [] for name in ("d0", "d1"))
+        return [drained.status_code, last, served, drained.json().get("detail")]
 
-asyncio.run(main())
-"""
-ADD = """
-import asyncio
-from pdrelay_proxy.settings import Settings
-from support.sim import router, sims
-
-async def main():
+async def add():
+    found = []
     async with router(sims(1, 2), Settings(admin_key="sesame")) as client:
         for path in ("remove", "add"):
             order = {"type": "decode", "instance": "d1:80"}
             changed = await client.post(f"/instances/{path}", json=order, headers={"x-api-key": "sesame"})
             listed = await client.get("/instances", headers={"x-api-key": "sesame"})
-            print(path, changed.status_code, len(listed.json()["instances"]))
+            found.append([path, changed.status_code, len(listed.json()["instances"])])
+    return found
 
-asyncio.run(main())
+def refusal(do, *arguments):
+    try:
+        do(*arguments)
+    except ConfigError as error:
+        return str(error)
+
+print(json.dumps({
+    "array": asyncio.run(array()),
+    "drain": asyncio.run(drain()),
+    "add": asyncio.run(add()),
+    "workers": refusal(check, Settings(workers=2, admin_port=9000)),
+    "start": refusal(supervisor.run, Settings(port=0, workers=2, admin_port=0), lambda place: 0),
+}))
 """
-WORKERS = """
-from pdrelay_proxy.consistency import check
-from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.settings import Settings
+REPLAYS = """
+import sys
+from pdrelay_proxy.cli import main
 
-try:
-    check(Settings(workers=2, admin_port=9000))
-except ConfigError as error:
-    print(error)
+for more in ("", "--kv-events", "--roles auto --ttft 1 --itl 1", "--policy prefix:20ms"):
+    code = main(["replay", "--sessions", "2", "--turns", "1", *more.split()])
+    print("exit", code, file=sys.stderr)
 """
 
-START = """
-from pdrelay_proxy import supervisor
-from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.settings import Settings
 
-try:
-    supervisor.run(Settings(port=0, workers=2, admin_port=0), lambda place: 0)
-except ConfigError as error:
-    print(error)
-"""
+def copied(folder):
+    place = folder / PACKAGE.name
+    shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("*.so"))
+    return place
 
 
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the router that can be changed."""
-    place = tmp_path / PACKAGE.name
-    shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("*.so"))
-    return place
+    return copied(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def without_four(tmp_path_factory):
+    """What becomes of what four features do where they are not: one process for all, for it takes a second to start."""
+    copy = copied(tmp_path_factory.mktemp("without"))
+    for name in WITHOUT_FOUR:
+        remove(copy, name)
+    return json.loads(python(copy, "-c", WITHOUT))
 
 
 def change_list(copy, old, new):
@@ -128,22 +137,18 @@ def change_list(copy, old, new):
     file.write_text(text.replace(old, new, 1))
 
 
-def python(copy, *arguments):
-    """Run Python with the copy in place of the router; return its output."""
+def run(copy, *arguments):
+    """Run Python with the copy in place of the router."""
     paths = [str(copy.parent), str(TESTS.parent)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def python(copy, *arguments):
+    """Run Python with the copy; return its output."""
+    done = run(copy, *arguments)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
-
-
-def refused(copy, *arguments):
-    """Run a command with the copy; return what it says on standard error."""
-    environment = os.environ | {"PYTHONPATH": str(copy.parent)}
-    command = [sys.executable, "-m", "pdrelay_proxy.cli", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stderr
 
 
 def remove(copy, name):
@@ -207,48 +212,36 @@ def test_all_tests_of_the_rest_pass_without_a_feature(copy, removed):
     assert " passed" in passed(copy, files)
 
 
-def test_an_array_of_prompts_goes_to_one_engine_without_the_feature_that_divides_it(copy):
+def test_an_array_of_prompts_goes_to_one_engine_without_the_feature_that_divides_it(without_four):
     """As one whose prompts cannot go their own ways."""
-    remove(copy, "prompt_arrays")
-    mode, counts = python(copy, "-c", ARRAY).splitlines()
-
-    assert mode == 'mode;desc="single", reason;desc="several_prompts"'
-    assert counts == "2 0 1"
+    assert without_four["array"] == ['mode;desc="single", reason;desc="several_prompts"', 2, 0, 1]
 
 
-def test_streams_do_not_move_without_the_feature_that_moves_them(copy):
+def test_streams_do_not_move_without_the_feature_that_moves_them(without_four):
     """Who asks for it is told so; without move the engine is empty when they have ended."""
-    remove(copy, "moving_streams")
-    answers, detail = python(copy, "-c", DRAIN).splitlines()
+    detail = "this router has no feature that moves streams: drain without move"
 
-    assert answers == "409 [DONE] 1"
-    assert detail == "this router has no feature that moves streams: drain without move"
+    assert without_four["drain"] == [409, "[DONE]", 1, detail]
 
 
-def test_engines_are_added_and_removed_without_the_feature_that_keeps_them(copy):
+def test_engines_are_added_and_removed_without_the_feature_that_keeps_them(without_four):
     """The router has them in memory."""
-    remove(copy, "stores")
-
-    assert python(copy, "-c", ADD) == "remove 200 2\nadd 200 3\n"
+    assert without_four["add"] == [["remove", 200, 2], ["add", 200, 3]]
 
 
-def test_workers_are_refused_without_the_feature_that_has_them_meet(copy):
+def test_workers_are_refused_without_the_feature_that_has_them_meet(without_four):
     """Each would fill the same engines, and let in what the limits of all say."""
-    remove(copy, "peers")
-
-    assert python(copy, "-c", WORKERS) == (
+    assert without_four["workers"] == (
         "workers is 2, and this router has no feature by which workers tell each other of their requests: "
-        "write workers = 1\n"
+        "write workers = 1"
     )
 
 
-def test_workers_do_not_start_without_the_feature_by_which_they_share_engines(copy):
+def test_workers_do_not_start_without_the_feature_by_which_they_share_engines(without_four):
     """An engine that an operator adds would serve at one of them."""
-    remove(copy, "stores")
-
-    assert python(copy, "-c", START) == (
+    assert without_four["start"] == (
         "workers is 2, and this router has no feature by which workers share the engines that operators add: "
-        "write workers = 1\n"
+        "write workers = 1"
     )
 
 
@@ -256,12 +249,15 @@ def test_what_a_removed_feature_does_is_not_replayed(copy):
     """A tool says so, and replays the rest."""
     for name in ("kv_events", "roles", "expected_ttft", "pairs"):
         remove(copy, name)
-    replay = ("replay", "--sessions", "2", "--turns", "1")
+    done = run(copy, "-c", REPLAYS)
 
-    assert "2 requests" in python(copy, "-m", "pdrelay_proxy.cli", *replay)
-    assert "no feature that follows KV events" in refused(copy, *replay, "--kv-events")
-    assert "no feature that changes roles" in refused(copy, *replay, "--roles", "auto", "--ttft", "1", "--itl", "1")
-    assert "no feature that looks at the pauses" in refused(copy, *replay, "--policy", "prefix:20ms")
+    assert "2 requests" in done.stdout
+    assert re.findall(r"no feature that \w+ \w+|exit \d", done.stderr) == [
+        "exit 0",
+        *("no feature that follows KV", "exit 2"),
+        *("no feature that changes roles", "exit 2"),
+        *("no feature that looks at", "exit 2"),
+    ]
 
 
 def test_the_page_s_example_is_a_feature(copy):
@@ -273,7 +269,9 @@ def test_the_page_s_example_is_a_feature(copy):
         (folder / title).write_text(code)
     change_list(copy, "FEATURES: Final = (\n", 'FEATURES: Final = (\n    "slow_requests",\n')
 
-    shown = python(copy, "-c", EXAMPLE).splitlines()
+    shown, help_ = python(copy, "-c", EXAMPLE).split("usage:", 1)
+    shown = shown.splitlines()
+
     assert "pdrelay_slow_requests_total 1.0" in shown
     assert f"{shown[-1]} took " in shown[-2]
-    assert "--slow-request" in python(copy, "-m", "pdrelay_proxy.cli", "serve", "--help")
+    assert "--slow-request" in help_

@@ -32,7 +32,7 @@ def after(engine, router):
 class Router:
     """One router's probing, as io/probes/prober.py does it."""
 
-    def __init__(self, number, engines, *, exchanges, probes=True):
+    def __init__(self, number, engines, *, probes=True):
         dice = random.Random(number)
         self.registry = Registry(Settings(health_check_failures=2))
         for n in range(engines):
@@ -41,7 +41,7 @@ class Router:
         self.name = dice.randbytes(8)
         self.probes = ProbePayload(self.registry, self.name, probes=probes)
         self.exchange = PeerExchange(self.name, SECRET, {PROBES: self.probes})
-        self.schedule = ProbeSchedule(INTERVAL_S, dice.random, self.probes if exchanges else None)
+        self.schedule = ProbeSchedule(INTERVAL_S, dice.random, self.probes)
         self.open = {}  # by when a probe ends
         self.phase = dice.random() * TICK_S
         self.told = 0.0
@@ -57,11 +57,11 @@ class Router:
 class Fleet:
     """All routers, and what became of each engine; the clock moves by ticks."""
 
-    def __init__(self, routers, engines, *, exchanges=True, more=()):
+    def __init__(self, routers, engines, *, more=()):
         """``more``: routers that know one engine more than the others."""
-        self.routers = [Router(n, engines + (n in more), exchanges=exchanges) for n in range(routers)]
+        self.routers = [Router(n, engines + (n in more)) for n in range(routers)]
         introduced(*[router.exchange for router in self.routers])
-        self.exchanges, self.now = exchanges, 0.0
+        self.now = 0.0
         self.gone, self.refuses = set(), set()  # the latter are gone, and their probes fail at once
         self.cut = set()  # routers that the others do not hear
         self.at = {  # when each engine was probed, by any router
@@ -83,7 +83,7 @@ class Fleet:
         for end in sorted(at for at in router.open if at <= now):
             for member, begun, failed in router.open.pop(end):
                 self._end(number, router, member, begun, end, failed=failed)
-        if self.exchanges and now >= router.told + 1.0:
+        if now >= router.told + 1.0:
             router.told = now
             router.exchange.expire(now=now)
             self._introduce(router, now)
@@ -121,7 +121,7 @@ class Fleet:
                 router.exchange.receive(data, now=now, wall=WALL)
 
     def _send(self, sender, datagrams, now):
-        for data in datagrams if self.exchanges else ():
+        for data in datagrams:
             self.sizes.append(len(data))
             for number, router in enumerate(self.routers):
                 if router is not sender and number not in self.cut:

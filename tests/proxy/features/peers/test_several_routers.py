@@ -38,8 +38,3 @@ def test_several_routers_come_close_to_one_queue_for_all_engines(routers, delay_
     """
     assert mean(1, "least_loaded") < 0.04 * SERVICE_S * 1e3
     assert mean(routers, "least_loaded", delay_s=delay_s, lost=lost, exchanges=True) < 0.1 * SERVICE_S * 1e3
-
-
-def test_without_the_exchange_reports_of_engines_do_not_help():
-    """Each router hears of an engine every other second, and a queue lasts for tenths."""
-    assert mean(16, "least_loaded") > 1.0 * SERVICE_S * 1e3

@@ -28,16 +28,6 @@ def test_each_router_more_is_not_one_more_that_looks_at_every_engine():
     assert rates[1] <= WATCHERS / 3.5 + 21 / 30 + 0.1
 
 
-def test_without_word_of_each_other_all_look_at_all():
-    """The control."""
-    fleet = Fleet(24, 12, exchanges=False)
-    fleet.run(10)
-    since = fleet.now
-    fleet.run(20)
-
-    assert max(fleet.rates(since)) >= 24 / 5
-
-
 def test_a_lost_zone_is_found_by_every_router_in_time_and_the_others_are_still_looked_at():
     """Most routers hear of it: a look of their own decides, and the word is the other one."""
     fleet = Fleet(20, 60)
@@ -96,8 +86,8 @@ def test_a_watcher_that_ends_is_replaced():
 @pytest.mark.parametrize("count", [2, 8])
 def test_an_engine_that_few_routers_know_is_watched_by_some_of_these(count):
     """Another namespace, another store, another selector: the others are nearer on the ring, and never look at it."""
-    engine = engine_name(Router(0, 13, exchanges=True).members[12])
-    nearest = sorted(range(16), key=lambda n: after(engine, Router(n, 0, exchanges=True).name))
+    engine = engine_name(Router(0, 13).members[12])
+    nearest = sorted(range(16), key=lambda n: after(engine, Router(n, 0).name))
     fleet = Fleet(16, 12, more=nearest[-count:])
     last = fleet.routers[nearest[-1]].members[12].instance.id
     fleet.run(30)
@@ -117,7 +107,7 @@ def test_an_engine_that_few_routers_know_is_watched_by_some_of_these(count):
 
 def test_a_router_that_does_not_look_takes_no_place():
     """health_check_interval 0, for this router or while it is updated: what it does not look at others must."""
-    idle = Router(0, 40, exchanges=True, probes=False)
+    idle = Router(0, 40, probes=False)
     fleet = Fleet(5, 40)
     fleet.routers[0] = idle
     idle.schedule = ProbeSchedule(0.0, random.random)
@@ -162,7 +152,7 @@ class Pair:
     """A router, and another one that tells it something."""
 
     def __init__(self):
-        self.one, self.other = Router(1, 3, exchanges=True), Router(2, 3, exchanges=True)
+        self.one, self.other = Router(1, 3), Router(2, 3)
         self.names = [member.instance.id for member in self.one.members]
         introduced(self.one.exchange, self.other.exchange)
         self.hear(self.other.says(), 0.0)
@@ -245,8 +235,8 @@ def test_what_says_neither_that_an_engine_answers_nor_that_it_does_not_is_droppe
 
 def test_a_router_that_has_not_named_this_one_is_not_believed():
     """It may have ended before this one began."""
-    router = Router(1, 1, exchanges=True)
-    stranger = Router(2, 1, exchanges=True)
+    router = Router(1, 1)
+    stranger = Router(2, 1)
     (datagram,) = router.says()
 
     assert stranger.exchange.receive(datagram, now=0.0, wall=WALL) is DatagramFault.UNKNOWN

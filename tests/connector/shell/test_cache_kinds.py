@@ -73,15 +73,14 @@ def test_blocks_may_be_unequal(name):
         assert stories(p, d, 1, is_equal=False)["loaded"] >= 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{"kernel": 2}, *({"layout": layout} for layout in LAYOUTS)], ids=str)
 @pytest.mark.parametrize("name", ["sliding window beside full attention", "state of Mamba 2"])
-def test_blocks_may_be_in_any_layout(name, layout):
-    """P has another one than D, and its attention kernel has smaller blocks."""
+def test_blocks_may_be_in_any_layout(name, options):
+    """P has another one than D, or its attention kernel has smaller blocks; and the other way round."""
     kind = KINDS[name]
 
-    assert stories(kind.shape(layout=layout), kind.shape(), 1)["loaded"] >= 2
-    assert stories(kind.shape(), kind.shape(layout=layout), 1)["loaded"] >= 2
-    assert stories(kind.shape(kernel=2), kind.shape(), 1)["loaded"] >= 2
+    assert stories(kind.shape(**options), kind.shape(), 1)["loaded"] >= 2
+    assert stories(kind.shape(), kind.shape(**options), 1)["loaded"] >= 2
 
 
 WITHIN = {
@@ -230,4 +229,4 @@ def test_nothing_is_left_in_a_loaded_block_of_another_groups_bytes(specs, sizes)
     """As NaN they would spoil whatever a kernel reads with them. The kernel's blocks are smaller than vLLM's."""
     p, d = (Shape(specs(size), kernel=2) for size in sizes)
 
-    assert stories(p, d, is_equal=False)["loaded"] >= 2 * SEEDS
+    assert stories(p, d, 1, is_equal=False)["loaded"] >= 2

@@ -125,6 +125,19 @@ async def test_a_stream_goes_on_with_the_weights_that_it_began_with(facts):
     assert [leg.instance.id for leg in engines.of(Role.DECODE)] == ["decode-0", "decode-3"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": ""}], ids=str)
+@pytest.mark.parametrize("api", BODIES)
+@pytest.mark.parametrize("x", [0, 1])
+async def test_the_rest_names_the_model_that_the_stream_began_with(x, api, fields):
+    """Its client has named none, and the engine that goes on may serve another one: it looks at the name."""
+    engines = Scripted(pulled_prefill, breaking(5))
+    router = router_of(engines, x, 2, resume_streams=True)
+    client = await router.serve(call(api, **BODIES[api] | fields))
+
+    assert read(client.body) == read(b"".join(events(BODIES[api], name="cmpl-r")))
+    assert json.loads(engines.legs[-1].body)["model"] == "m"
+
+
 async def test_other_weights_are_not_the_last_resort():
     """The engine that broke off is asked once more, as a single one would be; then there is an end to it."""
     engines = Scripted(pulled_prefill, breaking(2, 2, 2))

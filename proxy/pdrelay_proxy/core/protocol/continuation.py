@@ -7,6 +7,7 @@ from typing import Final, Protocol
 import msgspec
 
 from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.request_bodies import names_no_model
 from pdrelay_proxy.core.raw_json import NULL, Fields, encode, maybe
 
 _COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call
@@ -93,6 +94,15 @@ def prompt_of(api: Api, tokens: msgspec.Raw) -> Fields:
         return {"prompt": tokens}
     # the ids take precedence over the messages
     return {"kv_transfer_params": raw_fields({"prompt_token_ids": tokens})}
+
+
+def with_model_of(head: Fields, fields: Fields) -> Fields:
+    """Name the model in a request for the rest of a stream, if its client has named none: another
+    engine may serve another one, and says so; ``head``: of the events so far.
+    """
+    if "model" not in head or not names_no_model(fields):
+        return fields
+    return fields | {"model": head["model"]}
 
 
 def raw(value: object) -> msgspec.Raw:

@@ -37,6 +37,7 @@ from pdrelay_proxy.core.protocol.continuation import (
     raw,
     raw_fields,
     usage_of_one_engine,
+    with_model_of,
 )
 from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
 from pdrelay_proxy.core.schemas import PlainMessage
@@ -204,7 +205,8 @@ class Replay:
         self._before = len(self._shown)
         self._resumed = True
         self.broken = False
-        return Rest(traced(self.fields) | left, raw([*self._prompt, *self._shown]))
+        fields = with_model_of(self._head, traced(self.fields))
+        return Rest(fields | left, raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
         """Return the rest of a stream that broke off behind its last token; None: a token is

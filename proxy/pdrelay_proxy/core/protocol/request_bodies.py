@@ -108,6 +108,7 @@ _ONE_TOKEN: Final[Mapping[Api, Fields]] = {
     Api.MESSAGES: {"max_tokens": _ONE},
     Api.GENERATE: {},  # its limits are in the sampling parameters
 }
+_NO_NAME: Final = (b"null", b'""')
 _SAMPLED_ONCE: Final[Fields] = dict.fromkeys(("max_tokens", "min_tokens"), _ONE)
 # Without one of these vLLM 0.32 dies on an assertion or a KeyError, with all of its requests
 # (vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py).
@@ -228,6 +229,11 @@ def named(api: Api, fields: Fields, request: RequestId) -> Fields:
     X-Request-Id.
     """
     return fields | {"request_id": text(f"resp_{request}")} if api is _RESPONSES else fields
+
+
+def names_no_model(fields: Fields) -> bool:
+    """Tell whether a request leaves its model to the engine: for vLLM an empty name is none."""
+    return bytes(fields.get("model", NULL)) in _NO_NAME
 
 
 def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:

@@ -7,6 +7,7 @@ import msgspec
 
 from pdrelay_proxy.core.model import Api, GenerationRequest, PassthroughRequest, RoutingHints
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
+from pdrelay_proxy.core.protocol.request_bodies import names_no_model
 from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, text
 from pdrelay_proxy.errors import BadRequest
 
@@ -14,7 +15,6 @@ _NO_PROMPT: Final = msgspec.Raw(b"")
 # Their answers name the model that has made them, so that it need not be known before. Those of
 # GENERATE do not, and engines refuse a request of MESSAGES that names none.
 TELLS_MODEL: Final = frozenset({Api.COMPLETIONS, Api.CHAT, Api.RESPONSES})
-_NO_NAME: Final = (b"null", b'""')
 _MODELS_MOST: Final = 256
 _MODEL_BYTES: Final = 256  # of a name that is remembered
 
@@ -56,9 +56,9 @@ def with_model(api: Api, fields: Fields, model: str) -> Fields:
     """Name the model of a request that leaves it to the engine: another engine may be there by now,
     and say so.
 
-    For vLLM an empty name is none; /v1/messages wants a name, and engines refuse one without.
+    /v1/messages wants a name, and engines refuse one without.
     """
-    if api is Api.MESSAGES or bytes(fields.get("model", NULL)) not in _NO_NAME:
+    if api is Api.MESSAGES or not names_no_model(fields):
         return fields
     return fields | {"model": text(model)}
 

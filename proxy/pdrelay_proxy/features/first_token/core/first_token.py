@@ -26,6 +26,7 @@ from pdrelay_proxy.core.protocol.continuation import (
     prompt_of,
     raw,
     usage_of_one_engine,
+    with_model_of,
 )
 from pdrelay_proxy.core.protocol.replay import behind
 from pdrelay_proxy.core.protocol.stream_opening import Opening
@@ -212,7 +213,7 @@ class FirstToken(Opening):
     def alone_fields(self) -> Fields:
         """Return what a decode engine is asked that computes the prompt itself."""
         return (
-            self.fields
+            with_model_of(self.head, self.fields)
             | (limits_behind(self.api, self.fields, 1) or {})
             | prompt_of(self.api, msgspec.Raw(self._tokens()))
         )

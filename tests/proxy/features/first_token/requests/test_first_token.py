@@ -318,6 +318,16 @@ async def test_a_decode_engine_that_fails_before_its_first_event_is_replaced(api
 
 
 @APIS
+@pytest.mark.parametrize("resume", [False, True])
+async def test_an_engine_that_goes_on_alone_is_told_the_model(api, resume):
+    """Its client has named none: an engine that serves another one says so."""
+    engines = Engines(NEVER_BEGUN["it breaks off"])
+    await served(engines, BODIES[api] | {"model": None}, api, y=2, resume_streams=resume)
+
+    assert engines.asked(Role.DECODE)[-1]["model"] == "m"
+
+
+@APIS
 async def test_a_stream_that_breaks_off_behind_the_role_is_gone_on_with(api):
     """Nothing of it was shown."""
     body = BODIES[api] | USAGE

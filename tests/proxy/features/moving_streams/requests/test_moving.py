@@ -339,6 +339,15 @@ async def test_a_stream_moves_to_the_weights_that_it_began_with(dead):
     assert {leg.instance.id for leg in fleet.engines.of(Role.DECODE)} == {"decode-0", "decode-2"}
 
 
+@pytest.mark.parametrize("api", PROMPTS)
+async def test_both_engines_of_the_rest_are_told_the_model_that_the_stream_began_with(api):
+    """Its client has named none: an engine that serves another one says so."""
+    fleet = Fleet()
+    await cut_once(fleet, api, model=None)
+
+    assert [json.loads(leg.body)["model"] for leg in fleet.engines.legs[-2:]] == ["m", "m"]
+
+
 async def test_a_stream_stays_where_only_other_weights_are_left():
     """It ends where it began, as without a move."""
     fleet = Fleet()

@@ -15,7 +15,6 @@ import time
 import tracemalloc
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -27,8 +26,6 @@ from pdrelay_proxy.io.logs import FACTS
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
 from support.certificates import Authority
-from support.clock import Clock
-from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
 from support.scenes import answer, post, routing, run, text
@@ -108,17 +105,15 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(acts=None, up=ONE_EACH, *, first_decode=(), patience=None, clock=time.monotonic, **settings):
+async def staged(acts=None, up=ONE_EACH, *, patience=None, **settings):
     """A router in front of engines that recite."""
     acts = {"prefill": (), "decode": ()} | (acts or {})
-    async with reciting(acts, up) as cast:
-        cast.at["decode"][:0] = first_decode
-        async with routing(cast, settings, clock, **(patience or {})) as served:
-            stage = Stage(cast, served)
-            try:
-                yield stage
-            finally:
-                stage.close()
+    async with reciting(acts, up) as cast, routing(cast, settings, time.monotonic, **(patience or {})) as served:
+        stage = Stage(cast, served)
+        try:
+            yield stage
+        finally:
+            stage.close()
 
 
 def play(scene):
@@ -336,61 +331,6 @@ def test_a_client_that_leaves_is_noticed_however_long_its_body(log, options, siz
     play(scene())
 
     assert [line["status"] for line in lines(log)] == [499]
-
-
-# Time
-
-
-@pytest.mark.parametrize("silent", ["prefill", "decode"])
-def test_a_request_that_is_out_of_time_is_a_504(log, silent):
-    """Whichever leg it waits for."""
-
-    async def scene():
-        async with staged({silent: (SILENT,)}, total_timeout_s=0.15) as stage:
-            got = await stage.ask(asks(stream=False))
-            await stage.settled()
-            await until(lambda: lines(log))
-            return got
-
-    got = play(scene())
-
-    assert (got.status, "within 0.15 s" in json.loads(got.body)["error"]["message"]) == (504, True)
-    assert [line["status"] for line in lines(log)] == [504]
-    assert not errors(log)
-
-
-def _opening(port):
-    """Return how many connections to a port are being opened."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[2].endswith(f":{port:04X}") and row[3] == "02" for row in rows)
-
-
-@pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "time is over"])
-def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_opened(leaves):
-    """The decode engine has heard nothing: without a word the prefill engine would hold the blocks for minutes."""
-
-    async def scene(at):
-        port = int(at.rpartition(":")[2])
-        clock = Clock()
-        async with staged(first_decode=[at], clock=clock, total_timeout_s=60) as stage:
-            before = _opening(port)
-            reader, writer = await stage.client()
-            writer.write(asks())
-            coming = asyncio.create_task(answer(reader))
-            await until(lambda: coming.done() or _opening(port) > before)
-            status = None
-            if leaves:
-                coming.cancel()
-                writer.transport.abort()
-            else:
-                clock.now += 60
-                status = (await coming).status
-            await stage.settled()
-            await until(lambda: stage.cast.releases)
-            return stage.served("prefill"), len(stage.cast.releases), status
-
-    with listening_in_vain() as at:
-        assert play(scene(at)) == (1, 1, None if leaves else 504)
 
 
 # Our own faults

@@ -462,33 +462,6 @@ def test_a_stream_that_might_go_on_elsewhere_looks_the_same(resume):
     assert sorted("error" in answer.body for answer in each[0]) == [False, not resume]
 
 
-def test_the_push_way_looks_the_same():
-    """Both legs at once, from the second request on."""
-    with routers(sims(mode="push")) as found:
-        for served in found:
-            with served.open() as client:
-                answers = [client.send(post(STREAM)).answer() for _ in range(2)]
-            assert 'desc="push"' in answers[1].headers["server-timing"]
-            assert answers[0].body == answers[1].body
-
-
-def test_a_key_is_wanted_on_both_ways(tmp_path):
-    """Without one, and with a wrong one, and with the right one."""
-    keys = tmp_path / "keys"
-    keys.write_text("me:open-sesame-0001\n")
-    requests = [
-        post(),
-        post(Authorization="Bearer wrong"),
-        post(Authorization="Bearer open-sesame-0001"),
-        post(X_Api_Key="open-sesame-0001"),
-    ]
-    with routers(sims(), replace(QUIET, api_keys_file=str(keys))) as found:
-        answers = [[served.ask(request) for request in requests] for served in found]
-
-    assert answers[0] == answers[1]
-    assert [answer.status for answer in answers[0]] == [401, 401, 200, 200]
-
-
 APP = "https://app.example"
 ASKS = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
 
@@ -577,14 +550,6 @@ def test_a_client_may_name_its_request_in_another_header():
                 assert [answer.headers["x-request-id"] for answer in answers] == ["first", "second", "ID"]
 
 
-WAITING = {
-    "completions": post(STREAM | {"model": "sim"}),
-    "chat": post(CHAT | {"stream": True, "model": "sim"}, path="/v1/chat/completions"),
-    "messages": post(CHAT | {"stream": True, "model": "sim"}, path="/v1/messages"),
-    "several prompts": post(STREAM | {"prompt": ["one", "two"], "model": "sim"}),
-}
-
-
 class SlowPrefill:
     """An engine that answers prompts when it may."""
 
@@ -611,36 +576,18 @@ COMMENT = b": keep-alive\n\n"
 COMMENTS = replace(QUIET, stream_comment_interval_s=0.05)
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_a_stream_that_waits_for_its_prefill_gets_comments(name):
+def test_a_stream_that_waits_for_its_prefill_gets_comments():
     """A proxy would close its connection; the events are those of a stream without comments."""
     engines = sims()
     engines["p0"] = prefill = SlowPrefill(engines["p0"])
     with routers(engines, COMMENTS) as found:
         for served in found:
-            answer = prefill.ask(served, WAITING[name])
+            answer = prefill.ask(served, post(STREAM))
             events = answer.body.replace(COMMENT.decode(), "")  # a busy machine may be slow between events, too
             assert answer.status == 200
             assert answer.headers["x-accel-buffering"] == "no"
-            assert events.startswith(("data: {", "event: message_start"))
+            assert events.startswith("data: {")
             assert "error" not in events
-            assert served.ask(post(b"{")).status == 400
-
-
-@pytest.mark.parametrize("path", [PATH, "/v1/messages"])
-def test_what_an_engine_refuses_behind_a_comment_is_an_event_of_the_stream(path):
-    """In the words of its API: the status is with the client already."""
-    engines = sims()
-    engines["p0"] = prefill = SlowPrefill(engines["p0"])
-    engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=400))
-    with routers(engines, COMMENTS) as found:
-        for served in found:
-            answer = prefill.ask(served, WAITING["messages" if path == "/v1/messages" else "completions"])
-            last = answer.body.strip().rpartition("\n\n")[2]
-            assert answer.status == 200
-            assert last.startswith("event: error\ndata: " if path == "/v1/messages" else "data: ")
-            said = json.loads(last.partition("data: ")[2])["error"]
-            assert said["type"] == ("invalid_request_error" if path == "/v1/messages" else "BadRequestError")
 
 
 def test_a_router_that_leaves_says_so_on_both_ways():
@@ -670,34 +617,6 @@ def test_several_requests_on_one_connection(both, first):
             assert [client.answer() for _ in requests] == each
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_body_may_come_in_pieces(way):
-    """Byte by byte at first; the engines hear of it when it is complete."""
-    engines = sims()
-    with routers(engines, ways=[way]) as (served,), served.open() as client:
-        request = post({"prompt": "y" * 200_000, "max_tokens": 4})
-        for byte in request[:250]:
-            client.send(bytes([byte]))
-        client.send(request[250:100_000])
-        time.sleep(0.05)
-        assert not engines["p0"].log
-        assert client.send(request[100_000:]).answer().status == 200
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sent", [100, 60_000, 150_000])
-def test_a_client_that_leaves_within_its_body_costs_no_leg(way, sent):
-    """And nothing is left of its request."""
-    engines = sims()
-    with routers(engines, ways=[way]) as (served,):
-        with served.open() as client:
-            client.send(post({"prompt": "y" * 200_000, "max_tokens": 4})[:sent])
-        with served.open() as client:
-            assert client.send(post()).answer().status == 200
-        until(lambda: served.router.lifetime.in_flight == 0)
-    assert len(engines["p0"].log) == 1
-
-
 LATE = post({"prompt": "y" * 1000, "max_tokens": 4})[:-1]
 BROKEN = post(b"xyz\r\n", Content_Length=None, Transfer_Encoding="chunked")
 
@@ -709,6 +628,7 @@ def test_the_log_says_what_a_client_got_whose_body_was_given_up(sent, status, wh
     with routers(sims(), replace(QUIET, receive_timeout_s=0.3), ["protocol"]) as (served,):
         answer = None
         while answer is None:  # a client that has sent nothing in time is hung up on without one
+            caplog.clear()
             with suppress(Over):
                 answer = served.ask(sent)
         until(lambda: [line for line in caplog.messages if "request_id" in line])

@@ -322,7 +322,8 @@ def exposition(count):
     metrics = Metrics(telemetry, registry, Admission(Settings()))
 
     def scrape():
-        return metrics.exposition("text/plain")
+        pieces, content_type = metrics.pieces("text/plain")
+        return b"".join(pieces), content_type
 
     def longest():
         pieces, _ = metrics.pieces("text/plain")

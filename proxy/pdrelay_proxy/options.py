@@ -184,14 +184,6 @@ def _several(value: object) -> list[object]:
     return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
-def read_file(path: str) -> Mapping[str, object]:
-    """Read a file; return values by the names of settings.
-
-    Raises ConfigError: it is not TOML, or a key or value is wrong.
-    """
-    return {name: _line(path, name, value) for name, value in _file_values(path).items()}
-
-
 def _file_values(path: str) -> Mapping[str, object]:
     try:
         values: dict[str, object] = tomllib.loads(read_text(path))

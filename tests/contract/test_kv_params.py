@@ -11,7 +11,8 @@ from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.lease.transfer_names import abandoned_transfer, transfer_of
 from pdrelay_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
 from pdrelay_proxy.core.model import Api, InstanceId
-from pdrelay_proxy.core.protocol.request_bodies import abandon_body, decode_body, kv_params, parse, prefill_body
+from pdrelay_proxy.core.protocol.request_bodies import abandon_body, decode_body, kv_params, parse, prefill_fields
+from pdrelay_proxy.core.raw_json import encode
 from pdrelay_proxy.io.request_path.ids import new_transfer
 
 SIGNATURES = Signatures(lambda: (b"secret",))
@@ -53,7 +54,7 @@ def test_what_the_router_abandons_is_what_it_has_had_computed(api):
     client, transfer = parse(b'{"model":"m","prompt":"hi"}'), new_transfer()
     asked, given_up = (
         json.loads(body)["kv_transfer_params"]
-        for body in (prefill_body(api, client, transfer), abandon_body(client, transfer))
+        for body in (encode(prefill_fields(api, client, transfer)), abandon_body(client, transfer))
     )
 
     assert transfer_of(asked) == abandoned_transfer(given_up) == transfer

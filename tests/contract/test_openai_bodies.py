@@ -17,8 +17,8 @@ from pdrelay_proxy.api.text_schemas import TEXT_SCHEMAS
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.disaggregation import solo_reason
 from pdrelay_proxy.core.protocol.replay import can_resume
-from pdrelay_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
-from pdrelay_proxy.core.raw_json import TRUE, Fields, decode
+from pdrelay_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_fields
+from pdrelay_proxy.core.raw_json import TRUE, Fields, decode, encode
 from pdrelay_proxy.errors import BadRequest
 from support.searching import examples
 from support.vllm_signatures import ROOT
@@ -294,7 +294,7 @@ def test_prefill_reads_what_the_client_wrote_and_makes_one_token(models, api):
     for name in bodies_of(api).keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
         fields = parse(raw)
-        client, prefill = read(models[api], raw), read(models[api], prefill_body(api, fields, TRANSFER))
+        client, prefill = read(models[api], raw), read(models[api], encode(prefill_fields(api, fields, TRANSFER)))
 
         assert client is not None, name
         assert prefill is not None, name
@@ -366,7 +366,7 @@ def test_what_decode_would_refuse_is_not_prefilled(models, api, value):
     """
     for name, raw, fields in odd_bodies(models[api], api, value):
         if read(models[api], raw) is None and solo_reason(api, fields) is None:
-            assert read(models[api], prefill_body(api, fields, TRANSFER)) is None, name
+            assert read(models[api], encode(prefill_fields(api, fields, TRANSFER))) is None, name
 
 
 @pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT])

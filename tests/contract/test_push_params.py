@@ -12,7 +12,7 @@ import pytest
 from pdrelay_connector.core.lease.kv_params import parse_push_params, parse_transfer_id
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
-from pdrelay_proxy.core.protocol.request_bodies import prefill_body
+from pdrelay_proxy.core.protocol.request_bodies import prefill_fields
 from pdrelay_proxy.core.raw_json import encode
 from pdrelay_proxy.settings import KvTransferMode
 
@@ -100,7 +100,7 @@ def test_in_tree_engines_agree_on_the_name_of_a_request(vllm, api):
 @pytest.mark.parametrize("api", Api)
 def test_our_connectors_agree_on_the_name_of_a_transfer(vllm, api):
     """The router has named it on both legs, whether decode is told before or after prefill has answered."""
-    leg = json.loads(prefill_body(api, {}, TRANSFER))["kv_transfer_params"]
+    leg = json.loads(encode(prefill_fields(api, {}, TRANSFER)))["kv_transfer_params"]
     name = parse_transfer_id(leg, known_as(api, XID) + P_SUFFIX)
     found = handover(
         P,

@@ -9,7 +9,7 @@ from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features import feature_settings
 from pdrelay_proxy.known_settings import DECLARED, OPTIONS, SECRETS, needs_restart, reused_of_features, with_values
-from pdrelay_proxy.options import read_file, serve_settings
+from pdrelay_proxy.options import serve_settings
 from pdrelay_proxy.setting_values import read
 from pdrelay_proxy.settings import KvTransferMode, LogLevel, Settings
 
@@ -167,9 +167,6 @@ def test_one_setting_chooses_all_that_uses_kv_and_others_win(config):
     assert config("reuse_kv = false") == Settings()
 
 
-def test_an_empty_file_changes_nothing(tmp_path):
+def test_an_empty_file_changes_nothing(config):
     """Comments are fine."""
-    path = tmp_path / "pdrelay.toml"
-    path.write_text("# nothing yet\n")
-
-    assert read_file(str(path)) == {}
+    assert config("# nothing yet\n") == Settings()

@@ -10,6 +10,7 @@ from pdrelay_proxy.core.discovery.store_entries import (
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
 from pdrelay_proxy.core.model import EngineRole, Role
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.discovery.discovery import Discovery
 from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
@@ -35,7 +36,7 @@ class World:
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS, EngineSource.STORE], lambda: self.now)
         self.pods = EngineObjects(self.reconciler)
         self.entries = Entries(self.reconciler)
-        self.entries.view({})
+        finish(self.entries.view_in_steps({}))
         self.store = MemoryStore(self.entries, max_engines=max_engines)
         self.use(self.store)
 
@@ -49,7 +50,7 @@ class World:
             pass
 
     def see(self, *pods):
-        self.pods.view({f"uid-{number}": pod for number, pod in enumerate(pods)})
+        finish(self.pods.view_in_steps({f"uid-{number}": pod for number, pod in enumerate(pods)}))
 
     @property
     def there(self):
@@ -110,4 +111,4 @@ class CommonStore:
     def tell(self):
         for world in self._worlds:
             if world is not self.deaf:
-                world.entries.view(dict(self.entries))
+                finish(world.entries.view_in_steps(dict(self.entries)))

@@ -75,7 +75,8 @@ def router_exposition():
         lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)],
         [make for name, make in families.items() if name in FEATURES],
     )
-    return metrics.exposition("")[0].decode()
+    pieces, _ = metrics.pieces("")
+    return b"".join(pieces).decode()
 
 
 def _pair_families(registry):

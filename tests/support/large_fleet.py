@@ -32,6 +32,7 @@ from pdrelay_proxy.core.routing.group_choice import GroupChoice
 from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.discovery.discovery import Discovery
 from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
@@ -108,8 +109,8 @@ class Fleet:
 
     def fill(self):
         """Have all engines be there, and be known."""
-        self.pods.view(self.engines)
-        self.stored.view(dict(self.entries))
+        finish(self.pods.view_in_steps(self.engines))
+        finish(self.stored.view_in_steps(dict(self.entries)))
         shown = {"connector": "pdrelay", "protocol": "4", "fingerprint": "0123456789abcdef", "mode": EngineMode.PUSH}
         for member in self.registry.members():
             name = member.instance.id
@@ -142,7 +143,7 @@ class Fleet:
         """Hear of a store that has all engines, and in which one is another."""
         number, generation = next(self.places), next(self.entry_generations)
         self.entries[f"uid-{number}-0"] = entry_of(wanted(number, generation % 200))
-        self.stored.view(dict(self.entries))
+        finish(self.stored.view_in_steps(dict(self.entries)))
 
     def fail(self):
         """Have an engine fail a request."""

@@ -62,9 +62,6 @@ class Api(FastStrEnum):
     GENERATE = "/inference/v1/generate"
 
 
-_PATHS: Final = {api: api.value for api in Api}  # an enum's ``value`` is a Python function
-
-
 class SingleEngineReason(FastStrEnum):
     """Why one decode engine serves a request without a transfer, as metrics and headers name it."""
 
@@ -213,11 +210,6 @@ class GenerationRequest:
         self.fields = fields
         self.headers = headers
         self.rank = rank
-
-    @property
-    def path(self) -> str:
-        """The engines' path for it."""
-        return _PATHS[self.api]
 
 
 @dataclass(frozen=True, slots=True)

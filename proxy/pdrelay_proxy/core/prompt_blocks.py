@@ -27,7 +27,6 @@ _STYLE: Final = 64  # first bytes, which show whether spaces follow colons
 # Inside a string a backslash precedes every quote, so these are between messages, or end a string.
 _SPACED: Final = b'}, {"'
 _COMPACT: Final = b'},{"'
-_NOTHING: Final = msgspec.Raw(b"")
 # Roles and types of messages; inside a string their quotes would have backslashes.
 _GENERATED: Final = (b'"assistant"', b'"function_call"', b'"reasoning"')
 # Fields of media in a message; inside a string their quotes would have backslashes.

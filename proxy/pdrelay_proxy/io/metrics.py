@@ -51,15 +51,10 @@ class Metrics:
         self._admission = admission
         self._sources = sources
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their content type, which ``Accept`` chooses."""
-        pieces, content_type = self.pieces(accept)
-        return b"".join(pieces), content_type
-
     def pieces(self, accept: str) -> tuple[Iterator[bytes], str]:
-        """Return the same in pieces, some of which are empty: each is a step of a few milliseconds
-        at most.
+        """Return all metrics and their content type, which ``Accept`` chooses.
 
+        They come in pieces, some of which are empty: each is a step of a few milliseconds at most.
         Thousands of engines have megabytes of metrics. A later piece may include what was counted
         meanwhile.
         """

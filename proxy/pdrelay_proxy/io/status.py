@@ -12,7 +12,6 @@ from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.schemas.feature_status import FeatureStatus
-from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
@@ -120,12 +119,8 @@ class Status:
         self._warnings = warnings or FleetWarnings()
         self._start = clock()
 
-    def snapshot(self) -> Snapshot:
-        """Return the present numbers."""
-        return finish(self.in_steps())
-
     def in_steps(self) -> Generator[None, None, Snapshot]:
-        """Collect them in steps of some engines, of about a millisecond each."""
+        """Collect the present numbers in steps of some engines, of about a millisecond each."""
         now = self._clock()
         recent = self._telemetry.recent
         admission = self._admission

@@ -47,7 +47,6 @@ _OPENED = RequestEvent.OPENED
 _NEXT_DECODE = RequestEvent.NEXT_DECODE
 _FIRST_EVENT = RequestEvent.FIRST_EVENT
 _CONTINUING: Final = RequestState.CONTINUING
-_PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
 _CHAT: Final = Api.CHAT
 _CONCURRENT: Final = LegOrder.CONCURRENT

@@ -244,6 +244,5 @@ def test_whether_a_prefill_engine_pushes(at_once, lessons):
             learned.coordinates(engine)
         else:
             learned.learn(engine, lesson)
-        assert learned.pushes == any(learned.coordinates(each) is not None for each in NAMED_ENGINES)
-        if at_once:
-            assert learned.pushes == any(learned.state(each) is CoordinatesState.PUSH for each in NAMED_ENGINES)
+        told = {each for each in NAMED_ENGINES if learned.coordinates(each) is not None}
+        assert told == {each for each in NAMED_ENGINES if at_once and learned.state(each) is CoordinatesState.PUSH}

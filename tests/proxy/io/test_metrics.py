@@ -41,7 +41,8 @@ class World:
         self.metrics = Metrics(self.telemetry, self.registry, self.queue)
 
     def exposition(self, accept=""):
-        return self.metrics.exposition(accept)
+        pieces, content_type = self.metrics.pieces(accept)
+        return b"".join(pieces), content_type
 
     def scrape(self):
         return {

@@ -11,6 +11,7 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.request_record import RequestRecord
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.status import Status
 from pdrelay_proxy.settings import Settings
@@ -38,7 +39,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     record.over(200, 2.5)
     telemetry.request_over(record)
     now[0] += 3
-    text = msgspec.json.encode(status.snapshot()).decode()
+    text = msgspec.json.encode(finish(status.in_steps())).decode()
 
     said = json.loads(text)
     assert said["uptime_s"] == 5
@@ -68,7 +69,7 @@ def test_no_step_grows_with_the_fleet():
 
     assert len(work) > 150
     assert sorted(work)[-10] <= 1_500  # but for those that go through the whole fleet at once: names, groups
-    assert len(status.snapshot().instances) == 1000
+    assert len(finish(status.in_steps()).instances) == 1000
 
 
 def test_a_router_that_has_seen_nothing_says_so():
@@ -76,7 +77,7 @@ def test_a_router_that_has_seen_nothing_says_so():
     telemetry = Telemetry(Counters(frozenset()), lambda: 7.0)
     status = Status(telemetry, Registry(), Admission(Settings()), lambda: 7.0)
 
-    said = msgspec.to_builtins(status.snapshot())
+    said = msgspec.to_builtins(finish(status.in_steps()))
     assert said["instances"] == said["failures"] == []
     assert said["queue"] == {"waiting": 0, "admitted": 0, "refused": 0}
     assert said["last_minute"] == {"requests_per_s": 0.0, "failed": 0, "ttft_s": None, "gap_s": None}

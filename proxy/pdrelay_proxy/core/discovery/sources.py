@@ -53,20 +53,11 @@ class Sources:
             name: View(heard_at=now) for name in sorted(names, key=tuple(EngineSource).index)
         }
 
-    def replace(
-        self, source: EngineSource, engines: Iterable[Wanted], *, now: float
-    ) -> Sequence[Key]:
-        """Replace the view of a source; return the addresses that differ from the old view."""
-        changed = list[Key]()
-        for keys in self.replace_in_steps(source, engines, now=now):
-            changed.extend(keys)
-        return changed
-
     def replace_in_steps(
         self, source: EngineSource, engines: Iterable[Wanted], *, now: float
     ) -> Generator[Sequence[Key]]:
-        """Replace a view in steps of about a millisecond, and yield the addresses that differ with
-        each.
+        """Replace the view of a source in steps of about a millisecond, and yield the addresses
+        that differ with each.
 
         Addresses that lost their engine come first, which makes room. After the last step the
         source counts as received; all steps are of one generation.
@@ -168,14 +159,8 @@ class Sources:
         """The sources that have not been received yet."""
         return [name for name, view in self.views.items() if not view.is_synced]
 
-    def desired(self) -> Mapping[Key, Origin]:
-        """Return the union of all views. An engine leaves if any source says so."""
-        return self.desired_at(
-            dict.fromkeys(key for view in self.views.values() for key in view.engines)
-        )
-
     def desired_at(self, keys: Iterable[Key]) -> Mapping[Key, Origin]:
-        """Return the same for some addresses."""
+        """Return the union of all views at some addresses; an engine leaves if any says so."""
         origins: dict[Key, Origin] = {}
         for source, view in self.views.items():
             for key in keys:

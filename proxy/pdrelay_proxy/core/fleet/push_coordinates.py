@@ -72,18 +72,11 @@ class PushCoordinates:
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
         self._records: dict[InstanceId, _Record] = {}
-        self._placed: set[InstanceId] = set()  # those whose coordinates are known
-
-    @property
-    def pushes(self) -> bool:
-        """Tell whether a decode engine may be told where its prefill engine is before that one has
-        answered.
-        """
-        return self._at_once and bool(self._placed)
 
     def coordinates(self, prefill: InstanceId) -> Coordinates | None:
         """Return where a prefill engine is; None: only its next answer can tell."""
-        return self._of(prefill).coordinates if self._at_once and prefill in self._placed else None
+        record = self._records.get(prefill)
+        return record.coordinates if self._at_once and record is not None else None
 
     def state(self, prefill: InstanceId) -> CoordinatesState:
         """Return what is known about a prefill engine."""
@@ -109,16 +102,11 @@ class PushCoordinates:
         if before is not None and before != coordinates:
             record.replaced |= {before.remote_engine_id}
         record.coordinates = coordinates if record.state is _PUSH else None
-        if record.coordinates is None:
-            self._placed.discard(prefill)
-        else:
-            self._placed.add(prefill)
 
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: whoever answers next under this address may be another."""
         record = self._of(prefill)
         self._records[prefill] = _Record(TRANSITIONS[record.state][CoordinatesEvent.FAILED])
-        self._placed.discard(prefill)
 
     def _of(self, prefill: InstanceId) -> _Record:
         record = self._records.get(prefill)

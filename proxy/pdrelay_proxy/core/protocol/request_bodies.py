@@ -236,11 +236,6 @@ def names_no_model(fields: Fields) -> bool:
     return bytes(fields.get("model", NULL)) in _NO_NAME
 
 
-def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
-    """Return the encoded ``prefill_fields``."""
-    return encode(prefill_fields(api, fields, transfer))
-
-
 def prefill_fields(
     api: Api, fields: Fields, transfer: TransferId, *, pushes: bool = False
 ) -> Fields:

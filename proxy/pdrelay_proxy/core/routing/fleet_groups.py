@@ -12,7 +12,6 @@ from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines
 from pdrelay_proxy.core.routing.group_weights import GroupShare, shares_of
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
-from pdrelay_proxy.core.steps import finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,8 @@ class EngineGroup:
     alone: float  # share of the requests that one of these decode engines serves alone
 
 
-def grouping_now(registry: Registry) -> Grouping:
+def grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
     """Sort all engines that may serve into groups, whatever their models."""
-    return finish(_grouping_in_steps(registry))
-
-
-def _grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
     members = [member for member in registry.members() if member.life.state in SERVING]
     sides = [
         [one for member in members if (one := member.as_role(role)) is not None] for role in Role
@@ -40,37 +35,27 @@ def _grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
     return group_engines(sides[0], sides[1], registry.facts)
 
 
-def unpaired(registry: Registry) -> dict[Role, int]:
+def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, int]]:
     """Count the engines that fit none of the other role's; none counts where the other role has no
     engine at all.
+
+    A step takes a millisecond or so: sorting thousands of engines takes longer.
     """
-    return finish(unpaired_in_steps(registry))
-
-
-def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, int]]:
-    """Count the same in steps of a millisecond or so: sorting thousands of engines takes longer."""
     kinds = yield from lone_kinds_in_steps(
         registry, lambda decode: decode.facts.resting or frozenset()
     )
     return {role: sum(map(len, some)) for role, some in kinds.lone.items()}
 
 
-def fleet_groups(
-    registry: Registry, preference: PairPreference | None = None, *, may_be_alone: bool
-) -> Sequence[EngineGroup]:
-    """List the groups, if there are several or engines without a partner; empty: one group has all
-    engines.
-    """
-    return finish(fleet_groups_in_steps(registry, preference, may_be_alone=may_be_alone))
-
-
 def fleet_groups_in_steps(
     registry: Registry, preference: PairPreference | None, *, may_be_alone: bool
 ) -> Generator[None, None, Sequence[EngineGroup]]:
-    """List the same in steps; sorting, the longest of them, takes some milliseconds among thousands
-    of engines.
+    """List the groups, if there are several or engines without a partner; empty: one group has all
+    engines.
+
+    Sorting, the longest step, takes some milliseconds among thousands of engines.
     """
-    found = yield from _grouping_in_steps(registry)
+    found = yield from grouping_in_steps(registry)
     yield
     shares = _shares(preference, found, may_be_alone=may_be_alone)
     yield

@@ -28,10 +28,6 @@ class EngineObjects:
         # engines by address, then by object: two objects may claim one address
         self._named: dict[Key, dict[str, Wanted]] = {}
 
-    def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take in all objects."""
-        finish(self.view_in_steps(objects))
-
     def view_in_steps(
         self, objects: Mapping[str, Wanted | AddressError | None], /
     ) -> Generator[None]:

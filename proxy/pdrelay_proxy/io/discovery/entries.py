@@ -49,10 +49,6 @@ class Entries:
                     # if the task is cancelled, finish the view: the store would not send it again
                     finish(steps)
 
-    def view(self, entries: Mapping[str, str]) -> None:
-        """Take in all entries at once."""
-        finish(self.view_in_steps(entries))
-
     def view_in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
         """Take in all entries in steps. Of what may be thousands, only changed ones are parsed."""
         before = self._texts

@@ -9,7 +9,6 @@ from pdrelay_proxy.core.discovery.sources import Freshness, Sources, key_of
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Wanted
-from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AlreadyKnown
 from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.assigned_roles import AssignedRoles
@@ -32,12 +31,8 @@ class Reconciler:
         self._compared = -1, -1
         self._full = set[EngineSource]()  # sources that name more engines than a router takes
 
-    def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
-        """Take in a whole view of a source."""
-        finish(self.view_in_steps(source, engines))
-
     def view_in_steps(self, source: EngineSource, engines: Iterable[Wanted]) -> Generator[None]:
-        """Take in a whole view in steps, between which requests are served.
+        """Take in a whole view of a source in steps, between which requests are served.
 
         The source counts as heard after the last step.
         """

@@ -36,7 +36,6 @@ from pdrelay_proxy.io.request_path.deferred import DeferredCalls
 
 _CHAT: Final = Api.CHAT  # looking a member up takes as long as a call
 _PREFILL: Final = Role.PREFILL
-_DECODE: Final = Role.DECODE
 _AUTO: Final = EngineMode.AUTO
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 

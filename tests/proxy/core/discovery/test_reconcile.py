@@ -60,8 +60,9 @@ THERE = st.dictionaries(
 def union(views):
     sources = Sources(views, now=0)
     for source, engines in views.items():
-        sources.replace(source, engines, now=1)
-    return sources.desired()
+        for _ in sources.replace_in_steps(source, engines, now=1):
+            pass
+    return sources.desired_at(dict.fromkeys(key for view in sources.views.values() for key in view.engines))
 
 
 @given(VIEWS, VIEWS, THERE)

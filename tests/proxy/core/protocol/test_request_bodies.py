@@ -14,7 +14,7 @@ from pdrelay_proxy.core.protocol.request_bodies import (
     kv_params,
     named,
     parse,
-    prefill_body,
+    prefill_fields,
     with_ids,
 )
 from pdrelay_proxy.core.raw_json import encode
@@ -42,7 +42,7 @@ PARAMS = {
 
 
 def prefilled(api, body):
-    return json.loads(prefill_body(api, parse(json.dumps(body).encode()), TransferId("xfer-1")))
+    return json.loads(encode(prefill_fields(api, parse(json.dumps(body).encode()), TransferId("xfer-1"))))
 
 
 def test_a_completion_is_prefilled_with_one_token():
@@ -160,7 +160,9 @@ def test_the_last_of_equal_names_counts_on_both_legs(pairs):
 
     decoded = msgspec.json.decode(encode(fields), type=dict[str, msgspec.Raw])
     assert {name: bytes(raw).decode() for name, raw in decoded.items()} == wanted
-    legs = msgspec.json.decode(prefill_body(Api.COMPLETIONS, fields, TransferId("xfer-1")), type=dict[str, msgspec.Raw])
+    legs = msgspec.json.decode(
+        encode(prefill_fields(Api.COMPLETIONS, fields, TransferId("xfer-1"))), type=dict[str, msgspec.Raw]
+    )
     assert all(bytes(legs[name]).decode() == text for name, text in wanted.items() if name not in ASKED)
 
 
@@ -309,7 +311,7 @@ def test_prefill_of_token_ids_keeps_the_sampling_parameters():
     body = {"token_ids": [1], "sampling_params": {"seed": 7, "logprobs": 2, "min_tokens": 4, "max_tokens": 9}}
     more = {"stream": True, "stream_options": {}}
     fields = parse(json.dumps(body | more).encode())
-    made = json.loads(prefill_body(Api.GENERATE, fields, TransferId("x")))
+    made = json.loads(encode(prefill_fields(Api.GENERATE, fields, TransferId("x"))))
 
     assert made.pop("kv_transfer_params")["do_remote_decode"] is True
     once = {"seed": 7, "logprobs": 2, "min_tokens": 1, "max_tokens": 1}
@@ -326,7 +328,7 @@ def test_prefill_of_token_ids_keeps_the_sampling_parameters():
 def test_prefill_of_the_other_apis_only_gets_what_they_know(api, one):
     """An unknown field may be refused some day; what they know beside it is kept."""
     client = {"model": "m", "stream": True, "top_logprobs": 2, "n": 3, "max_output_tokens": 9, "max_tokens": 9}
-    made = json.loads(prefill_body(api, parse(json.dumps(client).encode()), TransferId("x")))
+    made = json.loads(encode(prefill_fields(api, parse(json.dumps(client).encode()), TransferId("x"))))
 
     params = made.pop("kv_transfer_params")
     assert (params["do_remote_decode"], params["transfer_id"]) == (True, "x")

@@ -7,7 +7,8 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.core.routing.fleet_groups import grouping_now, unpaired, unpaired_in_steps
+from pdrelay_proxy.core.routing.fleet_groups import grouping_in_steps, unpaired_in_steps
+from pdrelay_proxy.core.steps import finish
 
 
 def registry_of(engines):
@@ -33,10 +34,10 @@ def registry_of(engines):
 def test_engines_without_a_partner_are_those_that_requests_find_none_for(engines):
     """Counted in steps for metrics, and by the groups that requests are routed by: the numbers are the same."""
     registry = registry_of(engines)
-    groups, roles = grouping_now(registry), {role for role, _, _ in engines}
+    groups, roles = finish(grouping_in_steps(registry)), {role for role, _, _ in engines}
     routed = {Role.PREFILL: len(groups.unpaired_prefill), Role.DECODE: len(groups.unpaired_decode)}
 
-    assert unpaired(registry) == (routed if roles == {*Role} else dict.fromkeys(Role, 0))
+    assert finish(unpaired_in_steps(registry)) == (routed if roles == {*Role} else dict.fromkeys(Role, 0))
 
 
 def test_thousands_of_engines_are_counted_in_steps():

@@ -7,6 +7,7 @@ import pytest
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.discovery.entries import Entries
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from support.discovery_world import BOTH, DECODE, PREFILL, A, D, E, World, serving, turn_now
@@ -44,7 +45,7 @@ async def test_a_pod_of_both_roles_serves_both_until_it_turns_and_then_only_that
     await turn_now(world, "decode-1", DECODE)
     world.registry.settle(patience_s=0, now=1)
     world.see(*either)
-    late.entries.view(dict(world.store._entries))
+    finish(late.entries.view_in_steps(dict(world.store._entries)))
     late.see(*either)
 
     assert serving(world) == serving(late) == {"decode-0": PREFILL, "decode-1": DECODE}
@@ -85,7 +86,7 @@ async def turns_beside_an_assignment(*, pods, age_s=0.0):
     await turn_now(world, "decode-0", PREFILL)
     late = World()
     late.store._entries |= world.store._entries
-    late.entries.view(dict(world.store._entries))
+    finish(late.entries.view_in_steps(dict(world.store._entries)))
     late.see(*pods, E, A)
     late.now = age_s
     await late.changes.change_role("prefill-0", BOTH)
@@ -124,10 +125,10 @@ async def test_a_router_that_starts_serves_what_the_store_says_at_once():
     told = dict(world.store._entries)
     late = World("d:80", "e:80")
     late.reconciler = Reconciler(late.registry, [EngineSource.STORE], lambda: 0.0)
-    Entries(late.reconciler).view(told)
+    finish(Entries(late.reconciler).view_in_steps(told))
     assert serving(late) == {"decode-0": PREFILL, "decode-1": DECODE}
     found = World("e:80")
-    found.entries.view(told)
+    finish(found.entries.view_in_steps(told))
     found.see(D)
 
     assert serving(found) == {"decode-0": DECODE, "decode-1": PREFILL}
@@ -140,7 +141,7 @@ async def test_two_routers_of_one_store_agree():
     world, other = World("d:80", "e:80"), World("d:80", "e:80")
     other.registry.member("decode-0").load.enter("r")
     await turn_now(world, "decode-0", PREFILL)
-    other.entries.view(dict(world.store._entries))
+    finish(other.entries.view_in_steps(dict(world.store._entries)))
     other.registry.settle(patience_s=60, now=1)
     assert (serving(world)["decode-0"], serving(other)["decode-0"]) == (PREFILL, DECODE)
     other.registry.member("decode-0").load.leave("r")
@@ -148,7 +149,7 @@ async def test_two_routers_of_one_store_agree():
     assert serving(other) == serving(world)
     await world.changes.change_role("decode-0", DECODE, force=True)
     await world.changes.undrain("decode-0")
-    other.entries.view(dict(world.store._entries))
+    finish(other.entries.view_in_steps(dict(world.store._entries)))
 
     assert serving(other) == serving(world) == {"decode-0": PREFILL, "decode-1": DECODE}
     assert all(member.turn is None for member in other.registry.members())

@@ -11,6 +11,7 @@ from pdrelay_proxy.core.discovery.store_entries import (
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.target import EngineSource, Target
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AlreadyKnown, CannotTurn, UnknownInstance
 from pdrelay_proxy.io.discovery.engine_changes import NotManagedHere
 from pdrelay_proxy.io.discovery.store import StoreDown
@@ -52,12 +53,12 @@ async def test_all_routers_of_a_store_move_the_streams_of_an_engine():
     assert not world.registry.departures.moving
     await world.changes.drain("decode-0", moves=True)
     other = World()
-    other.reconciler.view(EngineSource.STORE, [replace(wanted_of(world), leaves=False)])
-    other.reconciler.view(EngineSource.STORE, [wanted_of(world)])
+    finish(other.reconciler.view_in_steps(EngineSource.STORE, [replace(wanted_of(world), leaves=False)]))
+    finish(other.reconciler.view_in_steps(EngineSource.STORE, [wanted_of(world)]))
 
     assert list(world.registry.departures.moving) == list(other.registry.departures.moving) == ["decode-0"]
     await world.changes.undrain("decode-0")
-    other.reconciler.view(EngineSource.STORE, [wanted_of(world)])
+    finish(other.reconciler.view_in_steps(EngineSource.STORE, [wanted_of(world)]))
     assert not world.registry.departures.moving
     assert not other.registry.departures.moving
 

@@ -14,6 +14,7 @@ from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AddressError
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
@@ -26,7 +27,7 @@ def test_nonsense_is_left_out_and_said_once(caplog):
     world = World()
     for _ in range(3):
         world.see(A, AddressError("pod x has no container port named http"), None)
-        world.entries.view({entry_name(B.key): entry_of(B), "decode.y": "{}"})
+        finish(world.entries.view_in_steps({entry_name(B.key): entry_of(B), "decode.y": "{}"}))
 
     assert [name for name, *_ in world.there] == ["prefill-0", "decode-0", "decode-1"]
     said = [record.getMessage() for record in caplog.records]
@@ -64,14 +65,14 @@ def test_changes_of_some_pods_bring_what_a_view_of_all_would(steps):
     (some, told_some), (whole, told_all) = worlds
     objects = {}
     for pods in (told_some, told_all):
-        pods.view({})
+        finish(pods.view_in_steps({}))
     for step in steps:
         for name, one in step.items():
             objects.pop(name, None)
             if one is not None:
                 objects[name] = one
         told_some.changed(step)
-        told_all.view(objects)
+        finish(told_all.view_in_steps(objects))
 
         shown = [
             sorted((m.instance.address.authority, m.life.state, repr(m.origin.wanted)) for m in each.members())
@@ -85,7 +86,7 @@ def test_a_change_of_one_pod_leaves_the_others_alone():
     registry = Registry()
     pods = EngineObjects(Reconciler(registry, [EngineSource.PODS], lambda: 0.0))
     wanted = {f"u{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"u{n}") for n in range(300)}
-    pods.view(wanted)
+    finish(pods.view_in_steps(wanted))
     origins = {member.instance.id: member.origin for member in registry.members()}
     pods.changed({"u7": replace(wanted["u7"], leaves=True), "u8": None})
 

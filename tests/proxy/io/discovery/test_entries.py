@@ -17,6 +17,7 @@ from pdrelay_proxy.core.discovery.store_entries import (
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from pdrelay_proxy.core.model import EngineRole, Role
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.io.discovery.entries import Entries
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from support.discovery_world import DECODE, B, World, serving, stored
@@ -46,9 +47,9 @@ def test_a_router_that_followed_a_store_wants_what_one_that_starts_would(steps):
     follower, entries = World(), {}
     for step in steps:
         entries = {name: text for name in "uvw" if (text := step.get(name, entries.get(name))) is not None}
-        follower.entries.view(dict(entries))
+        finish(follower.entries.view_in_steps(dict(entries)))
         late = World()
-        late.entries.view(dict(entries))
+        finish(late.entries.view_in_steps(dict(entries)))
 
         assert follower.reconciler.roles.assignments == late.reconciler.roles.assignments
         wanted = [each.reconciler.sources.views[EngineSource.STORE].engines for each in (follower, late)]
@@ -119,9 +120,9 @@ async def test_a_view_whose_task_is_cancelled_is_taken_in_as_a_whole():
 def test_an_entry_that_is_renamed_takes_no_engine_out():
     """However many others change in the same view: the steps go by place, not by name."""
     world = World()
-    world.entries.view({"old": entry_of(B), **stored(range(300))})
+    finish(world.entries.view_in_steps({"old": entry_of(B), **stored(range(300))}))
     before = world.registry.members()[:2]
-    world.entries.view({**stored(range(300, 600)), "new": entry_of(B)})
+    finish(world.entries.view_in_steps({**stored(range(300, 600)), "new": entry_of(B)}))
 
     assert [member.instance.id for member in before] == ["decode-0", "decode-1"]
     assert [world.registry.get(member.instance.id) for member in before] == [*before]
@@ -130,12 +131,12 @@ def test_an_entry_that_is_renamed_takes_no_engine_out():
 def test_an_assignment_costs_a_look_at_its_engine_alone():
     """Each one cost a look at all of 2,000 engines, in one step of 8 ms."""
     world = World()
-    world.entries.view(stored(range(300)))
+    finish(world.entries.view_in_steps(stored(range(300))))
     turn = Assignment(Key(Role.DECODE, "h7:80"), EngineRole.PREFILL)
-    world.entries.view({**stored(range(300)), assignment_name(turn.key): assignment_of(turn)})
+    finish(world.entries.view_in_steps({**stored(range(300)), assignment_name(turn.key): assignment_of(turn)}))
     assert [m.instance.id for m in world.registry.members() if m.heading is EngineRole.PREFILL] == ["decode-7"]
 
-    world.entries.view(stored(range(300)))
+    finish(world.entries.view_in_steps(stored(range(300))))
     assert [m.instance.id for m in world.registry.members() if m.heading is EngineRole.PREFILL] == []
 
 
@@ -150,7 +151,7 @@ def test_an_assignment_costs_a_look_at_its_engine_alone():
 def test_an_assignment_that_is_none_is_left_out(text, caplog):
     """Somebody has edited the store: one line says so, and no engine changes."""
     world = World("d:80", "e:80")
-    world.entries.view({"turn.decode.d_3a80": text})
+    finish(world.entries.view_in_steps({"turn.decode.d_3a80": text}))
 
     assert serving(world) == {"decode-0": DECODE, "decode-1": DECODE}
     assert "left out: entry turn.decode.d_3a80" in caplog.text

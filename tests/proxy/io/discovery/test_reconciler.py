@@ -13,6 +13,7 @@ from pdrelay_proxy.core.discovery.store_entries import (
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.steps import finish
 from support.discovery_world import A, B, D, E, World, stored
 
 
@@ -49,13 +50,13 @@ def test_that_engines_are_left_out_is_said_once_and_they_come_when_there_is_room
     """An engine that serves nothing, of which no line tells, is looked for in vain."""
     world = World()
     leaving = {str(n): f'{{"role":"decode","target":"h{n}:80","leaves":true}}' for n in range(MAX_ENGINES)}
-    world.entries.view(leaving)
+    finish(world.entries.view_in_steps(leaving))
     for _ in range(2):
-        world.entries.view({**leaving, "a": entry_of(A)})
+        finish(world.entries.view_in_steps({**leaving, "a": entry_of(A)}))
     assert world.there == []
 
     del leaving["7"]
-    world.entries.view({**leaving, "a": entry_of(A)})
+    finish(world.entries.view_in_steps({**leaving, "a": entry_of(A)}))
     assert [name for name, *_ in world.there] == ["prefill-0"]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert said == ["store: there are more than 50000 engines: 1 left out until others have gone"]
@@ -102,11 +103,19 @@ def test_engines_that_go_do_so_before_others_take_their_addresses(kind):
     """A view in steps must not find an address taken by an engine that the same view takes away."""
     world = World()
     if kind == "pods":
-        world.pods.view({f"u{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"u{n}") for n in range(300)})
-        world.pods.view({f"v{n}": Wanted(Role.PREFILL, Target.parse(f"h{n}:80"), f"v{n}") for n in range(300)})
+        finish(
+            world.pods.view_in_steps(
+                {f"u{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"u{n}") for n in range(300)}
+            )
+        )
+        finish(
+            world.pods.view_in_steps(
+                {f"v{n}": Wanted(Role.PREFILL, Target.parse(f"h{n}:80"), f"v{n}") for n in range(300)}
+            )
+        )
     else:
-        world.entries.view(stored(range(300)))
-        world.entries.view(stored(range(300), Role.PREFILL))
+        finish(world.entries.view_in_steps(stored(range(300))))
+        finish(world.entries.view_in_steps(stored(range(300), Role.PREFILL)))
 
     assert {member.instance.role for member in world.registry.members()} == {Role.PREFILL}
     assert len(world.registry.members()) == 300

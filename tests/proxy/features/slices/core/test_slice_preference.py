@@ -14,8 +14,9 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.routing.compatible_groups import group_engines
-from pdrelay_proxy.core.routing.fleet_groups import fleet_groups
+from pdrelay_proxy.core.routing.fleet_groups import fleet_groups_in_steps
 from pdrelay_proxy.core.routing.group_weights import BOUND, shares_of
+from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import NoInstance
 from pdrelay_proxy.features import feature_policies, pairs_within
 from pdrelay_proxy.features.slices.core.slice_preference import CrossingReason, divide_by_slice, nearest, slice_sizes
@@ -287,7 +288,7 @@ def test_pairs_are_chosen_as_the_slices_are_divided_and_as_the_status_page_shows
     fair = sum(min(ps / p, ds / d) for ps, ds in sizes)
     chosen = world.chosen(200)
     crossing = sum(count for (one, other), count in chosen.items() if one != other)
-    groups = fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)
+    groups = finish(fleet_groups_in_steps(world.registry, world.fleet.preference, may_be_alone=True))
 
     expected = max(0.0, 1 - fair * BOUND)
     assert crossing == (0 if expected < 1e-9 else pytest.approx(200 * expected, abs=4 * len(sizes)))
@@ -380,7 +381,7 @@ def test_the_status_page_says_which_slice_lacks_engines():
     world = World(REQUIRE).fill(a=(2, 2), b=(3, 0))
     rows = [
         (row.name, row.prefill, row.decode)
-        for row in fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)
+        for row in finish(fleet_groups_in_steps(world.registry, world.fleet.preference, may_be_alone=True))
     ]
 
     assert rows == [("slice a", 2, 2), ("no decode engine fits, slice b", 3, 0)]
@@ -394,7 +395,10 @@ def test_the_status_page_says_which_slice_lacks_engines():
 
 def test_the_status_page_shows_what_crosses():
     world = World(PREFER).fill(a=(3, 1), b=(1, 3))
-    rows = {row.name: row.pairs for row in fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)}
+    rows = {
+        row.name: row.pairs
+        for row in finish(fleet_groups_in_steps(world.registry, world.fleet.preference, may_be_alone=True))
+    }
 
     assert rows == {
         "unknown facts, slice a": pytest.approx(0.35),
@@ -408,7 +412,7 @@ def test_the_status_page_shows_engines_that_get_nothing():
     world = World(PREFER).fill(a=(3, 3), b=(1, 0))
     groups = [
         (row.name, row.prefill, row.decode, row.pairs)
-        for row in fleet_groups(world.registry, world.fleet.preference, may_be_alone=True)
+        for row in finish(fleet_groups_in_steps(world.registry, world.fleet.preference, may_be_alone=True))
     ]
 
     assert groups == [("unknown facts, slice a", 3, 3, pytest.approx(1)), ("unknown facts, slice b", 1, 0, 0.0)]

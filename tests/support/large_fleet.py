@@ -70,7 +70,10 @@ class Checks:
 
     async def numbers(self, _instance):
         """Return what one with our connector shows."""
-        return Numbers("pdrelay", leases=0, protocol="4", fingerprint="0123456789abcdef", mode="push")
+        return Numbers(
+            EngineCapabilities(connector="pdrelay", protocol="4", fingerprint="0123456789abcdef", mode=EngineMode.PUSH),
+            leases=0,
+        )
 
 
 def wanted(number, generation=0):

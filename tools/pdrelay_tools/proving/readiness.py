@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import Final
 
 from pdrelay_proxy.building.engines import EngineSide, Fabric, build_engines
-from pdrelay_proxy.core.fleet.compatibility import shown_facts
 from pdrelay_proxy.core.fleet.fleet_warnings import fleet_warnings, pair_differences
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.peer_metrics import read_failures, read_moved
@@ -136,7 +135,7 @@ class _ReadinessCheck:
                 # it is healthy even if it shows no metrics
                 with suppress(ProbeFailed):
                     numbers = await self._engines.checks.numbers(instance)
-                    self._engines.registry.learn(instance.id, shown_facts(numbers))
+                    self._engines.registry.learn(instance.id, numbers.facts)
         except ProbeFailed as sick:
             return ReadinessLine(Sign.FAILED, instance.id, f"{instance.address.url} {sick}")
         except TimeoutError:

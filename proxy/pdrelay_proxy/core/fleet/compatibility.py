@@ -1,12 +1,11 @@
 """What is known of an engine that decides with whom it can share a request."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from pdrelay_proxy.core.fleet import push_coordinates
-from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.one_line import one_line
 from pdrelay_proxy.core.protocol.push import EngineMode
@@ -61,78 +60,33 @@ class EngineCapabilities:
 
     def in_one_line(self) -> "EngineCapabilities":
         """Return these facts with no line break in any: they stand in logs, tables and labels."""
-        ours = (self.connector, self.protocol, self.fingerprint, self.engine_id, self.kv_role)
-        texts = (self.version, self.revision, self.slice, self.root, *ours)
-        names = (self.models, self.adapters, self.incompatible)
-        if all(map(_is_line, texts)) and all(map(_are_lines, names)):
-            return self
-        return replace(
-            self,
-            models=_lines(self.models),
-            version=_line(self.version),
-            connector=_line(self.connector),
-            revision=_line(self.revision),
-            protocol=_line(self.protocol),
-            fingerprint=_line(self.fingerprint),
-            engine_id=_line(self.engine_id),
-            incompatible=_lines(self.incompatible),
-            adapters=_lines(self.adapters),
-            slice=_line(self.slice),
-            kv_role=_line(self.kv_role),
-            root=_line(self.root),
-        )
+        changed: dict[str, Any] = {
+            name: one_line(fact) if isinstance(fact, str) else frozenset(map(one_line, fact))
+            for name in _FACTS
+            if not _is_printable(fact := getattr(self, name))
+        }
+        return replace(self, **changed) if changed else self
 
     def updated(self, newer: "EngineCapabilities") -> "EngineCapabilities":
-        """Return these facts, as far as no newer ones were found."""
-        return EngineCapabilities(
-            self.models if newer.models is None else newer.models,
-            newer.version or self.version,
-            newer.connector or self.connector,
-            newer.mode or self.mode,
-            newer.revision or self.revision,
-            newer.protocol or self.protocol,
-            newer.fingerprint or self.fingerprint,
-            newer.engine_id or self.engine_id,
-            self.incompatible if newer.incompatible is None else newer.incompatible,
-            self.adapters if newer.adapters is None else newer.adapters,
-            newer.slice or self.slice,
-            self.pairs_within if newer.pairs_within is None else newer.pairs_within,
-            newer.kv_role or self.kv_role,
-            self.resting if newer.resting is None else newer.resting,
-            newer.root or self.root,
-            newer.started or self.started,
-            self.bases if newer.bases is None else newer.bases,
-            newer.files or self.files,
-        )
+        """Return these facts, as far as no newer ones were found; an empty text is none, but for
+        NO_SLICE.
+        """
+        found = {
+            name: fact
+            for name in _FACTS
+            if (fact := getattr(newer, name)) is not None and (fact != "" or name == _WITHIN)
+        }
+        return replace(self, **found)
 
 
-def shown_facts(numbers: Numbers) -> EngineCapabilities:
-    """Return what an engine's connector says of itself in its metrics."""
-    return EngineCapabilities(
-        connector=numbers.connector,
-        mode=EngineMode(numbers.mode) if numbers.mode in tuple(EngineMode) else None,
-        protocol=numbers.protocol,
-        fingerprint=numbers.fingerprint,
-        engine_id=numbers.engine_id,
-        kv_role=numbers.kv_role,
-        started=numbers.started,
-    )
+_FACTS: Final = [fact.name for fact in fields(EngineCapabilities)]
+_WITHIN: Final = "pairs_within"
 
 
-def _is_line(text: str | None) -> bool:
-    return text is None or text.isprintable()
-
-
-def _are_lines(names: frozenset[str] | None) -> bool:
-    return names is None or all(map(str.isprintable, names))
-
-
-def _line(text: str | None) -> str | None:
-    return None if text is None else one_line(text)
-
-
-def _lines(names: frozenset[str] | None) -> frozenset[str] | None:
-    return None if names is None else frozenset(map(one_line, names))
+def _is_printable(fact: str | frozenset[str] | None) -> bool:
+    if fact is None or isinstance(fact, str):
+        return fact is None or fact.isprintable()
+    return all(map(str.isprintable, fact))
 
 
 # Facts that are equal, or unknown, where two engines fit; the last one is a set, and one name in
@@ -150,11 +104,11 @@ _COMPARED: Final = {
     "root": "the root of the model",
     "bases": "the model",  # it stays the last one: see ``agree``
 }
-WITHIN: Final = [*_COMPARED].index("pairs_within")  # the place of the slice among them
+WITHIN: Final = [*_COMPARED].index(_WITHIN)  # the place of the slice among them
 compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
 # The same without the slice, which is no part of what a rollout changes.
 without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
-    *[n for n in _COMPARED if n != "pairs_within"]
+    *[n for n in _COMPARED if n != _WITHIN]
 )
 
 

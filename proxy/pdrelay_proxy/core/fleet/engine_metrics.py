@@ -3,12 +3,15 @@ got.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 # sum() of floats fails where this is compiled: mypyc takes its result for an int
 from math import fsum
 from typing import Final
+
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.protocol.push import EngineMode
 
 _LINE: Final = re.compile(
     rb"^vllm:(?P<name>pdrelay_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? "
@@ -19,6 +22,7 @@ _INFO: Final = b"vllm:pdrelay_connector_info{"
 _LABEL: Final = re.compile(
     rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"'
 )
+_MODES: Final[Mapping[str, EngineMode]] = {mode.value: mode for mode in EngineMode}
 _REFUSED: Final = b"vllm:pdrelay_incompatible_peer{"
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
 _STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,32})$", re.MULTILINE)
@@ -48,16 +52,10 @@ _RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 class Numbers:
     """What an engine shows; None: it does not."""
 
-    connector: str | None = None  # pdrelay or nixl
+    facts: EngineCapabilities  # whose connector it has, and what that says
     leases: float | None = None  # requests whose blocks our connector keeps
     # share of its KV cache in use; blocks that are only cached are not
     kv_usage: float | None = None
-    protocol: str | None = None  # these five as our connector says (vllm:pdrelay_connector_info)
-    fingerprint: str | None = None
-    mode: str | None = None
-    engine_id: str | None = None  # by which other engines know it; of all data-parallel ranks
-    kv_role: str | None = None  # vLLM's
-    started: str | None = None  # when the process began, as it is written there
 
     @property
     def kept(self) -> float | None:
@@ -87,24 +85,19 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
         b"",
     )
     info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
-    return Numbers(
-        connector=next(
-            (
-                name
-                for name, line in _CONNECTORS.items()
-                if text.startswith(line) or b"\n" + line in text
-            ),
-            None,
-        ),
-        leases=sum(leases) if leases else None,
-        kv_usage=max(usage) if usage else None,
+    connectors = [
+        name for name, line in _CONNECTORS.items() if text.startswith(line) or b"\n" + line in text
+    ]
+    facts = EngineCapabilities(
+        connector=connectors[0] if connectors else None,
+        mode=_MODES.get(info.get("mode", "")),
         protocol=info.get("protocol"),
         fingerprint=info.get("fingerprint"),
-        mode=info.get("mode"),
         engine_id=info.get("engine_id"),
         kv_role=info.get("kv_role"),
         started=started[1].decode() if started else None,
     )
+    return Numbers(facts, sum(leases) if leases else None, max(usage) if usage else None)
 
 
 def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:

@@ -14,7 +14,7 @@ import msgspec
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet import engine_metrics
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, shown_facts
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.http.bounded_body import read_bounded
 from pdrelay_proxy.core.http.response_head import VERSION_HEADER
@@ -140,7 +140,7 @@ class HttpChecks:
         Raises ProbeFailed: it does not live, or keeps its metrics to itself.
         """
         facts = await self.probe(instance)
-        return facts.updated(shown_facts(await self.numbers(instance)))
+        return facts.updated((await self.numbers(instance)).facts)
 
     async def numbers(self, instance: Instance) -> Numbers:
         """Read its metrics; without any, all is unknown. Raises ProbeFailed: it does not answer."""

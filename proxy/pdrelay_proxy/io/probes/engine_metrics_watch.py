@@ -127,7 +127,7 @@ class EngineMetricsWatch:
 
     async def _learn_id(self, prefill: Instance) -> None:
         shown = read(await self._read(prefill), prefill.rank)
-        self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.engine_id))
+        self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.facts.engine_id))
 
     async def _read(self, instance: Instance) -> bytes:
         """Return an engine's metrics; nothing, if it does not answer: the prober says so.

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
-from pdrelay_proxy.core.fleet.compatibility import shown_facts
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings, pair_differences
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.member import Member
@@ -238,5 +237,6 @@ class Prober:
         self._registry.learn(name, newer_facts)
         if is_whole and is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
-                self._registry.learn(name, shown_facts(await self._checks.numbers(member.instance)))
+                numbers = await self._checks.numbers(member.instance)
+                self._registry.learn(name, numbers.facts)
         member.life.seen(now=self._clock())

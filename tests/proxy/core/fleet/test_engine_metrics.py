@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers, incompatible_peers, read, received
+from pdrelay_proxy.core.protocol.push import EngineMode
 
+OUR_CONNECTOR = EngineCapabilities(connector="pdrelay")
 OURS = b"""# HELP vllm:pdrelay_leases_held Requests whose blocks are kept.
 # TYPE vllm:pdrelay_leases_held gauge
 vllm:pdrelay_leases_held{engine="0",model_name="m"} 2.0
@@ -21,13 +24,18 @@ STOCK = b'vllm:kv_cache_usage_perc{engine="0"} 1.5e-2\nvllm:nixl_num_failed_tran
 @pytest.mark.parametrize(
     ("text", "rank", "numbers", "kept"),
     [
-        (OURS, None, Numbers("pdrelay", 5, 0.125), 5),
-        (OURS, 1, Numbers("pdrelay", 3, 0.0), 3),
-        (STOCK, None, Numbers("nixl", None, 0.015), 0.015),
-        (b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n' + OURS, None, Numbers("pdrelay", 5, 0.125), 5),
-        (b"", None, Numbers(), None),
-        (b"vllm:kv_cache_usage_perc 0\n", 3, Numbers(kv_usage=0), 0),
-        (b"vllm:kv_cache_usage_perc{} 1e+e\n", None, Numbers(kv_usage=1), 1),
+        (OURS, None, Numbers(OUR_CONNECTOR, 5, 0.125), 5),
+        (OURS, 1, Numbers(OUR_CONNECTOR, 3, 0.0), 3),
+        (STOCK, None, Numbers(EngineCapabilities(connector="nixl"), None, 0.015), 0.015),
+        (
+            b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n' + OURS,
+            None,
+            Numbers(OUR_CONNECTOR, 5, 0.125),
+            5,
+        ),
+        (b"", None, Numbers(EngineCapabilities()), None),
+        (b"vllm:kv_cache_usage_perc 0\n", 3, Numbers(EngineCapabilities(), kv_usage=0), 0),
+        (b"vllm:kv_cache_usage_perc{} 1e+e\n", None, Numbers(EngineCapabilities(), kv_usage=1), 1),
     ],
 )
 def test_leases_count_before_the_use_of_the_cache(text, rank, numbers, kept):
@@ -43,16 +51,20 @@ INFO = (
 )
 
 
+def ours(protocol, fingerprint, mode=None):
+    return EngineCapabilities(connector="pdrelay", protocol=protocol, fingerprint=fingerprint, mode=mode)
+
+
 def test_our_connector_says_whom_it_understands():
     """From its start, and whatever order the labels have."""
     text = OURS + INFO % (0, 0, b"pull") + INFO % (1, 1, b"push")
 
-    assert read(text) == Numbers("pdrelay", 5, 0.125, "4", "0123456789abcde0", "pull")
-    assert read(text, 1) == Numbers("pdrelay", 3, 0.0, "4", "0123456789abcde1", "push")
+    assert read(text) == Numbers(ours("4", "0123456789abcde0", EngineMode.PULL), 5, 0.125)
+    assert read(text, 1) == Numbers(ours("4", "0123456789abcde1", EngineMode.PUSH), 3, 0.0)
     assert read(b'vllm:pdrelay_connector_info{protocol="4",fingerprint="0123456789abcdef"} 1\n') == Numbers(
-        "pdrelay", protocol="4", fingerprint="0123456789abcdef"
+        ours("4", "0123456789abcdef")
     )
-    assert read(b'vllm:pdrelay_connector_info{protocol="4"} 0\n').protocol is None
+    assert read(b'vllm:pdrelay_connector_info{protocol="4"} 0\n').facts.protocol is None
 
 
 def test_engines_that_differ_are_known_by_their_ids():
@@ -61,7 +73,7 @@ def test_engines_that_differ_are_known_by_their_ids():
     line = b'vllm:pdrelay_incompatible_peer{engine="%d",model_name="m",peer="%b"} 1.0\n'
     text = info + line % (0, b"1b-2c_dp1") + line % (0, b"3d") + line % (1, b"4e")
 
-    assert read(text).engine_id == "1b-2c"
+    assert read(text).facts.engine_id == "1b-2c"
     assert incompatible_peers(text) == {"1b-2c", "3d", "4e"}
     assert incompatible_peers(text, 1) == {"4e"}
     assert incompatible_peers(info) == frozenset()

@@ -59,7 +59,7 @@ async def test_a_simulated_engine_lives():
     """The shapes are vLLM's."""
     look = HttpChecks(timeout_s=20, transport=httpx.ASGITransport(Sim("decode", model="m")))
     assert await look.probe(D) == EngineCapabilities(frozenset({"m"}), "0.32.0", adapters=frozenset())
-    assert await look.numbers(D) == Numbers(kv_usage=0)
+    assert await look.numbers(D) == Numbers(EngineCapabilities(), kv_usage=0)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ async def test_a_router_is_no_engine(status):
 async def test_an_engine_without_metrics_shows_nothing():
     """Then the drain goes by time."""
     look = checks(GOOD)
-    assert await look.numbers(D) == Numbers()
+    assert await look.numbers(D) == Numbers(EngineCapabilities())
 
 
 class Counted:

@@ -27,7 +27,10 @@ class Engines:
 
     def __init__(self):
         self.facts = EngineCapabilities(frozenset({"m"}), "0.32")
-        self.shown = Numbers("pdrelay", leases=2, protocol="4", fingerprint="0123456789abcdef", mode="push")
+        self.shown = Numbers(
+            EngineCapabilities(connector="pdrelay", protocol="4", fingerprint="0123456789abcdef", mode=EngineMode.PUSH),
+            leases=2,
+        )
         self.sick = None
         self.looks = self.whole_looks = self.readings = self.at_once = self.most_at_once = 0
 
@@ -108,7 +111,8 @@ async def test_engines_that_differ_are_told_once(registry, engines, caplog):
 
 async def test_engines_that_are_alike_are_told_of_together(registry, engines, caplog):
     """A rollout of two pools of 20 has 400 pairs of two kinds; an engine whose KV was refused is one of its own."""
-    engines.facts, engines.shown = EngineCapabilities(), Numbers()  # a look tells nothing, however late it comes
+    # a look tells nothing, however late it comes
+    engines.facts, engines.shown = EngineCapabilities(), Numbers(EngineCapabilities())
     for number in range(20):
         for role, revision in ((Role.DECODE, "a"), (Role.PREFILL, "b")):
             registry.learn(add(registry, role, number + 1).instance.id, EngineCapabilities(revision=revision))
@@ -248,7 +252,7 @@ async def test_without_an_interval_only_drained_engines_are_asked(registry, engi
     async with prober(registry, engines, health_check_interval_s=0).running():
         await until_async(lambda: engines.readings >= 1)
         assert (engines.looks, draining.life.state) == (0, HealthState.DRAINING)
-        engines.shown = Numbers("pdrelay", leases=0)
+        engines.shown = Numbers(EngineCapabilities(connector="pdrelay"), leases=0)
         await until_async(lambda: draining.life.state is HealthState.DRAINED)
 
     assert draining.life.why == "has no request left and keeps nothing for decode engines"
@@ -347,7 +351,11 @@ async def test_what_an_engine_says_of_itself_is_on_one_line(registry, engines, c
     """Its version and its models stand in logs, in tables and on the status page."""
     caplog.set_level("INFO", "pdrelay_proxy")
     engines.facts = EngineCapabilities(frozenset({"m\nn"}), "0.32\nINFO forged\u2028")
-    engines.shown = Numbers("pdrelay", protocol="4\r", fingerprint="0123\x1b[2J", mode="push", engine_id="e\x85")
+    engines.shown = Numbers(
+        EngineCapabilities(
+            connector="pdrelay", protocol="4\r", fingerprint="0123\x1b[2J", mode=EngineMode.PUSH, engine_id="e\x85"
+        )
+    )
     decode, prefill = add(registry), add(registry, Role.PREFILL, 2)
     registry.learn(prefill.instance.id, EngineCapabilities(revision="a\nb"))
     async with prober(registry, engines, health_check_interval_s=0.05).running():

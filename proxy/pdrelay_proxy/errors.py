@@ -60,6 +60,11 @@
 Messages name instances by id and never by address, because clients read them.
 """
 
+from collections.abc import Iterator
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class ProxyError(Exception): ...
 
@@ -253,13 +258,21 @@ class CannotTurn(ProxyError): ...
 class ConfigError(ProxyError): ...
 
 
-def forget_frames(error: BaseException | None) -> None:
-    """Have an error, and those that led to it, no longer refer to the frames they passed.
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that led to it: libraries hide them behind errors of theirs."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def forget_frames(error: E) -> E:
+    """Have an error, and those that led to it, no longer refer to the frames they passed; return
+    it.
 
     Frames refer to their callers' (CPython 3.13), these to the request, and that to its error: a
     reference cycle, which would keep the request until the garbage collector comes. Whoever keeps
     an error calls this.
     """
-    while error is not None:
-        error.with_traceback(None)
-        error = error.__cause__ or error.__context__
+    for each in causes(error):
+        each.with_traceback(None)
+    return error

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from pdrelay_proxy.api.request_context import id_headers, note_fault
 from pdrelay_proxy.core.protocol.error_shapes import error_text, is_for_operators
-from pdrelay_proxy.errors import ProxyError
+from pdrelay_proxy.errors import ProxyError, forget_frames
 from pdrelay_proxy.requests.error_body import JSON, error_body, error_headers
 from pdrelay_proxy.settings import OverloadStatus
 
@@ -27,8 +27,7 @@ def response_to(
 ) -> Response:
     """Return the whole answer to an error, and note the error in the request's log line."""
     note_fault(scope, error)
-    # its frames refer to the request, and that to the error: a reference cycle
-    error.with_traceback(None)
+    forget_frames(error)
     status, content_type, body = error_body(error, scope["path"], overload)
     return Response(body, status, {"content-type": content_type, **error_headers(error, overload)})
 

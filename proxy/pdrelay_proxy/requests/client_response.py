@@ -221,7 +221,7 @@ class ClientResponse:
             return self._write_error(error)
         except Exception as bug:
             logger.exception("request %s cannot be answered", self._life.record.request_id)
-            bug.with_traceback(None)
+            forget_frames(bug)
             self.writer.keep_alive = False
             return _BUG
 

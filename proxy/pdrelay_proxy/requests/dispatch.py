@@ -24,7 +24,7 @@ from pdrelay_proxy.core.protocol.usage import cache_usage
 from pdrelay_proxy.core.raw_json import NULL, encode_in_pieces
 from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.routing.routing_hints import with_model
-from pdrelay_proxy.errors import NoInstance
+from pdrelay_proxy.errors import NoInstance, forget_frames
 from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.client_response import ClientResponse
@@ -145,7 +145,7 @@ class Dispatch(Answering):
                 await self._decode(attempt, choice.slot or decode, lent_by)
                 return
             except LegFailed as latest:
-                failed = latest.with_traceback(None)  # it leads here: a circle
+                failed = forget_frames(latest)
             except NoInstance:
                 if failed is None:
                     raise
@@ -330,8 +330,7 @@ class Dispatch(Answering):
         if not others or not self._may_repeat(attempt, failed, others):
             raise failed
         self._life.record.set_aside(_DECODE, failed.failure)
-        # it leads to frames that hold the leg, which holds it: a circle
-        failed.with_traceback(None)
+        forget_frames(failed)  # they hold the leg, which holds it
         decode = attempt.choice.choose_decode(others)
         if attempt.prefill is not None:
             self._life.services.fleet.took_over(attempt.prefill.instance, decode, self._plan.hints)

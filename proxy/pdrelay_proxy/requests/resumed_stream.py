@@ -20,6 +20,7 @@ from pdrelay_proxy.errors import (
     ProxyError,
     Refused,
     TurnedAway,
+    forget_frames,
 )
 from pdrelay_proxy.requests.client_response import ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
@@ -76,9 +77,9 @@ class ResumedStream:
             await self._dispatch.answer(self._terms)
         except StreamCut as cut:
             takeover = cut.takeover
-            cut.with_traceback(None)  # it leads here: a circle
+            forget_frames(cut)
         except ProxyError as failed:
-            error = failed.with_traceback(None)
+            error = forget_frames(failed)
         if takeover is not None:
             try:
                 self._terms = self._taken_over(takeover)
@@ -138,7 +139,7 @@ class ResumedStream:
         state = self._life.state
         is_shown = state is RequestState.STREAMING or state is RequestState.CONTINUING
         if is_shown and isinstance(error, EngineError):
-            return error.with_traceback(None)  # it leads here: a circle
+            return forget_frames(error)
         if is_shown and isinstance(error, Refused):
             return self._refused(error)
         if self._broken is None or is_shown:

@@ -21,7 +21,7 @@ from pdrelay_proxy.core.http.response_head import VERSION_HEADER
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import is_lack
 from pdrelay_proxy.core.raw_json import NotJson, decode
-from pdrelay_proxy.errors import NotAllowed
+from pdrelay_proxy.errors import NotAllowed, causes
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.probes.one_connection import OneConnection
 from pdrelay_proxy.io.wire.connection_guard import Guard
@@ -42,7 +42,6 @@ _REFUSED: Final = f"[Errno {errno.ECONNREFUSED}]"
 _NO_ROUTE: Final = frozenset(
     {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 )
-_CAUSES_MOST: Final = 8  # of an error
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
 
@@ -253,14 +252,11 @@ class HttpChecks:
             raise ProbeFailed(f"breaks off when asked for {path}{reason}") from exc
 
 
-def _lack(error: BaseException | None) -> OSError | None:
+def _lack(error: BaseException) -> OSError | None:
     """Return what the router lacked, which libraries hide behind errors of theirs."""
-    for _ in range(_CAUSES_MOST):
-        if isinstance(error, OSError) and is_lack(error.errno):
-            return error
-        if error is None:
-            break
-        error = error.__cause__ or error.__context__
+    for cause in causes(error):
+        if isinstance(cause, OSError) and is_lack(cause.errno):
+            return cause
     return None
 
 
@@ -275,10 +271,7 @@ def _check_coding(response: httpx.Response, path: str) -> None:
 
 def _why_unreached(error: BaseException) -> str:
     """Return in words why no connection was made, without the address: clients read it."""
-    cause: BaseException | None = error
-    for _ in range(_CAUSES_MOST):
-        if cause is None:
-            break
+    for cause in causes(error):
         if isinstance(cause, socket.gaierror):
             return "its name does not resolve"
         if isinstance(cause, ConnectionRefusedError) or _REFUSED in str(cause):
@@ -287,7 +280,6 @@ def _why_unreached(error: BaseException) -> str:
             return "the connection timed out"
         if isinstance(cause, OSError) and cause.errno in _NO_ROUTE:
             return "its network or host is unreachable"
-        cause = cause.__cause__ or cause.__context__
     return "no connection was made"
 
 

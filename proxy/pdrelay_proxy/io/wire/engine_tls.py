@@ -7,6 +7,7 @@ from typing import Final
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.core.model import Instance
+from pdrelay_proxy.errors import causes
 
 
 class TlsFailure(FastStrEnum):
@@ -33,7 +34,6 @@ _NO_RECORD: Final = frozenset(
 )
 # Alerts about a certificate (RFC 8446, 6.2): those of an engine are about the router's.
 _ABOUT_CERTIFICATES: Final = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
-_DEEPEST: Final = 8  # errors behind an error
 
 
 class EngineTls:
@@ -112,10 +112,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 def _ssl_error(error: BaseException | None) -> ssl.SSLError | None:
     """Return the TLS error behind a library's error; the end of a connection is none."""
-    for _ in range(_DEEPEST):
-        if error is None:
-            break
-        if isinstance(error, ssl.SSLError):
-            return None if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) else error
-        error = error.__cause__ or error.__context__
+    for cause in causes(error):
+        if isinstance(cause, ssl.SSLError):
+            return None if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError) else cause
     return None

@@ -12,6 +12,7 @@ from typing import Final, NoReturn
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from pdrelay_proxy.errors import forget_frames
 from pdrelay_proxy.io.wire.simple_response import SimpleResponses, parse_chunks
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
@@ -99,7 +100,7 @@ class ResponseReader:
             cause = exc.__context__
             fault = cause if isinstance(cause, UnclearResponse) else exc
             # its frames refer to the caller, which keeps the fault: a reference cycle
-            return fault.with_traceback(None)
+            return forget_frames(fault)
         if self.unbounded_bytes > HEAD_MOST and not self.done:
             return UnclearResponse(f"a head of more than {HEAD_MOST} bytes")
         if self._codings:

@@ -25,6 +25,7 @@ from pdrelay_proxy.errors import (
     ProxyError,
     Refused,
     RouterFull,
+    forget_frames,
 )
 from pdrelay_proxy.features.prompt_arrays.core.prompt_arrays import (
     MergedAnswer,
@@ -173,7 +174,7 @@ class PromptArray(ClaimedAnswer):
                 part.pause()
             part.begin()
         if self._failure is not None:
-            raise self._failure.with_traceback(None)
+            raise forget_frames(self._failure)
 
     def _has_place(self) -> bool:
         """Take a place for one more part, if there may be one: the first one under way has that of
@@ -256,7 +257,7 @@ class PromptArray(ClaimedAnswer):
             try:
                 self._life.services.gate.hold(len(body))
             except RouterFull as full:
-                self._fail(full.with_traceback(None))
+                self._fail(forget_frames(full))
             else:
                 self._held += len(body)
                 self._whole.take(place, body)
@@ -271,7 +272,7 @@ class PromptArray(ClaimedAnswer):
             try:
                 piece = self._stream.feed(place, lines)
             except EngineError as error:
-                self._fail(error.with_traceback(None))
+                self._fail(forget_frames(error))
             else:
                 if not piece:
                     return

@@ -154,7 +154,7 @@ class World:
         call, ask = self.request(body)
         ids, salt = self.ids(body), body.get("cache_salt")
         decodes = self.fleet.usable(Role.DECODE)
-        reason, _ = self.fleet.small(decodes, ask, LEAST)
+        reason, _ = self.fleet.pairs.small(decodes, ask, LEAST)
         self.asked += len(ids)
         prefill = None
         if reason is not None:

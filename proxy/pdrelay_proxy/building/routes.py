@@ -105,7 +105,7 @@ def _key_routes(
         engines.learned,
         lambda: requests.services.settings.current,
         SessionIds(settings.session_names),
-        requests.services.leg_bodies,
+        requests.services.leg_bodies.model_of,
         fleet.caches,
         fleet.passes_ids,
         engines.registry.models.of_unnamed,

@@ -102,7 +102,7 @@ class EngineChoice:
 
     def note_expected(self) -> None:
         """Keep what is expected of the engines that were just chosen."""
-        expected = self.fleet.take_expected(self.plan.hints)
+        expected = self.fleet.pairs.take_expected(self.plan.hints)
         if expected is not None and self.prefill is None:
             self.expected = expected
 
@@ -125,7 +125,7 @@ class EngineChoice:
             limit = handoff_timeout(lent_by.handover.params)
             if now >= lent_by.handed_over_at + limit:
                 return ()
-        fitting = fleet.fitting(prefill, decodes)
+        fitting = fleet.registry.fitting(prefill, decodes)
         fresh = [
             instance
             for instance in fitting
@@ -141,7 +141,7 @@ class EngineChoice:
         """
         decode = self._record.decode
         tried = None if decode is None else decode.instance
-        fitting = self.retries.first(self.fleet.fitting(prefill, self.usable(_DECODE)))
+        fitting = self.retries.first(self.fleet.registry.fitting(prefill, self.usable(_DECODE)))
         return sorted(fitting, key=lambda instance: instance.id == tried)
 
     def leave_slot(self) -> None:

@@ -31,7 +31,7 @@ def explainer_of(router):
         router.push_coordinates,
         lambda: router.settings.current,
         SessionIds(()),
-        router.leg_bodies,
+        router.leg_bodies.model_of,
         model_of_unnamed=router.registry.models.of_unnamed,
         claim=None if router.requests.claims is None else router.requests.claims.claim,
     )

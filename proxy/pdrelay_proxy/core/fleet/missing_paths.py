@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
-from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.health import LEAVING
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from pdrelay_proxy.errors import PathNotServed
 
 HOLDS_S: Final = 60.0
-_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED, HealthState.GONE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class MissingPaths:
             member
             for member in self._registry.members()
             if member.role.serves(Role.DECODE)
-            and member.life.state not in _LEAVING
+            and member.life.state not in LEAVING
             and member.facts.serves(hints.model)
         ]
         if serving and all(self._is_known(denials, member, now) for member in serving):

@@ -204,11 +204,6 @@ class Registry:
         member = self.get(instance.id)
         return EngineCapabilities() if member is None else member.facts
 
-    def facts_of(self, name: InstanceId) -> EngineCapabilities:
-        """Return the same of an engine by its id."""
-        member = self.get(name)
-        return EngineCapabilities() if member is None else member.facts
-
     def learn(self, name: InstanceId, facts_found: EngineCapabilities) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes
         nothing.

@@ -77,14 +77,6 @@ class KnownCaches(Protocol):
         ...
 
 
-class PrefillModels(Protocol):
-    """Which model each prefill engine serves, as its answers have told."""
-
-    def model_of(self, prefill: InstanceId, /) -> str | None:
-        """Return the model; None: no answer has told it yet."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Explainer:
     """Says what the relay would do.
@@ -96,7 +88,8 @@ class Explainer:
     learned: PushCoordinates
     settings: Callable[[], Settings]
     sessions: SessionIds
-    models: PrefillModels
+    # the model of a prefill engine, as its answers have told; None: none has yet
+    model_of: Callable[[InstanceId], str | None]
     caches: KnownCaches | None = None  # None: no policy asks for them
     # to a decode engine
     passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False
@@ -164,19 +157,14 @@ class Explainer:
         least = self.settings().min_split_new_bytes
         hints = hints_of_call(call)
         bound = self.rehearsal().pairs.bound
-        nothing = dict[InstanceId, int]()
-        unknown: Mapping[InstanceId, str] = {}
+        caches = self.caches
         return {
             "prompt_bytes": len(hints.prompt),
-            "cached_bytes": nothing if self.caches is None else self.caches.by_engine(hints),
-            "cached_tokens": nothing
-            if self.caches is None
-            else self.caches.tokens_by_engine(hints),
-            "cached_known_by": unknown
-            if self.caches is None
-            else self.caches.sources_by_engine(hints),
+            "cached_bytes": {} if caches is None else caches.by_engine(hints),
+            "cached_tokens": {} if caches is None else caches.tokens_by_engine(hints),
+            "cached_known_by": {} if caches is None else caches.sources_by_engine(hints),
             "min_split_new_bytes": least,
-            "lone_prompt_bytes": nothing if bound is None else bound.lone_bytes(),
+            "lone_prompt_bytes": {} if bound is None else bound.lone_bytes(),
         }
 
     def _split(self, call: GenerationRequest, prefill: Instance, chosen: Route) -> Explanation:
@@ -191,7 +179,7 @@ class Explainer:
             and call.api in TELLS_MODEL
         )
         if learns_model and coordinates is not None:
-            model = self.models.model_of(prefill.id)
+            model = self.model_of(prefill.id)
             if model is None:
                 coordinates = None  # its answer tells which model the decode engine must serve
             else:

@@ -5,7 +5,6 @@ behind.
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.missing_paths import MissingPaths
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -125,20 +124,13 @@ class FleetChoice:
 
     # ---- one engine or two
 
-    def small(
-        self, decode: Sequence[Instance], hints: RoutingHints, least: int, /
-    ) -> tuple[SingleEngineReason | None, int]:
-        """Say why one engine serves a small prompt alone, and how many bytes of it that one has
-        (PairSelector).
-        """
-        return self.pairs.small(decode, hints, least)
-
     def any_small(
         self, hints: RoutingHints, least: int, /
     ) -> tuple[SingleEngineReason | None, int]:
-        """Say the same with all decode engines that are usable.
+        """Say why one of all usable decode engines serves a small prompt alone, and how many bytes
+        of it that one has.
 
-        Raises as ``usable`` and ``small`` do.
+        Raises as ``usable`` and ``PairSelector.small`` do.
         """
         alone = self.pairs.quick_alone(hints, self._clock())
         return self.pairs.small(
@@ -153,12 +145,6 @@ class FleetChoice:
             return self.pairs.is_faster_alone(self.usable(_PREFILL), decode, hints)
         except NoInstance:  # whoever chooses two engines finds the same, and says what follows
             return False
-
-    def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
-        """Return what was expected of the latest choice, once, if it was this request's; None:
-        nothing is weighed.
-        """
-        return self.pairs.take_expected(hints)
 
     # ---- which engines
 

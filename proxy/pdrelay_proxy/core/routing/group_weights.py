@@ -18,9 +18,12 @@ from typing import Final
 
 from pdrelay_proxy.core.model import Instance, InstanceId
 from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping
-from pdrelay_proxy.core.routing.share_bound import EACH, SPARE
 
 BOUND: Final = 1.4  # times its fair share that an engine gets before decode engines serve alone
+# times its fair share that an engine gets (share_bound): more than its revision may get on the mean
+EACH: Final = 1.45
+# times its part of its group's weight that it gets in any case: there may be no other group
+_SPARE: Final = 1.03
 _BURST: Final = 4.0  # requests that caches may send to a group beyond its bound
 # its multiples, modulo 1, are spread evenly over any number of turns in a row
 _GOLDEN: Final = 0.6180339887498949
@@ -128,7 +131,7 @@ class FairRates:
             if not self._sides:
                 self._look()
             rates = [
-                max(least, SPARE * parts[name]) for least, parts in self._sides if name in parts
+                max(least, _SPARE * parts[name]) for least, parts in self._sides if name in parts
             ]
             if rates:
                 rate = self._known[name] = fsum(rates)

@@ -92,14 +92,14 @@ def route(
                 prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None
             )
             chosen.cached = cached
-            chosen.expected = fleet.take_expected(hints) if fleet.weighs else None
+            chosen.expected = fleet.pairs.take_expected(hints) if fleet.weighs else None
             if prefill is not None:
                 chosen.mode = fleet.mode_of(prefill, decode)
             return chosen
     chosen = Route(None, choose_decode(fleet, hints, path, tries, fleet.usable(_DECODE)), reason)
     chosen.cached = cached
     chosen.why_no_match = why_no_match
-    chosen.expected = fleet.take_expected(hints) or expected
+    chosen.expected = fleet.pairs.take_expected(hints) or expected
     return chosen
 
 
@@ -132,7 +132,7 @@ def _small_reason(
     Say also what it has cached, and what is expected of it, as far as that was looked up.
     """
     if tries.avoided:
-        reason, cached = fleet.small(tries.among(fleet.usable(_DECODE)), hints, least)
+        reason, cached = fleet.pairs.small(tries.among(fleet.usable(_DECODE)), hints, least)
     else:
         reason, cached = fleet.any_small(hints, least)
     shown = (
@@ -142,7 +142,7 @@ def _small_reason(
         return reason, shown, None
     if not fleet.is_faster_alone(tries.among(fleet.usable(_DECODE)), hints):
         return None, shown, None
-    expected = fleet.take_expected(hints)
+    expected = fleet.pairs.take_expected(hints)
     if expected is not None:
         shown = hints.blocks.size * expected.decode_hit // expected.tokens, hints.blocks.size
     return _FASTER, shown, expected

@@ -9,15 +9,12 @@ case.
 """
 
 from collections.abc import Sequence, Set
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId
+from pdrelay_proxy.core.routing.group_weights import FairRates
 
-# times its fair share that an engine gets: more than its revision may get on the mean
-EACH: Final = 1.45
-# times its part of its group's weight that it gets in any case: there may be no other group
-SPARE: Final = 1.03
 # requests; sessions come unevenly, and with 4 three times as many leave their engine
 BURST: Final = 8.0
 # names that something is kept for, also if engines serve fewer, or do not say
@@ -25,18 +22,6 @@ _LEAST_MODELS: Final = 64
 _MOST_MODELS: Final = 512  # however many engines serve: clients can think of models without end
 T = TypeVar("T")
 _NONE: Final = frozenset[InstanceId]()
-
-
-class RatesByEngine(Protocol):
-    """The part of all requests that each of some engines may get."""
-
-    def get(self, name: InstanceId, /) -> float | None:
-        """Return that of an engine; None: it may get none."""
-        ...
-
-    def __contains__(self, name: object, /) -> bool: ...
-
-    def __len__(self) -> int: ...
 
 
 class ShareBound:
@@ -58,7 +43,7 @@ class ShareBound:
             del self._free_at[name]
         return {name for name in self._free_at if not self._is_idle(name)}
 
-    def count(self, rates: RatesByEngine, chosen: Sequence[Instance | None]) -> None:
+    def count(self, rates: FairRates, chosen: Sequence[Instance | None]) -> None:
         """Count a request that goes to these engines; ``rates``: the part of all requests that an
         engine may get.
         """

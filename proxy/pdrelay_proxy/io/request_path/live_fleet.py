@@ -139,12 +139,6 @@ class LiveFleet(FleetChoice):
         for path in paths:
             self.missing.served(path, instance.id, now=now)
 
-    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that can read the blocks of a prefill engine, as far as it is
-        known.
-        """
-        return self.registry.fitting(prefill, decode)
-
     def readers(self, lender: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that may read from one that a stream leaves."""
         tries = self.pair_history.reader_to_try(lender, decode, now=self._clock())

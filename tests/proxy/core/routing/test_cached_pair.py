@@ -179,7 +179,7 @@ class Calm(RuleBasedStateMachine):
         if side is self.quick:
             reason, cached = side.fleet.any_small(ask, least)
         else:
-            reason, cached = side.fleet.small(decodes, ask, least)
+            reason, cached = side.fleet.pairs.small(decodes, ask, least)
         chosen = side.fleet.choose(decodes, ask)
         assert chosen in decodes
         has = side.caches.matched(chosen, ask, is_there=True)

@@ -13,12 +13,12 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup
 from pdrelay_proxy.core.routing.group_choice import GroupChoice
-from pdrelay_proxy.core.routing.group_weights import GroupShare, Shares
+from pdrelay_proxy.core.routing.group_weights import EACH, GroupShare, Shares
 from pdrelay_proxy.core.routing.pair_selector import PairSelector
 from pdrelay_proxy.core.routing.pairing import PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.session import Session
-from pdrelay_proxy.core.routing.share_bound import BURST, EACH, ShareBound, ShareBounds
+from pdrelay_proxy.core.routing.share_bound import BURST, ShareBound, ShareBounds
 from pdrelay_proxy.io.request_path.live_fleet import Loads
 from support.searching import examples
 

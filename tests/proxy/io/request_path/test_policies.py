@@ -10,7 +10,8 @@ from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
 from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
-from pdrelay_proxy.core.routing.share_bound import BURST, EACH
+from pdrelay_proxy.core.routing.group_weights import EACH
+from pdrelay_proxy.core.routing.share_bound import BURST
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import KvTransferMode, Settings
 from support.feature_routing import routing_of_features

@@ -2,33 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from pdrelay_proxy.core.model import ANY, Instance, RoutingHints
 from pdrelay_proxy.core.routing.alone_bound import AloneBound, Holding
 from pdrelay_proxy.core.routing.pairing import Policy
+from pdrelay_proxy.core.routing.policy_parts import PromptMatches
 
 LEAST: Final = 256  # bytes: a shorter match counts if it is half of the prompt
 # how much more load than the least loaded engine an engine may have and still be preferred
 SLACK: Final = 4.0
-
-
-class PromptCaches(Protocol):
-    """What engines have in their caches, now, as far as is known
-    (core/routing/prompt_memory.py).
-    """
-
-    def matches(
-        self, among: Sequence[Instance], hints: RoutingHints, /, *, is_there: bool = False
-    ) -> Sequence[int]:
-        """Return how many bytes of the prompt engines have; ``is_there``: what is on its way does
-        not count.
-        """
-        ...
-
-    def sent(self, instance: Instance, hints: RoutingHints, /) -> None:
-        """The request goes to an engine."""
-        ...
 
 
 class Prefix:
@@ -38,7 +21,7 @@ class Prefix:
         self,
         load: Callable[[Instance], float],
         otherwise: Policy,
-        caches: PromptCaches,
+        caches: PromptMatches,
         *,
         notes: bool = True,
     ) -> None:

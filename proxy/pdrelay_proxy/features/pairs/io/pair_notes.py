@@ -104,7 +104,8 @@ class PairNotes(PairHistory):
         Our connector's engines say why themselves. It may be the engine's fault: the next failures
         count if both engines have worked with others since the first.
         """
-        if self._registry.facts_of(decode).connector == OURS:
+        member = self._registry.get(decode)
+        if member is not None and member.facts.connector == OURS:
             return
         for retry in record.retries:
             if retry.role is _DECODE and retry.reason is _HTTP_5XX and retry.leg.instance == decode:

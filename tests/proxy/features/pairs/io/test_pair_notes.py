@@ -136,9 +136,9 @@ def test_a_stream_that_moves_is_loaded_from_a_decode_engine(world):
     world.registry.learn("decode-1", EngineCapabilities(engine_id="id of decode-1"))
     lender = world.registry.member("decode-1").in_role(Role.PREFILL)
 
-    assert world.fleet.fitting(lender, [world.decode()])
+    assert world.registry.fitting(lender, [world.decode()])
     assert world.fails(peer="id of decode-1") == []
-    assert not world.fleet.fitting(lender, [world.decode()])
+    assert not world.registry.fitting(lender, [world.decode()])
 
 
 def test_ranks_are_known_by_their_numbers():

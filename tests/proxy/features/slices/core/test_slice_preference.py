@@ -99,7 +99,7 @@ def test_where_slices_are_required_no_pair_is_of_two(prefill, decode, events, po
         except NoInstance:
             break
         assert p is None or world.slice(p) == world.slice(d)
-        for other in world.fleet.fitting(engines[0], world.registry.known(Role.DECODE)):
+        for other in world.registry.fitting(engines[0], world.registry.known(Role.DECODE)):
             assert world.slice(other) == world.slice(engines[0])
 
 

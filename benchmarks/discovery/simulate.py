@@ -223,9 +223,8 @@ def request_cost(count, spent_s):
         for instance in (prefill, decode):
             fleet.enter(instance, request)
             fleet.all_answered(instance, (request,))
-            telemetry.legs_over(instance, [0.1], [], 1.0)
+            telemetry.legs_over(instance, [0.1], [0.2], 1.0)
             fleet.ended(instance, request, None)
-            telemetry.leg_ended(instance, 0.2, None, request, 1.0)
         fleet.leave(decode, request)
         record.over(200, 1.0)
         telemetry.request_over(record)
@@ -317,8 +316,7 @@ def exposition(count):
     registry = registry_of(count)
     telemetry = Telemetry(Counters(frozenset({PATH})), time.monotonic)
     for member in registry.members():
-        telemetry.legs_over(member.instance, [0.1], [], 1.0)
-        telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
+        telemetry.legs_over(member.instance, [0.1], [0.2], 1.0)
     metrics = Metrics(telemetry, registry, Admission(Settings()))
 
     def scrape():

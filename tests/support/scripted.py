@@ -479,20 +479,22 @@ def router_of(
         with_values(settings or Settings(), {"retries": retries, **rules}),
         Lifetime(),
     )
+    ended = {}
+
+    def keep(records):
+        for record in records:
+            ended.setdefault(record.request_id, []).append(record)
+
     learned, telemetry = (
         PushCoordinates(at_once=policy.at_once),
-        Telemetry(Counters(frozenset({*map(str, Api)})), clock),
+        Telemetry(Counters(frozenset({*map(str, Api)})), clock, ended=[keep]),
     )
     added = all_features(settings, registry, clock)
     routing = [feature.routing() for feature in added]
     fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, added=routing, later=telemetry.later)
     claims = next((own for feature in added if (own := feature.claims()) is not None), None)
     openings = [own for feature in added if (own := feature.openings()) is not None] or [StreamOpenings()]
-    names, ended, numbers = [], {}, itertools.count()
-
-    def request_over(record):
-        ended.setdefault(record.request_id, []).append(record)
-        telemetry.request_over(record)
+    names, numbers = [], itertools.count()
 
     services = Services(
         intake=Intake(
@@ -518,7 +520,6 @@ def router_of(
         clock=clock,
         new_id=lambda: RequestId(names.pop(0) if names else f"n{next(numbers)}"),
         new_transfer=new_transfer,
-        request_over=request_over,
         openings=openings[0],
         spans=spans,
     )

@@ -116,7 +116,6 @@ def build_requests(
         clock=clock,
         new_id=new_id,
         new_transfer=new_transfer,
-        request_over=telemetry.request_over,
         ids=ClientIds(settings.request_id_headers),
         origins=AllowedOrigins(settings.allowed_origins) if settings.allowed_origins else None,
         reports=settings.load_reports

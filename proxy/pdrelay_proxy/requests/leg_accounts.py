@@ -194,7 +194,7 @@ class LegAccounts:
             return
         telemetry = self.telemetry
         telemetry.later.add(
-            telemetry.leg_ended, leg.instance, seconds, failure, leg.record.name, now
+            telemetry.leg_failed, leg.instance, seconds, failure, leg.record.name, now
         )
         if prefill is not None and prefill is not leg and prefill.handover is not None:
             pair = prefill.instance.id, leg.instance.id

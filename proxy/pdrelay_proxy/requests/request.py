@@ -505,7 +505,7 @@ class Request(PartRequest):
                     services.gate.leave(ticket)
             if self._body:
                 self._free_body()
-            services.telemetry.later.add(services.request_over, life.record)
+            services.telemetry.later.add(services.telemetry.request_over, life.record)
             if life.span is not None:
                 life.span.end()
         finally:

@@ -110,7 +110,6 @@ class Services:
     clock: Callable[[], float]  # seconds; only differences count
     new_id: Callable[[], RequestId]
     new_transfer: Callable[[], TransferId]
-    request_over: Callable[[RequestRecord], None]
     reports: bool = False  # prefill engines are asked how busy they are
     ids: ClientIds = field(default_factory=ClientIds)
     openings: StreamOpenings = field(default_factory=StreamOpenings)

@@ -61,9 +61,9 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     world.telemetry.legs_over(p, [0.2], [], 0.2)
     open_legs = world.scrape()
     world.telemetry.count_legs_of(list)
-    world.telemetry.leg_ended(p, 0.2, None, r, 0.2)
+    world.telemetry.legs_over(p, [], [0.2], 0.2)
     world.telemetry.handed_over(0.003)
-    world.telemetry.leg_ended(d, 0.0, Failure.BAD_RESPONSE, r, 0.203)
+    world.telemetry.leg_failed(d, 0.0, Failure.BAD_RESPONSE, r, 0.203)
     over = world.scrape()
 
     assert open_legs["pdrelay_legs_in_flight", "prefill", "prefill-0"] == 1
@@ -115,7 +115,7 @@ def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
     """Its legs may go on, and are nobody's."""
     world = World(1, 2)
     for instance in world.decode:
-        world.telemetry.leg_ended(instance, 0.1, None, RequestId("r"), 1.0)
+        world.telemetry.legs_over(instance, [], [0.1], 1.0)
     world.registry.remove(world.decode[1].id, now=0.0)
 
     assert {key[2] for key in world.scrape() if key[0] == "pdrelay_legs_total"} == {"decode-0"}
@@ -151,8 +151,8 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
         record.ttft_s, record.queue_s = dice.choice([None, 0.1]), dice.choice([None, 0.0, 0.1])
         record.over(dice.choice([200, 400, 404, 499, 500, 502, 503]), dice.random())
         for instance in (p, d):
-            world.telemetry.legs_over(instance, [dice.random()], [], 1.0)
-            world.telemetry.leg_ended(instance, dice.random(), dice.choice([None, *Failure]), record.request_id, 1.0)
+            world.telemetry.legs_over(instance, [dice.random()], [dice.random()], 1.0)
+            world.telemetry.leg_failed(instance, dice.random(), dice.choice([*Failure]), record.request_id, 1.0)
         world.telemetry.request_over(record)
         if turn in (4999, 9999):
             sizes.append(len(world.scrape()))
@@ -200,8 +200,7 @@ def fleet_metrics(count, *, busy):
     """The pieces of a scrape of so many engines, some of which have had legs."""
     world = World(count // 2, count // 2)
     for instance in (*world.prefill, *world.decode)[:busy]:
-        world.telemetry.legs_over(instance, [0.2], [], 0.2)
-        world.telemetry.leg_ended(instance, 0.2, None, RequestId("r"), 0.2)
+        world.telemetry.legs_over(instance, [0.2], [0.2], 0.2)
     world.telemetry.later.settle()
     return world.metrics.pieces("text/plain")[0]
 
@@ -223,8 +222,7 @@ def test_a_scrape_of_many_engines_is_made_in_pieces(accept):
     """One of 1,000 engines took 170 ms, in which no request was served; together the pieces are one exposition."""
     world = World(150, 150)
     for instance in (*world.prefill, *world.decode):
-        world.telemetry.legs_over(instance, [0.2], [], 0.2)
-        world.telemetry.leg_ended(instance, 0.2, None, RequestId("r"), 0.2)
+        world.telemetry.legs_over(instance, [0.2], [0.2], 0.2)
     world.telemetry.later.settle()
     pieces, _ = world.metrics.pieces(accept)
     texts = list(pieces)

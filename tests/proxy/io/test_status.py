@@ -29,10 +29,9 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
     now[0] += 2
-    telemetry.legs_over(p, [2.0], [], now[0])
-    telemetry.leg_ended(p, 2.0, None, RequestId("r"), now[0])
+    telemetry.legs_over(p, [2.0], [2.0], now[0])
     telemetry.handed_over(0.0)
-    telemetry.leg_ended(d, 0.0, Failure.UNREACHABLE, RequestId("r"), now[0])
+    telemetry.leg_failed(d, 0.0, Failure.UNREACHABLE, RequestId("r"), now[0])
     telemetry.count_legs_of(lambda: [d.id])
     record = RequestRecord(RequestId("r"), "/v1/completions")
     record.ttft_s = 2.25
@@ -62,8 +61,7 @@ def test_no_step_grows_with_the_fleet():
     registry, telemetry = Registry(), Telemetry(Counters(frozenset()), lambda: 7.0)
     for number in range(1000):
         instance = registry.add(Role.DECODE, Address("http", f"h{number}", 80))
-        telemetry.legs_over(instance, [1.0], [], 7.0)
-        telemetry.leg_ended(instance, 1.0, None, RequestId("r"), 7.0)
+        telemetry.legs_over(instance, [1.0], [1.0], 7.0)
     status = Status(telemetry, registry, Admission(Settings()), lambda: 7.0)
     work = work_of_steps(status.in_steps())
 

@@ -71,30 +71,6 @@ def log_calls() -> DeferredCalls:
     return DeferredCalls(lines_together)
 
 
-class _Engine:
-    """The times of one engine's good legs, in seconds, until they are added up."""
-
-    __slots__ = ("answered", "at", "instance", "over")
-
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        self.answered: list[float] = []  # until the answer
-        self.over: list[float] = []  # until the end
-        self.at = 0.0  # the time of the latest of both
-
-    def add_up(self, counters: Counters, recent: RecentStats) -> None:
-        """Put them where they are read."""
-        name = self.instance.id
-        if self.answered:
-            counters.answer_times(self.instance).observe_all(self.answered)
-            recent.answers[name].add_all(self.answered, now=self.at)
-            self.answered.clear()
-        if self.over:
-            counters.legs[name, self.instance.role, _OK] += len(self.over)
-            recent.legs[name].add_all(self.over, now=self.at)
-            self.over.clear()
-
-
 class _Kind:
     """The numbers of the requests that are alike in all labels, until they are added up.
 
@@ -183,7 +159,6 @@ class Telemetry:
         self.later = log_calls() if later is None else later
         self.later.end_batches_with(self._finish)
         self._over: list[RequestRecord] = []  # whose lines are to be written
-        self._engines: dict[InstanceId, _Engine] = {}
         self._kinds: dict[
             tuple[str, int, bool, str | None, str | None, str | None, bool, bool], _Kind
         ] = {}
@@ -223,17 +198,12 @@ class Telemetry:
 
     def counters_in_steps(self) -> Generator[None, None, Counters]:
         """Return the counters after steps of a millisecond or so: thousands of engines may have had
-        legs.
+        streams.
 
         What happens between two steps may be missing: the next scrape has it.
         """
         self.later.settle()
-        engines = list(self._engines.values())
         gaps = list(self._gaps.items())
-        for start in range(0, len(engines), _ENGINES_AT_ONCE):
-            for engine in engines[start : start + _ENGINES_AT_ONCE]:
-                engine.add_up(self._counters, self._recent)
-            yield
         for start in range(0, len(gaps), _ENGINES_AT_ONCE):
             self._count_gaps(gaps[start : start + _ENGINES_AT_ONCE])
             yield
@@ -243,7 +213,6 @@ class Telemetry:
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop what is kept of removed instances: a fleet that changes must not grow it."""
         self._add_up()
-        self._engines.clear()
         self._kinds.clear()
         for key in [key for key in self._gaps if key[1] is not None and key[1] not in instances]:
             del self._gaps[key]  # what a stream there still adds is nobody's
@@ -259,25 +228,18 @@ class Telemetry:
         self, instance: Instance, answered_s: list[float], over_s: list[float], at: float
     ) -> None:
         """Good legs of an engine were answered, and were over, so long after they were sent."""
-        engine = self._engine(instance)
-        engine.answered += answered_s
-        engine.over += over_s
-        engine.at = at
+        name = instance.id
+        if answered_s:
+            self._counters.answer_times(instance).observe_all(answered_s)
+            self._recent.answers[name].add_all(answered_s, now=at)
+        if over_s:
+            self._counters.legs[name, instance.role, _OK] += len(over_s)
+            self._recent.legs[name].add_all(over_s, now=at)
 
-    def leg_ended(
-        self,
-        instance: Instance,
-        seconds: float,
-        failure: Failure | None,
-        request: RequestId,
-        at: float,
+    def leg_failed(
+        self, instance: Instance, seconds: float, failure: Failure, request: RequestId, at: float
     ) -> None:
-        """A leg is over."""
-        if failure is None:
-            engine = self._engine(instance)
-            engine.over.append(seconds)
-            engine.at = at
-            return
+        """A leg has failed, so long after it was sent."""
         self._counters.legs[instance.id, instance.role, failure] += 1
         if failure in _SAID:
             self._say(instance, failure, at)
@@ -457,19 +419,11 @@ class Telemetry:
 
     # ---- adding up
 
-    def _engine(self, instance: Instance) -> _Engine:
-        engine = self._engines.get(instance.id)
-        if engine is None:
-            engine = self._engines[instance.id] = _Engine(instance)
-        return engine
-
     def _add_up(self) -> None:
         """Put what has happened into the counters and the recent stats: many events at once cost a
         fraction of each.
         """
         self.count_gaps()
-        for engine in self._engines.values():
-            engine.add_up(self._counters, self._recent)
         self._add_up_requests()
 
     def _add_up_requests(self) -> None:

@@ -7,7 +7,7 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.probes.engine_metrics_watch import EngineMetricsWatch
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
@@ -37,12 +37,10 @@ class World:
         text += 'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} %d\n'
         return (text % self.tokens[instance.id]).encode()
 
-    def serve(self, name):
+    def serve(self):
         for decode in (self.dry, self.wet):
-            request = RequestId(f"{name}-{decode.id}")
             for instance in (self.p, decode):
-                self.telemetry.legs_over(instance, [0.1], [], 1.0)
-                self.telemetry.leg_ended(instance, 0.2, None, request, 1.0)
+                self.telemetry.legs_over(instance, [0.1], [0.2], 1.0)
             self.telemetry.transfer_expected(decode.id)
         self.tokens[self.wet.id] += 20
 
@@ -50,8 +48,8 @@ class World:
 async def test_an_engine_that_gets_nothing_is_found_and_the_others_are_not(caplog):
     """In pull mode, where no answer tells."""
     world = World()
-    for turn in range(5):
-        world.serve(f"r{turn}")
+    for _ in range(5):
+        world.serve()
         await world.watch.read_engines()
 
     assert world.telemetry.counters.transfers_missing == {("decode-0",): 2}  # the others are not certain yet
@@ -85,8 +83,8 @@ async def test_an_engine_that_cannot_be_asked_is_not_accused():
     """That it cannot be reached is told by others."""
     world = World()
     world.sick = True
-    for turn in range(5):
-        world.serve(f"r{turn}")
+    for _ in range(5):
+        world.serve()
         await world.watch.read_engines()
 
     assert not world.telemetry.counters.transfers_missing
@@ -95,7 +93,7 @@ async def test_an_engine_that_cannot_be_asked_is_not_accused():
 async def test_what_was_counted_of_engines_that_left_is_forgotten():
     """Also where nobody reads the metrics: engines come and go, and ids are never used again."""
     world = World()
-    world.serve("r")
+    world.serve()
     world.registry.remove(world.wet.id, now=0)
     await world.watch.read_engines()
 

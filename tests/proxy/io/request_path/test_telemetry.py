@@ -42,11 +42,18 @@ def counted(*records):
     return seen.counters
 
 
+def count_leg(seen, instance, failure, seconds, at):
+    if failure is None:
+        seen.legs_over(instance, [], [seconds], at)
+    else:
+        seen.leg_failed(instance, seconds, failure, R, at)
+
+
 @pytest.mark.parametrize(("failure", "counts"), [(Failure.BAD_RESPONSE, True), (Failure.REFUSED, False), (None, False)])
 def test_failures_of_an_engine_are_remembered_and_those_of_a_client_are_not(failure, counts):
     """A model that does not exist says nothing about the engine that says so."""
     seen = telemetry()
-    seen.leg_ended(D, 2.0, failure, R, 12.0)
+    count_leg(seen, D, failure, 2.0, 12.0)
 
     leg = seen.recent.legs[D.id].last(60, now=12.0)
     assert (leg.count, leg.failed, leg.mean) == (1, counts, 2.0)
@@ -60,7 +67,7 @@ def test_failures_of_an_engine_are_remembered_and_those_of_a_client_are_not(fail
 def test_every_failure_of_a_leg_has_words_for_the_status_page(failure):
     """They name no address and nothing that an engine said."""
     seen = telemetry()
-    seen.leg_ended(D, 2.0, failure, R, 12.0)
+    seen.leg_failed(D, 2.0, failure, R, 12.0)
 
     assert all(one.reason.startswith("a leg ") for one in seen.recent.failures)
 
@@ -142,7 +149,7 @@ def test_what_is_added_up_beside_the_counters_is_in_them_when_they_are_read(happ
     for one in happened:
         if isinstance(one, tuple):
             instance, failure = one
-            seen.leg_ended(instance, 0.1, failure, R, 1.0)
+            count_leg(seen, instance, failure, 0.1, 1.0)
             legs[instance.id, instance.role, failure or "ok"] += 1
         elif one != "look":
             seen.request_over(one)
@@ -158,7 +165,7 @@ def test_what_is_added_up_beside_the_counters_is_in_them_when_they_are_read(happ
     check(seen.counters, requests, routed, transfers, legs, queued)
 
     seen.keep(frozenset())
-    seen.leg_ended(D, 0.1, None, R, 1.0)
+    seen.legs_over(D, [], [0.1], 1.0)
     assert dict(seen.counters.legs) == {(D.id, D.role, "ok"): 1}
 
 

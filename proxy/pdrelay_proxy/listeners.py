@@ -13,9 +13,9 @@ from typing import Any, Final, cast
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdrelay_proxy.api.admin_protocol import admin_protocol
 from pdrelay_proxy.api.clients import Bounds, Clients
 from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
+from pdrelay_proxy.api.guarded import GuardedProtocol
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.app import Router
 from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
@@ -69,7 +69,11 @@ def main_config(
 
 
 class AdminListener:
-    """The admin port.
+    """The admin port, whose connections are guarded like those of clients, and counted apart from
+    them.
+
+    A flood of the main port leaves probes and Prometheus their connections. All connections share
+    the limit of held bytes, and have the same time limits for heads and bodies.
 
     It is bound when this is built, so a port that is taken is noticed before anything starts.
     """
@@ -86,7 +90,8 @@ class AdminListener:
         )
         clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
         unread_answers = UnreadAnswers(WRITE_TIMEOUT_S, telemetry.stalled_client)
-        protocol = admin_protocol(clients, unread_answers)
+        bounded = {"clients": clients, "unread_answers": unread_answers}
+        protocol = type("AdminProtocol", (GuardedProtocol,), bounded)
         app = cast("Any", router.admin_app)
         self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(KEEPALIVE_S))
         self._tls = router.admin_tls

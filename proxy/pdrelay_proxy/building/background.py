@@ -52,7 +52,7 @@ def build_background(
         settings,
         clock,
         random.random,
-        give_up=engines.wire.give_up,
+        give_up=engines.wire.pool.give_up,
         others=other_probes,
         warnings=engines.warnings,
     )

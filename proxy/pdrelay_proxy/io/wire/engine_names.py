@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]  # raises OSError
+from pdrelay_proxy.io.wire.connection_guard import Resolve
+
 _Name: TypeAlias = tuple[str, int]  # host and port
 _PATIENCE_S: Final = 1.0  # wait for a name whose addresses are known
 # Seconds for which a good answer stays in use: a resolver restarts in fewer, and health checks

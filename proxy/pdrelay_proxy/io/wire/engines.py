@@ -39,36 +39,21 @@ class WireEngines:
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         self._probe_timeout_s = settings.health_check_timeout_s
-        self._pool = Pool(
+        self.pool = Pool(
             keepalive_s=keepalive_s,
             connect_timeout_s=settings.connect_timeout_s,
             tls=tls,
             guard=guard,
             dial=dial,
         )
-        self._leg_sender = LegSender(self._pool, outbound or Outbound())
+        # sends requests over the same connections, with a ResponseHandler for each
+        self.leg_sender = LegSender(self.pool, outbound or Outbound())
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._pool.close()
-
-    @property
-    def pool(self) -> Pool:
-        """The connections."""
-        return self._pool
-
-    @property
-    def leg_sender(self) -> LegSender:
-        """Sends requests over the same connections, with a ResponseHandler for each."""
-        return self._leg_sender
-
-    def give_up(self, instance: Instance, *, silent_s: float) -> int:
-        """End the requests to an engine that hangs: those without a byte from it for ``silent_s``;
-        return how many.
-        """
-        return self._pool.give_up(instance, silent_s=silent_s)
+        await self.pool.close()
 
     async def post(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
         """Post a leg, and wait at most ``timeout_s`` for the whole answer; after that the
@@ -78,14 +63,14 @@ class WireEngines:
             EngineTimeout: the answer did not come in time.
             EngineError: the engine cannot be reached, broke off, or answered with more than 4 MiB.
         """
-        return await self._whole(leg.instance, partial(self._leg_sender.post, leg=leg), timeout_s)
+        return await self._whole(leg.instance, partial(self.leg_sender.post, leg=leg), timeout_s)
 
     async def models(
         self, instance: Instance, headers: Headers, *, bare: bool = False
     ) -> EngineResponse:
         """Get the engine's list of models, ``bare``: without a key; raises what ``post`` raises."""
         send = partial(
-            self._leg_sender.get, instance=instance, path="/v1/models", headers=headers, bare=bare
+            self.leg_sender.get, instance=instance, path="/v1/models", headers=headers, bare=bare
         )
         return await self._whole(instance, send, self._probe_timeout_s)
 
@@ -105,7 +90,7 @@ class WireEngines:
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         finally:
             if call.complete:
-                self._leg_sender.done(call)
+                self.leg_sender.done(call)
             else:
                 call.drop()
             del call  # the error refers to this frame, and the call to the error: a reference cycle

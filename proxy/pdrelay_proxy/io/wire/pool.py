@@ -12,7 +12,6 @@ from pdrelay_proxy.core.protocol.fault_table import is_lack, unreached
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from pdrelay_proxy.io.descriptors import engine_connections
 from pdrelay_proxy.io.fair_timeout import FairTimeout
-from pdrelay_proxy.io.wire.connect_errors import not_opened
 from pdrelay_proxy.io.wire.connect_limiter import ConnectLimiter
 from pdrelay_proxy.io.wire.connection import Connection, Peer
 from pdrelay_proxy.io.wire.connection_guard import Guard
@@ -53,20 +52,10 @@ class Pool:
         # by the engine that used it last: hashing an id is faster than hashing an address
         self._by_id: dict[str, Peer] = {}
         self._open: set[Connection] = set()
-        self._idle = 0  # in all peers
+        self.idle = 0  # idle connections in all peers
         self._cleanup_timer: asyncio.TimerHandle | None = None
         self._connect_limiter = ConnectLimiter()
         self._closing: asyncio.Event | None = None  # set when nothing is open any more
-
-    @property
-    def idle(self) -> int:
-        """The number of idle connections."""
-        return self._idle
-
-    @property
-    def addresses(self) -> int:
-        """The number of addresses with a Peer."""
-        return len(self._peers)
 
     def peer(self, instance: Instance) -> Peer:
         """Return the Peer of an instance's address.
@@ -82,7 +71,7 @@ class Pool:
         """Return the idle connection that was used last and is still good, if there is one."""
         while peer.idle:
             connection = peer.idle.pop()
-            self._idle -= 1
+            self.idle -= 1
             if (
                 connection.clock() - connection.heard_at < self._keepalive_s
                 and connection.is_silent()
@@ -123,7 +112,7 @@ class Pool:
             ) from timeout
         except (OSError, UnicodeError) as exc:
             # ssl.SSLError is an OSError; UnicodeError: DNS cannot have such a name
-            raise not_opened(instance, exc, self._tls) from exc
+            raise _not_opened(instance, exc, self._tls) from exc
 
     def put_back(self, connection: Connection) -> None:
         """Keep a connection for the next request, or close it, for instance if its answer is not
@@ -131,7 +120,7 @@ class Pool:
         """
         if (
             self._closing is not None
-            or self._idle >= IDLE_MOST
+            or self.idle >= IDLE_MOST
             or self._keepalive_s <= 0
             or not connection.rest()
         ):
@@ -140,7 +129,7 @@ class Pool:
         if connection.peer.is_forgotten:
             connection.peer = self._peer(connection.peer.address)
         connection.peer.idle.append(connection)
-        self._idle += 1
+        self.idle += 1
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
         """End the requests to an address without a byte for ``silent_s`` seconds; return how many
@@ -190,7 +179,7 @@ class Pool:
         if connection.idle:
             with suppress(ValueError):  # waiting_at has just given it out
                 connection.peer.idle.remove(connection)
-                self._idle -= 1
+                self.idle -= 1
 
     def closed(self, connection: Connection, /) -> None:
         """Forget a connection."""
@@ -292,3 +281,12 @@ class Pool:
                 self._by_id.clear()  # the ids are entered again on use
         if self._peers:
             self._schedule_cleanup()
+
+
+def _not_opened(instance: Instance, error: Exception, tls: EngineTls | None) -> EngineError:
+    """Return the EngineError for an error of a connection attempt: of DNS, of TLS, of the engine's
+    machine, or a lack of the router's own (descriptors, ports).
+    """
+    why = None if tls is None else tls.failure(instance, error)
+    number = error.errno if isinstance(error, OSError) else None
+    return unreached(instance.id, number, is_name=isinstance(error, socket.gaierror), why=why)

@@ -380,7 +380,7 @@ def test_idle_connections_and_what_belongs_to_them_go_in_time(client, thinks_s):
         async with client.make(Settings(), keepalive_s=0.2) as engines:
             for _ in range(3):  # the machine may be busy with something else
                 await engines.post(leg, timeout_s=20)
-                await until(lambda: not engines.pool.addresses)
+                await until(lambda: not engines.pool._peers)
                 assert engines.pool.idle == 0
 
     ended = []

@@ -54,8 +54,8 @@ async def test_what_has_heard_nothing_for_so_long_is_ended():
                 connection.heard_at = long_ago
             is_time.set()
             await until(lambda: any(one.heard_at > long_ago for one in http.pool._open))
-            assert http.give_up(OTHER, silent_s=0.0) == 0
-            assert http.give_up(leg_to(engine, "/").instance, silent_s=30) == 1
+            assert http.pool.give_up(OTHER, silent_s=0.0) == 0
+            assert http.pool.give_up(leg_to(engine, "/").instance, silent_s=30) == 1
             is_over.set()
             with pytest.raises(EngineTimeout, match=r"^decode-0 hangs: it has answered nothing"):
                 await silent
@@ -68,6 +68,6 @@ async def test_there_is_nothing_to_end_at_an_engine_without_requests():
         async with WireEngines(Settings()) as http:
             leg = leg_to(engine, "/")
             assert await read(http, leg) == b"{}"
-            assert http.give_up(leg.instance, silent_s=0.0) == 0
+            assert http.pool.give_up(leg.instance, silent_s=0.0) == 0
             assert await read(http, leg) == b"{}"
             assert engine.connections == 1

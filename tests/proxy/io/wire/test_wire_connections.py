@@ -270,11 +270,11 @@ def test_a_stream_that_its_own_client_holds_up_is_not_given_up(loop):
             await call.some()
             call.hold()
             grow_older(call, 31)
-            assert engines.give_up(leg.instance, silent_s=30) == 0
+            assert engines.pool.give_up(leg.instance, silent_s=30) == 0
             call.resume()
-            assert engines.give_up(leg.instance, silent_s=30) == 0
+            assert engines.pool.give_up(leg.instance, silent_s=30) == 0
             grow_older(call, 31)
-            assert engines.give_up(leg.instance, silent_s=30) == 1
+            assert engines.pool.give_up(leg.instance, silent_s=30) == 1
             with pytest.raises(EngineTimeout, match="hangs"):
                 await call.whole()
 
@@ -296,7 +296,7 @@ def test_a_resume_without_a_pause_is_no_sign_of_life(loop):
             await call.begun()
             grow_older(call, 31)
             call.resume()
-            assert engines.give_up(leg.instance, silent_s=30) == 1
+            assert engines.pool.give_up(leg.instance, silent_s=30) == 1
 
     with raw_engine(script) as engine:
         run(loop, main(leg_to(engine)))

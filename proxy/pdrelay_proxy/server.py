@@ -20,7 +20,7 @@ from pdrelay_proxy.app import Router
 from pdrelay_proxy.core.admission.lifetime import Step
 from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.io.background import meanwhile
-from pdrelay_proxy.io.files import renew_admin_tls, renew_server_tls
+from pdrelay_proxy.io.files import of_admin_port, renew_server_tls
 from pdrelay_proxy.io.listening import url_of
 from pdrelay_proxy.io.worker_place import END, HURRY, READY, WorkerPlace, received
 from pdrelay_proxy.known_settings import without_restart
@@ -218,7 +218,7 @@ class _Process:
             if self._tls is not None:
                 renew_server_tls(self._tls, old)
             if self._admin_tls is not None:
-                renew_admin_tls(self._admin_tls, old)
+                renew_server_tls(self._admin_tls, of_admin_port(old))
         except (ConfigError, AddressError) as exc:
             logger.warning("the settings stay as they were: %s", exc)
             return

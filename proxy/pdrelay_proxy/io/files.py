@@ -3,6 +3,7 @@
 import functools
 import logging
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -110,23 +111,15 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def admin_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Build the TLS context of the admin port, which asks clients for no certificate; raises
-    ConfigError.
+    """Build the TLS context of the admin port; raises ConfigError as ``server_tls`` does."""
+    return None if settings.admin_port is None else server_tls(of_admin_port(settings))
+
+
+def of_admin_port(settings: Settings) -> Settings:
+    """Return the same files without the authorities: the admin port asks clients for no
+    certificate.
     """
-    cert = settings.tls_cert
-    key = settings.tls_key
-    if settings.admin_port is None or cert is None or key is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    load_chain(context, cert, key)
-    return context
-
-
-def renew_admin_tls(context: ssl.SSLContext, settings: Settings) -> None:
-    """Do as ``renew_server_tls``, for the admin port."""
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        admin_tls(settings)  # a trial, on another context
-        load_chain(context, settings.tls_cert, settings.tls_key)
+    return replace(settings, tls_client_ca=None)
 
 
 def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:

@@ -20,8 +20,8 @@ from pdrelay_proxy.io.files import (
     client_keys,
     engine_keys,
     join_key,
+    of_admin_port,
     operator_key,
-    renew_admin_tls,
     renew_engine_tls,
     renew_server_tls,
 )
@@ -126,7 +126,7 @@ class FileReloads:
         if self.server_tls is not None:
             renew_server_tls(self.server_tls, settings)
         if self.admin_tls is not None:
-            renew_admin_tls(self.admin_tls, settings)
+            renew_server_tls(self.admin_tls, of_admin_port(settings))
 
     def _renew_engines(self, settings: Settings) -> None:
         renew_engine_tls(self.engine_tls, settings)

@@ -1,6 +1,7 @@
 """The life of the router process, from its first request to its last."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from enum import auto
 from typing import Final
 
@@ -53,24 +54,14 @@ class Lifetime:
                 "the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S
             )
 
-    def serving(self) -> "Serving":
+    @contextmanager
+    def serving(self) -> Generator[None]:
         """Count a request for as long as the block lasts."""
-        return Serving(self)
-
-
-class Serving:
-    """One request under way, as a context manager."""
-
-    __slots__ = ("_lifetime",)
-
-    def __init__(self, lifetime: Lifetime) -> None:
-        self._lifetime = lifetime
-
-    def __enter__(self) -> None:
-        self._lifetime.in_flight += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._lifetime.in_flight -= 1
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
 
 def cut_short() -> ClosingDown:

@@ -3,8 +3,9 @@ kinds of answers.
 
 An answer is classified by its status and the shape of its body (``failure_of_answer``), an
 exception by its class (``failure_of``), and a connection that could not be opened by its errno
-(``unreached``). The verdict on each failure decides the client's answer, the retry, and whether it
-counts against the engine. The endpoint plays no part.
+(``unreached``). The verdict on each failure decides the retry, and whether it counts against the
+engine; the client's answer follows from the error (requests/error_body.py). The endpoint plays no
+part.
 """
 
 import errno
@@ -118,16 +119,6 @@ class Held(FastStrEnum):
     IF_SERVED_ELSEWHERE = auto()
 
 
-class ClientGets(FastStrEnum):
-    """The client's answer if there is no retry."""
-
-    # the engine's status, with its message if that is an API's error, else with the router's
-    ITS_STATUS = auto()
-    BAD_GATEWAY = auto()  # 502
-    UNAVAILABLE = auto()  # 503
-    GATEWAY_TIMEOUT = auto()  # 504
-
-
 class BodyShape(FastStrEnum):
     """The shape of an answer's body."""
 
@@ -156,7 +147,6 @@ class FaultVerdict:
     """The consequences of a failure. A leg that cannot fail in this way has no rule."""
 
     fault: Fault
-    client: ClientGets
     held: Held
     prefill: RetryRule | None
     decode: RetryRule | None
@@ -168,7 +158,6 @@ class FaultVerdict:
     may_move: bool = False
 
 
-_STATUS, _502, _503, _504 = ClientGets
 _NEVER, _AT_ONCE, _IF_SERVED = Held
 _NO_RETRY: Final = RetryRule(RetryScope.NOTHING)
 _PREFILL_AGAIN: Final = RetryRule(RetryScope.PAIR, may_be_alone=True)
@@ -181,44 +170,40 @@ _FREE: Final = RetryRule(RetryScope.PAIR, RetryTarget.ANY, is_free=True)
 
 VERDICTS: Final[Mapping[Failure, FaultVerdict]] = {
     Failure.UNREACHABLE: FaultVerdict(
-        Fault.ENGINE, _502, _AT_ONCE, _PREFILL_AGAIN, _DECODE, loses_cache=True, may_move=True
+        Fault.ENGINE, _AT_ONCE, _PREFILL_AGAIN, _DECODE, loses_cache=True, may_move=True
     ),
     Failure.BAD_RESPONSE: FaultVerdict(
-        Fault.ENGINE, _502, _IF_SERVED, _PREFILL_AGAIN, _PAIR, is_spared=True, may_move=True
+        Fault.ENGINE, _IF_SERVED, _PREFILL_AGAIN, _PAIR, is_spared=True, may_move=True
     ),
     Failure.HTTP_5XX: FaultVerdict(
-        Fault.ENGINE, _502, _IF_SERVED, _PREFILL_AGAIN, _PAIR, is_spared=True, may_move=True
+        Fault.ENGINE, _IF_SERVED, _PREFILL_AGAIN, _PAIR, is_spared=True, may_move=True
     ),
     Failure.TIMEOUT: FaultVerdict(
-        Fault.ENGINE, _504, _AT_ONCE, _PREFILL_ELSEWHERE, _ELSEWHERE, is_spared=True, may_move=True
+        Fault.ENGINE, _AT_ONCE, _PREFILL_ELSEWHERE, _ELSEWHERE, is_spared=True, may_move=True
     ),
     Failure.ENGINE_RESTARTED: FaultVerdict(
-        Fault.ENGINE, _502, _NEVER, _ANYWHERE, None, proves_life=True, loses_cache=True
+        Fault.ENGINE, _NEVER, _ANYWHERE, None, proves_life=True, loses_cache=True
     ),
     Failure.BUSY: FaultVerdict(
-        Fault.ENGINE, _503, _NEVER, _PREFILL_ELSEWHERE, _ELSEWHERE, proves_life=True
+        Fault.ENGINE, _NEVER, _PREFILL_ELSEWHERE, _ELSEWHERE, proves_life=True
     ),
     Failure.NO_KV_PARAMS: FaultVerdict(
-        Fault.NOBODY, _502, _NEVER, _PREFILL_ELSEWHERE, None, proves_life=True, may_move=True
+        Fault.NOBODY, _NEVER, _PREFILL_ELSEWHERE, None, proves_life=True, may_move=True
     ),
-    Failure.REFUSED: FaultVerdict(
-        Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
-    ),
+    Failure.REFUSED: FaultVerdict(Fault.CLIENT, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
     Failure.UNKNOWN_MODEL: FaultVerdict(
-        Fault.CLIENT, _STATUS, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True
+        Fault.CLIENT, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True
     ),
     Failure.NO_SUCH_PATH: FaultVerdict(
-        Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
+        Fault.CLIENT, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
     ),
-    Failure.WRONG_KEY: FaultVerdict(
-        Fault.ROUTER, _502, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True
-    ),
+    Failure.WRONG_KEY: FaultVerdict(Fault.ROUTER, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
     Failure.ANSWER_REFUSED: FaultVerdict(
-        Fault.ROUTER, _502, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
+        Fault.ROUTER, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True
     ),
-    Failure.CONNECTION_CLOSED: FaultVerdict(Fault.NOBODY, _502, _NEVER, _FREE, _FREE),
-    Failure.ROUTER_LACKS: FaultVerdict(Fault.ROUTER, _503, _NEVER, _NO_RETRY, _NO_RETRY),
-    Failure.NETWORK: FaultVerdict(Fault.NETWORK, _502, _NEVER, _PREFILL_AGAIN, _DECODE),
+    Failure.CONNECTION_CLOSED: FaultVerdict(Fault.NOBODY, _NEVER, _FREE, _FREE),
+    Failure.ROUTER_LACKS: FaultVerdict(Fault.ROUTER, _NEVER, _NO_RETRY, _NO_RETRY),
+    Failure.NETWORK: FaultVerdict(Fault.NETWORK, _NEVER, _PREFILL_AGAIN, _DECODE),
 }
 
 

@@ -47,12 +47,12 @@ from pdrelay_proxy.features.expected_ttft.core.engine_speed import EngineSpeeds
 from pdrelay_proxy.features.expected_ttft.core.expected_ttft import ExpectedTtft
 from pdrelay_proxy.features.expected_ttft.settings import EXPECTED_TTFT
 from pdrelay_proxy.features.expected_ttft.weighing import ITL_WEIGHT
+from pdrelay_proxy.features.kubernetes.reflector import Collection, Reflector
 from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.features.slices.core.slice_preference import SlicePreference
 from pdrelay_proxy.features.slices.settings import SlicePairing, SliceSettings
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from pdrelay_proxy.io.kubernetes.reflector import Collection, Reflector
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
 from pdrelay_proxy.features.stores.configmap import ConfigMapStore
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
 from pdrelay_tools.simulated.engine import Sim
 from support.api_server import AUTOSCALER, BY_HAND, KUBECONFIG, STRICT, WHY_NOT, ApiServer, Release, warnings
 from support.chart_router import serving_chart

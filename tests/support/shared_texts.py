@@ -2,10 +2,10 @@
 
 from contextlib import asynccontextmanager
 
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
 from pdrelay_proxy.features.stores.file_text import FileText
 from pdrelay_proxy.features.stores.lease_text import LeaseText
 from pdrelay_proxy.features.stores.redis import RedisText
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
 from support.kube_api import KubeApi
 from support.redis_server import RedisServer
 

@@ -1,6 +1,7 @@
 """The optional features of a router.
 
-Each is a folder; to remove it, delete the folder and its line in FEATURES.
+Each is a folder; to remove it, delete the folder and its line in FEATURES. ``kubernetes`` is none:
+``pods`` and ``stores`` share it.
 
 A folder may have ``feature.py``, whose FEATURE is a class of ``Feature``; ``settings.py``, whose
 SETTINGS is a class of declared settings, and whose POLICIES, if it has some, are names of routing

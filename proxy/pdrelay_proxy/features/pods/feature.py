@@ -6,14 +6,14 @@ from typing import Final
 
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.feature import Feature
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
+from pdrelay_proxy.features.kubernetes.reflector import Collection, Reflector
 from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.features.pods.pool_source import PODS, PoolSource
 from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import EngineFeed, Reconciler
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
-from pdrelay_proxy.io.kubernetes.reflector import Collection, Reflector
 from pdrelay_proxy.settings import Settings
 
 

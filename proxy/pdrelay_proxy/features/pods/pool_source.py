@@ -11,12 +11,12 @@ import msgspec
 from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.fleet.target import Wanted
 from pdrelay_proxy.errors import AddressError
+from pdrelay_proxy.features.kubernetes.client import Kubernetes
+from pdrelay_proxy.features.kubernetes.reflector import Collection, Reflector, WatchTimes
 from pdrelay_proxy.features.pods.inference_pool import PATH, PoolMembers, UnusablePool, read_pool
 from pdrelay_proxy.features.pods.pod import Mark, read_pod
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
-from pdrelay_proxy.io.kubernetes.client import Kubernetes
-from pdrelay_proxy.io.kubernetes.reflector import Collection, Reflector, WatchTimes
 
 logger = logging.getLogger(__name__)
 # of one pod, one for each port of the pool

@@ -13,6 +13,7 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features import has_other_routers, shared_store
 from pdrelay_proxy.features.feature import Core, Feature, FeatureParts
 from pdrelay_proxy.features.roles.leased_role_changes import LeasedRoleChanges
+from pdrelay_proxy.features.roles.memory_text import MemoryText
 from pdrelay_proxy.features.roles.role_board import RoleBoard
 from pdrelay_proxy.features.roles.role_controller import RoleController, RoleLimits
 from pdrelay_proxy.features.roles.role_lease import LASTS_S
@@ -20,7 +21,6 @@ from pdrelay_proxy.features.roles.role_watch import RoleWatch
 from pdrelay_proxy.features.roles.settings import RoleSettings, RolesMode
 from pdrelay_proxy.features.roles.work_meter import RoleTargets
 from pdrelay_proxy.io.background import Running
-from pdrelay_proxy.io.discovery.memory import MemoryText
 from pdrelay_proxy.settings import Settings
 
 

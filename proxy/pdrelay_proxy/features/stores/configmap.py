@@ -15,9 +15,9 @@ import msgspec
 
 from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.features.kubernetes.client import KubeError, Kubernetes
+from pdrelay_proxy.features.kubernetes.reflector import Collection, Reflector, WatchTimes
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver
-from pdrelay_proxy.io.kubernetes.client import KubeError, Kubernetes
-from pdrelay_proxy.io.kubernetes.reflector import Collection, Reflector, WatchTimes
 
 logger = logging.getLogger(__name__)
 _TRIES: Final = 5

@@ -6,8 +6,8 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.features.kubernetes.client import KubeError, Kubernetes
 from pdrelay_proxy.io.discovery.store import StoreDown
-from pdrelay_proxy.io.kubernetes.client import KubeError, Kubernetes
 
 _CONFLICT: Final = 409  # the Lease has another resourceVersion
 

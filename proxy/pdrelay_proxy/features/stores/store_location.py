@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from pdrelay_proxy.core.ports import SharedText
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
 from pdrelay_proxy.features.stores.configmap import ConfigMapStore
 from pdrelay_proxy.features.stores.file import FileStore
 from pdrelay_proxy.features.stores.file_text import FileText
 from pdrelay_proxy.features.stores.lease_text import LeaseText
 from pdrelay_proxy.io.discovery.store import Store, StoreObserver
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
 
 
 @dataclass(frozen=True, slots=True)

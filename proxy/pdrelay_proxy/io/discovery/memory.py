@@ -1,4 +1,4 @@
-"""What a router without a shared store has in its place: engines and texts that end with it."""
+"""What a router without a shared store has in its place: engines that end with it."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -51,22 +51,3 @@ class MemoryStore:
         while True:
             self._observer.heard()
             await asyncio.sleep(self._heartbeat_s)
-
-
-class MemoryText:
-    """A text of this process alone."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    async def read(self) -> str:
-        """Return the text."""
-        return self._text
-
-    async def replace(self, text: str, /) -> bool:
-        """Write the text."""
-        self._text = text
-        return True
-
-    async def aclose(self) -> None:
-        """Close nothing."""

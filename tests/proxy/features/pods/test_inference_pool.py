@@ -12,12 +12,12 @@ from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
+from pdrelay_proxy.features.kubernetes.reflector import WatchTimes
 from pdrelay_proxy.features.pods.pool_source import PoolSource
 from pdrelay_proxy.features.pods.settings import PodSettings
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
-from pdrelay_proxy.io.kubernetes.reflector import WatchTimes
 from pdrelay_proxy.known_settings import OPTIONS
 from pdrelay_proxy.setting_values import read
 from pdrelay_proxy.settings import Settings

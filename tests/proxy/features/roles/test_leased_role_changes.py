@@ -5,8 +5,8 @@ import pytest
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.errors import UnknownInstance
 from pdrelay_proxy.features.roles.leased_role_changes import LeasedRoleChanges
+from pdrelay_proxy.features.roles.memory_text import MemoryText
 from pdrelay_proxy.features.roles.role_lease import LASTS_S
-from pdrelay_proxy.io.discovery.memory import MemoryText
 from pdrelay_proxy.io.discovery.store import StoreDown
 from support.shared_texts import SHARED_TEXTS
 

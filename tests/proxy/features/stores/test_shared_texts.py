@@ -2,10 +2,10 @@
 
 import pytest
 
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
 from pdrelay_proxy.features.stores.file_text import FileText
 from pdrelay_proxy.features.stores.lease_text import LeaseText
 from pdrelay_proxy.io.discovery.store import StoreDown
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
 from support.kube_api import KubeApi, Refusal
 from support.shared_texts import LASTS_S, SHARED_TEXTS
 from support.small_disk import HOW, WORDS, small_disk

@@ -15,6 +15,8 @@ from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key
 from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
+from pdrelay_proxy.features.kubernetes.reflector import WatchTimes
 from pdrelay_proxy.features.stores.configmap import ConfigMapStore
 from pdrelay_proxy.features.stores.file import FileStore
 from pdrelay_proxy.features.stores.file_text import FileText
@@ -22,8 +24,6 @@ from pdrelay_proxy.io.discovery.entries import Entries
 from pdrelay_proxy.io.discovery.memory import MemoryStore
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
-from pdrelay_proxy.io.kubernetes.reflector import WatchTimes
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.kubernetes.client import Cluster, Expired, KubeError, Kubernetes
+from pdrelay_proxy.features.kubernetes.client import Cluster, Expired, KubeError, Kubernetes
 from support.certificates import Authority
 from support.kube_api import Call, KubeApi, Refusal, pod
 from support.service_account import ServiceAccount

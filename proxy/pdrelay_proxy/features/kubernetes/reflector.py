@@ -19,8 +19,8 @@ from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.ports import Observer
 from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.features.kubernetes.client import Expired, KubeError, Kubernetes
 from pdrelay_proxy.io.background import meanwhile
-from pdrelay_proxy.io.kubernetes.client import Expired, KubeError, Kubernetes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,11 +11,11 @@ import pytest
 
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.features.kubernetes.client import Cluster, Kubernetes
+from pdrelay_proxy.features.kubernetes.reflector import Collection, Reflector, WatchTimes
 from pdrelay_proxy.features.pods.pod import read_pod
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
-from pdrelay_proxy.io.kubernetes.client import Cluster, Kubernetes
-from pdrelay_proxy.io.kubernetes.reflector import Collection, Reflector, WatchTimes
 from support import relist
 from support.kube_api import KubeApi, Refusal, pod
 from support.measuring import said_by

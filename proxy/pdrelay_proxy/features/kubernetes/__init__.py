@@ -1,0 +1,1 @@
+"""The Kubernetes API, for other features: its objects are listed, watched and patched."""

@@ -1,1 +1,0 @@
-"""The Kubernetes API, for features: its objects are listed, watched and patched."""

@@ -213,18 +213,6 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PassthroughRequest:
-    """A client's request that one engine serves in one leg; its body is passed through."""
-
-    path: str
-    body: bytes
-    headers: Headers
-    content_type: bytes = b"application/json"
-    model: str | None = None  # the requested model
-    rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LegRequest:
     """One request to one engine."""
 

@@ -20,7 +20,6 @@ from pdrelay_proxy.core.model import (
     GenerationRequest,
     Headers,
     Instance,
-    PassthroughRequest,
     Role,
     RoutingHints,
     SingleEngineReason,
@@ -39,7 +38,6 @@ from pdrelay_proxy.core.raw_json import FALSE, TRUE, Fields, Pieces, encode, lon
 from pdrelay_proxy.core.routing.routing_hints import (
     TELLS_MODEL,
     hints_of_call,
-    hints_of_passthrough,
     model_of,
     rank_of,
     with_model,
@@ -284,22 +282,18 @@ class Intake:
             )
             plan.learns_model = is_unknown
             return plan
+        sent_type = JSON_TYPE
         if path in _FORMS:
-            declared = content_type(boundary_of(shown.get(b"content-type", b"")))
-            passthrough = PassthroughRequest(
-                path, body, passed_on, declared, model=model, rank=rank
-            )
-        else:
-            is_as_it_came = api is None and fields_sent is fields
-            clean = body if is_as_it_came else encode(fields_sent)
-            passthrough = PassthroughRequest(path, clean, passed_on, model=model, rank=rank)
+            sent_type = content_type(boundary_of(shown.get(b"content-type", b"")))
+        elif api is not None or fields_sent is not fields:
+            body = encode(fields_sent)
         plan = RequestPlan(
             path,
             passed_on,
-            hints_of_passthrough(passthrough, session),
+            RoutingHints(model, session, rank=rank),
             priority,
-            body=[passthrough.body],
-            content_type=passthrough.content_type,
+            body=[body],
+            content_type=sent_type,
             tokens=tokens,
             single_reason=SingleEngineReason.ONE_LEG
             if api is None

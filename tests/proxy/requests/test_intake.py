@@ -5,6 +5,7 @@ import pytest
 from pdrelay_proxy.core.admission.keys import Keyring, Keys
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BadRequest, UnsupportedMedia
 from pdrelay_proxy.requests.intake import Intake, RequestHead
 from pdrelay_proxy.settings import Settings
@@ -31,6 +32,17 @@ def planned(asked, **options):
 def test_a_client_may_ask_for_a_rank(path, text, rank):
     """An empty header asks for nothing."""
     assert planned(head(path, x_data_parallel_rank=text)).hints.rank == rank
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_an_engine_is_chosen_by_the_model_and_the_session(path):
+    """An embedding, too, must go to the engine that has its model."""
+    made, body = intake(), b'{"model": "m", "input": "a"}'
+    made.sessions = SessionIds(("x-session-id",))
+    asked = head(path, x_session_id="s")
+    hints = made.plan(asked, body, made.read(asked, body)).hints
+
+    assert (hints.model, hints.session) == ("m", "s")
 
 
 @pytest.mark.parametrize("text", ["-1", "1.0", "x", "9" * 10, "1_0"])

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.core.model import Api, GenerationRequest, PassthroughRequest, RoutingHints
+from pdrelay_proxy.core.model import Api, GenerationRequest, RoutingHints
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.request_bodies import names_no_model
 from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, text
@@ -35,11 +35,6 @@ def hints_of_call(
         call.rank,
         context=fields,
     )
-
-
-def hints_of_passthrough(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:
-    """Describe a request that is passed through."""
-    return RoutingHints(errand.model, session, rank=errand.rank)
 
 
 def model_of(fields: Fields) -> str | None:

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from pdrelay_proxy.core.model import Api, GenerationRequest, PassthroughRequest, RoutingHints
+from pdrelay_proxy.core.model import Api, GenerationRequest, RoutingHints
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.routing import routing_hints
-from pdrelay_proxy.core.routing.routing_hints import hints_of_call, hints_of_passthrough
+from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 
 HEADERS = ((b"authorization", b"k"), (b"x-session-id", b"s"))
 
@@ -52,13 +52,6 @@ def test_what_is_no_name_names_no_model(model):
     asked = hints_of_call(call_of(Api.CHAT, b'{"model":%s}' % model, headers=()))
 
     assert asked == RoutingHints()
-
-
-def test_what_is_passed_through_has_a_model_and_a_session():
-    """An embedding must go to the engine that has its model."""
-    assert hints_of_passthrough(
-        PassthroughRequest("/v1/embeddings", b"{}", HEADERS, model="m", rank=1), "s"
-    ) == RoutingHints("m", "s", rank=1)
 
 
 def test_the_names_of_models_that_are_remembered_are_bounded():

@@ -73,17 +73,6 @@ class Gate:
             if self.admission.news:
                 self._wake()
 
-    def grant_extra_place(self, ticket: Ticket) -> Ticket | None:
-        """Return another place for a request that has one; None: there is none now.
-
-        It has to ``leave``.
-        """
-        return self.admission.grant_extra_place(ticket)
-
-    def leave_place(self, place: Ticket) -> None:
-        """Give back such a place; what was served at it is counted with the request."""
-        self.leave(place, 0)
-
     def expire(self) -> None:
         """Send away those that have waited too long."""
         if self.admission.waiting:

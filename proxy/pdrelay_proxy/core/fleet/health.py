@@ -199,7 +199,7 @@ class EngineHealth:
     cache_since: float = field(init=False)
     _in_a_row: int = 0  # requests that have failed since it last began a good answer
     _broken_in_a_row: int = 0  # answers that have broken off since one came to its end
-    _missed: int = 0
+    misses: int = 0  # probes, in a row
     _was_spared: bool = False
     _is_probed: bool = False  # it has answered the last probe
     # when the first probe was missed of those since it answered one, if badly
@@ -225,19 +225,14 @@ class EngineHealth:
     @property
     def is_away(self) -> bool:
         """Tell whether it is waited for: a probe finds it sooner than a request."""
-        return self.state is _EJECTED or (self.state is _STARTING and self._missed > 0)
-
-    @property
-    def misses(self) -> int:
-        """How many probes it has missed in a row."""
-        return self._missed
+        return self.state is _EJECTED or (self.state is _STARTING and self.misses > 0)
 
     @property
     def steady_until(self) -> float:
         """When the passing of time may change whether it may serve; infinity: only what ``changes``
         counts does.
         """
-        if self.state is _EJECTED and self._missed < self.settings.health_check_failures:
+        if self.state is _EJECTED and self.misses < self.settings.health_check_failures:
             return self.since + self._rest_s
         if self.state is _HALF_OPEN and self.trial is not None and self.trial.request is None:
             return self.trial.until
@@ -251,7 +246,7 @@ class EngineHealth:
         trial takes a moment. What is drained comes back when an operator says so.
         """
         settings = self.settings
-        if self.state is _EJECTED and self._missed < settings.health_check_failures:
+        if self.state is _EJECTED and self.misses < settings.health_check_failures:
             return self.since + self._rest_s - now
         if self.is_away and settings.health_check_interval_s > 0:
             return settings.health_check_interval_s
@@ -264,7 +259,7 @@ class EngineHealth:
         if (
             self.state is _EJECTED
             and now >= self.since + self._rest_s
-            and self._missed < self.settings.health_check_failures
+            and self.misses < self.settings.health_check_failures
         ):
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
         if self.state is _HALF_OPEN:
@@ -391,8 +386,8 @@ class EngineHealth:
         if self._was_spared and not self._has_failed:
             self._was_spared = False
             self.why = "answers probes, and requests again"
-        was_away = self._missed > 0
-        self._missed = 0
+        was_away = self.misses > 0
+        self.misses = 0
         if self.state not in _JUDGED:
             return
         if was_away:
@@ -413,15 +408,15 @@ class EngineHealth:
             self.heard()
         elif self._silent_since is None:
             self._silent_since = now
-        self._missed += 1
+        self.misses += 1
         self._is_probed = False
-        if self._missed in (1, self.settings.health_check_failures):  # where ``may_serve`` changes
+        if self.misses in (1, self.settings.health_check_failures):  # where ``may_serve`` changes
             self.changes.count += 1
         if self.state is _STARTING:
             self.why = reason
         elif (
             self.state in (_HEALTHY, _HALF_OPEN)
-            and self._missed >= self.settings.health_check_failures
+            and self.misses >= self.settings.health_check_failures
         ):
             self._break(reason, now)
 
@@ -486,7 +481,7 @@ class EngineHealth:
     def _forgive(self, *, with_breaks: bool = True) -> None:
         self.heard()
         self._in_a_row = 0
-        self._missed = 0
+        self.misses = 0
         self.trial = None
         if with_breaks:
             self._broken_in_a_row = 0

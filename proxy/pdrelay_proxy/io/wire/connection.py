@@ -72,7 +72,7 @@ class Connection:
         self._begun = False  # the handler has got the head
         self._usable = True  # may send another request when this one is done
         self._ended = False
-        self._held_up = False  # reading is paused: the engine has to wait
+        self.held_up = False  # reading is paused: the engine has to wait for us
         self._paused = False  # the transport's write buffer is full
         self._is_reused = False  # it has served a request before this one
         self._unwritten = False  # the engine has closed it before the request could be written
@@ -83,11 +83,6 @@ class Connection:
     def idle(self) -> bool:
         """Whether it has no request."""
         return self._reply is None
-
-    @property
-    def held_up(self) -> bool:
-        """Whether the engine has to wait for us."""
-        return self._held_up
 
     def is_silent(self) -> bool:
         """Return whether nothing waits to be read, not even the engine's end of the connection."""
@@ -126,13 +121,13 @@ class Connection:
         self._reply = None
         self._is_reused = True
         self._reader.unbounded_bytes = 0
-        if self._held_up:
+        if self.held_up:
             self.resume_reading()
         return True
 
     def pause_reading(self) -> None:
         """Pause reading: the engine has to wait."""
-        self._held_up = True
+        self.held_up = True
         if self._reader.is_tls and (self._reply is None or self._reply.complete):
             # bytes that come now are read, but neither decrypted nor seen by ``is_silent``
             self._usable = False
@@ -141,9 +136,9 @@ class Connection:
 
     def resume_reading(self) -> None:
         """Resume reading."""
-        if self._held_up:
+        if self.held_up:
             self.heard_at = self.clock()  # while paused it received nothing
-        self._held_up = False
+        self.held_up = False
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -207,7 +202,7 @@ class Connection:
         body = None if reader.in_response else self.peer.responses.match(data)
         if body is not None:
             # the reader has not seen this response
-            self._usable = self._usable and not (reader.is_tls and self._held_up)
+            self._usable = self._usable and not (reader.is_tls and self.held_up)
             reply.arrived_whole(CONTENT_TYPE, body)
             return
         fault = reader.feed(data)
@@ -260,7 +255,7 @@ class Connection:
     def _answered(self, reply: ResponseHandler, *, clean: bool) -> None:
         reader = self._reader
         self._usable = (
-            self._usable and clean and reader.keeps and not (reader.is_tls and self._held_up)
+            self._usable and clean and reader.keeps and not (reader.is_tls and self.held_up)
         )
         reader.forget_head()
         self._begun = False

@@ -184,7 +184,7 @@ class PromptArray(ClaimedAnswer):
             return False
         if not self._parts:
             return True
-        place = self._life.services.gate.grant_extra_place(self._ticket)
+        place = self._life.services.gate.admission.grant_extra_place(self._ticket)
         if place is None:
             return False
         self._places.append(place)
@@ -193,7 +193,7 @@ class PromptArray(ClaimedAnswer):
     def _leave_places(self, kept: int) -> None:
         """Give back the places that are too many for so many parts under way."""
         while len(self._places) > max(0, kept - 1):
-            self._life.services.gate.leave_place(self._places.pop())
+            self._life.services.gate.leave(self._places.pop(), 0)
 
     def _drop(self) -> None:
         """End the parts that are under way."""

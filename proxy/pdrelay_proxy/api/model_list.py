@@ -11,13 +11,14 @@ from fastapi import APIRouter, Response
 
 from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
 from pdrelay_proxy.api.schemas import ErrorResponse, ServedModels
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, facts_of_models
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import EngineResponse, Headers, Instance, Role
 from pdrelay_proxy.core.protocol.response_filter import check_type
 from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.core.schemas import ModelCard
 from pdrelay_proxy.errors import EngineError, NoInstance, NotAccepted, Refused
 from pdrelay_proxy.io.wire import WireEngines
 
@@ -34,12 +35,6 @@ _KEPT_S: Final = 3.0  # for which a list is reused, however often clients ask
 _TRIES: Final = 16
 _NEXT_S: Final = 1.0  # without an answer, until another engine of the set is tried as well
 _AT_ONCE: Final = 32  # concurrent requests to engines, for all clients
-
-
-class _ModelId(msgspec.Struct):
-    id: str
-    parent: str | None = None  # of a LoRA adapter: the model it belongs to
-    root: str | None = None  # the path of its files
 
 
 class _ModelList(msgspec.Struct):
@@ -206,15 +201,12 @@ class ModelCatalog:
                 answer = await self._engines.models(candidate, headers)
         except EngineError as exc:
             raise NotAccepted(str(exc)) from exc
-        ids = [decode(card, _ModelId) for _, card in _cards(answer) or ()]
-        names = [model.id for model in ids]
-        if not names:
+        cards = [decode(card, ModelCard) for _, card in _cards(answer) or ()]
+        if not cards:
             raise NotAccepted(
                 f"{candidate.id} answers /v1/models with status {answer.status}, and names no model"
             )
-        adapters = frozenset([model.id for model in ids if model.parent is not None])
-        root = next((model.root for model in ids if model.parent is None), None)
-        return EngineCapabilities(frozenset(names), adapters=adapters, root=root)
+        return facts_of_models(cards)
 
     async def _request(self, instance: Instance) -> EngineResponse | None:
         try:
@@ -249,6 +241,6 @@ def _cards(answer: EngineResponse) -> list[tuple[str, msgspec.Raw]] | None:
     """Return the ids and descriptions in a list; None: it is not such a list."""
     try:
         cards = decode(answer.body, _ModelList).data if answer.status == 200 else None
-        return None if cards is None else [(decode(card, _ModelId).id, card) for card in cards]
+        return None if cards is None else [(decode(card, ModelCard).id, card) for card in cards]
     except NotJson:
         return None

@@ -9,6 +9,7 @@ from pdrelay_proxy.core.fleet import push_coordinates
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.one_line import one_line
 from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.schemas import ModelCard
 
 # What a prefill engine's answers have taught.
 MODES: Final[Mapping[push_coordinates.CoordinatesState, EngineMode]] = {
@@ -77,6 +78,15 @@ class EngineCapabilities:
             if (fact := getattr(newer, name)) is not None and (fact != "" or name == _WITHIN)
         }
         return replace(self, **found)
+
+
+def facts_of_models(cards: Sequence[ModelCard]) -> EngineCapabilities:
+    """Return what an engine's list of models says of it."""
+    return EngineCapabilities(
+        frozenset([card.id for card in cards]),
+        adapters=frozenset([card.id for card in cards if card.parent is not None]),
+        root=next((card.root for card in cards if card.parent is None), None),
+    )
 
 
 _FACTS: Final = [fact.name for fact in fields(EngineCapabilities)]

@@ -275,3 +275,11 @@ class Bin:
     failed: int
     mean: float | None  # None: nothing was counted
     worst: float | None
+
+
+class ModelCard(msgspec.Struct):
+    """A model in an engine's list (``/v1/models``)."""
+
+    id: str
+    parent: str | None = None  # of a LoRA adapter: the model it belongs to
+    root: str | None = None  # where its files lie

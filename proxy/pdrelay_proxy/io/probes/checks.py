@@ -7,6 +7,7 @@ import errno
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import Final, TypeAlias, TypeVar
 
 import httpx
@@ -14,13 +15,14 @@ import msgspec
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet import engine_metrics
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, facts_of_models
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.http.bounded_body import read_bounded
 from pdrelay_proxy.core.http.response_head import VERSION_HEADER
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import is_lack
 from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.core.schemas import ModelCard
 from pdrelay_proxy.errors import NotAllowed, causes
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.probes.one_connection import OneConnection
@@ -70,14 +72,8 @@ class ProbeNotMade(ProbeFailed):
     silent = False
 
 
-class _ModelCard(msgspec.Struct):
-    id: str
-    parent: str | None = None  # of a LoRA adapter: the model it belongs to
-    root: str | None = None  # where its files lie
-
-
 class _ModelCards(msgspec.Struct):
-    data: list[_ModelCard]
+    data: list[ModelCard]
 
 
 class _Version(msgspec.Struct):
@@ -193,17 +189,11 @@ class HttpChecks:
             raise ProbeInvalid(f"answers /v1/models with status {status}")
         if status == _UNAUTHORIZED:
             raise ProbeInvalid(f"wants another API key ({_KEY_SETTINGS[instance.pool]})")
-        cards = _read(body, _ModelCards).data if status == 200 else None
-        models = None if cards is None else frozenset(card.id for card in cards)
-        adapters = (
-            None
-            if cards is None
-            else frozenset(card.id for card in cards if card.parent is not None)
-        )
-        root = next((card.root for card in cards or () if card.parent is None), None)
+        facts = EngineCapabilities()
+        if status == 200:
+            facts = facts_of_models(_read(body, _ModelCards).data)
         status, body = await self._get(transport, instance, "/version")
-        version = _read(body, _Version).version if status == 200 else None
-        return EngineCapabilities(models, version, adapters=adapters, root=root)
+        return replace(facts, version=_read(body, _Version).version) if status == 200 else facts
 
     async def _get(
         self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str

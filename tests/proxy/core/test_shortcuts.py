@@ -161,7 +161,11 @@ MARKS = (b'"usage":{', b'"usage": {')
 def plain_prompt_tokens_in(events):
     """Line by line, if a line has the mark."""
     for line, _ in lines_of(events):
-        if line[:5] == b"data:" and any(mark in line for mark in MARKS) and (found := prompt_tokens(line[5:])) is not None:
+        if (
+            line[:5] == b"data:"
+            and any(mark in line for mark in MARKS)
+            and (found := prompt_tokens(line[5:])) is not None
+        ):
             return found
     return None
 

@@ -122,16 +122,14 @@ class ShownLoad:
     preempted: float = 0.0  # requests since it started, for want of KV blocks
 
 
-def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad | None:
-    """Read how busy an engine is, or one of its data-parallel ranks; None: it does not show its
-    requests.
-    """
-    running, waiting = (gauge_values(text, name, rank) for name in (_RUNNING, _WAITING))
+def shown_load(text: bytes, *, now: float) -> ShownLoad | None:
+    """Read how busy an engine is, with all its ranks; None: it does not show its requests."""
+    running, waiting = (_gauge_values(text, name) for name in (_RUNNING, _WAITING))
     if not running:
         return None
-    usage = gauge_values(text, _USAGE, rank)
+    usage = _gauge_values(text, _USAGE)
     requests = int(min(1e9, fsum([*running, *waiting])))
-    preempted = fsum(gauge_values(text, _PREEMPTED, rank))
+    preempted = fsum(_gauge_values(text, _PREEMPTED))
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None, preempted)
 
 
@@ -162,7 +160,7 @@ def labelled_lines(
         is_at_line = False
 
 
-def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
+def _gauge_values(text: bytes, name: bytes) -> list[float]:
     """Read the values of a gauge or a counter.
 
     Its lines are searched for as bytes: a text has hundreds of kB, and it has a few.
@@ -173,7 +171,7 @@ def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
         end = text.find(b"\n", at + 1)
         is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
         line = _VALUE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
-        if is_whole and line is not None and _is_of(line, rank):
+        if is_whole and line is not None:
             values.append(float(line["value"]))
         at = text.find(name, at + 1)
     return values

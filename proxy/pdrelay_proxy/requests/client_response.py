@@ -84,7 +84,7 @@ class ClientResponse:
         life.record.ttft_s = life.elapsed_s()
         self.writer.begin(
             _OK,
-            self._head_lines(STREAM, STREAM_LINES),
+            self.stream_lines(),
             opening.events(),
             streams=True,
             last=opening.is_all,
@@ -200,16 +200,14 @@ class ClientResponse:
         if self.writer.begun:
             self.writer.write(events)
         else:
-            self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), events, streams=True)
+            self.writer.begin(_OK, self.stream_lines(), events, streams=True)
 
     def end_events(self, events: bytes) -> None:
         """Write the end of a stream that the router has put together."""
         if self._keeps_end():
             self._keep_end(events)
         if not self.writer.begun:  # the stream has no token
-            self.writer.begin(
-                _OK, self._head_lines(STREAM, STREAM_LINES), b"", streams=True, last=True
-            )
+            self.writer.begin(_OK, self.stream_lines(), b"", streams=True, last=True)
         self._life.record.answered = True
         self.writer.end(events)
 
@@ -265,7 +263,7 @@ class ClientResponse:
     # ---- heads and ends
 
     def stream_lines(self) -> bytes:
-        """Return the lines of the head of a stream that has no event yet."""
+        """Return the lines of the head of a stream that the router begins itself."""
         return self._head_lines(STREAM, STREAM_LINES)
 
     def _head_lines(self, content_type: bytes, last_lines: bytes = NO_SNIFFING) -> bytes:

@@ -98,6 +98,8 @@ class EngineLeg(ResponseHandler):
     """What both legs have in common. Times are seconds of the request's clock."""
 
     __slots__ = (
+        "_pieces",
+        "_size",
         "answered_s",
         "content_type",
         "due",
@@ -119,6 +121,9 @@ class EngineLeg(ResponseHandler):
         ResponseHandler.__init__(self, instance.id)
         self.owner = owner
         self.instance = instance
+        # of what is no stream; of a stream the last two, while they count
+        self._pieces: list[bytes] = []
+        self._size = 0  # bytes of those
         self.due = due  # when the engine has had all its time; None: never
         self.record = LegRecord(instance.id, None, sent_at)
         self.fault: LegFailed | None = None  # why nothing more will come of it
@@ -136,11 +141,8 @@ class EngineLeg(ResponseHandler):
         """All of an answer of status 200, which is no stream, has come at once."""
         if self.error is not None:
             return
-        self.status = _OK
-        self.content_type = content_type
+        self._head_arrived(_OK, content_type)
         self.complete = True
-        if self.span is not None:
-            self.span.answered(_OK)
         self.answered(body)
 
     @abstractmethod
@@ -178,16 +180,33 @@ class EngineLeg(ResponseHandler):
         """The router has a bug."""
         self.owner.crash(bug)
 
-    def _too_long(self) -> EngineError:
-        return AnswerRefused(f"{self.engine} answered with more than {ANSWER_MOST} bytes")
+    def end(self) -> None:
+        """All of it is here."""
+        body = b"".join(self._pieces)
+        self._pieces = []
+        self.answered(body)
+
+    def _head_arrived(self, status: int, content_type: bytes) -> None:
+        self.status = status
+        self.content_type = content_type
+        if self.span is not None:
+            self.span.answered(status)
+
+    def _keep(self, piece: bytes) -> None:
+        """Keep a piece of an answer that is no stream."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > ANSWER_MOST:
+            reason = f"{self.engine} answered with more than {ANSWER_MOST} bytes"
+            self.give_up(AnswerRefused(reason))
+        else:
+            self.owner.hold(self, len(piece))
 
 
 class PrefillLeg(EngineLeg):
     """The leg that computes the prompt."""
 
     __slots__ = (
-        "_pieces",
-        "_size",
         "counted",
         "handed_over_at",
         "handover",
@@ -204,8 +223,6 @@ class PrefillLeg(EngineLeg):
         self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None
     ) -> None:
         EngineLeg.__init__(self, owner, instance, sent_at, due)
-        self._pieces: list[bytes] = []
-        self._size = 0
         # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
         self.load = b""
         self.handover: PrefillResult | None = None  # what its answer is good for, once that is here
@@ -226,26 +243,12 @@ class PrefillLeg(EngineLeg):
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
         """Its head is here."""
-        self.status = status
-        self.content_type = content_type
-        if self.span is not None:
-            self.span.answered(status)
+        self._head_arrived(status, content_type)
         self.load = load
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
         """Keep what comes."""
-        self._pieces.append(piece)
-        self._size += len(piece)
-        if self._size > ANSWER_MOST:
-            self.give_up(self._too_long())
-        else:
-            self.owner.hold(self, len(piece))
-
-    def end(self) -> None:
-        """All of it is here."""
-        body = b"".join(self._pieces)
-        self._pieces = []
-        self.answered(body)
+        self._keep(piece)
 
     def answered(self, body: bytes) -> None:
         """It is complete."""
@@ -259,8 +262,6 @@ class DecodeLeg(EngineLeg):
         "_beginning",
         "_clock",
         "_is_stream",
-        "_pieces",
-        "_size",
         "cache_usage",
         "counted",
         "counts",
@@ -291,9 +292,6 @@ class DecodeLeg(EngineLeg):
         self.gaps: list[float] | None = None
         self.read_at = 0.0  # the latest of them
         self._beginning: Beginning | None = None  # of a stream whose first event is not complete
-        # of what is no stream; of a stream the last two, while it counts
-        self._pieces: list[bytes] = []
-        self._size = 0  # bytes of those
         self._is_stream = False
         self.lines: WholeLines | None = None  # of a stream that has begun well
         # what the client gets first: the beginning of a stream, or a whole answer
@@ -328,10 +326,7 @@ class DecodeLeg(EngineLeg):
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:  # noqa: ARG002 (prefill's load counts)
         """Its head is here."""
-        self.status = status
-        self.content_type = content_type
-        if self.span is not None:
-            self.span.answered(status)
+        self._head_arrived(status, content_type)
         self._is_stream = status == 200 and is_stream(content_type)
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:
@@ -350,12 +345,7 @@ class DecodeLeg(EngineLeg):
         elif self._is_stream:
             self._begin(piece, last=last)
         else:
-            self._pieces.append(piece)
-            self._size += len(piece)
-            if self._size > ANSWER_MOST:
-                self.give_up(self._too_long())
-            else:
-                self.owner.hold(self, len(piece))
+            self._keep(piece)
 
     def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:
         """Pass on a token: as it came, where nothing of it has to be held back or taken out."""
@@ -465,9 +455,7 @@ class DecodeLeg(EngineLeg):
                 self._count_prompt()
             self.owner.stream_ended(self)
             return
-        body = b"".join(self._pieces)
-        self._pieces = []
-        self.answered(body)
+        EngineLeg.end(self)
 
     def read_answer(self, body: bytes) -> None:
         """Keep what the client gets of an answer that is no stream; raises EngineError, Refused: it

@@ -488,68 +488,8 @@ def test_the_same_in_many_more_scenes(runner, scene):
 
 # What needs a certain order, or time
 
-PUSHED = Act(((0.0, prefilled(transfer_mode="push", remote_request_id="cmpl-@ID@-0-0123abcd")),), named=True)
 STALLED = b"HTTP/1.1 200 Said\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"choices":[{"text":"one"}]}\n\n'
-REFUSED = Act(((0.0, whole(ERRORS[0], status=400)),))
-BROKEN = Act(((0.0, b"HTTP/1.1 200 Said\r\n"), BEFORE_A_RESET), End.RESET)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("prefill", "decode", "status", "retries"),
-    [
-        ((PUSHED,), (), 200, None),
-        ((REFUSED,), (), 400, None),
-        ((BROKEN,), (), 200, "prefill-0 bad_response"),
-        ((PUSHED,), (REFUSED,), 400, None),
-        ((PUSHED,), (BROKEN,), 200, "decode-0 bad_response"),
-    ],
-    ids=["good", "prefill refuses", "prefill breaks off", "decode refuses", "decode breaks off"],
-)
-def test_both_legs_at_once_are_as_good_as_one_after_the_other(runner, stream, prefill, decode, status, retries):
-    """The second request is sent to both engines at once; if its prefill engine breaks off, D serves it alone."""
-    begun, done = STALLED + b"%x\r\n%b\r\n" % (len(EVENT), EVENT), b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-    # The prefill leg ends between two of these pauses, and the router reads it, however busy the machine is.
-    late = Act((*[(0.005, b"")] * 10, (0.0, begun), (0.001, done)))
-    acts = {"prefill": (PUSHED, *prefill, PUSHED), "decode": (late, *decode, late, late)}
-    scene = Scene((ordinary(stream=stream),) * 2, acts, {"prefill": (True,), "decode": (True,)})
-
-    seen = play(runner, scene)
-
-    first, second = seen.got
-    assert (first.status, second.status) == (200, status)
-    assert first.body == EVENT + b"data: [DONE]\n\n"
-    assert second.body == (first.body if status == 200 else ERRORS[0])
-    assert sorted(str(fact.get("retries")) for fact in seen.facts) == sorted(["None", str(retries)])
-    alone = [fact["single_reason"] for fact in seen.facts if "mode" not in fact]
-    assert alone == (["prefill_failed"] if prefill == (BROKEN,) else [])
-    assert all(fact["mode"].startswith("push") for fact in seen.facts if "mode" in fact)
-
-
-@pytest.mark.parametrize(
-    ("acts", "limit", "status", "says"),
-    [
-        ({"prefill": (Act(((6.0, b""),)),)}, "first_token_timeout_s", 504, "did not answer within 1 s"),
-        ({"decode": (Act(((0.0, STALLED), (6.0, b""))),)}, "first_token_timeout_s", 504, "sent no token within 1 s"),
-        (
-            {"decode": (Act(((0.0, STALLED + b"%x\r\n%b\r\n" % (len(EVENT), EVENT)), (6.0, b""))),)},
-            "stream_idle_timeout_s",
-            200,
-            "sent nothing for 1 s",
-        ),
-    ],
-    ids=["prefill", "first token", "next token"],
-)
-def test_patience_ends(runner, acts, limit, status, says):
-    """Each limit, with engines that say nothing more for six times as long."""
-    alone = {"prefill": (True,), "decode": (True,)}
-    scene = Scene((ordinary(stream=True),), {"prefill": (), "decode": ()} | acts, alone, {limit: 1.0, "retries": 0})
-
-    (got,) = play(runner, scene).got
-
-    assert (got.status, got.end) == (status, "kept")
-    assert says in got.body.decode()
 
 
 def early_loop():

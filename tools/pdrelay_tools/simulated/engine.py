@@ -135,8 +135,6 @@ class Sim:
         self.violations: list[str] = []
         # leases of a prefill engine: its request, and the transfer
         self.granted: list[tuple[str, str | None]] = []
-        self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
-        self.abandoned: list[str] = []  # transfers that no decode engine will read
         # Events of each request, as the connector's route shows them; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
         self.loads = SimulatedLoads()
@@ -269,9 +267,9 @@ class Sim:
         try:
             body, generated = rules.continued(json.loads(raw))
             if rules.answer_tokens(body) > _TOO_MANY:
-                return self._refuse(body, "max_tokens is larger than the model's length")
+                return _json(error(400, "max_tokens is larger than the model's length"), 400)
             if rules.token_limit(body) < 1:
-                return self._refuse(body, "max_tokens must be at least 1")
+                return _json(error(400, "max_tokens must be at least 1"), 400)
             if not (transfer := rules.abandoned(body)):
                 self._check(raw, body, request)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
@@ -325,13 +323,6 @@ class Sim:
                     body, name, self._names[0], created, path.startswith("/v1/chat/"), generated
                 )
 
-    def _refuse(self, body: Json, why: str) -> Response:
-        """Refuse a number of tokens, and release the prefill engine's blocks, as vLLM does."""
-        params: Json = body.get("kv_transfer_params") or {}
-        if params.get("do_remote_prefill"):
-            self.released.append(params["remote_request_id"])
-        return _json(error(400, why), 400)
-
     async def _run(self, request: Request) -> Response:
         """Answer a request that has no second leg with its path and size."""
         raw, entry = await self._logged(request)
@@ -351,7 +342,6 @@ class Sim:
         abandoned: str | None,
     ) -> Response:
         if abandoned:
-            self.abandoned.append(abandoned)
             return _json(replies.whole())
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()

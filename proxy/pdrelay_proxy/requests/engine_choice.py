@@ -71,9 +71,11 @@ class EngineChoice:
             listener.slot_held(decode, self._request)
 
     def usable(self, role: Role) -> Sequence[Instance]:
-        """List the engines of a role that may get a request now, if any."""
+        """List the engines of a role that may get the request now, or the rest of its stream, if
+        any.
+        """
         try:
-            return self.fleet.usable(role)
+            return self.fleet.with_files(self.fleet.usable(role), self.plan.files)
         except NoInstance:
             return ()
 

@@ -136,11 +136,10 @@ class RestTerms(Terms):
 
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose a decode engine."""
-        fleet = choice.fleet
-        others = fleet.with_files(fleet.usable(_DECODE), choice.plan.files)
-        if not others:
+        engines = choice.usable(_DECODE)
+        if not engines:
             raise NoInstance("no decode engine has the weights that the stream began with")
-        return None, choice.choose_decode(others)
+        return None, choice.choose_decode(engines)
 
     def body_alone(self, _choice: EngineChoice, /) -> Pieces:
         """Return the request for the rest."""

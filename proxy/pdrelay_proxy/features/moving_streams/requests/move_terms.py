@@ -229,8 +229,7 @@ class MoveAloneTerms(_MoveTerms):
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose another engine, or, if all else fails, the one that the stream came from."""
         avoided = self.retries.avoided
-        usable = choice.fleet.with_files(choice.usable(_DECODE), choice.plan.files)
-        decodes = [decode for decode in usable if decode.id not in avoided]
+        decodes = [decode for decode in choice.usable(_DECODE) if decode.id not in avoided]
         others = _with_room(decodes, self._move.full_engines())
         return None, choice.choose_decode(others or [self._move.source])
 
@@ -277,8 +276,7 @@ class RestAfterMove(RestTerms):
 
     def _source(self, choice: EngineChoice) -> Instance | None:
         avoided = self.retries.avoided
-        usable = choice.fleet.with_files(choice.usable(_DECODE), choice.plan.files)
-        if any(decode.id not in avoided for decode in usable):
+        if any(decode.id not in avoided for decode in choice.usable(_DECODE)):
             return None
         member = choice.fleet.registry.get(self._move.source.id)
         if member is None or member.instance.id in avoided:

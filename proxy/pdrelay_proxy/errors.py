@@ -259,8 +259,13 @@ class ConfigError(ProxyError): ...
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those that led to it: libraries hide them behind errors of theirs."""
-    while error is not None:
+    """Yield an error, and those that led to it: libraries hide them behind errors of theirs.
+
+    Each comes once: an error that is raised from one that it led to leads back to itself.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

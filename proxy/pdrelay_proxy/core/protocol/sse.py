@@ -42,7 +42,9 @@ _BREAK: Final = re.compile(rb"[\r\n]")
 # bytes of a line; the last event of /v1/responses has a whole answer in it
 LINE_MOST: Final = 16 * 1024 * 1024
 _END_MOST: Final = 32  # bytes of passed lines that show a stream's end
-_SHORT_MOST: Final = 4096  # bytes of passed lines that are kept where short ones follow
+# bytes of passed lines that are kept where short ones follow: a long event before its short end
+# tells why it ends
+_SHORT_MOST: Final = 64 * 1024
 # The events of /v1/responses before the engine has started: they do not show that it will serve
 # the request.
 _PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})

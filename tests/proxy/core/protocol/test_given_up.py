@@ -100,6 +100,21 @@ def test_a_model_may_write_about_it(api, text, separators):
         assert lines.feed(re.sub(b'(?<="model"): ?"m"', lambda _: raw, written(event, separators)))
 
 
+@pytest.mark.parametrize("ends", [[b"data: [DONE]\n\n"], [b"\n", b"data: [DONE]\n\n"]], ids=len)
+@pytest.mark.parametrize("behind", [4_000, 40_000])
+def test_a_long_event_tells_its_reason_whatever_is_read_behind_it(behind, ends):
+    """A chat of few events (``--stream-interval``) has the ids of all its tokens there."""
+    role, *_ = saying(Api.CHAT).events()
+    ids = b",".join([b"7"] * (behind // 2))
+    choice = b'{"index":0,"delta":{"content":" 7"},"finish_reason":"length","token_ids":[%b]}' % ids
+    event = b'data: {"choices":[%b]}\n\n' % choice
+    reads = [role, event[:9], event[9:] if len(ends) == 1 else event[9:-1], *ends]
+    lines = WholeLines("d0")
+
+    assert b"".join(map(lines.feed, reads)) == role + event + b"data: [DONE]\n\n"
+    assert lines.finish() == (b"", True)
+
+
 def test_a_client_of_responses_may_write_about_it():
     """What it has sent stands in its answer: else it could have engines ejected."""
     *before, last = saying(Api.RESPONSES).events()

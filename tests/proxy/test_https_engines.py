@@ -1,7 +1,6 @@
 """Engines behind https whose certificates have one name for all, as pods have that are found by their IPs."""
 
 import re
-import ssl
 from argparse import ArgumentTypeError
 from contextlib import ExitStack, contextmanager
 
@@ -53,20 +52,20 @@ class Fleet:
 
 
 @contextmanager
-def https_fleet(folder, shown, *flags, name=NAME, authority=None, knows=None, **options):
-    """``shown``: the names in the engines' certificate; ``knows``: an authority, in place of theirs."""
-    theirs = authority or Authority(folder, "theirs")
+def https_fleet(folder, shown):
+    """``shown``: the names in the engines' certificate."""
+    theirs = Authority(folder, "theirs")
     pair = theirs.sign("engine", shown)
     engines = sims()
     with ExitStack() as stack:
         at = [
-            stack.enter_context(serving(engine, ssl_certfile=pair.cert, ssl_keyfile=pair.key, **options))
+            stack.enter_context(serving(engine, ssl_certfile=pair.cert, ssl_keyfile=pair.key))
             for engine in engines.values()
         ]
         known = ("--prefill", f"https://{at[0]}", "--decode", f"https://{at[1]}")
-        trust = ("--engine-ca", (knows or theirs).own.cert, *(("--engine-server-name", name) if name else ()))
+        trust = ("--engine-ca", theirs.own.cert, "--engine-server-name", NAME)
         beat = ("--health-check-interval", "0.2")
-        (process,) = stack.enter_context(router_processes(folder, 1, *known, *trust, *beat, *flags))
+        (process,) = stack.enter_context(router_processes(folder, 1, *known, *trust, *beat))
         yield Fleet(process, engines, pair)
 
 
@@ -95,45 +94,6 @@ def test_an_engine_that_is_added_by_hand_needs_the_name_as_well(tmp_path):
             assert added.status_code == 200, added.text
             until(lambda: fleet.state("decode-1")["state"] == "healthy")
             assert refused.status_code == 400
-
-
-WRONG = {
-    "another name": ("DNS:stranger.llm.svc", NAME, False, "wrong_name", f"that is not for {NAME}"),
-    "another authority": (f"DNS:{NAME}", NAME, True, "untrusted", "of no authority that the router trusts (engine_ca)"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_engines_with_a_wrong_certificate_get_nothing(tmp_path, case):
-    """Their state says why in one clear sentence, and it is counted."""
-    shown, name, is_strange, reason, said = WRONG[case]
-    knows = Authority(tmp_path, "others") if is_strange else None
-    with https_fleet(tmp_path, shown, name=name, knows=knows) as fleet:
-        until(lambda: "certificate" in (fleet.state("decode-0")["why"] or ""))
-        answer = fleet.post()
-
-        assert answer.status_code in (502, 503)
-        assert "127.0.0.1" not in answer.text
-        assert f"shows a certificate {said}" in fleet.state("decode-0")["why"]
-        until(lambda: f": shows a certificate {said}" in fleet.process.said)
-        assert {key[1] for key in fleet.failures()} == {reason}
-        assert not any(engine.log for engine in fleet.engines.values())
-        assert "Traceback" not in fleet.process.said
-
-
-def test_engines_may_want_a_certificate_of_the_router(tmp_path):
-    """Without one their state says what is missing, and probes end without a traceback."""
-    theirs = Authority(tmp_path, "theirs")
-    asks = {"ssl_ca_certs": theirs.own.cert, "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    with https_fleet(tmp_path, f"DNS:{NAME}", authority=theirs, **asks) as fleet:
-        until(lambda: "certificate" in (fleet.state("decode-0")["why"] or ""))
-
-        assert re.search(r"certificate (of the router )?\(engine_cert\)", fleet.state("decode-0")["why"])
-        assert "Traceback" not in fleet.process.said
-    own = theirs.sign("router")
-    shown = ("--engine-cert", own.cert, "--engine-key", own.key)
-    with https_fleet(tmp_path, f"DNS:{NAME}", *shown, authority=theirs, **asks) as fleet:
-        assert fleet.post().json()["choices"][0]["text"] == expected_text(BODY)
 
 
 @pytest.mark.parametrize(

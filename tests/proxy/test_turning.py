@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-import time
 from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
 
-from pdrelay_proxy.core.fleet.turns import TURN_TIMEOUT_S
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_tools.simulated.engine import Sim
 from pdrelay_tools.simulated.rules import expected_text
-from support.sim import router, sims, until_async
+from support.sim import router, sims
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0, circuit_breaker_failures=3)
@@ -140,91 +137,6 @@ async def test_no_request_is_lost_and_none_is_on_the_wrong_side(mode, policy):
     if policy is PolicyName.ROUND_ROBIN:
         assert {name: {kind[0] for kind in seen[name]} for name in sides} == {n: set(side) for n, side in sides.items()}
         assert all(again.values())
-
-
-STORY = {"prompt": "a long story", "max_tokens": 60}
-
-
-class Telling(Sim):
-    """An engine that takes legs of both kinds, and tells stories to their ends when it is told to."""
-
-    def __init__(self, role="both"):
-        super().__init__(role)
-        self.may_end = asyncio.Event()
-
-    async def _decode(self, request, replies, entry, fault):
-        if STORY.items() <= replies.body.items():
-            await self.may_end.wait()
-        return await super()._decode(request, replies, entry, fault)
-
-
-@asynccontextmanager
-async def stories_of(settings, clock=time.monotonic):
-    """A router before p0, d0 and d1, of which the decode engines have begun a story each, and what ends these."""
-    engines = {name: Telling() for name in ("p0", "d0", "d1")}
-    async with router(engines, settings, clock) as client:
-        stories = [asyncio.create_task(client.post(PATH, json=STORY)) for _ in range(2)]
-        await until_async(lambda: engines["d0"].log and engines["d1"].log)
-
-        async def told():
-            for engine in engines.values():
-                engine.may_end.set()
-            return await asyncio.gather(*stories)
-
-        yield client, engines, told
-
-
-async def test_a_long_stream_ends_at_its_engine_before_that_turns():
-    """Without resume_streams it cannot move: the engine waits for it, and gets nothing of either role meanwhile."""
-    async with stories_of(OPEN) as (client, engines, tell):
-        found = await turn(client, "decode-0", "prefill")
-        during = [await client.post(PATH, json={"prompt": "x", "max_tokens": 2}) for _ in range(4)]
-        begun = len(engines["d0"].log)
-        told = await tell()
-        await turned(client, decode_0="prefill")
-
-    row = found["instances"][0]
-    assert (row["role"], row["turns_to"], row["state"]) == ("decode", "prefill", "draining")
-    assert row["why"] == "turns to prefill, and its streams move"
-    assert (begun, {answer.status_code for answer in during}) == (1, {200})
-    assert {answer.json()["choices"][0]["text"] for answer in told} == {expected_text(STORY)}
-
-
-async def test_time_ends_a_turn_and_what_is_left_is_served():
-    """A stream that takes longer goes on beside the legs of the new role."""
-    later = [0.0]
-    async with stories_of(OPEN, lambda: time.monotonic() + later[0]) as (client, engines, tell):
-        await turn(client, "decode-0", "prefill")
-        later[0] = TURN_TIMEOUT_S
-        found = await turned(client, decode_0="prefill")
-        for _ in range(4):
-            await client.post(PATH, json={"prompt": "x", "max_tokens": 2})
-        seen = kinds(engines["d0"])
-        told = await tell()
-        counted = await metrics(client)
-
-    assert found["decode-0"]["why"] == "serves prefill, beside 1 of before"
-    assert seen["prefill"] >= 1
-    assert {answer.json()["choices"][0]["text"] for answer in told} == {expected_text(STORY)}
-    assert counted['pdrelay_turns_total{outcome="late",to="prefill"}'] == 1
-
-
-@pytest.mark.parametrize("by", ["undrain", "turn"])
-async def test_a_turn_is_cancelled(by):
-    """By undrain, or by a turn to what it serves: it goes on as if nothing had been."""
-    async with stories_of(OPEN) as (client, _, tell):
-        await turn(client, "decode-0", "prefill")
-        if by == "turn":
-            found = await turn(client, "decode-0", "decode")
-        else:
-            found = (await client.post("/instances/undrain", json={"id": "decode-0"}, headers=KEY)).json()
-        row = found["instances"][0]
-        await tell()
-        counted = await metrics(client)
-
-    assert (row["role"], row["turns_to"], row["state"]) == ("decode", None, "starting")
-    assert row["why"] == "has not turned to prefill"
-    assert counted['pdrelay_turns_total{outcome="cancelled",to="prefill"}'] == 1
 
 
 async def test_what_cannot_be_done_is_one_sentence():

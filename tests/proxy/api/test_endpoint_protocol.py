@@ -704,26 +704,6 @@ def test_a_slow_client_holds_up_its_engine(way):
         assert len(body) == Flood.EVENTS * len(Flood.EVENT) + len("data: [DONE]\n\n")
 
 
-@pytest.mark.slow  # the same
-@pytest.mark.parametrize("way", WAYS)
-def test_a_slow_client_is_not_held_against_its_engine(way):
-    """An engine that may not send is not silent: its stream goes on when the client reads again.
-
-    A busy machine may keep the engine from sending for as long as one may be silent here; then it is tried again.
-    """
-    settings = replace(QUIET, stream_idle_timeout_s=0.4)
-    for _ in range(5):
-        flood = Flood()
-        with routers({**sims(1, 0), "d0": flood}, settings, ways=[way]) as (served,), served.open() as client:
-            client.send(post(STREAM, Connection="close"))
-            until(lambda flood=flood: flood.sent > 2)
-            time.sleep(1.2)
-            body = client.answer().body
-        if body.endswith("data: [DONE]\n\n"):
-            return
-    raise AssertionError(body[-1000:])
-
-
 def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more():
     """Its next request waits behind a stream that nobody reads any more."""
     engines = sims(token_s=0.05)
@@ -733,19 +713,3 @@ def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more():
             client.sock.recv(10)
         until(lambda: engines["d0"].log[0].state == "hung up")
         until(lambda: served.router.lifetime.in_flight == 0)
-
-
-@pytest.mark.slow  # the same
-def test_a_slow_client_is_waited_for_though_it_has_asked_for_more():
-    """The stream in front goes on when it reads again, and then the next request has its turn."""
-    flood = Flood()
-    with routers({**sims(1, 0), "d0": flood}, ways=["protocol"]) as (served,), served.open() as client:
-        client.send(post(STREAM))
-        until(lambda: flood.sent > 2)
-        time.sleep(0.3)
-        client.send(post(method="GET", path="/health"))
-        time.sleep(0.1)
-        assert flood.sent < Flood.EVENTS / 2
-
-        assert client.answer().body.endswith("data: [DONE]\n\n")
-        assert client.answer().status == 200

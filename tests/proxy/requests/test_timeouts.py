@@ -114,6 +114,24 @@ async def test_an_engine_has_its_full_time_after_the_shortest_pause():
     assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 100 s")
 
 
+async def test_an_engine_that_may_not_send_is_not_late():
+    """Its client does not read, however long that takes."""
+    now = [0.0]
+
+    async def decode(_):
+        return 200, [EVENT, never()]
+
+    router = router_of(Scripted(pulled_prefill, decode), stream_idle_timeout_s=100.0, clock=lambda: now[0])
+    client = router.start(call(**STREAM))
+    await until(lambda: client.response.begun)
+    client.request.pause()
+    for now[0] in (50.0, 125.0, 200.0, 275.0):
+        client.request.check_deadlines(now[0])
+
+    assert not client.is_over
+    client.hang_up()
+
+
 @pytest.mark.parametrize("role", Role)
 async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
     """No engine is blamed for it: what is told of its legs is that they were dropped."""

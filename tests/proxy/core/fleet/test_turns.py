@@ -138,7 +138,8 @@ def test_another_turn_ends_one_that_is_under_way(role, more):
     registry.departures.change_role("decode-0", PREFILL, now=0.0)
     registry.departures.change_role("decode-0", role, now=1.0)
 
-    assert registry.member("decode-0").role is role
+    member = registry.member("decode-0")
+    assert (member.role, member.life.why) == (role, "has not turned to prefill")
     assert "decode-0" in ids(registry, Role.DECODE)
     assert not registry.departures.moving
     assert registry.departures.turns == {("prefill", "cancelled"): 1} | more

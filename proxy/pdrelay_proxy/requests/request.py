@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from pdrelay_proxy.core.admission.ticket import Ticket, TicketState
-from pdrelay_proxy.core.model import InstanceId, RequestId, RoutingHints
+from pdrelay_proxy.core.model import InstanceId, RequestId, RoutingHints, SingleEngineReason
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
@@ -327,8 +327,12 @@ class Request(PartRequest):
         """Return what answers a request that a feature has claimed; None: one engine gets all of
         it.
         """
-        reason = claim.single_reason(
-            self._services.fleet, may_be_alone=settings.decode_only_fallback
+        reason = (
+            SingleEngineReason.UNKNOWN_MODEL  # each part would learn its own
+            if plan.learns_model
+            else claim.single_reason(
+                self._services.fleet, may_be_alone=settings.decode_only_fallback
+            )
         )
         if reason is not None:
             plan.single_reason = reason

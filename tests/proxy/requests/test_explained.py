@@ -107,6 +107,8 @@ def test_a_request_without_a_model_is_explained_as_it_is_served(api):
     router = router_of(Scripted(pulled_prefill, good_decode), 2, 2)
     explain = explainer_of(router).explain
     assert (explain(asked(api)).rule == "single: unknown_model") == (api not in TELLS_MODEL)
+    if api is Api.COMPLETIONS:
+        assert explain(asked(api, prompt=["x", "y"])).rule == "single: unknown_model"
 
     for member in router.registry.members():
         router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))

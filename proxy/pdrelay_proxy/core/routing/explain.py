@@ -111,7 +111,11 @@ class Explainer:
         if claimed is None:
             return self._explain_one(fleet, call, split_reason(fleet, call.api, call.fields))
         may_be_alone = self.settings().decode_only_fallback
-        reason = claimed.single_reason(fleet, may_be_alone=may_be_alone)
+        reason = (
+            SingleEngineReason.UNKNOWN_MODEL
+            if self.model_of_unnamed is not None and model_of(call.fields) is None
+            else claimed.single_reason(fleet, may_be_alone=may_be_alone)
+        )
         if reason is not None:
             return self._explain_one(fleet, call, reason)
         first = claimed.first_call()

@@ -44,7 +44,7 @@ async def test_a_request_with_many_prompts_is_one_entry():
     """It leaves the requests before it in the history; its notes name prompts that can be asked for."""
     async with router(sims(), OPEN.with_features(WhySettings(request_history=4))) as client:
         before = (await client.post("/v1/completions", json=PROMPT)).headers["x-request-id"]
-        response = await client.post("/v1/completions", json=PROMPT | {"prompt": ["hello"] * 20})
+        response = await client.post("/v1/completions", json=PROMPT | {"model": "sim", "prompt": ["hello"] * 20})
         name = response.headers["x-request-id"]
         _, found = await ask(client, name)
         said = [note for note in found["requests"][0]["notes"] if note.startswith(f"{name}-p")]

@@ -167,7 +167,6 @@ class PromptArray(ClaimedAnswer):
             own = GenerationRequest(call.api, fields, call.headers, call.rank, call.shared)
             hints = hints_of_call(own, plan.hints.session, plan.hints.model)
             own_plan = RequestPlan(plan.path, plan.headers, hints, plan.priority, call=own)
-            own_plan.learns_model = plan.learns_model
             self._begun += 1
             part = self._parts[place] = self._new_part(_PartWriter(self, place), own_plan, place)
             if self._client.is_paused:

@@ -5,7 +5,6 @@ import re
 import socket
 import ssl
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import httpx
 import pytest
@@ -213,48 +212,6 @@ def test_probes_need_no_certificate_where_clients_do(tmp_path):
 
     assert open_paths == [200, 200, 200, 200]
     assert shown == [401, 401, 200]
-
-
-def test_a_process_uses_renewed_certificates_and_keys_without_a_signal(tmp_path):
-    """As the kubelet swaps mounted secrets: cert-manager renews them, and sends no SIGHUP. Both ports, and the keys."""
-    authority = Authority(tmp_path, "ca")
-    trusting = ssl.create_default_context(cafile=authority.own.cert)
-
-    def mount(version, key):
-        (folder := tmp_path / version).mkdir()
-        pair = authority.sign(version)
-        for name, text in {
-            "tls.crt": Path(pair.cert).read_text(), "tls.key": Path(pair.key).read_text(), "keys": f"me:{key}\n",
-        }.items():  # fmt: skip
-            (folder / name).write_text(text)
-        (tmp_path / "next").symlink_to(version)
-        (tmp_path / "next").rename(tmp_path / "mounted")
-
-    def serials(router):
-        found = []
-        for port in router.ports:
-            with (
-                socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
-                trusting.wrap_socket(plain, server_hostname="127.0.0.1") as tls,
-            ):
-                found.append(tls.getpeercert()["serialNumber"])
-        return found
-
-    def asked(router, key):
-        return status(router.url, "/v1/models", verify=trusting, headers={"Authorization": f"Bearer {key}"})
-
-    mount("v1", "sk-old-of-16-chars")
-    cert, key, keys = (str(tmp_path / "mounted" / name) for name in ("tls.crt", "tls.key", "keys"))
-    files = ["--tls-cert", cert, "--tls-key", key]
-    with two_ports(tmp_path, *files, "--api-keys-file", keys) as (router, _):
-        before = serials(router), asked(router, "sk-old-of-16-chars"), asked(router, "sk-new-of-16-chars")
-        mount("v2", "sk-new-of-16-chars")
-        until(lambda: router.said.count("changed and was read again") == 2, seconds=60)
-        after = serials(router), asked(router, "sk-old-of-16-chars"), asked(router, "sk-new-of-16-chars")
-
-    assert (before[1:], after[1:]) == ((200, 401), (401, 200))
-    assert len({*before[0], *after[0]}) == 2
-    assert "settings were read again" not in router.said
 
 
 def test_metrics_want_a_key_where_clients_need_one_and_probes_do_not(tmp_path):

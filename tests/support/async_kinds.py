@@ -23,7 +23,6 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.returned_prefixes import CACHED_ON
     from pdrelay_connector.shell.worker import _offering
 
-MOST_IN_FLIGHT = 2  # steps
 PRIORITIES = 3
 WRONG = 99  # a token that no text has
 
@@ -67,6 +66,7 @@ class AsyncEngine(KindsEngine):
     """One engine with two steps in flight."""
 
     scheduler_class = AsyncScheduler
+    most_in_flight = 2  # steps
 
     def __init__(self, world, name, address, shape):
         self.in_flight = deque()
@@ -111,7 +111,7 @@ class AsyncEngine(KindsEngine):
             if self.world.dice.random() < 0.3:
                 self.compute_until(step)
             step.outputs = [self._output_of(worker, metadata, {}) for worker in self.workers]
-            if scheduled.total_num_scheduled_tokens and len(self.in_flight) < MOST_IN_FLIGHT:
+            if scheduled.total_num_scheduled_tokens and len(self.in_flight) < self.most_in_flight:
                 return []
         self.compute_until(self.in_flight[0])
         if self.world.dice.random() < 0.3:

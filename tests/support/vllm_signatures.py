@@ -47,15 +47,15 @@ MEMBERS = {
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),
     "vllm.v1.attention.backends.cpu_attn:": ("_get_attn_isa",),
     "vllm.v1.core.block_pool:BlockPool": (
-        *("blocks", "cache_full_blocks", "free_blocks", "get_cached_block", "get_num_free_blocks", "hash_block_size"),
-        "touch",
+        *("blocks", "cache_full_blocks", "evict_blocks", "free_blocks", "get_cached_block", "get_num_free_blocks"),
+        *("hash_block_size", "touch"),
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "is_null", "ref_cnt"),
     "vllm.v1.core.sched.output:KVConnectorBlockState": ("resolve_block_ids",),
     "vllm.v1.core.sched.output:SchedulerOutput": (
-        *("kv_connector_block_state", "num_scheduled_tokens", "scheduled_cached_reqs", "scheduled_new_reqs"),
-        "total_num_scheduled_tokens",
+        *("has_sync_kv_loads", "kv_cache_block_copies", "kv_connector_block_state", "num_scheduled_tokens"),
+        *("scheduled_cached_reqs", "scheduled_new_reqs", "total_num_scheduled_tokens"),
     ),
     "vllm.v1.core.sched.scheduler:Scheduler": ("_inflight_prefills",),
     "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
@@ -64,7 +64,7 @@ MEMBERS = {
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
         *("enable_kv_transfer", "host_resident", "kv_cache_spec", "layer_names"),
     ),
-    "vllm.v1.outputs:KVConnectorOutput": ("finished_recving", "kv_connector_worker_meta"),
+    "vllm.v1.outputs:KVConnectorOutput": ("finished_recving", "invalid_block_ids", "kv_connector_worker_meta"),
     "vllm.v1.request:Request": (
         *("abort_immediately", "cache_salt", "kv_transfer_params", "lora_request", "mm_features"),
         *("num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "priority"),

@@ -191,6 +191,9 @@ COUNTERS = {
     "leases_expired": "Leases that were not renewed in time.",
     "leases_revoked": "Leases that ended unread because a prefill lacked blocks.",
     "leases_refused": "Prefills not handed over because max_leases or max_held_share was reached.",
+    "prefills_spoilt": (
+        "Prefills not handed over because another connector could not load blocks of theirs."
+    ),
     "objections": (
         "Decode engines that have met this one and load no KV of it, because a fingerprint or "
         "shape differs."

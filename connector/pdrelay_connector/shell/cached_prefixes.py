@@ -4,7 +4,7 @@ Everything here runs on the engine thread, which owns vLLM's block pool.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Final, NamedTuple
 from uuid import uuid4
 
@@ -49,7 +49,7 @@ class CachedPrefixes:
         pool: Callable[[], BlockPool],
         counters: Counters,
     ) -> None:
-        self._is_on = bool(engine_config.prefix_hash)
+        self.is_on = bool(engine_config.prefix_hash)
         self._block_size = engine_config.groups[0].block_size if engine_config.groups else 0
         self._prefills = prefills
         self._post = post
@@ -67,7 +67,7 @@ class CachedPrefixes:
 
     def considered(self, request: Request, computed: int) -> None:
         """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
-        if self._is_on:
+        if self.is_on:
             self._shortage.considered(request, computed)
 
     def allocated(self, request: Request) -> None:
@@ -75,19 +75,23 @@ class CachedPrefixes:
         self._shortage.allocated(request)
 
     def scheduled(self, output: SchedulerOutput, *, now: float) -> int:
-        """Return the number of a step that vLLM has scheduled; 0 if its end need not be known.
+        """Return the number of a step that vLLM has scheduled; 0 if it computes no tokens.
 
         Also revoke leases of cached blocks that a waiting request lacks: what they spare another
         engine is not worth a request that waits here.
         """
-        if not self._is_on:
-            return 0
-        if (lacking := self._shortage.step(self._pool(), now=now)) is not None:
+        if self.is_on and (lacking := self._shortage.step(self._pool(), now=now)) is not None:
             self._prefills.revoke(lacking.blocks, LEAST_IMPORTANT)
         if output.total_num_scheduled_tokens == 0:
             return 0
         self._scheduled += 1
         return self._scheduled
+
+    def leave_out(self, bad: Set[int]) -> None:
+        """Answer that nothing is cached where a block was not computed right, after all."""
+        for place, pinned in enumerate(self._pinned):
+            if not bad.isdisjoint(pinned.blocks):
+                self._pinned[place] = pinned._replace(blocks=())
 
     def ended(self, step: int) -> None:
         """The workers have ended a step."""

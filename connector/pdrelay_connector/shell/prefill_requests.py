@@ -77,6 +77,8 @@ class PrefillRequests:
         self._wall_clock = wall_clock
         self._held_blocks = HeldBlocks()  # by the name that decode engines know
         self._transfers = TransferNames()
+        # by vLLM's id of the request; of those whose answer has not left the engine yet
+        self._new_leases: dict[str, RequestId] = {}
         self._window_pins = SlidingWindowPins(engine_config.groups, pool)
         self._sampling = Sampling(settings.verify_share, settings.verify_blocks)
         # in pull: for the workers' next step
@@ -162,8 +164,39 @@ class PrefillRequests:
         for name, its in sums.items():
             self._post(_adding(name, its))
 
-    def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
-        """Lease a finished prefill's blocks; return its kv_transfer_params. None: no prefill."""
+    def give_up(self, request: Request) -> None:
+        """End the push of a request that has bad KV."""
+        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
+            return
+        self._counters.count("prefills_spoilt")
+        logger.warning(
+            "pdrelay: %s is not handed over: another connector could not load blocks of its prompt",
+            request.request_id,
+        )
+        if self._push_progress is not None and (name := self._push_progress.name_of(request)):
+            self._abandon_push(request, name)
+
+    def take_back(self, own: str) -> None:
+        """End the lease of a request that ended in this step, and has bad KV."""
+        if (lease := self._new_leases.get(own)) is not None:
+            self._counters.count("prefills_spoilt")
+            logger.warning("pdrelay: lease of %s is revoked: it has bad KV", own)
+            self._post(lambda control, _: control.abandon(lease))
+
+    def step_ended(self) -> None:
+        """VLLM has handled all results of a step, and clients are about to get theirs."""
+        self._new_leases.clear()
+
+    def finished(
+        self, request: Request, blocks: BlockTables, *, is_spoilt: bool = False
+    ) -> dict[str, Any] | None:
+        """Lease a finished prefill's blocks; return its kv_transfer_params. None: no prefill.
+
+        ``is_spoilt``: it was given up.
+        """
+        if is_spoilt:
+            self._window_pins.release(request.request_id)
+            return None
         try:
             return self._hand_over(request, self._window_pins.restore(request.request_id, blocks))
         finally:
@@ -242,9 +275,13 @@ class PrefillRequests:
         has_kv = has_ended and not has_changed_adapter(request)
         offer = self._lease(request, name, blocks, is_pushed=is_pushed) if has_kv else None
         if offer is None and self._push_progress is not None and is_pushed:
-            self._push_progress.abandon(request)
-            self._post(lambda control, now: control.push_coordinator.abandoned(name, now=now))
+            self._abandon_push(request, name)
         return offer
+
+    def _abandon_push(self, request: Request, name: RequestId) -> None:
+        if self._push_progress is not None:
+            self._push_progress.abandon(request)
+        self._post(lambda control, now: control.push_coordinator.abandoned(name, now=now))
 
     def _name_role(self, request: Request) -> None:
         """Log once why this engine does not lend: vLLM's NixlConnector would, in any role."""
@@ -284,6 +321,7 @@ class PrefillRequests:
         if not self.hold(name, pinned, request.priority):
             self._counters.count("leases_refused")
             return None
+        self._new_leases[request.request_id] = name
         if transfer is not None:
             self._transfers.lend(transfer, name)
         is_sampled = not is_pushed and self._sample(name, prompt, tokens)

@@ -10,7 +10,6 @@ from vllm.v1.request import Request
 from pdrelay_connector.core.ids import BlockId, RequestId
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
-from pdrelay_connector.shell.vllm_versions import fills_by_other_means
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState
@@ -117,8 +116,11 @@ class PushProgress:
     def _filled(
         self, output: SchedulerOutput, state: "KVConnectorBlockState"
     ) -> frozenset[int] | None:
-        """Return the blocks into which this step computes KV; None: it writes into others, too."""
-        if fills_by_other_means(output):
+        """Return the blocks into which this step computes KV; None: it writes into others, too.
+
+        Another connector's loads do, and copies.
+        """
+        if output.has_sync_kv_loads or output.kv_cache_block_copies:
             return None
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

@@ -33,6 +33,7 @@ from pdrelay_connector.core.results import (
 from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState, in_generation
 from pdrelay_connector.errors import ConnectorError
 from pdrelay_connector.io.secrets import secrets_in_force
+from pdrelay_connector.shell.bad_blocks import BadBlocks
 from pdrelay_connector.shell.cache_resets import before_resets
 from pdrelay_connector.shell.cached_prefixes import CachedPrefixes
 from pdrelay_connector.shell.control_thread import ControlThread, Handshakes
@@ -116,6 +117,7 @@ class PDRelayConnectorScheduler:
             on_skipped=self._notes.load_skipped,
         )
         self._failed_loads = FailedLoads()
+        self._bad_blocks = BadBlocks(engine_config.groups, self._block_pool)
         self._other_connectors = OtherConnectors(engine_config.groups, self._block_pool)
         self._returned = ReturnedPrefixes(
             engine_config, self._decodes, self._control.post, self._counters
@@ -256,6 +258,8 @@ class PDRelayConnectorScheduler:
             self._cached.considered(loaded, loaded.num_computed_tokens)
         # before a look-up finds what this step computes
         number = self._cached.scheduled(output, now=self._clock())
+        is_awaited = self._bad_blocks.scheduled(output, number) or self._cached.is_on
+        self._give_up_spoilt()
         self.handle_results()
         self._cached.look_up()
         if output.total_num_scheduled_tokens == 0 and self._may_wait():
@@ -266,10 +270,19 @@ class PDRelayConnectorScheduler:
         self._notes.step(output)
         self._prefills.step(output, self._live, now=self._clock())
         metadata = self._decodes.metadata(output)
-        metadata.number = number
+        metadata.number = number if is_awaited else 0
         metadata.pieces = self._prefills.take_computed(output)
         metadata.sampled = self._prefills.take_sampled()
         return metadata
+
+    def _give_up_spoilt(self) -> None:
+        """Hand no KV over of requests that were found to have bad blocks."""
+        for own in self._bad_blocks.take_spoilt():
+            if own in self._live:
+                self._prefills.give_up(self._live[own])
+            else:
+                self._bad_blocks.forget(own)
+                self._prefills.take_back(own)
 
     def _may_wait(self) -> bool:
         """Whether a step without tokens may wait for the control thread or a new request.
@@ -288,11 +301,16 @@ class PDRelayConnectorScheduler:
     def after_step(self, output: KVConnectorOutput) -> None:
         """Handle the loads that the workers have reported to vLLM."""
         self.handle_results()
-        if isinstance(output.kv_connector_worker_meta, QuarantineMetadata):
-            self._decodes.update_quarantine(output.kv_connector_worker_meta)
-            self._cached.ended(output.kv_connector_worker_meta.step)
-            self._prefills.add_sums(output.kv_connector_worker_meta.sums)
-            self._decodes.step_begun(output.kv_connector_worker_meta.fenced)
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, QuarantineMetadata):
+            meta = QuarantineMetadata()
+        self._cached.leave_out(self._bad_blocks.ended(meta.step, output.invalid_block_ids))
+        self._give_up_spoilt()
+        self._prefills.step_ended()
+        self._decodes.update_quarantine(meta)
+        self._cached.ended(meta.step)
+        self._prefills.add_sums(meta.sums)
+        self._decodes.step_begun(meta.fenced)
         self._notes.loads_reported(output.finished_recving or (), output.failed_recving)
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
         self._failed_loads.ended(output.finished_recving or (), output.failed_recving, self._live)
@@ -305,7 +323,8 @@ class PDRelayConnectorScheduler:
         self._returned.finished(request)
         self._decodes.finished(request)
         self._failed_loads.over(request.request_id)
-        return self._prefills.finished(request, blocks)
+        is_spoilt = self._bad_blocks.finished(request.request_id, blocks)
+        return self._prefills.finished(request, blocks, is_spoilt=is_spoilt)
 
     def handle_results(self) -> None:
         """Handle the control thread's results.

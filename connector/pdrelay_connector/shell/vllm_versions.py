@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 if TYPE_CHECKING:
@@ -68,16 +67,6 @@ def tokens_per_entry(spec: KVCacheSpec) -> int:
 def drafts_lookahead(config: VllmConfig) -> int:
     """Return how many tokens drafts read ahead: more than 1 for MTP of several modules (0.32)."""
     return int(getattr(config, "num_prefill_lookahead_tokens", 0))
-
-
-def fills_by_other_means(output: SchedulerOutput) -> bool:
-    """Tell whether a step writes KV without computing it: other connectors' loads, or copies.
-
-    True where a version does not say so (before 0.32).
-    """
-    return bool(
-        getattr(output, "has_sync_kv_loads", True) or getattr(output, "kv_cache_block_copies", None)
-    )
 
 
 class LaterHooks:

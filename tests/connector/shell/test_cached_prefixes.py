@@ -214,6 +214,18 @@ def test_the_answer_waits_for_the_steps_that_may_still_compute(side):
     assert len(side.answers()) == 1
 
 
+def test_what_could_not_be_loaded_was_not_cached_after_all(side):
+    """Another connector loads a block in the step after which the question was to be answered."""
+    step = side.cached.scheduled(STEP, now=0.0)
+    blocks = side.cache(request())
+    side.want()
+    side.cached.look_up()
+    side.cached.leave_out({blocks[1].block_id})
+    side.cached.ended(step)
+
+    assert side.answers() == [[]]
+
+
 def test_an_idle_step_computes_nothing(side):
     side.cache(request())
 

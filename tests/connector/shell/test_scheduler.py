@@ -1030,10 +1030,7 @@ def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
     windowed.side.on_new_request(request)
     blocks = windowed.pool.get_new_blocks(6)
     full, window = [block.block_id for block in blocks[:3]], [block.block_id for block in blocks[3:]]
-    state = SimpleNamespace(resolve_block_ids=lambda own: (full, [0, *window[1:]]))
-    windowed.side.step(
-        SimpleNamespace(total_num_scheduled_tokens=2, num_scheduled_tokens={"p-a": 2}, kv_connector_block_state=state)
-    )
+    windowed.side.step(computing("p-a", 2, lambda own: (full, [0, *window[1:]])))
     request.num_computed_tokens = 10
     windowed.pool.free_blocks([blocks[3], blocks[4]])
     offer = parse_pull_params(windowed.side.finished(request, (full, [0, 0, window[2]])))
@@ -1051,10 +1048,7 @@ def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
     windowed.side.on_new_request(request)
     blocks = windowed.pool.get_new_blocks(6)
     table = [block.block_id for block in blocks[:3]], [block.block_id for block in blocks[3:]]
-    state = SimpleNamespace(resolve_block_ids=lambda own: table)
-    windowed.side.step(
-        SimpleNamespace(total_num_scheduled_tokens=10, num_scheduled_tokens={"p-a": 10}, kv_connector_block_state=state)
-    )
+    windowed.side.step(computing("p-a", 10, lambda own: table))
     assert windowed.side.finished(request, table) is None
     windowed.pool.free_blocks(blocks)
 
@@ -1512,9 +1506,13 @@ def steps(engine):
     return [] if report is None else [(each[0], str(each[1]), each[3]) for each in report.data["events"]]
 
 
-def computing(name, tokens):
+def computing(name, tokens, resolve=None):
+    """Return a step that computes so many tokens of a request; ``resolve`` returns its blocks."""
     return SimpleNamespace(
-        total_num_scheduled_tokens=tokens, num_scheduled_tokens={name: tokens}, kv_connector_block_state=None
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens={name: tokens},
+        kv_connector_block_state=resolve and SimpleNamespace(resolve_block_ids=resolve),
+        has_sync_kv_loads=False,
     )
 
 

@@ -29,46 +29,6 @@ def test_no_example_listens_on_every_address(path):
     assert not re.search(r"(--host[ =]|_HOST=)(0\.0\.0\.0|::)", path.read_text())
 
 
-def test_the_engines_on_two_hosts_have_a_secret_and_a_key():
-    """And the router its clients' keys; the warning is in the first paragraph."""
-    section = (ROOT / "docs/two-hosts.md").read_text().partition("\n")[2]
-    first, _, rest = section.strip().partition("\n\n")
-
-    assert first.startswith("**The engines' network must be closed.**")
-    assert "SECURITY.md" in first
-    for name in (
-        "PDRELAY_CONNECTOR_SECRET=",
-        "VLLM_API_KEY=",
-        "PDRELAY_PREFILL_API_KEY=",
-        "PDRELAY_DECODE_API_KEY=",
-        "--api-keys-file",
-    ):
-        assert name in rest
-
-
-def _measured():
-    """Yield each row of the numbers: what is shown, and the text of the page that it links to."""
-    for name in ("README.md", "docs/supported.md"):
-        page = ROOT / name
-        for what, ours, theirs, link in re.findall(
-            r"(?m)^\| ([^|]*) \| ([^|]*) \| ([^|]*) \| \[.*\]\(([^)#]*).*\) \|$", page.read_text()
-        ):
-            yield pytest.param(f"{ours} {theirs}", (page.parent / link).read_text(), id=f"{name}: {what}")
-
-
-@pytest.mark.parametrize(("shown", "page"), [*_measured()])
-def test_what_the_readme_measures_is_on_the_page_behind_it(shown, page):
-    """As many digits of it as the README shows: pages are measured anew, and the README is not."""
-    number = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![.\d])"
-    there = [float(found.replace(",", "")) for found in re.findall(number, page)]
-    numbers = [found.replace(",", "") for found in re.findall(number, shown)]
-
-    assert numbers
-    for one in numbers:
-        digits = len(one.partition(".")[2])
-        assert any(f"{value:.{digits}f}" == one for value in there), one
-
-
 @pytest.mark.parametrize("finding", FINDINGS)
 def test_every_finding_of_the_audit_has_a_row(finding):
     """What was done, what shows it, and what stays."""
@@ -136,26 +96,6 @@ def test_every_file_of_vllm_that_a_page_cites_is_there():
 
     assert len(cited) > 5
     assert {name for name in cited if not (Path(package.origin).parent / name).is_file()} == set()
-
-
-def test_every_part_of_the_tree_in_the_architecture_is_there():
-    """The names at the beginning of a line of the tree: modules, or folders that end in a slash."""
-    tree = re.search(r"(?s)```\n(proxy/.*?)```", (ROOT / "docs/architecture.md").read_text())[1]
-    missing, above = [], []
-    for line in tree.splitlines():
-        indent = len(line) - len(line.lstrip())
-        if indent > 4:
-            continue  # the explanation goes on
-        above = [(deep, path) for deep, path in above if deep < indent]
-        folder = above[-1][1] if above else ROOT
-        for name in re.split(r" {3,}", line.strip())[0].split():
-            path = folder / name
-            if not (path.is_dir() or (not name.endswith("/") and path.with_suffix(".py").is_file())):
-                missing.append(f"{path.relative_to(ROOT)}")
-            if path.is_dir():
-                above.append((indent, path))
-
-    assert missing == []
 
 
 def test_the_index_names_every_page():

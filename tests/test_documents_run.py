@@ -239,8 +239,3 @@ def test_the_policy_of_ones_own_chooses():
 
     policy = namespace["MyPolicy"](PolicyParts(load=len, dice=lambda n: 0, turn=0, caches=None))
     assert policy.copy().choose(["bbb", "a", "cc"]) == "a"
-
-
-def test_every_python_block_is_one_of_those_above():
-    """A new one wants its test."""
-    assert [page.name for page in PAGES for _ in blocks(page.read_text(), "python")] == ["routing.md"]

@@ -6,9 +6,10 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import FastAPI
 
@@ -18,7 +19,7 @@ from pdrelay_proxy.building.background import build_background
 from pdrelay_proxy.building.discovery import build_discovery
 from pdrelay_proxy.building.engines import Fabric, build_engines, build_fleet
 from pdrelay_proxy.building.requests import build_requests
-from pdrelay_proxy.building.routes import FeatureRoutes, build_routes
+from pdrelay_proxy.building.routes import build_routes
 from pdrelay_proxy.consistency import check
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.admission.lifetime import Lifetime
@@ -37,6 +38,7 @@ from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +84,30 @@ def build(
         make_feature(ground)
         for make_feature in (features() if make_features is None else make_features)
     ]
-    ended = [observer for feature in added if (observer := feature.hears_ended()) is not None]
-    spans = next(
-        (feature_spans for feature in added if (feature_spans := feature.spans()) is not None), None
-    )
-    claims = next((own for feature in added if (own := feature.claims()) is not None), None)
-    openings = next(
-        (found for feature in added if (found := feature.openings()) is not None), StreamOpenings()
-    )
+    spans = _first(feature.spans() for feature in added)
     fleet = build_fleet(settings, engines, clock, [feature.routing() for feature in added])
-    watchers = [make for feature in added if (make := feature.watcher()) is not None]
     serving = build_requests(
         settings,
         engines,
         fleet,
         clock,
-        ended=ended,
+        ended=_given(feature.hears_ended() for feature in added),
         spans=spans,
-        claims=claims,
-        openings=openings,
-        watchers=watchers,
+        claims=_first(feature.claims() for feature in added),
+        openings=_first(feature.openings() for feature in added) or StreamOpenings(),
+        watchers=_given(feature.watcher() for feature in added),
     )
-    feeds = [feed for feature in added if (feed := feature.feed()) is not None]
+    feeds = _given(feature.feed() for feature in added)
     discovery = build_discovery(shared_store(settings), engines.registry, clock, feeds)
     core = Core(serving, discovery, wall)
     parts = [feature.parts(core) for feature in added]
-    shown = [part.status for part in parts]
-    other_probes = next(
-        (part.other_probes for part in parts if part.other_probes is not None), None
-    )
     background = build_background(
         settings,
         engines,
         serving,
         discovery,
-        shown,
-        other_probes=other_probes,
+        [part.status for part in parts],
+        other_probes=_first(part.other_probes for part in parts),
         metrics_listeners=[listener for part in parts for listener in part.metrics_listeners],
         clock=clock,
     )
@@ -149,26 +139,24 @@ def build(
             requests,
         )
 
-    extra = FeatureRoutes(
-        [part_item for part in parts for part_item in part.routes],
-        [part.families for part in parts],
-    )
     routes = build_routes(
         settings,
         engines,
         serving,
-        background,
-        extra,
+        discovery,
+        background.status,
+        added=[part_item for part in parts for part_item in part.routes],
+        families=[part.families for part in parts],
         admin_key=admin_key,
         join_key=joining_key,
         clock=clock,
     )
     lifespan = _lifespan(engines.registry, running)
     own_name = socket.gethostname()
-    apps = build_applications(
+    app, admin_app = build_applications(
         settings, routes, lifespan, serving.lifetime, serving.keyring, own_name=own_name
     )
-    apps.main.add_middleware(
+    app.add_middleware(
         RequestContextMiddleware,
         new_id=new_id,
         clock=clock,
@@ -188,8 +176,8 @@ def build(
         check,
     )
     return Router(
-        apps.main,
-        apps.admin,
+        app,
+        admin_app,
         requests,
         serving.lifetime,
         live,
@@ -197,6 +185,14 @@ def build(
         reloads.server_tls,
         reloads.admin_tls,
     )
+
+
+def _given(found: Iterable[T | None]) -> list[T]:
+    return [one for one in found if one is not None]
+
+
+def _first(found: Iterable[T | None]) -> T | None:
+    return next((one for one in found if one is not None), None)
 
 
 def _lifespan(

@@ -38,14 +38,6 @@ class Routes:
     ]  # raises Unauthorized unless the caller may see the document
 
 
-@dataclass(frozen=True, slots=True)
-class Applications:
-    """The applications of the two ports."""
-
-    main: FastAPI
-    admin: FastAPI | None  # None: ``main`` has its routes, too
-
-
 def build_applications(
     settings: Settings,
     routes: Routes,
@@ -54,8 +46,10 @@ def build_applications(
     keyring: Keyring,
     *,
     own_name: str,
-) -> Applications:
-    """Build them. ``lifespan`` is that of the main one, ``own_name`` this machine's name.
+) -> tuple[FastAPI, FastAPI | None]:
+    """Build those of the main and the admin port (None: the main one has its routes, too).
+
+    ``lifespan`` is that of the main one, ``own_name`` this machine's name.
 
     Clients' requests need one more middleware (api/request_context.py), which ``app.py`` adds to
     the main one.
@@ -71,7 +65,7 @@ def build_applications(
     main.router.routes.extend(routes.endpoints)
     if settings.admin_port is None:
         _add_operators(main, routes)
-        return Applications(main, None)
+        return main, None
     admin = new_application(_no_lifespan)
     there = replace(settings, host=settings.admin_host or settings.host)
     admin.add_middleware(
@@ -80,7 +74,7 @@ def build_applications(
     for router in routes.probes:
         _add(admin, router)
     _add_operators(admin, routes, elsewhere=main.routes)
-    return Applications(main, admin)
+    return main, admin
 
 
 def _add_operators(app: FastAPI, routes: Routes, *, elsewhere: Sequence[BaseRoute] = ()) -> None:

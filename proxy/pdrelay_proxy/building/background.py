@@ -21,7 +21,6 @@ from pdrelay_proxy.settings import Settings
 class BackgroundWork:
     """The work beside requests, and its status."""
 
-    discovery: Discovery
     status: Status
     # new contexts for each start, entered in this order
     running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]
@@ -83,4 +82,4 @@ def build_background(
             metrics_watch.running(),
         )
 
-    return BackgroundWork(discovery, status, running)
+    return BackgroundWork(status, running)

@@ -1,7 +1,6 @@
 """Builds the routes of both applications: for clients, probes and operators."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from fastapi import APIRouter
 
@@ -16,39 +15,37 @@ from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OperatorAccess, requi
 from pdrelay_proxy.api.own_engines import OwnEngines
 from pdrelay_proxy.api.page import Onlookers, page_routes
 from pdrelay_proxy.api.ready import liveness_routes, probe_routes
-from pdrelay_proxy.building.background import BackgroundWork
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.session_ids import SessionIds
+from pdrelay_proxy.io.discovery.discovery import Discovery
 from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
 from pdrelay_proxy.io.metric_families import Family
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.probes.newcomers import Newcomers
+from pdrelay_proxy.io.status import Status
 from pdrelay_proxy.settings import Settings
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureRoutes:
-    """Features' additions to the routes."""
-
-    routes: Sequence[Callable[[OperatorAccess], APIRouter]]
-    families: Sequence[Callable[[], Iterator[Family | None]]]  # of metrics
 
 
 def build_routes(
     settings: Settings,
     engines: EngineSide,
     serving: RequestSide,
-    background: BackgroundWork,
-    added: FeatureRoutes,
+    discovery: Discovery,
+    status: Status,
     *,
+    added: Sequence[Callable[[OperatorAccess], APIRouter]],
+    families: Sequence[Callable[[], Iterator[Family | None]]],
     admin_key: AdminKey,
     join_key: AdminKey,
     clock: Callable[[], float],
 ) -> Routes:
-    """Build them. Raises ConfigError: a required library is missing."""
+    """Build them; ``added``: features' routes, ``families``: their metrics.
+
+    Raises ConfigError: a required library is missing.
+    """
     requests = serving.requests
     keyring = serving.keyring
     keys = CLIENT_KEYS if keyring.keys is not None else ()
@@ -56,10 +53,7 @@ def build_routes(
     onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
     scrapers = Onlookers() if settings.public_metrics else onlookers
     admission = serving.gate.admission
-    discovery = background.discovery
-    metrics = Metrics(
-        serving.telemetry, engines.registry, admission, discovery.freshness, added.families
-    )
+    metrics = Metrics(serving.telemetry, engines.registry, admission, discovery.freshness, families)
     audit = Audit(serving.telemetry.admin_action, clock)
     access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
     return Routes(
@@ -67,7 +61,7 @@ def build_routes(
         probes=(probe_routes(serving.fleet, discovery, serving.lifetime, engines.warnings),),
         operators=(
             liveness_routes(),
-            page_routes(background.status, metrics, scrapers),
+            page_routes(status, metrics, scrapers),
             *_key_routes(
                 settings,
                 engines,
@@ -77,7 +71,7 @@ def build_routes(
                 onlookers=onlookers,
                 clock=clock,
             ),
-            *[build(access) for build in added.routes],
+            *[build(access) for build in added],
         ),
         endpoints=endpoint_routes(Endpoints(requests), keys=keys),
         admin_key=admin_key,

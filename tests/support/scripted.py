@@ -507,7 +507,7 @@ def router_of(
         ),
         fleet=fleet,
         push_coordinates=learned,
-        leg_bodies=LegBodies(learned, policy),
+        leg_bodies=LegBodies(learned, policy, telemetry.replaced_host),
         sender=engines,
         releaser=Releaser(engines, (telemetry, *told)),
         budget=budget or RetryBudget(most=1000.0),

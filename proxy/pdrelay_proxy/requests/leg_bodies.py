@@ -100,10 +100,6 @@ def decode_body(
     return encode_in_pieces(leg_fields, PROMPTS[call.api], call.shared)
 
 
-def ignore_replaced_host(_prefill: Instance, _host: str) -> None:
-    """Tell nobody."""
-
-
 class LegBodies:
     """Takes from prefill engines' answers what they are good for, and learns where the engines
     are.
@@ -115,7 +111,7 @@ class LegBodies:
         self,
         learned: PushCoordinates,
         policy: TransferPolicy,
-        replaced: Callable[[Instance, str], None] = ignore_replaced_host,
+        replaced: Callable[[Instance, str], None],
     ) -> None:
         self._learned = learned
         self._policy = policy

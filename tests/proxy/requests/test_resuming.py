@@ -9,7 +9,7 @@ from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
-from support.greedy import events, read
+from support.greedy import event, events, read
 from support.scripted import Scripted, call, never, prefilled, pulled_prefill, request_id, router_of, until
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 12, "stream_options": {"include_usage": True}}
@@ -104,6 +104,21 @@ async def test_there_is_an_end_to_it(options):
     assert client.got.count(b"data: ") >= 5
     assert b"DONE" not in client.body
     assert len(engines.of(Role.DECODE)) == 1 + options.get("retries", 0)
+
+
+@pytest.mark.parametrize("end", [list, lambda stream: [*stream[:-2], EngineError("broke off")]], ids=["whole", "cut"])
+async def test_the_usage_of_an_engine_that_gave_up_before_its_first_token_is_no_clients(end):
+    """vLLM ends such a chat with a usage of no token; the client would have two, or that alone."""
+    plans = [lambda stream: [stream[0], nothing, b"data: [DONE]\n\n"], end, list]
+    usage = {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
+    nothing = event({"id": "cmpl-r", "created": 7, "model": "m", "choices": [], "usage": usage})
+
+    async def decode(leg):
+        return 200, plans.pop(0)(list(events(json.loads(leg.body), name="cmpl-r")))
+
+    client = await served(Scripted(pulled_prefill, decode), Api.CHAT, y=2)
+
+    assert read(client.body) == read(b"".join(events(BODIES[Api.CHAT], name="cmpl-r")))
 
 
 def weigh(router, *roots, **facts):

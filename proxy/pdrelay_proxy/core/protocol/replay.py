@@ -260,12 +260,12 @@ class Replay:
             return False
         is_news = all([self._read_choice(choice) for choice in choices])  # noqa: C419 (each must be read)
         chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
-        self._counted = self._counted or (not choices and chunk.get("usage", NULL) != NULL)
         if engine_usage := maybe(chunk.get("usage", NULL), Fields):
-            chunk["usage"] = self._usage(
-                engine_usage,
-                self._before + (maybe(engine_usage.get("completion_tokens", NULL), int) or 0),
-            )
+            made = maybe(engine_usage.get("completion_tokens", NULL), int) or 0
+            if not choices and not made:
+                return False  # the engine has given it up: no answer has no token
+            self._counted = self._counted or not choices
+            chunk["usage"] = self._usage(engine_usage, self._before + made)
         return is_news
 
     def _read_choice(self, choice: Fields) -> bool:

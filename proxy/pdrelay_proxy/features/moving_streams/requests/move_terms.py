@@ -206,9 +206,9 @@ class MoveTerms(_MoveTerms):
 
 
 class MoveAloneTerms(_MoveTerms):
-    """One engine goes on alone."""
+    """One engine goes on alone; what no other one takes goes back."""
 
-    __slots__ = ("_body",)
+    __slots__ = ("_body", "_goes_back")
 
     def __init__(
         self,
@@ -225,11 +225,13 @@ class MoveAloneTerms(_MoveTerms):
         _MoveTerms.__init__(self, call, retries, move, life, replay, decode_s=decode_s)
         move.is_alone = True
         self._body = body
+        self._goes_back = False  # to the engine that the stream came from
 
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose another engine, or, if all else fails, the one that the stream came from."""
         avoided = self.retries.avoided
-        decodes = [decode for decode in choice.usable(_DECODE) if decode.id not in avoided]
+        usable = () if self._goes_back else choice.usable(_DECODE)
+        decodes = [decode for decode in usable if decode.id not in avoided]
         others = _with_room(decodes, self._move.full_engines())
         return None, choice.choose_decode(others or [self._move.source])
 
@@ -240,9 +242,14 @@ class MoveAloneTerms(_MoveTerms):
     def take_retry(
         self, failed: LegFailed, others: Sequence[Instance], *, may_be_alone: bool
     ) -> bool:
-        """Tell whether there is another try."""
+        """Tell whether there is another try: that of the engine that has made the stream so far is
+        the last, whatever others say.
+        """
         del may_be_alone
-        return self.retries.take(failed, others)
+        if self.retries.take(failed, others):
+            return True
+        self._goes_back = failed.instance.id != self._move.source.id
+        return self._goes_back
 
     def instead(self, error: ProxyError, /) -> Terms:
         """Nothing is left to try."""

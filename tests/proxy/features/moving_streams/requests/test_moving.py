@@ -82,7 +82,7 @@ class Fleet:
         self.go_on = asyncio.Event()
         self.sent = 0  # events of the stream that stops now
         self._holds_at, self._per_event, self._then = list(holds_at), per_event, then or {}
-        for name in ("decode-0", "decode-1", "decode-2")[:y]:
+        for name in [f"decode-{number}" for number in range(y)]:
             self.router.registry.learn(name, EngineCapabilities(kv_role=kv_role))
 
     async def _decode(self, leg):
@@ -679,6 +679,29 @@ async def test_without_another_decode_engine_the_stream_goes_back(api):
     client = await cut_once(fleet, api)
 
     assert read(client.body) == whole(api)
+    assert fleet.engines.legs[-1].instance.id == "decode-0"
+    assert fleet.outcomes == {("resumed",): 1}
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("y", [2, 4])
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+async def test_the_stream_goes_back_from_engines_that_do_not_take_it_alone(status, y, retries):
+    """They are busy, or take no prompt that long: it was moved by nothing that its client has done."""
+
+    async def prefill(leg):
+        if is_rest(leg):
+            raise EngineError("dead")
+        return await pulled_prefill(leg)
+
+    async def refusing(leg):
+        return status, [b'{"error":{"message":"The model `m` does not exist.","code":%d}}' % status], "application/json"
+
+    others = dict.fromkeys(("decode-1", "decode-2", "decode-3"), refusing)
+    fleet = Fleet(y=y, prefill=prefill, then=others, retries=retries)
+    client = await cut_once(fleet)
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
     assert fleet.engines.legs[-1].instance.id == "decode-0"
     assert fleet.outcomes == {("resumed",): 1}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdrelay_proxy.app import build
-from pdrelay_proxy.errors import AddressError, AlreadyKnown
+from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from pdrelay_tools.simulated.rules import expected_text
@@ -277,8 +277,25 @@ async def test_what_is_not_there_is_told_in_the_shape_clients_know(path):
     assert response.json()["error"]["code"] == 404
 
 
-@pytest.mark.parametrize(("addresses", "error"), [(("nowhere",), AddressError), (("a:1", "http://a:1"), AlreadyKnown)])
-def test_bad_addresses_stop_the_router_before_it_starts(addresses, error):
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        (Settings(prefill=("nowhere",)), AddressError, "nowhere"),
+        (Settings(prefill=("a:1", "http://a:1")), AlreadyKnown, "already|exists|twice|known"),
+        (Settings(cache_salt_per_key=True), ConfigError, "cache_salt_per_key needs api_keys_file"),
+    ],
+)
+def test_settings_that_cannot_be_meant_stop_the_router_before_it_starts(settings, error, says):
     """A program that builds its own settings gets the same checks as the command line."""
-    with pytest.raises(error):
-        build(Settings(prefill=addresses))
+    with pytest.raises(error, match=says):
+        build(settings)
+
+
+async def test_server_timing_is_left_out_if_the_operator_says_so():
+    """It tells a client the milliseconds of a prefill, and how the engines are named."""
+    changes = ({}, {"stream": True}, {"n": 2}, {"kv_transfer_params": {"a": 1}})
+    async with router(sims(), Settings(server_timing=False)) as client:
+        answers = [await client.post(TEXT[0], json=TEXT[1] | more) for more in changes]
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+    assert not any("server-timing" in answer.headers for answer in answers)

@@ -4,8 +4,6 @@ import base64
 import hashlib
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import pytest
 
 from pdrelay_tools.simulated.engine import Sim
 from support.router_process import KEY, RouterProcess, router_processes
-from support.sim import fleet, serving, sims, until
+from support.sim import fleet, serving, sims
 
 pytestmark = pytest.mark.processes
 
@@ -62,73 +60,6 @@ def keys(tmp_path):
     path = tmp_path / "keys"
     path.write_text(KEYS)
     return str(path)
-
-
-def salts(fleet, paths=(PATH,)):
-    """Of each leg, in order."""
-    return [json.loads(e.body).get("cache_salt") for s in fleet.engines.values() for e in s.log if e.path in paths]
-
-
-def test_what_one_key_sends_is_not_found_in_the_cache_of_another(tmp_path, keys):
-    """The time of the first token would tell whether somebody has sent this beginning before."""
-    env = {"PDRELAY_CACHE_SALT_SECRET": "of the fleet"}
-    args = ("--api-keys-file", keys, "--cache-salt-per-key", "true")
-    with running(tmp_path, *args, env=env) as fleet:
-        for key, body in (
-            ("sk-a-of-16-chars", BODY),
-            ("sk-b-of-16-chars", BODY),
-            ("sk-a-of-16-chars", BODY | {"cache_salt": "mine"}),
-            ("sk-a-of-16-chars", BODY),
-        ):
-            assert fleet.post(body=body, headers=bearer(key)).status_code == 200
-        solo = fleet.post(body=BODY | {"n": 2}, headers=bearer("sk-a-of-16-chars"))
-        odd = fleet.post(body=BODY | {"cache_salt": 3}, headers=bearer("sk-a-of-16-chars"))
-        fleet.post("/v1/embeddings", {"input": "a"}, headers=bearer("sk-a-of-16-chars"))
-
-        prefill = salts(fleet)[:4]
-        decode = salts(fleet)[4:8]
-        of_a = prefill[0]
-        assert prefill == decode
-        assert prefill[3] == of_a
-        assert len({*prefill, None, "mine"}) == 5
-        assert solo.status_code == 200
-        assert salts(fleet)[8] == of_a
-        assert salts(fleet, ("/v1/embeddings",)) == [of_a]
-        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "cache_salt")
-
-
-def serve(*args):
-    """Start a router that ends by itself, and return what became of it."""
-    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", "0", *args]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--cache-salt-per-key", "true"), "cache_salt_per_key needs api_keys_file"),
-        (
-            ("--allowed-instances", "10.0.0.1/8"),
-            "'10.0.0.1/8' is not a place of engines: write a network such as 10.0.0.0/8",
-        ),
-    ],
-)
-def test_what_cannot_be_meant_is_said_at_the_start(flags, says):
-    """All clients would be one, which is not what was asked for; and a place is not looked up when it is needed."""
-    said = serve(*flags)
-
-    assert said.returncode == 2
-    assert says in said.stderr
-
-
-def test_server_timing_is_left_out_if_the_operator_says_so(tmp_path):
-    """It tells a client the milliseconds of a prefill, and how the engines are named."""
-    with running(tmp_path, "--server-timing", "false") as fleet:
-        answers = [fleet.post(), fleet.post(body=BODY | {"stream": True}), fleet.post(body=BODY | {"n": 2})]
-        answers.append(fleet.post(body=BODY | {"kv_transfer_params": {"a": 1}}))
-
-    assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
-    assert not any("server-timing" in answer.headers for answer in answers)
 
 
 LOOKS = ("/", "/stats", "/metrics")
@@ -211,18 +142,6 @@ def test_nothing_is_sent_to_an_address_that_is_not_allowed(tmp_path):
     assert "is not in allowed_instances: name its network or its name there" in refused[0].json()["detail"]
     assert {(answer.status_code, answer.json()["detail"]) for answer in unread} == {(400, "Invalid instance address.")}
     assert by_name.status_code == 400  # it leads to 127.0.0.1, where nobody listens at this port
-
-
-def test_by_itself_a_router_takes_private_addresses_and_no_metadata_service(tmp_path):
-    """The usual operator adds pods, or an engine beside the router, and has to set nothing."""
-    with running(tmp_path, x=1, y=2) as fleet:
-        assert add(fleet, fleet.at["d1"]).status_code == 200
-        assert add(fleet, "169.254.169.254:80").status_code == 403
-        assert add(fleet, "[fe80::1]:80").status_code == 403
-        assert add(fleet, "8.8.8.8:80").status_code == 403
-        until(lambda: fleet.states() == {"healthy"})  # one that is starting gets nothing beside those that serve
-        assert [fleet.post().status_code for _ in range(4)] == [200] * 4
-        assert any(entry.path == PATH for entry in fleet.engines["d1"].log)
 
 
 def test_an_engine_that_is_added_sees_a_key_only_if_it_wants_one_and_never_the_operators(tmp_path):

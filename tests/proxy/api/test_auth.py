@@ -13,9 +13,7 @@ from pdrelay_proxy.core.admission.keys import Keyring
 from pdrelay_proxy.core.admission.lifetime import Lifetime, Step
 from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.settings import Settings
-from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
-from pdrelay_tools.simulated.rules import abandoned
-from support.sim import InMemory, cluster, router, sims, until, until_async
+from support.sim import InMemory, router, sims
 
 pytestmark = pytest.mark.edges
 
@@ -141,45 +139,6 @@ async def test_a_key_over_its_limit_gets_429_and_the_others_notice_nothing(keys)
     assert error["message"] == "the key team-a sends more than 0.001 requests a second (max_key_rate)"
 
 
-async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
-    """The more important one first, whether its header says so or its body."""
-    engines = sims()
-    engines["p0"].inject(SimulatedFault(FaultKind.STALL))
-    settings = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=20.0)
-    async with router(engines, settings) as client:
-
-        def post(name, headers=None, **more):
-            return asyncio.create_task(client.post(PATH, json=BODY | {"prompt": name} | more, headers=headers))
-
-        def asked():
-            bodies = [json.loads(entry.body) for entry in engines["p0"].log]
-            return [body["prompt"] for body in bodies if not abandoned(body)]
-
-        async def until_waiting(count):
-            async with asyncio.timeout(30):
-                while f"pdrelay_requests_waiting {count}.0" not in (await client.get("/metrics")).text:
-                    await asyncio.sleep(0.005)
-
-        first = post("first")
-        await until_async(lambda: asked() == ["first"])
-        low = post("low", priority=3)
-        await until_waiting(1)
-        high = post("high", priority=1)
-        await until_waiting(2)
-        refused = await post("refused", priority=3)
-        highest = post("highest", {"x-vllm-priority": "0"})
-        displaced = await low
-        engines["p0"].inject(None)
-        first.cancel()
-        answers = [await highest, await high]
-
-    assert [refused.status_code, displaced.status_code] == [503, 503]
-    assert refused.headers["retry-after"] == displaced.headers["retry-after"] == "5"
-    assert "max_queue" in refused.json()["error"]["message"]
-    assert [answer.status_code for answer in answers] == [200, 200]
-    assert asked() == ["first", "highest", "high"]
-
-
 @pytest.mark.parametrize(("key", "seen"), [("sk-a-of-16-chars", "0"), ("sk-b-of-16-chars", "-10")])
 @pytest.mark.parametrize("path", [PATH, "/v1/embeddings", "/v1/messages"])
 async def test_a_client_is_no_more_important_than_its_key_says(tmp_path, key, seen, path):
@@ -200,23 +159,6 @@ async def test_a_client_is_no_more_important_than_its_key_says(tmp_path, key, se
     assert [entry.headers["x-vllm-priority"] for entry in (log[0] for log in logs)] == [seen] * len(logs)
     assert [str(json.loads(log[1].body)["priority"]) for log in logs] == [seen] * len(logs)
     assert [str(json.loads(log[2].body)["priority"]) for log in logs] == [seen] * len(logs)
-
-
-def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():
-    """Over real sockets: nobody has to wait behind somebody who is gone."""
-    with cluster(settings=Settings(max_concurrency=1, max_queue=1, max_queue_wait_s=60.0)) as running:
-        running.engines["p0"].inject(SimulatedFault(FaultKind.STALL))
-
-        def waiting():
-            return "pdrelay_requests_waiting 1.0" in httpx.get(f"http://{running.router}/metrics", timeout=20).text
-
-        with running.open(PATH, BODY):
-            until(lambda: len(running.engines["p0"].log) == 1)
-            with running.open(PATH, BODY):
-                until(waiting)
-                assert httpx.post(f"http://{running.router}{PATH}", json=BODY, timeout=20).status_code == 503
-            until(lambda: not waiting())
-            assert len(running.engines["p0"].log) == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

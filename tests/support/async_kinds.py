@@ -106,17 +106,22 @@ class AsyncEngine(KindsEngine):
             step = _Step(scheduled, self._parts(scheduled))
             self._announce(metadata.pieces)
             self.in_flight.append(step)
-            for process in self.processes * self.world.dice.randrange(3):
-                process.runner.wake(self.world.now)  # the transfer threads may be quicker than the device
+            self._transfer()
             if self.world.dice.random() < 0.3:
                 self.compute_until(step)
             step.outputs = [self._output_of(worker, metadata, {}) for worker in self.workers]
+            self._transfer()
             if scheduled.total_num_scheduled_tokens and len(self.in_flight) < self.most_in_flight:
                 return []
         self.compute_until(self.in_flight[0])
         if self.world.dice.random() < 0.3:
             self.turn_of_threads(self.world.now)
         return self._take(self.in_flight.popleft())
+
+    def _transfer(self):
+        """The transfer threads may be quicker than the device."""
+        for process in self.processes * self.world.dice.randrange(3):
+            process.runner.wake(self.world.now)
 
     def begin(self, scheduled):
         """The worker gets a step; returns what is in it for our connector."""

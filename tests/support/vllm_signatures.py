@@ -57,7 +57,7 @@ MEMBERS = {
         *("has_sync_kv_loads", "kv_cache_block_copies", "kv_connector_block_state", "num_scheduled_tokens"),
         *("scheduled_cached_reqs", "scheduled_new_reqs", "total_num_scheduled_tokens"),
     ),
-    "vllm.v1.core.sched.scheduler:Scheduler": ("_inflight_prefills",),
+    "vllm.v1.core.sched.scheduler:Scheduler": ("_inflight_prefills", "vllm_config"),
     "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
     "vllm.v1.engine.core:EngineCoreProc": ("input_queue",),
     "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups", "needs_kv_cache_zeroing", "num_blocks"),

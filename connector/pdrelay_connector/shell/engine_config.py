@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import torch
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -33,6 +34,7 @@ from pdrelay_connector.core.layout.cache_groups import CacheGroup, left_out_toke
 from pdrelay_connector.errors import SettingsError, UnsupportedCache
 from pdrelay_connector.settings import AUTO, Mode, Settings, read_settings
 from pdrelay_connector.shell import vllm_versions
+from pdrelay_connector.shell.building_engine import builder_of
 from pdrelay_connector.shell.devices import check_copies, check_events
 from pdrelay_connector.shell.first_token import first_token, looks_back
 
@@ -130,6 +132,13 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ, transfer.kv_connector)
     _check_supported(config, cache)
+    scheduled_by = _scheduled_by(transfer)
+    if transfer.is_kv_consumer and not scheduled_by.is_kv_consumer:
+        raise SettingsError(
+            f"kv_role is {transfer.kv_role} here and {scheduled_by.kv_role} in MultiConnector, by "
+            f"which vLLM goes: it would give loads blocks that a step still writes into; set "
+            f"MultiConnector's kv_role to kv_both"
+        )
     if settings.mode is Mode.AUTO and _is_staged_here(config, settings):
         raise SettingsError(
             'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all '
@@ -172,7 +181,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         if config.parallel_config.decode_context_parallel_size > 1
         else 1,
         prefix_hash=_prefix_hash(config, settings, groups),
-        recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
+        recomputes=not settings.return_kv or scheduled_by.kv_load_failure_policy == "recompute",
         first_token=first_token(config, left_out_tokens(groups, lookahead))
         if settings.mode.pulls
         else {},
@@ -189,6 +198,13 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     _check_stages(engine_config)
     _check_contexts(engine_config)
     return engine_config, settings
+
+
+def _scheduled_by(transfer: KVTransferConfig) -> KVTransferConfig:
+    """Return the configuration that vLLM's scheduler goes by: MultiConnector's if we are in it."""
+    scheduler = builder_of(Scheduler)  # absent in workers
+    config = transfer if scheduler is None else scheduler.vllm_config.kv_transfer_config
+    return config or transfer
 
 
 def _groups(config: VllmConfig, cache: KVCacheConfig) -> tuple[CacheGroup, ...]:

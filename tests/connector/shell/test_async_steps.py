@@ -97,3 +97,25 @@ def test_what_is_pushed_before_it_is_computed_is_noticed(monkeypatch):
 
     with pytest.raises(AssertionError, match="reads other bytes"):
         test_a_step_is_pushed_when_it_is_computed()
+
+
+def leave():
+    """Clients leave all the time, and the cache has room for one long prompt, and a little."""
+    shape = KINDS["full attention"].shape(blocks=27)
+    for seed in range(60):
+        play(shape, shape, Chances(seed, leaves=0.3))
+
+
+def test_loads_into_what_a_step_still_writes_into_are_noticed(monkeypatch):
+    """VLLM frees blocks only after such a step, but for engines whose role loads nothing."""
+    make = AsyncEngine._make_scheduler
+
+    def frees_at_once(engine):
+        scheduler, hasher = make(engine)
+        scheduler.defer_block_free = False
+        return scheduler, hasher
+
+    monkeypatch.setattr(AsyncEngine, "_make_scheduler", frees_at_once)
+
+    with pytest.raises(AssertionError, match="reads other bytes"):
+        leave()

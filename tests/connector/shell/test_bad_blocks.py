@@ -48,7 +48,7 @@ def test_no_kv_of_blocks_that_could_not_be_loaded_is_handed_over(name, policy, e
 @ENGINES
 def test_what_is_preempted_meanwhile_leaves_none_behind(engine):
     """The cache has room for one long prompt; some requests are more important than others."""
-    assert stories(pair_of(engine), blocks=34, has_priorities=True)["preempted"]
+    assert stories(pair_of(engine), blocks=27, has_priorities=True)["preempted"]
 
 
 @ENGINES

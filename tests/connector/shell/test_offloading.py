@@ -14,8 +14,9 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.vllm_versions import VLLM_VERSION
     from support.async_kinds import Chances, play
     from support.kinds_table import KINDS
-    from support.offloading_kinds import OffloadingPair
+    from support.offloading_kinds import OffloadingEngine, OffloadingPair
 
+from pdrelay_connector.errors import SettingsError
 from support.story_seeds import SEEDS, story_marks
 
 pytestmark = story_marks(30)
@@ -113,6 +114,31 @@ def test_after_a_load_that_failed_the_tier_may_load_the_prompt():
     assert pair.is_done
     assert pair.d.loaded == set()
     assert pair.counts["tier loads"] == 1
+
+
+def pair_in(**options):
+    """Return the class of pairs in whose MultiConnector, not in its connectors, something is set so."""
+
+    class Engine(OffloadingEngine):
+        def configure(self, config):
+            super().configure(config)
+            vars(config.kv_transfer_config).update(options)
+
+    return type("Pair", (OffloadingPair,), {"engine_class": Engine})
+
+
+def test_a_multi_connector_whose_role_does_not_load_is_refused_around_ours_that_does():
+    """VLLM goes by it: blocks are free while a step still writes into them (test_async_steps.py)."""
+    with pytest.raises(SettingsError, match="kv_role is kv_both here and kv_producer in MultiConnector"):
+        pair_in(kv_role="kv_producer")(FULL(), FULL(), Chances())
+
+
+def test_what_follows_a_failed_load_is_what_multi_connector_says():
+    """A P that would fail a request by a lost read asks no D."""
+    for policy in ("recompute", "fail"):
+        pair = pair_in(kv_load_failure_policy=policy)(FULL(), FULL(), Chances(returns_kv=True))
+
+        assert pair.p.connector._engine_config.recomputes == (policy == "recompute")
 
 
 def test_a_push_that_is_aborted_before_it_begins_leaves_nothing():

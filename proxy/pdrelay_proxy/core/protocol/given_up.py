@@ -13,19 +13,25 @@ What an answer of /v1/responses repeats of its request is its client's: only its
 from typing import Final
 
 from pdrelay_proxy.core.raw_json import maybe, value_at
-from pdrelay_proxy.core.schemas import FinishedAnswer, ServedAnswer, ServedInside
+from pdrelay_proxy.core.schemas import (
+    Delta,
+    DeltaEvent,
+    FinishedAnswer,
+    ServedAnswer,
+    ServedInside,
+    ServedUsage,
+)
 from pdrelay_proxy.errors import EngineError
 
 _FINISH: Final = b'"finish_reason"'
-_STOP: Final = b'"stop_reason"'
-_CONTENT: Final = b'"content"'
+_DELTA: Final = b'"delta"'
+_MESSAGE_DELTA: Final = b'"message_delta"'
 _COMPLETION: Final = b'"completion_tokens"'
 _OUTPUT: Final = b'"output_tokens"'  # in each answer of /v1/responses and /v1/messages
 _ABORT: Final = b'"abort"'
 _CANCELLED: Final = "cancelled"
 _IS_CANCELLED: Final = b'"cancelled"'
 _NULL: Final = b"null"
-_EMPTY: Final = b'""'
 _ZERO: Final = b"0"
 _DATA: Final = b"\ndata:"
 MESSAGE_STOP: Final = b"message_stop"
@@ -57,26 +63,38 @@ def was_given_up(events: bytes, name: bytes) -> bool:
         said = maybe(events[events.rfind(_DATA) + len(_DATA) :], ServedAnswer)
         return said is not None and said.response is not None and _has_no_answer(said.response)
     if name == MESSAGE_STOP:
-        reason = _last_value(events, _STOP)
-        tokens = _last_value(events, _OUTPUT)
-        return reason >= 0 and (
-            events.startswith(_NULL, reason)
-            or (tokens > reason and events.startswith(_ZERO, tokens))
+        end = _event_at(events, events.rfind(_MESSAGE_DELTA))
+        return end is not None and (
+            (end.delta is not None and end.delta.stop_reason is None) or _counts_none(end.usage)
         )
     reason = _last_value(events, _FINISH)
-    if reason < 0:  # every answer has a token, if only its end
-        tokens = _last_value(events, _COMPLETION)
-        return tokens >= 0 and events.startswith(_ZERO, tokens)
-    if not events.startswith(_NULL, reason):
+    if reason >= 0 and not events.startswith(_NULL, reason):
         return events.startswith(_ABORT, reason)
-    # a chat begins so; other engines than vLLM may give no reason behind a text
-    text = _last_value(events, _CONTENT, end=reason)
-    return text > events.rfind(_DATA, 0, reason) and events.startswith(_EMPTY, text)
+    tokens = _last_value(events, _COMPLETION)
+    if tokens >= 0 and events.startswith(_ZERO, tokens):
+        return True  # every answer has a token, if only its end
+    # a chat begins with a role; other engines than vLLM may give no reason behind a text
+    last = _event_at(events, reason if reason >= 0 else events.rfind(_DELTA))
+    return last is not None and any(
+        [_only_begins(choice.delta) for choice in last.choices]  # noqa: C419 (compiled, a generator takes longer)
+    )
 
 
-def _last_value(events: bytes, name: bytes, end: int | None = None) -> int:
+def _only_begins(delta: Delta | None) -> bool:
+    return delta is not None and delta.role is not None and not delta.content
+
+
+def _event_at(events: bytes, place: int) -> DeltaEvent | None:
+    """Return the event around a place; None: there is none."""
+    if place < 0:
+        return None
+    start = events.rfind(_DATA, 0, place) + len(_DATA)
+    return maybe(events[start : events.find(b"\n", place)], DeltaEvent)
+
+
+def _last_value(events: bytes, name: bytes) -> int:
     """Return where the value of the last member of that name begins; -1: there is none."""
-    name_at = events.rfind(name, 0, end)
+    name_at = events.rfind(name)
     while name_at >= 0:
         value = value_at(events, name_at + len(name))
         if value >= 0:
@@ -86,5 +104,8 @@ def _last_value(events: bytes, name: bytes, end: int | None = None) -> int:
 
 
 def _has_no_answer(said: ServedInside) -> bool:
-    has_no_token = said.usage is not None and said.usage.output_tokens == 0
-    return has_no_token or said.status == _CANCELLED
+    return _counts_none(said.usage) or said.status == _CANCELLED
+
+
+def _counts_none(usage: ServedUsage | None) -> bool:
+    return usage is not None and usage.output_tokens == 0

@@ -21,6 +21,7 @@ from pdrelay_proxy.errors import AnswerRefused
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")  # at the end of a stream
 _USUAL_END: Final = b"\ndata: [DONE]\n\n"  # the same, as vLLM writes it
 _DONE_LINES: Final = (b"data: [DONE]\n", _USUAL_END)
+_DONE_MARK: Final = b"[DONE]"
 _ERROR: Final = b'data: {"error":'
 _ERRORS: Final = (_ERROR, b'data:{"error":')
 _ERROR_OBJECT: Final = b'{"error":'
@@ -250,7 +251,7 @@ class WholeLines:
         else:
             self._last = (self._last + passing)[-_SHORT_MOST:]
         if (
-            (self._is_ending or self._last.endswith(_DONE_LINES))
+            (self._is_ending or _is_done(self._last))
             and not self.erred
             and was_given_up(self._before + self._last, self._name)
         ):
@@ -273,6 +274,14 @@ class WholeLines:
         is_end = passing[-len(_USUAL_END) :] == _USUAL_END
         may_have_comments = passing[0] == _COLON or passing.find(b"\n:") >= 0 or _RETURN in passing
         return _before_comments(passing) if may_have_comments and not is_end else passing
+
+
+def _is_done(lines: bytes) -> bool:
+    """Return whether lines end with the end of a stream."""
+    if lines.endswith(_DONE_LINES):
+        return True
+    end = lines[-_END_MOST:]
+    return end.find(_DONE_MARK) >= 0 and _DONE.search(end) is not None
 
 
 def _has_error(lines: bytes) -> bool:

@@ -189,6 +189,28 @@ class FinishedChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class Delta(msgspec.Struct):
+    """What an event adds to a message: of a chat, or Anthropic's."""
+
+    role: str | None = None
+    content: str | None = None
+    stop_reason: str | None = None
+
+
+class DeltaChoice(msgspec.Struct):
+    """The choice of a chat to which it adds that."""
+
+    delta: Delta | None = None
+
+
+class DeltaEvent(msgspec.Struct):
+    """An event of a stream that may say why it ends."""
+
+    choices: tuple[DeltaChoice, ...] = ()
+    delta: Delta | None = None
+    usage: ServedUsage | None = None
+
+
 class FinishedAnswer(ServedInside):
     """A whole answer that says why it has ended; Anthropic's is a message."""
 

@@ -20,8 +20,30 @@ PROMPTS = {
 OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 ENDS = b"[DONE]", b'"type":"message_stop"', b'"type":"response.completed"'
 APIS = pytest.mark.parametrize("api", PROMPTS)
-# as vLLM writes JSON, and as Python does: an engine that is not vLLM, or what stands before one
-STYLES = pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
+COMPACT, SPACED = (",", ":"), (", ", ": ")
+
+
+def backwards(pairs):
+    """Return an object with its members in the other order."""
+    return dict(reversed(pairs))
+
+
+def without_nulls(pairs):
+    """Return an object without the members that are null."""
+    return {name: value for name, value in pairs if value is not None}
+
+
+# as vLLM writes, and as others do: engines that are not vLLM, or what stands before one
+STYLES = {
+    "vLLM": {},
+    "spaces": {"separators": SPACED},
+    "no space behind data": {"data": b"data:"},
+    "carriage returns": {"end": b"\r\n"},
+    "backwards": {"members": backwards},
+    "no nulls": {"members": without_nulls},
+}
+STYLE = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+SEPARATORS = pytest.mark.parametrize("separators", [COMPACT, SPACED], ids=["compact", "spaced"])
 
 
 def saying(api, after=None, **more):
@@ -32,16 +54,16 @@ def saying(api, after=None, **more):
     return said
 
 
-def written(event, separators):
-    """The same event in another style of JSON."""
-    before, data, said = event.partition(b"data: ")
-    if not said.startswith(b"{"):
-        return event
-    return before + data + json.dumps(json.loads(said), separators=separators).encode() + b"\n\n"
+def written(event, separators=COMPACT, data=b"data: ", end=b"\n", members=dict):
+    """The same event in another style."""
+    before, _, said = event.partition(b"data: ")
+    if said.startswith(b"{"):
+        said = json.dumps(json.loads(said, object_pairs_hook=members), separators=separators).encode() + b"\n\n"
+    return (before + data + said).replace(b"\n", end)
 
 
 @APIS
-@STYLES
+@SEPARATORS
 @pytest.mark.parametrize("after", [None, 0, 1, 3])
 def test_of_whole_answers(api, after, separators):
     """/v1/responses calls an answer completed that has a token."""
@@ -51,26 +73,26 @@ def test_of_whole_answers(api, after, separators):
 
 
 @APIS
-@STYLES
+@STYLE
 @pytest.mark.parametrize("options", [None, OPTIONS])
 @pytest.mark.parametrize("after", [None, 0, 1, 3])
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("read", [None, 7, 25, 1000])
-def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after, n, read, separators):
-    """However many bytes of it come at a time; None: event by event. The end of a whole one passes."""
+def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after, n, style):
+    """However many bytes of it come at a time. The end of a whole one passes."""
     own = {"stream_options": options, "n": n} if api in (Api.COMPLETIONS, Api.CHAT) else {}
-    events = [written(event, separators) for event in saying(api, after, **own).events()]
+    events = [written(event, **style) for event in saying(api, after, **own).events()]
     raw = b"".join(events)
-    reads = events if read is None else [raw[at : at + read] for at in range(0, len(raw), read)]
-    lines, passed = WholeLines("d0"), []
-    if after is None or (after and api is Api.RESPONSES):
-        passed.extend(map(lines.feed, reads))
-        assert (b"".join(passed), lines.finish()) == (raw, (b"", True))
-    elif raw != b"data: [DONE]\n\n":  # a leg looks at that, for then there is no first event
-        with pytest.raises(EngineError, match="gave up"):
+    for reads in (events, *([raw[at : at + size] for at in range(0, len(raw), size)] for size in (7, 25, 1000))):
+        lines, passed = WholeLines("d0"), []
+        if after is None or (after and api is Api.RESPONSES):
             passed.extend(map(lines.feed, reads))
-        assert lines.finish() == (b"", False)
-        assert not any(end in b"".join(passed) for end in ENDS)
+            assert b"".join(passed).replace(b"\r\n", b"\n") == raw.replace(b"\r\n", b"\n")
+            assert lines.finish() == (b"", True)
+        elif len(events) > 1:  # a leg looks at that, for then there is no first event
+            with pytest.raises(EngineError, match="gave up"):
+                passed.extend(map(lines.feed, reads))
+            assert lines.finish() == (b"", False)
+            assert not any(last in b"".join(passed) for last in ENDS)
 
 
 TEXTS = (
@@ -88,7 +110,7 @@ OWN = {
 
 @pytest.mark.parametrize("text", [*TEXTS, "finish_reason", "stop_reason", "output_tokens", "cancelled", "abort"])
 @APIS
-@STYLES
+@SEPARATORS
 def test_a_model_may_write_about_it(api, text, separators):
     """In a text."""
     raw = b"%b%b" % (separators[1].encode(), json.dumps(text).encode())

@@ -1,7 +1,6 @@
 """Several routers in one process that tell each other over UDP how busy engines are."""
 
 import asyncio
-import socket
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,13 +10,9 @@ import pytest
 
 from pdrelay_proxy.app import Router, build
 from pdrelay_proxy.consistency import check
-from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.features.peers.core.load_payload import LOADS, LoadPayload
-from pdrelay_proxy.features.peers.core.peer_exchange import PeerExchange
 from pdrelay_proxy.features.peers.feature import PeersFeature
 from pdrelay_proxy.features.peers.peer_counts import PeerCounts
 from pdrelay_proxy.features.peers.settings import PeerSettings
@@ -147,26 +142,6 @@ async def test_a_router_with_another_secret_is_not_heard_and_is_counted():
 
         assert found.heard(0) == 0
         assert found.told(0) == [0, 0]
-
-
-async def test_what_a_router_that_has_gone_had_sent_is_not_taken_in_by_one_that_starts():
-    """Somebody repeats it: tag and time are good, but its router does not know that this one began."""
-    async with fleet(1, 1) as found:
-        router = found.routers[0]
-        registry, name = Registry(), b"gone" * 2
-        member = registry.add(Role.PREFILL, Address("http", "p0", 80))
-        registry.member(member.id).load.enter(RequestId("r"))
-        loads = LoadPayload(registry)
-        exchange = PeerExchange(name, SECRET.encode(), {LOADS: loads})
-        wall = time.time()  # noqa: TID251 (as the router's own)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-            for data in (exchange.introduction(wall=wall), *exchange.sealed(LOADS, loads.bodies(now=0.0), wall=wall)):
-                sender.sendto(data, ("127.0.0.1", router.live.settings.current.for_feature(PeerSettings).peer_port))
-            datagrams = found.counts[0].datagrams
-            await until_async(lambda: datagrams["unknown"] > 0, seconds=30)
-
-        assert found.told(0) == [0]
-        assert datagrams["tag"] == datagrams["clock"] == 0
 
 
 async def test_engines_are_not_asked_for_reports_of_their_load():

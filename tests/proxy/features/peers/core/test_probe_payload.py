@@ -192,19 +192,6 @@ def test_the_first_one_that_finds_an_engine_well_again_is_believed():
     assert pair.one.probes.missed_at(pair.names[0]) is None
 
 
-def test_a_datagram_that_is_sent_again_says_nothing():
-    """Whoever reads the network could keep an engine missing, or a router that has gone on the ring."""
-    pair = Pair()
-    pair.misses(0)
-    datagrams = pair.other.says()
-    first = pair.hear(datagrams, 1.0)
-    again = pair.hear(datagrams, 2.0)
-    pair.one.exchange.expire(now=10.0)
-
-    assert (first, again) == ([None], [DatagramFault.LATE])
-    assert pair.hear(datagrams, 11.0) == [DatagramFault.LATE]
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -231,12 +218,3 @@ def test_what_says_neither_that_an_engine_answers_nor_that_it_does_not_is_droppe
 
     assert pair.hear([envelope.seal(PROBES, engine + b"\x03", WALL)], 1.0) == [DatagramFault.MALFORMED]
     assert pair.one.probes.missed_at(pair.names[0]) is None
-
-
-def test_a_router_that_has_not_named_this_one_is_not_believed():
-    """It may have ended before this one began."""
-    router = Router(1, 1)
-    stranger = Router(2, 1)
-    (datagram,) = router.says()
-
-    assert stranger.exchange.receive(datagram, now=0.0, wall=WALL) is DatagramFault.UNKNOWN

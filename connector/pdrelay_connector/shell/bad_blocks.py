@@ -49,6 +49,11 @@ class BadBlocks:
     def __len__(self) -> int:
         return len(self._spoilt) + len(self._steps)
 
+    @property
+    def may_come(self) -> bool:
+        """Whether a step in flight loads: the token of a request that ends now may be wrong."""
+        return bool(self._steps)
+
     def scheduled(self, output: SchedulerOutput, number: int) -> bool:
         """Note a step that computes tokens; return whether its end must be known."""
         state = output.kv_connector_block_state

@@ -39,6 +39,7 @@ from pdrelay_connector.shell.decode_modes import (
     has_changed_adapter,
 )
 from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.first_token import PARAM as FIRST_TOKEN
 from pdrelay_connector.shell.held_blocks import HeldBlocks
 from pdrelay_connector.shell.push_progress import PushProgress
 from pdrelay_connector.shell.sliding_windows import NULL, SlidingWindowPins
@@ -188,17 +189,26 @@ class PrefillRequests:
         self._new_leases.clear()
 
     def finished(
-        self, request: Request, blocks: BlockTables, *, is_spoilt: bool = False
+        self,
+        request: Request,
+        blocks: BlockTables,
+        *,
+        is_spoilt: bool = False,
+        is_sure: bool = True,
     ) -> dict[str, Any] | None:
         """Lease a finished prefill's blocks; return its kv_transfer_params. None: no prefill.
 
-        ``is_spoilt``: it was given up.
+        ``is_spoilt``: it was given up. ``is_sure``: it will not be taken back, so clients may get
+        its token.
         """
         if is_spoilt:
             self._window_pins.release(request.request_id)
             return None
         try:
-            return self._hand_over(request, self._window_pins.restore(request.request_id, blocks))
+            offer = self._hand_over(request, self._window_pins.restore(request.request_id, blocks))
+            if offer is not None and not is_sure:
+                offer.pop(FIRST_TOKEN, None)
+            return offer
         finally:
             self._window_pins.release(request.request_id)
 

@@ -324,7 +324,9 @@ class PDRelayConnectorScheduler:
         self._decodes.finished(request)
         self._failed_loads.over(request.request_id)
         is_spoilt = self._bad_blocks.finished(request.request_id, blocks)
-        return self._prefills.finished(request, blocks, is_spoilt=is_spoilt)
+        return self._prefills.finished(
+            request, blocks, is_spoilt=is_spoilt, is_sure=not self._bad_blocks.may_come
+        )
 
     def handle_results(self) -> None:
         """Handle the control thread's results.

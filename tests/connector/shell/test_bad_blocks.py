@@ -10,6 +10,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from pdrelay_connector.shell.first_token import PARAM as FIRST_TOKEN
     from support.async_kinds import Chances, play
     from support.kinds_table import KINDS
     from support.loading_kinds import LoadingEngine, LoadingPair, PlainEngine
@@ -65,6 +66,14 @@ class WindowPair(LoadingPair):
 
     engine_class = PlainEngine
 
+    def __init__(self, *args):
+        self.offers = {}
+        super().__init__(*args)
+
+    def _heard(self, output):
+        self.offers[output.request] = output.params
+        super()._heard(output)
+
     def elsewhere(self, name, most):
         return 2 if name == "p-first" else 0
 
@@ -74,7 +83,10 @@ class WindowPair(LoadingPair):
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_window_of_what_was_computed_of_them_is_taken_back(mode):
-    """It has no bad block itself. So vLLM ends its prompt in the same step, and only then do connectors hear of it."""
+    """It has no bad block itself. So vLLM ends its prompt in the same step, and only then do connectors hear of it.
+
+    Its token may be wrong, too, and no router is told to show it.
+    """
     shape = KINDS["sliding window"].shape()
     pair = WindowPair(shape, shape, Chances())
     for name, last in (("first", 1), ("second", 2)):
@@ -84,3 +96,5 @@ def test_a_window_of_what_was_computed_of_them_is_taken_back(mode):
     assert pair.is_done
     assert pair.d.loaded == set()
     assert pair.p.connector.seen["prefills_spoilt"] == 2
+    assert pair.offers["p-first"] is None
+    assert FIRST_TOKEN not in pair.offers["p-second"]

@@ -5,6 +5,7 @@ LMCache's does) and names bad blocks with the step's output. vLLM then computes 
 the requests (``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``, 0.30 to 0.33). But:
 
 - It has scheduled the next step before, which computes from them and may end the prompt.
+- What it computes anew may be of other tokens (https://github.com/vllm-project/vllm/issues/49250).
 - A request that shares such a block goes on from what was computed of it, while the first request
   still computes it anew.
 - A request with a sliding window may hit only what was computed of it, and is not noticed at all.

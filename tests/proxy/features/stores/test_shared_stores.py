@@ -150,37 +150,6 @@ async def test_of_90_adds_and_removes_at_the_same_time_all_are_kept(kind, tmp_pa
         print(f" {kind.__name__}: equal after {took * 1000:.0f} ms", end="")
 
 
-async def _roles(client, router):
-    return {row["address"]: row["role"] for row in await rows_of(client, router.url)}
-
-
-@pytest.mark.parametrize("kind", [File, ConfigMap, Redis])
-async def test_what_one_router_turns_all_turn(kind, tmp_path):
-    """Also an engine of their settings; one that is started later serves what the store says."""
-    with serving(Sim("both")) as one, serving(Sim("both")) as two, serving(Sim("both")) as three:
-        at = one, two, three
-        flags = ("--prefill", at[0], "--decode", at[1], "--health-check-interval", "0")
-        async with routers(kind, tmp_path, 2, *flags) as (store, found, client):
-            assert await order(client, found[0], "add", at[2]) == 200
-            await _both(client, found, set(at))
-            body = {"type": "decode", "instance": at[1], "to": "prefill"}
-            assert (await client.post(f"{found[1].url}/instances/turn", headers=KEY, json=body)).status_code == 200
-            wanted = {at[0]: "prefill", at[1]: "prefill", at[2]: "decode"}
-            async with asyncio.timeout(20):
-                while [await _roles(client, router) for router in found] != [wanted, wanted]:
-                    await asyncio.sleep(0.02)
-            (tmp_path / "later").mkdir()
-            args = ("--store", store.url, *flags)
-            with router_processes(tmp_path / "later", 1, *args, env=store.env) as (late,):
-                async with asyncio.timeout(20):
-                    while await _roles(client, late) != wanted:
-                        await asyncio.sleep(0.02)
-                assert "turns to" not in late.said
-                answer = await client.post(f"{late.url}/v1/completions", json=BODY)
-
-    assert answer.json()["choices"][0]["text"] == expected_text(BODY)
-
-
 async def _removed(client, router, address):
     """Remove it through a router that hears of it in a moment."""
     deadline = time.monotonic() + 20.0

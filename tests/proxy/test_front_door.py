@@ -411,27 +411,6 @@ def test_what_readers_could_understand_differently_is_refused(door, shape):
     assert "SMUGGLED" not in door.prompts
 
 
-def test_te_chunked_is_read_on_every_path(door):
-    """The same rules where FastAPI serves."""
-    for path in ("/health", "/tokenize", "/nowhere"):
-        assert door.status(request(path, method="GET", host=False)) == 400
-        assert door.status(chunked(path=path, lines=(JSON, "Transfer-Encoding: gzip, chunked"))) == 400
-
-
-@pytest.mark.parametrize("path", [PATH, "/tokenize"])
-def test_a_long_body_in_tiny_chunks_is_refused(door, path):
-    """Megabytes of them took seconds; the body of a client that writes single tokens is no longer than 64 KiB."""
-    short = json.dumps({"prompt": "x" * (KIB64 - 100), "max_tokens": 3}).encode()
-    long = json.dumps({"prompt": "x" * 3 * KIB64, "max_tokens": 3}).encode()
-    lines = (*CHUNKED, "Connection: close")
-
-    assert door.ask(chunked(short, path=path, size=2, lines=lines))[0].status != 400
-    (refused,) = door.ask(chunked(long, path=path, size=2, lines=lines))
-    assert refused.status == 400
-    assert b"64 bytes on average" in refused.body
-    assert door.ask(chunked(long, path=path, size=4096, lines=lines))[0].status != 400
-
-
 # Upgrades
 
 SMUGGLED = request(body=b'{"prompt": "SMUGGLED", "max_tokens": 2}')

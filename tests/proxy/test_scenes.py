@@ -5,7 +5,6 @@ A scene is a few requests of one client and engines that recite what they answer
 
 import asyncio
 import json
-import os
 import re
 from itertools import pairwise
 
@@ -17,8 +16,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
-from support.reciting import Act, End, prefilled, reciting, whole
-from support.scenes import Scene, Sent, answer, declared, post, routing, text, values_of
+from support.reciting import Act, End, prefilled, whole
+from support.scenes import Scene, Sent, declared, post, text, values_of
 from support.searching import examples
 
 pytestmark = pytest.mark.edges
@@ -486,8 +485,6 @@ def test_the_same_in_many_more_scenes(runner, scene):
     play(runner, scene)
 
 
-# What needs a certain order, or time
-
 STALLED = b"HTTP/1.1 200 Said\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"choices":[{"text":"one"}]}\n\n'
 
@@ -510,23 +507,3 @@ def test_a_timer_that_is_early_does_not_blame_the_engine():
         (got,) = runner.run(scene.play()).got
 
     assert "sent nothing for 1.5 s" in got.body.decode()
-
-
-async def _asked_beside_a_stray():
-    """Ask twice; before the router looks again, the second request waits, and an answer nobody asked the engine for."""
-    up = {"prefill": (True,), "decode": (True,)}
-    async with reciting({"prefill": (), "decode": ()}, up) as cast, routing(cast, {}) as served:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(post(text()))
-        await answer(reader)
-        os.write(writer.get_extra_info("socket").fileno(), post(text()))
-        os.write(cast.idle_at("prefill"), whole(prefilled(remote_engine_id="stray")))
-        got = await answer(reader)
-        writer.transport.abort()
-    return got.status, [b"stray" in heard.body for heard in cast.heard]
-
-
-def test_what_an_engine_sends_unasked_is_nobodys_answer(runner):
-    """A decode engine would read the blocks of another request. Both wait at the same time: the order is chance."""
-    for _ in range(5):
-        assert runner.run(_asked_beside_a_stray()) == (200, [False] * 4)

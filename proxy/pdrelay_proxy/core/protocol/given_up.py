@@ -14,7 +14,6 @@ from typing import Final
 
 from pdrelay_proxy.core.raw_json import maybe, value_at
 from pdrelay_proxy.core.schemas import (
-    Delta,
     DeltaEvent,
     FinishedAnswer,
     ServedAnswer,
@@ -24,7 +23,6 @@ from pdrelay_proxy.core.schemas import (
 from pdrelay_proxy.errors import EngineError
 
 _FINISH: Final = b'"finish_reason"'
-_DELTA: Final = b'"delta"'
 _MESSAGE_DELTA: Final = b'"message_delta"'
 _COMPLETION: Final = b'"completion_tokens"'
 _OUTPUT: Final = b'"output_tokens"'  # in each answer of /v1/responses and /v1/messages
@@ -68,20 +66,16 @@ def was_given_up(events: bytes, name: bytes) -> bool:
             (end.delta is not None and end.delta.stop_reason is None) or _counts_none(end.usage)
         )
     reason = _last_value(events, _FINISH)
-    if reason >= 0 and not events.startswith(_NULL, reason):
+    if reason < 0:  # every answer has a token, if only its end
+        tokens = _last_value(events, _COMPLETION)
+        return tokens >= 0 and events.startswith(_ZERO, tokens)
+    if not events.startswith(_NULL, reason):
         return events.startswith(_ABORT, reason)
-    tokens = _last_value(events, _COMPLETION)
-    if tokens >= 0 and events.startswith(_ZERO, tokens):
-        return True  # every answer has a token, if only its end
-    # a chat begins with a role; other engines than vLLM may give no reason behind a text
-    last = _event_at(events, reason if reason >= 0 else events.rfind(_DELTA))
-    return last is not None and any(
-        [_only_begins(choice.delta) for choice in last.choices]  # noqa: C419 (compiled, a generator takes longer)
+    # a chat begins without a text; other engines than vLLM may give no reason behind one
+    begun = _event_at(events, reason)
+    return begun is not None and any(
+        [choice.delta is not None and choice.delta.content == "" for choice in begun.choices]  # noqa: C419 (compiled, a generator takes longer)
     )
-
-
-def _only_begins(delta: Delta | None) -> bool:
-    return delta is not None and delta.role is not None and not delta.content
 
 
 def _event_at(events: bytes, place: int) -> DeltaEvent | None:

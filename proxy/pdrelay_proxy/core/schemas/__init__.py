@@ -192,7 +192,6 @@ class FinishedChoice(msgspec.Struct):
 class Delta(msgspec.Struct):
     """What an event adds to a message: of a chat, or Anthropic's."""
 
-    role: str | None = None
     content: str | None = None
     stop_reason: str | None = None
 

@@ -28,11 +28,6 @@ def backwards(pairs):
     return dict(reversed(pairs))
 
 
-def without_nulls(pairs):
-    """Return an object without the members that are null."""
-    return {name: value for name, value in pairs if value is not None}
-
-
 # as vLLM writes, and as others do: engines that are not vLLM, or what stands before one
 STYLES = {
     "vLLM": {},
@@ -40,7 +35,6 @@ STYLES = {
     "no space behind data": {"data": b"data:"},
     "carriage returns": {"end": b"\r\n"},
     "backwards": {"members": backwards},
-    "no nulls": {"members": without_nulls},
 }
 STYLE = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 SEPARATORS = pytest.mark.parametrize("separators", [COMPACT, SPACED], ids=["compact", "spaced"])

@@ -3,23 +3,11 @@
 import socket
 import struct
 from contextlib import suppress
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 # of struct tcp_info (linux/tcp.h): tcpi_unacked, tcpi_bytes_acked, tcpi_notsent_bytes
 _COUNTS: Final = struct.Struct("=24xI92xQ16xI")
 _RESET: Final = struct.pack("ii", 1, 0)  # struct linger: close() resets the connection
-
-
-class Socket(Protocol):
-    """The part of a socket that asyncio's and uvloop's transports show, too."""
-
-    def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
-        """As getsockopt(2)."""
-        ...
-
-    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """As setsockopt(2)."""
-        ...
 
 
 class Delivery(NamedTuple):
@@ -29,7 +17,7 @@ class Delivery(NamedTuple):
     is_all: bool  # nothing else was given to this end's kernel
 
 
-def delivery(sock: Socket | None) -> Delivery | None:
+def delivery(sock: socket.socket | None) -> Delivery | None:
     """Return how far the written bytes have come; None: the system does not tell, or the socket is
     closed.
     """
@@ -42,7 +30,7 @@ def delivery(sock: Socket | None) -> Delivery | None:
     return None
 
 
-def reset_at_close(sock: Socket | None) -> None:
+def reset_at_close(sock: socket.socket | None) -> None:
     """Have close() drop unread bytes and reset the connection: an answer without a length would end
     like a whole one.
     """

@@ -6,14 +6,13 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Final, TypeAlias, TypeVar
 
 import httpx
 import msgspec
 
-from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet import engine_metrics
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, facts_of_models
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
@@ -31,7 +30,6 @@ from pdrelay_proxy.io.wire.engine_tls import EngineTls
 
 T = TypeVar("T")
 NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
-_PORTS: Final = {"http": 80, "https": 443}
 # what is unpacked has no bound
 _HEADERS: Final = ((b"accept-encoding", b"identity"), (b"user-agent", b"pdrelay"))
 _UNAUTHORIZED: Final = 401
@@ -113,8 +111,8 @@ class HttpChecks:
         if self._given is not None:
             yield self._given
             return
-        async with OneConnection(self._tls.context) as transport:
-            yield transport if self._guard is None else _GuardedTransport(transport, self._guard)
+        async with OneConnection(self._tls.context, self._guard) as transport:
+            yield transport
 
     async def probe(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
         """Ask whether it lives, then, in a whole look, what it is.
@@ -229,7 +227,7 @@ class HttpChecks:
         except httpx.ConnectError as exc:
             if (lack := _lack(exc)) is not None:
                 raise ProbeNotMade(f"was not asked: {lack.strerror}") from exc
-            if isinstance(exc.__cause__, NotAllowed):
+            if any(isinstance(cause, NotAllowed) for cause in causes(exc)):
                 raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
             if (why := self._tls.failure(instance, exc)) is not None:
                 raise ProbeInvalid(why) from exc  # something is there that takes connections
@@ -278,34 +276,3 @@ def _read(body: bytes, wanted: type[T]) -> T:
         return decode(body, wanted)
     except NotJson as exc:
         raise ProbeInvalid(f"answers something else than vLLM does: {exc}") from exc
-
-
-class _GuardedTransport(httpx.AsyncBaseTransport):
-    """A transport of httpx that connects where the guard of added engines says."""
-
-    def __init__(self, transport: httpx.AsyncBaseTransport, guard: Guard) -> None:
-        self._transport = transport
-        self._guard = guard
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request to the address that was looked at; certificates are checked for the
-        name.
-        """
-        url = request.url
-        try:
-            places = await self._guard.ips_of(
-                Address(url.scheme, url.host, url.port or _PORTS[url.scheme])
-            )
-        except (NotAllowed, OSError) as exc:
-            raise httpx.ConnectError(str(exc), request=request) from exc
-        if not places:
-            return await self._transport.handle_async_request(request)
-        # the name of all engines goes before
-        request.extensions = {"sni_hostname": url.host, **request.extensions}
-        for place in places[:-1]:
-            request.url = url.copy_with(host=place)
-            # nothing has been sent: the next may take it
-            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
-                return await self._transport.handle_async_request(request)
-        request.url = url.copy_with(host=places[-1])
-        return await self._transport.handle_async_request(request)

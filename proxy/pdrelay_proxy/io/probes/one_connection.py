@@ -7,19 +7,24 @@ look costs.
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpcore
 import httpx
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.errors import NotAllowed
+from pdrelay_proxy.io.wire.connection_guard import Guard
+
 
 class OneConnection(httpx.AsyncBaseTransport):
     """Sends one request after the other; it connects anew if the engine has closed, or to another
-    address.
+    address, and where the guard of added engines says.
     """
 
-    def __init__(self, tls: ssl.SSLContext) -> None:
+    def __init__(self, tls: ssl.SSLContext, guard: Guard | None = None) -> None:
         self._tls = tls
+        self._guard = guard
         self._connection: httpcore.AsyncHTTPConnection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -61,7 +66,7 @@ class OneConnection(httpx.AsyncBaseTransport):
         ):
             return connection
         await self.aclose()
-        sockets = _Sockets(self._tls if origin.scheme == b"https" else None, name)
+        sockets = _Sockets(self._tls if origin.scheme == b"https" else None, name, self._guard)
         self._connection = httpcore.AsyncHTTPConnection(
             origin, ssl_context=self._tls, network_backend=sockets
         )
@@ -95,9 +100,10 @@ def _errors_of_httpx() -> Generator[None]:
 class _Sockets(httpcore.AsyncNetworkBackend):
     """Connects as asyncio does, with TLS from the first byte where there is a context."""
 
-    def __init__(self, tls: ssl.SSLContext | None, name: str) -> None:
+    def __init__(self, tls: ssl.SSLContext | None, name: str, guard: Guard | None) -> None:
         self._tls = tls
         self._name = name if tls is not None else None
+        self._guard = guard
 
     async def connect_tcp(
         self,
@@ -108,12 +114,25 @@ class _Sockets(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         try:
-            streams = await asyncio.open_connection(
-                host, port, ssl=self._tls, server_hostname=self._name
-            )
-        except OSError as exc:  # certificates that do not fit are among these
+            return await self._connected(host, port)
+        except (NotAllowed, OSError) as exc:  # certificates that do not fit are among these
             raise httpcore.ConnectError(str(exc)) from exc
-        return _Stream(*streams)
+
+    async def _connected(self, host: str, port: int) -> "_Stream":
+        """Connect to the host, or to the first of the addresses that were looked at; certificates
+        are checked for the name.
+        """
+        address = Address("http" if self._tls is None else "https", host, port)
+        ips = () if self._guard is None else await self._guard.ips_of(address)
+        for ip in ips[:-1]:
+            with suppress(OSError):
+                return await self._open(ip, port)
+        return await self._open(ips[-1] if ips else host, port)
+
+    async def _open(self, host: str, port: int) -> "_Stream":
+        return _Stream(
+            *await asyncio.open_connection(host, port, ssl=self._tls, server_hostname=self._name)
+        )
 
 
 class _Stream(httpcore.AsyncNetworkStream):

@@ -93,11 +93,6 @@ class HttpChecks:
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
         self._tls = tls or EngineTls.from_system()
-        # httpcore's word for the name that is asked for and looked for in certificates; over http
-        # nothing is.
-        self._extensions = (
-            {} if self._tls.server_name is None else {"sni_hostname": self._tls.server_name}
-        )
         self._given = transport
         self._guard = guard
 
@@ -111,7 +106,7 @@ class HttpChecks:
         if self._given is not None:
             yield self._given
             return
-        async with OneConnection(self._tls.context, self._guard) as transport:
+        async with OneConnection(self._tls, self._guard) as transport:
             yield transport
 
     async def probe(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
@@ -213,9 +208,7 @@ class HttpChecks:
 
     def _request(self, instance: Instance, path: str) -> httpx.Request:
         headers = [*_HEADERS, *self._headers(instance.pool)]
-        return httpx.Request(
-            "GET", instance.address.url + path, headers=headers, extensions=self._extensions
-        )
+        return httpx.Request("GET", instance.address.url + path, headers=headers)
 
     @contextmanager
     def _failures(self, instance: Instance, path: str, patience_s: float) -> Generator[None]:

@@ -15,6 +15,7 @@ import httpx
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.errors import NotAllowed
 from pdrelay_proxy.io.wire.connection_guard import Guard
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
 
 
 class OneConnection(httpx.AsyncBaseTransport):
@@ -22,7 +23,7 @@ class OneConnection(httpx.AsyncBaseTransport):
     address, and where the guard of added engines says.
     """
 
-    def __init__(self, tls: ssl.SSLContext, guard: Guard | None = None) -> None:
+    def __init__(self, tls: EngineTls, guard: Guard | None = None) -> None:
         self._tls = tls
         self._guard = guard
         self._connection: httpcore.AsyncHTTPConnection | None = None
@@ -32,8 +33,7 @@ class OneConnection(httpx.AsyncBaseTransport):
 
         Raises httpx.ConnectError, and httpx.ReadError for the rest.
 
-        It waits as long as its task does. The extension ``sni_hostname`` is the name that a
-        certificate must have.
+        It waits as long as its task does.
         """
         url = request.url
         place = httpcore.URL(
@@ -42,9 +42,8 @@ class OneConnection(httpx.AsyncBaseTransport):
         sent = httpcore.Request(
             request.method, place, headers=request.headers.raw, content=request.stream
         )
-        name = str(request.extensions.get("sni_hostname", url.host))
         with _errors_of_httpx():
-            answer = await (await self._connected(place.origin, name)).handle_async_request(sent)
+            answer = await (await self._connected(place.origin)).handle_async_request(sent)
         assert isinstance(answer.stream, AsyncIterable)
         return httpx.Response(
             answer.status, headers=answer.headers, stream=_Body(answer.stream, answer.aclose)
@@ -56,7 +55,7 @@ class OneConnection(httpx.AsyncBaseTransport):
             await self._connection.aclose()
             self._connection = None
 
-    async def _connected(self, origin: httpcore.Origin, name: str) -> httpcore.AsyncHTTPConnection:
+    async def _connected(self, origin: httpcore.Origin) -> httpcore.AsyncHTTPConnection:
         connection = self._connection
         if (
             connection is not None
@@ -66,9 +65,9 @@ class OneConnection(httpx.AsyncBaseTransport):
         ):
             return connection
         await self.aclose()
-        sockets = _Sockets(self._tls if origin.scheme == b"https" else None, name, self._guard)
+        sockets = _Sockets(self._tls if origin.scheme == b"https" else None, self._guard)
         self._connection = httpcore.AsyncHTTPConnection(
-            origin, ssl_context=self._tls, network_backend=sockets
+            origin, ssl_context=self._tls.context, network_backend=sockets
         )
         return self._connection
 
@@ -98,11 +97,10 @@ def _errors_of_httpx() -> Generator[None]:
 
 
 class _Sockets(httpcore.AsyncNetworkBackend):
-    """Connects as asyncio does, with TLS from the first byte where there is a context."""
+    """Connects as asyncio does; over TLS from the first byte, where it is given."""
 
-    def __init__(self, tls: ssl.SSLContext | None, name: str, guard: Guard | None) -> None:
+    def __init__(self, tls: EngineTls | None, guard: Guard | None) -> None:
         self._tls = tls
-        self._name = name if tls is not None else None
         self._guard = guard
 
     async def connect_tcp(
@@ -119,19 +117,21 @@ class _Sockets(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectError(str(exc)) from exc
 
     async def _connected(self, host: str, port: int) -> "_Stream":
-        """Connect to the host, or to the first of the addresses that were looked at; certificates
-        are checked for the name.
+        """Connect to the host, or to the first that takes connections of the addresses that were
+        looked at.
         """
         address = Address("http" if self._tls is None else "https", host, port)
         ips = () if self._guard is None else await self._guard.ips_of(address)
         for ip in ips[:-1]:
             with suppress(OSError):
-                return await self._open(ip, port)
-        return await self._open(ips[-1] if ips else host, port)
+                return await self._open(address, ip)
+        return await self._open(address, ips[-1] if ips else host)
 
-    async def _open(self, host: str, port: int) -> "_Stream":
+    async def _open(self, address: Address, host: str) -> "_Stream":
+        tls = self._tls
+        context, name = (None, None) if tls is None else (tls.context, tls.name_of(address))
         return _Stream(
-            *await asyncio.open_connection(host, port, ssl=self._tls, server_hostname=self._name)
+            *await asyncio.open_connection(host, address.port, ssl=context, server_hostname=name)
         )
 
 

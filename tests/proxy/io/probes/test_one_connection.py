@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.io.probes.one_connection import OneConnection
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
 from support.certificates import Authority
 from support.wiring import LOOPS, run
 
@@ -53,15 +54,15 @@ class Engine:
 
 
 @asynccontextmanager
-async def asking(engine, *, tls=None, serves_tls=None, **extensions):
+async def asking(engine, *, tls=None, serves_tls=None, name=None):
     """Yield what asks the engine, over one transport."""
     async with await asyncio.start_server(engine.serve, "127.0.0.1", 0, ssl=serves_tls) as server:
         port = server.sockets[0].getsockname()[1]
         scheme = "http" if serves_tls is None else "https"
-        async with OneConnection(tls or httpx.create_ssl_context()) as transport:
+        async with OneConnection(EngineTls(tls or httpx.create_ssl_context(), name)) as transport:
 
             async def ask():
-                request = httpx.Request("GET", f"{scheme}://127.0.0.1:{port}/health", extensions=extensions)
+                request = httpx.Request("GET", f"{scheme}://127.0.0.1:{port}/health")
                 async with (
                     asyncio.timeout(5),
                     contextlib.aclosing(await transport.handle_async_request(request)) as got,
@@ -132,7 +133,7 @@ def test_an_address_without_a_server_refuses(loop):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
-            async with OneConnection(httpx.create_ssl_context()) as transport:
+            async with OneConnection(EngineTls.from_system()) as transport:
                 with pytest.raises(httpx.ConnectError):
                     await transport.handle_async_request(httpx.Request("GET", f"http://127.0.0.1:{port}/"))
 
@@ -149,7 +150,7 @@ def test_a_certificate_must_have_the_name_of_its_engine(loop, tmp_path):
         async with asking(engine, tls=trusting, serves_tls=serving) as ask:
             assert [await ask(), await ask()] == [(200, b"ok")] * 2
         assert engine.opened == 1
-        async with asking(Engine(), tls=trusting, serves_tls=serving, sni_hostname="other.example") as ask:
+        async with asking(Engine(), tls=trusting, serves_tls=serving, name="other.example") as ask:
             with pytest.raises(httpx.ConnectError, match="not valid for"):
                 await ask()
         async with asking(Engine(), serves_tls=serving) as ask:

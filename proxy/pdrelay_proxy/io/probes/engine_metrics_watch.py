@@ -12,7 +12,6 @@ from functools import partial
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import (
-    ShownLoad,
     incompatible_peers,
     read,
     received,
@@ -66,17 +65,8 @@ class EngineMetricsWatch:
         # also if nobody ever looks at the numbers
         self._telemetry.keep(frozenset(instance.id for instance in known))
         self._inflow.keep(frozenset(decode.id for decode in decodes))
-        readings = await read_all(decodes, self._read_decode, self._every_s)
-        refused = frozenset[str]().union(*[incompatible for incompatible, _ in readings])
-        loads = {
-            one.id: load
-            for one, (_, load) in zip(decodes, readings, strict=True)
-            if load is not None
-        }
-        for name, load in loads.items():
-            member = self._registry.get(name)
-            if member is not None and load.kv_usage is not None:
-                member.load.kv_shown(load.kv_usage, now=load.at)
+        incompatible = await read_all(decodes, self._read_decode, self._every_s)
+        refused = frozenset[str]().union(*incompatible)
         doubtful = list[Instance]()
         for listener in self._listeners:
             prefills = listener.prefills_to_read(self._clock())
@@ -90,19 +80,13 @@ class EngineMetricsWatch:
         ]
         await read_all(restarted, self._learn_id, self._every_s)
 
-    async def _read_decode(self, decode: Instance) -> tuple[frozenset[str], ShownLoad | None]:
-        """Look at a decode engine.
-
-        Returns:
-            The engine ids of those that it cannot load from, and how busy it is, if it gets
-            requests.
-        """
+    async def _read_decode(self, decode: Instance) -> frozenset[str]:
+        """Look at a decode engine; return the engine ids of those that it cannot load from."""
         # before the engine counts: see KvInflow
         promised = self._telemetry.transfers_expected[decode.id]
         exposition = await self._read(decode)
         tokens_received = received(exposition, decode.rank)
         refused = frozenset[str]()
-        load = None
         if exposition:
             refused = incompatible_peers(exposition, decode.rank)
             now = self._clock()
@@ -111,6 +95,8 @@ class EngineMetricsWatch:
             # With ranks the load is that of all of them together.
             if member is not None and decode.rank is None and member.life.may_serve(now=now):
                 load = shown_load(exposition, now=now)
+                if load is not None and load.kv_usage is not None:
+                    member.load.kv_shown(load.kv_usage, now=now)
             for listener in self._listeners:
                 listener.decode_shown(decode, exposition, now)
         if dry := self._inflow.missing_legs(decode.id, tokens_received, promised):
@@ -119,7 +105,7 @@ class EngineMetricsWatch:
             )
             logger.warning(warning, decode.id, dry)
             self._telemetry.transfers_missing(decode.id, dry)
-        return refused, load
+        return refused
 
     async def _show_prefill(self, listener: MetricsListener, prefill: Instance) -> None:
         if exposition := await self._read(prefill):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Final, cast, get_args
 
-from pdrelay_proxy.declarations import Kind, Option
+from pdrelay_proxy.declarations import Kind, Option, Switch
 from pdrelay_proxy.features import feature_policies, feature_settings
 from pdrelay_proxy.settings import PolicyName, Settings, policy_kind
 
@@ -74,14 +74,10 @@ def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
         by_owner.setdefault(_BY_NAME[name].owner, {})[name] = value
     changed = replace(settings, **by_owner.pop(Settings, {}))
     chosen = [
-        _replaced(changed.for_feature(owner), new_values) for owner, new_values in by_owner.items()
+        replace(cast("Any", changed.for_feature(owner)), **new_values)
+        for owner, new_values in by_owner.items()
     ]
     return changed.with_features(*chosen) if chosen else changed
-
-
-def _replaced(feature_settings_value: object, values: Mapping[str, Any]) -> object:
-    """Return the settings of a feature with other values."""
-    return replace(cast("Any", feature_settings_value), **values)
 
 
 def reused_of_features() -> Mapping[str, object]:
@@ -116,11 +112,7 @@ def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type
         *others, last = annotation
         right = f"a choice: write {', '.join(others)} or {last}"
         return Kind(right, "{" + ",".join(annotation) + "}", annotation, choices=tuple(annotation))
-    if annotation is bool:
-        return Kind(
-            "a switch: write true or false", "{true,false}", bool, choices=("true", "false")
-        )
-    return Kind("", "NAME")
+    return _kind(Switch) if annotation is bool else Kind("", "NAME")
 
 
 def _declared(owner: Any) -> Sequence[Setting]:  # noqa: ANN401 (dataclasses have no type of their own)

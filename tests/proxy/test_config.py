@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from pdrelay_proxy.cli import build_parser, main
+from pdrelay_proxy.consistency import check
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features import feature_settings
 from pdrelay_proxy.known_settings import DECLARED, OPTIONS, SECRETS, needs_restart, reused_of_features, with_values
@@ -170,3 +171,17 @@ def test_one_setting_chooses_all_that_uses_kv_and_others_win(config):
 def test_an_empty_file_changes_nothing(config):
     """Comments are fine."""
     assert config("# nothing yet\n") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (Settings(admin_host="127.0.0.1"), "^admin_host is set, and admin_port is not: write the port"),
+        (Settings(port=8000, admin_port=8000), "^port and admin_port are both 8000: write two$"),
+        (Settings(host="0.0.0.0"), "^host is 0.0.0.0, so others could use the engines without a key: set"),
+    ],
+)
+def test_places_that_cannot_be_meant_are_refused(settings, says):
+    """Of two ports that are one, the kernel would spread connections over both."""
+    with pytest.raises(ConfigError, match=says):
+        check(settings)

@@ -1,8 +1,6 @@
 """What a web page can have a browser send to a router that wants no keys, and what others send it all the same."""
 
 import json
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import httpx
@@ -85,14 +83,3 @@ def test_openais_client_works_unchanged(stage):
     """With the key that it must have."""
     with openai.OpenAI(base_url=f"{stage[0]}/v1", api_key="none", max_retries=0) as sdk:
         assert sdk.completions.create(**BODY).choices[0].text
-
-
-def test_a_router_for_others_without_keys_does_not_start():
-    """One sentence, and what would be right."""
-    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", "0", "--host", "0.0.0.0"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-
-    assert done.returncode == 2
-    assert done.stderr.startswith("pdrelay serve: host is 0.0.0.0, so others could use the engines without a key")
-    assert "allow_unauthenticated" in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -23,12 +23,27 @@ ROWS = "[...document.querySelectorAll('#instances tr')].map((row) => row.innerTe
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 
 
-@pytest.fixture
-def page():
+@pytest.fixture(scope="module")
+def started():
+    """One browser for all tests: each takes half a second of CPU to start."""
     with browser() as page:
-        page.look()
         yield page
-        assert not page.complaints  # nor has the page's own policy refused anything
+
+
+@pytest.fixture
+def tab(started):
+    """A tab that shows nothing; what the page of an earlier test complained about is not this one's."""
+    started.open("about:blank")
+    started.run("1")
+    started.complaints.clear()
+    started.look()
+    return started
+
+
+@pytest.fixture
+def page(tab):
+    yield tab
+    assert not tab.complaints  # nor has the page's own policy refused anything
 
 
 def ask(fleet, **body):
@@ -92,23 +107,22 @@ CONTRAST = """(() => {
 
 
 @needs_browser
-def test_a_router_that_is_gone_is_told_and_a_page_in_the_background_is_quiet():
+def test_a_router_that_is_gone_is_told_and_a_page_in_the_background_is_quiet(tab):
     """What is shown is old then; and a forgotten tab asks nobody."""
-    with browser() as page:
-        with cluster(1, 1) as fleet:
-            page.open(f"http://{fleet.router}/")
-            page.until("document.querySelectorAll('#instances tr').length === 2")
-            page.run(
-                "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
-                "document.dispatchEvent(new Event('visibilitychange')); at('fresh').textContent = 'marked';"
-            )
-            page.run("new Promise((done) => setTimeout(done, 2500))")
-            quiet = page.run("at('fresh').textContent")
-        page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'));")
-        page.until("at('trouble').textContent.includes('does not answer')")
+    with cluster(1, 1) as fleet:
+        tab.open(f"http://{fleet.router}/")
+        tab.until("document.querySelectorAll('#instances tr').length === 2")
+        tab.run(
+            "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+            "document.dispatchEvent(new Event('visibilitychange')); at('fresh').textContent = 'marked';"
+        )
+        tab.run("new Promise((done) => setTimeout(done, 2500))")
+        quiet = tab.run("at('fresh').textContent")
+    tab.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'));")
+    tab.until("at('trouble').textContent.includes('does not answer')")
 
-        assert quiet == "marked"
-        assert page.run("document.querySelectorAll('#instances tr').length") == 2
+    assert quiet == "marked"
+    assert tab.run("document.querySelectorAll('#instances tr').length") == 2
 
 
 PRESS = """(async () => {

@@ -15,7 +15,7 @@ from pdrelay_proxy.core.model import EngineResponse, Instance, PrefillResult
 from pdrelay_proxy.core.protocol.engine_errors import leg_error, refusal
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.given_up import given_up, is_given_up
-from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer, is_stream
+from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer, is_half, is_stream
 from pdrelay_proxy.core.protocol.sse import (
     LINE_MOST,
     Beginning,
@@ -34,7 +34,7 @@ from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import LegRecord
 from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.errors import AnswerRefused, EngineError, Refused
-from pdrelay_proxy.io.wire.response_handler import ResponseHandler
+from pdrelay_proxy.io.wire.response_handler import ResponseHandler, half_answer
 
 _OK: Final = 200
 _DONE: Final = b"[DONE]"
@@ -464,6 +464,8 @@ class DecodeLeg(EngineLeg):
         if self.status != _OK:
             raise leg_error(self.instance, self.response(body))
         check_type(self.engine, self.content_type)
+        if self.until_close and is_half(self.content_type, body):
+            raise half_answer(self.engine)
         if is_given_up(body):
             raise given_up(self.engine)
         shown = clean_answer(self.engine, self.content_type, body)

@@ -66,6 +66,17 @@ def check_type(engine: str, content_type: bytes) -> None:
         )
 
 
+def is_half(content_type: bytes, body: bytes) -> bool:
+    """Return whether the end of an answer is missing, as far as its type shows that."""
+    if media_type(content_type) != _JSON:
+        return False
+    try:
+        decode(body, msgspec.Raw)
+    except NotJson:
+        return True
+    return False
+
+
 def clean_answer(engine: str, content_type: bytes, body: bytes) -> bytes:
     """Return a whole answer without the parameters.
 

@@ -235,6 +235,7 @@ class Connection:
         if reply is None or reply.complete:
             self._drop_unsolicited()
         elif self._reader.until_eof:
+            reply.until_close = True
             self._answered(reply, clean=False)
         else:
             self.abort()

@@ -35,11 +35,13 @@ class ResponseHandler(ABC):
     ``end``, ``fail`` or ``crashed``, after which no call comes. None of them may wait or raise.
     """
 
-    __slots__ = ("complete", "engine", "error", "opening", "source")
+    __slots__ = ("complete", "engine", "error", "opening", "source", "until_close")
 
     def __init__(self, engine: str) -> None:
         self.engine = engine  # its id, for errors
         self.complete = False
+        # it ended with its connection, as one that broke off does
+        self.until_close = False
         self.error: Exception | None = None
         self.source: ResponseSource | None = None  # since the request was sent
         self.opening: asyncio.Task[None] | None = None  # opens a connection for it
@@ -127,7 +129,7 @@ class ResponseHandler(ABC):
             text = f"{self.engine} closed an idle connection as a request came"
             error: EngineError = ConnectionStale(text, was_sent=was_sent)
         else:
-            error = EngineError(f"{self.engine} broke off before its answer was complete")
+            error = half_answer(self.engine)
         error.__cause__ = cause
         self.failed(error)
 
@@ -137,3 +139,8 @@ class ResponseHandler(ABC):
             self.drop()
             self.error = error
             self.fail(error)
+
+
+def half_answer(engine: str) -> EngineError:
+    """Return the error for an answer whose end is missing."""
+    return EngineError(f"{engine} broke off before its answer was complete")

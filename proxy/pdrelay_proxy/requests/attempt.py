@@ -16,6 +16,7 @@ from pdrelay_proxy.core.model import (
     RequestId,
     TransferId,
 )
+from pdrelay_proxy.core.protocol.endpoints import UNCACHED
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.protocol.usage import prompt_tokens
@@ -213,7 +214,7 @@ class Attempt(LegOwner):
         life = self._life
         life.services.sender.done(leg)
         try:
-            leg.read_answer(body)
+            leg.read_answer(body, is_made=self._plan.path not in UNCACHED)
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
             return

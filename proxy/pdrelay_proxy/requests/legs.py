@@ -457,16 +457,18 @@ class DecodeLeg(EngineLeg):
             return
         EngineLeg.end(self)
 
-    def read_answer(self, body: bytes) -> None:
+    def read_answer(self, body: bytes, *, is_made: bool) -> None:
         """Keep what the client gets of an answer that is no stream; raises EngineError, Refused: it
         is no good one.
+
+        ``is_made``: a model made it; else it may repeat what its client says of another one.
         """
         if self.status != _OK:
             raise leg_error(self.instance, self.response(body))
         check_type(self.engine, self.content_type)
         if self.until_close and is_half(self.content_type, body):
             raise half_answer(self.engine)
-        if is_given_up(body):
+        if is_made and is_given_up(body):
             raise given_up(self.engine)
         shown = clean_answer(self.engine, self.content_type, body)
         if self.cache_usage is not None:

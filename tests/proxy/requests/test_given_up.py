@@ -106,3 +106,24 @@ async def test_without_another_engine_it_is_an_error(api, stream):
     client = await served(fleet(api, after=0, y=1, retries=0), api, stream=stream)
 
     assert client.status == 502 or b"gave up its answer" in client.body
+
+
+OTHERS = {
+    # some models score all options in one forward pass, and make no token (structured_decisions/strategies.py)
+    "/v1/systemone": {"answers": {"q": "a"}, "usage": {"input_tokens": 30, "output_tokens": 0}},
+    # it repeats the reason that its client has sent
+    "/v1/chat/completions/derender": {"choices": [{"index": 0, "message": {}, "finish_reason": "abort"}]},
+}
+
+
+@pytest.mark.parametrize("path", OTHERS)
+async def test_what_makes_no_token_gives_none_up(path):
+    """Neither the engine nor the client loses by it."""
+    said = json.dumps(OTHERS[path], separators=(",", ":")).encode()
+
+    async def decode(_):
+        return EngineResponse(200, JSON, said)
+
+    client = await router_of(Scripted(pulled_prefill, decode), 1, 2).serve(Asked(path, b"{}"))
+
+    assert (client.error, client.body) == (None, said)

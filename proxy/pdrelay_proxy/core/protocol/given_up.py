@@ -48,8 +48,10 @@ def is_given_up(answer: bytes) -> bool:
     said = maybe(answer, FinishedAnswer)
     if said is None:
         return False
-    if (said.type == "message" and said.stop_reason is None) or _has_no_answer(said):
-        return True
+    if said.type == "message":
+        return said.stop_reason is None or _counts_none(said.usage)
+    if said.object == "response":
+        return _has_no_answer(said)
     return any([choice.finish_reason == "abort" for choice in said.choices])  # noqa: C419 (compiled, a generator takes longer)
 
 

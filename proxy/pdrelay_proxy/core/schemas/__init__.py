@@ -214,6 +214,7 @@ class FinishedAnswer(ServedInside):
     """A whole answer that says why it has ended; Anthropic's is a message."""
 
     choices: tuple[FinishedChoice, ...] = ()
+    object: str | None = None
     type: str | None = None
     stop_reason: str | None = None
 

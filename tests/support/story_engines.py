@@ -21,7 +21,10 @@ from support.sim import connect
 
 PATHS = {api.value: api for api in Api}
 BLOCK = 4  # tokens: an engine has whole blocks in its cache
-MODELS = {"data": [{"id": "m"}]}
+ROOM = (
+    b"\nvllm:num_requests_running 1\nvllm:num_requests_waiting 0"
+    b"\nvllm:kv_cache_usage_perc %f\nvllm:num_preemptions_total 0\n"
+)
 LEASE_S = 3.0  # a decode engine waits so long for what is pushed
 _LOOKING_BACK = ("presence_penalty", "frequency_penalty", "response_format", "structured_outputs")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -30,13 +33,14 @@ _NAMES = {
     Api.CHAT: "chatcmpl-{}",
     Api.RESPONSES: "resp_{}_0",
     Api.MESSAGES: "chatcmpl-{}",
+    Api.GENERATE: "generate-tokens-{}",
 }
 
 
 def prompts_of(body):
     """Return the tokens of each prompt of a body."""
     params = body.get("kv_transfer_params") or {}
-    prompt = next(body[name] for name in ("messages", "input", "prompt") if name in body)
+    prompt = next(body[name] for name in ("messages", "input", "token_ids", "prompt") if name in body)
     if "prompt_token_ids" in params:
         return [params["prompt_token_ids"]]
     several = prompt if "prompt" in body and isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
@@ -54,10 +58,21 @@ def limit_of(body):
     return next((body[name] for name in _LIMITS if body.get(name) is not None), 16)
 
 
+def flat(body):
+    """Return a body with its sampling parameters beside the other fields, where most APIs have them."""
+    return body | body.get("sampling_params", {})
+
+
+def weights_of(model):
+    """Return which weights a name means: ``a@x`` is another name of ``a``, and ``a+x`` an adapter."""
+    return model.partition("@")[0]
+
+
 def next_tokens(body, context, made, index):
     """Return the tokens that may follow: one, or two where a request is sampled without a seed."""
     looks_back = any(body.get(name) for name in _LOOKING_BACK) or (body.get("temperature") and "seed" in body)
     weight = sum(place * token for place, token in enumerate(context, 1)) * 31 + len(context) + index * 3
+    weight += sum((body.get("weights") or weights_of(body.get("model") or "m")).encode())
     token = (weight + (5 * made + body.get("seed", 0) + 1 if looks_back else 0)) % VOCABULARY
     is_free = body.get("temperature") and "seed" not in body
     return (token, (token + 1) % VOCABULARY) if is_free else (token,)
@@ -90,6 +105,7 @@ def steps(api, body, context, index, *, per_event=1, sampled=min):
             ids.append(token)
             is_end, is_over = token in stops, token in stops or len(made) >= limit
             pending += "" if is_end else f" {token}" + ("é" if token % 3 == 0 else "") + ("<" if token % 5 == 0 else "")
+            pending += "~" * 10_000 * (body.get("user") == "fat" and not is_end)
             if token % HALF or is_over:
                 kept = "<" if api is Api.CHAT and pending.endswith("<") and not is_over else ""
                 text, pending = text + pending.removesuffix(kept), kept
@@ -110,7 +126,9 @@ class Saying:
         """``contexts``: what it goes on behind, prompt by prompt, where that is no prompt; ``cached``: tokens."""
         self.api, self.body, self.cached = api, body, cached
         self.prompts = prompts or prompts_of(body)
-        self._head = {"id": name, "created": created, "model": "m"}
+        self._head = {"id": name, "created": created, "model": body.get("model", "m")}
+        if api is Api.GENERATE:
+            self._head = {"request_id": name}
         n = body.get("n") or 1
         self.choices = [
             [
@@ -148,6 +166,14 @@ class Saying:
 
     def whole(self):
         """Return the answer that is no stream."""
+        if self.api is Api.GENERATE:
+            choices = [self._tokens([i for step in c for i in step.ids], c[-1]) for c in self.choices]
+            return self._head | {
+                "model": self.body.get("model", "m"),
+                "created": 5,
+                "choices": choices,
+                "usage": self.usage(),
+            }
         if self.api in (Api.COMPLETIONS, Api.CHAT):
             return (
                 self._head
@@ -163,6 +189,11 @@ class Saying:
             said = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": text}]}
             return self._head | said | {"stop_reason": _STOPS.get(finish), "usage": self.usage()}
         return self._response(text, "incomplete" if finish == "length" else "completed")
+
+    @staticmethod
+    def _tokens(ids, step):
+        said = {"index": step.index, "token_ids": ids, "finish_reason": step.finish, "stop_reason": step.stop}
+        return said | {"logprobs": None}
 
     def _response(self, text, status):
         output = [{"type": "message", "content": [{"type": "output_text", "text": text}]}]
@@ -232,10 +263,17 @@ class Saying:
         return {"usage": self.usage(made, prompt)} if is_told else {}
 
     def _chunk(self, choice, more):
-        return self._head | {"object": "chunk", "choices": [choice]} | more
+        return (
+            self._head | {"output_mode" if self.api is Api.GENERATE else "object": "chunk", "choices": [choice]} | more
+        )
 
     def _run(self, choice):
         made, offset = 0, 0
+        if self.api is Api.GENERATE:
+            for step in choice:
+                made += len(step.ids)
+                yield _event(self._chunk(self._tokens(step.ids, step), self._continuous(made, step.index)))
+            return
         hides = self.body.get("include_reasoning") is False and self.api is Api.CHAT
         for place, step in enumerate(choice):
             made += len(step.ids)
@@ -328,9 +366,13 @@ class Fleet:
     mode: str = "pull"
     fails_loads: bool = False  # a request whose KV does not come fails; False: its engine computes it
     offers: bool = False  # clients may get a prefill engine's token
+    models: dict = field(default_factory=dict)  # what engines serve, by host; others serve ``m``
+    versions: dict = field(default_factory=dict)  # of the weights, by host
+    shows_room: bool = False  # how full their KV caches are: now they are, now they are not
     engines: dict = field(default_factory=dict)
-    kv: dict = field(default_factory=dict)  # tokens, by engine id and name
-    heard: list = field(default_factory=list)  # of each leg: its id, and cached tokens of a prompt that was computed
+    kv: dict = field(default_factory=dict)  # weights, salt and tokens, by engine id and name
+    # of each leg: its id, cached tokens of a prompt that was computed, and its salt
+    heard: list = field(default_factory=list)
     numbers: count = field(default_factory=count)
 
     def add(self, host):
@@ -354,8 +396,11 @@ class _Probes(httpx.AsyncBaseTransport):
         engine = self._fleet.engines[request.url.host]
         if not engine.is_up:
             raise httpx.ConnectError("nobody listens there", request=request)
-        said = {"/v1/models": MODELS, "/version": {"version": "0.32.0"}}.get(request.url.path)
-        return httpx.Response(200, content=b"" if said is None else json.dumps(said).encode())
+        said = {"/v1/models": engine.models(), "/version": {"version": "0.32.0"}}.get(request.url.path)
+        if said is not None:
+            return httpx.Response(200, content=json.dumps(said).encode())
+        shows_room = request.url.path == "/metrics" and self._fleet.shows_room
+        return httpx.Response(200, content=ROOM % self._fleet.dice.choice((0.2, 0.5, 0.95)) if shows_room else b"")
 
 
 class Engine:
@@ -376,25 +421,49 @@ class Engine:
         for key in [key for key in self.fleet.kv if key[0] == self.id]:
             del self.fleet.kv[key]
 
+    def models(self):
+        """Return what it says of its models."""
+        names = self.fleet.models.get(self.host, ("m",))
+        return {
+            "data": [{"id": n, "root": self.weights(n)} | ({"parent": names[0]} if "+" in n else {}) for n in names]
+        }
+
+    def weights(self, name):
+        """Return which weights it has under a name."""
+        return weights_of(name) + self.fleet.versions.get(self.host, "")
+
     def cached(self, body, prompt):
         """Return how many tokens of a prompt are in its cache, and keep it."""
-        kept = self.cache[body.get("cache_salt")]
+        kept = self.cache[body["weights"], body.get("cache_salt")]
         same = max((_same(prompt, other) for other in kept), default=0)
         kept.append(prompt)
         return min(same, len(prompt) - 1) // BLOCK * BLOCK
 
+    def _meant(self, body):
+        """Return a body with the model that it means here, and its weights; None: this engine has no such model."""
+        names = self.fleet.models.get(self.host, ("m",))
+        name = body.get("model") or names[0]
+        if name not in names:
+            return None
+        name = name if "+" in name else names[0]
+        return flat(body) | {"model": name, "weights": self.weights(name)}
+
     async def answer(self, path, name, body):
         """Return the pieces of an answer, head first, and what becomes of them."""
         api, fate, params = PATHS[path], self.fleet.fate(), body.get("kv_transfer_params") or {}
+        model, body = body.get("model"), self._meant(body)
+        if body is None:
+            return _error(404, f"The model `{model}` does not exist."), fate
+        if str(body.get("user")).isdigit():
+            return _error(int(body["user"]), "it asks for that"), fate
         if limit_of(body) == 2**31 - 1 or "abandoned_transfer_id" in params:
-            return _whole(400, {"error": {"message": "too many"}}), fate
+            return _error(400, "too many"), fate
         if fate.kind == "status":
-            error = {"message": "no", "type": "x", "param": None, "code": fate.status}
-            return _whole(fate.status, {"error": error}), fate
+            return _error(fate.status, "no"), fate
         (prompt, *_) = prompts = prompts_of(body)
         contexts, cached = prompts, None
         if params.get("do_remote_prefill"):
-            kv = await self._load(params)
+            kv = await self._load(params, body)
             if kv is None and self.fleet.fails_loads:
                 error = _stream([error_event(api), b"data: [DONE]\n\n"])
                 return error if body.get("stream") else _whole(500, {"error": {"message": "no KV"}}), fate
@@ -402,7 +471,7 @@ class Engine:
                 cached = params.get("remote_prefill_cached_tokens", len(prompt) - 1)
                 contexts = [[*kv, *prompt[len(kv) :]]]
         found = self.cached(body, prompt) if cached is None else None
-        self.fleet.heard.append((name, found))
+        self.fleet.heard.append((name, found, body.get("cache_salt")))
         cached = found if cached is None else cached
         shown = cached if self.fleet.tells_cache else None
         known, created = _NAMES[api].format(name), next(self.fleet.numbers)
@@ -414,14 +483,15 @@ class Engine:
             return _streamed(api, said, fate)
         lends = params.get("do_remote_decode") and fate.kind != "abort"
         assert not params.get("do_remote_decode") or limit_of(body) == 1, body
-        lent = {"kv_transfer_params": self._lend(known, params, prompt, cached)} if lends else {}
+        lent = {"kv_transfer_params": self._lend(known, params, body, prompt, cached)} if lends else {}
         return _whole(200, said.whole() | lent), fate
 
-    def _lend(self, name, params, prompt, cached):
+    def _lend(self, name, params, body, prompt, cached):
         """Return the parameters with which a decode engine gets the KV of a prompt."""
         fleet, known = self.fleet, f"{name}-{next(self.fleet.numbers):08x}"
         pushes = fleet.mode == "push" or params.get("transfer_mode") == "push"
-        fleet.kv[self.id, params["transfer_id"] if pushes else known] = prompt
+        key = self.id, params["transfer_id"] if pushes else known
+        fleet.kv[key] = body["weights"], body.get("cache_salt"), prompt
         lent = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -438,15 +508,17 @@ class Engine:
         offer = {"pdrelay_first_token": {"apis": ["completions", "chat"], "max_model_len": 4096}}
         return lent | (offer if fleet.offers and not pushes else {})
 
-    async def _load(self, params):
-        """Return the tokens whose KV comes; None: it does not come."""
+    async def _load(self, params, body):
+        """Return the tokens whose KV comes; None: it does not come, or is refused: it is another model's."""
         pushed = params.get("transfer_mode") == "push"
         key = params["remote_engine_id"], params["transfer_id" if pushed else "remote_request_id"]
         for _ in range(int(LEASE_S / 0.25) if pushed else 0):
             if key in self.fleet.kv:
                 break
             await asyncio.sleep(0.25)
-        return self.fleet.kv.pop(key, None)
+        weights, salt, tokens = self.fleet.kv.pop(key, (None, None, None))
+        is_own = salt == body.get("cache_salt")  # another tenant's makes another text
+        return None if weights != body["weights"] else tokens if is_own else [token + 1 for token in tokens]
 
 
 def _same(one, other):
@@ -459,6 +531,10 @@ def _whole(status, answer):
     body = json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
     head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
     return [head + body]
+
+
+def _error(status, message):
+    return _whole(status, {"error": {"message": message, "type": "x", "param": None, "code": status}})
 
 
 def _stream(events):
@@ -511,7 +587,7 @@ class Line(asyncio.Protocol):
         headers = {pair[0]: pair[1] for pair in pairs}
         if method == b"GET":
             self._read = b""
-            self.transport.write(_whole(200, MODELS)[0])
+            self.transport.write(_whole(200, self._engine.models())[0])
         elif len(body) >= int(headers[b"content-length:"]):
             self._read = b""
             leg = path.decode(), headers[b"x-request-id:"].decode(), json.loads(body)

@@ -1,0 +1,541 @@
+"""Stories of many clients and engines that fail: each answer is that of one engine to that body alone, or an error."""
+
+import asyncio
+import json
+import logging
+import random
+import re
+import socket
+from dataclasses import dataclass, field
+from functools import partial
+
+from uvicorn.server import ServerState
+
+from pdrelay_proxy import listeners
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.model import Api, Role
+from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
+from pdrelay_proxy.known_settings import with_values
+from pdrelay_proxy.settings import KvTransferMode, Settings
+from support.simulated_loop import SimulatedLoop
+from support.story_engines import Fate, Fleet, Saying, flat, next_tokens, prompts_of
+
+DEATHS = ("status", "cut", "cut", "cut", "stall", "error", "abort")
+WORDS = ("once", "upon a time", "ä<é", "there was a model", "of few words")
+
+
+@dataclass
+class Ask:
+    """A client's request, and what it does with the answer."""
+
+    api: Api
+    body: dict
+    leaves_at: float | None = None
+    pause_s: float = 0.0  # between its reads
+    method: str = "POST"
+    sender: str | None = None  # whose key it has
+    mistake: int | None = None  # the status that its client's own mistake gets
+
+
+@dataclass
+class Read:
+    """What a client has read of one choice."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool: str = ""
+    logprobs: list = field(default_factory=list)
+    finish: str | None = None
+    usages: list = field(default_factory=list)
+
+
+def plain_ask(dice):
+    """Draw a stream with which another engine can go on."""
+    words = " ".join(dice.choices(WORDS, k=dice.randrange(1, 5)))
+    body = {"model": "m", "stream": True, "temperature": dice.choice((0, 0, 0.7)), "max_tokens": dice.choice((9, 40))}
+    if dice.random() < 0.5:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": dice.random() < 0.3}
+    if dice.random() < 0.5:
+        return Ask(Api.CHAT, body | {"messages": [{"role": "user", "content": words}]})
+    return Ask(Api.COMPLETIONS, body | {"prompt": dice.choice((words, [dice.randrange(40) for _ in range(9)]))})
+
+
+def any_ask(dice):
+    """Draw a request."""
+    api = dice.choice((*[Api.COMPLETIONS, Api.CHAT] * 3, Api.RESPONSES, Api.MESSAGES, Api.GENERATE))
+    words = " ".join(dice.choices(WORDS, k=dice.randrange(1, 5)))
+    limit = dice.choice((1, 2, 3, 5, 9, 16, 40))
+    body = {"model": "m", "stream": dice.random() < 0.7}
+    if dice.random() < 0.2:
+        body["cache_salt"] = dice.choice("ab")
+    if api is Api.MESSAGES:
+        return Ask(api, body | {"messages": [{"role": "user", "content": words}], "max_tokens": limit})
+    if api is Api.GENERATE:
+        return generate_ask(dice, body, limit)
+    if api is Api.RESPONSES:
+        return Ask(api, body | {"input": words, "max_output_tokens": limit, "store": False})
+    body |= {"max_tokens": limit, "temperature": dice.choice((0, 0, 0, 0.7))}
+    if api is Api.CHAT:
+        body["messages"] = [{"role": "user", "content": words}]
+        more = (
+            {"tools": [{"type": "function"}]},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            {"logprobs": True},
+        )
+        body |= dice.choice((*[{}] * 5, *more))
+        if "chat_template_kwargs" in body and dice.random() < 0.5:
+            body["include_reasoning"] = False
+    else:
+        ids = [dice.randrange(40) for _ in range(dice.randrange(1, 20))]
+        body["prompt"] = dice.choice((words, words, ids, ids, [words, "and"], [ids, ids[:1], [1, 2]], [ids], [words]))
+        body |= dice.choice((*[{}] * 5, {"echo": True}, {"logprobs": 1}))
+    for chance, fields in (
+        (0.1, {"n": dice.choice((1, 2, 3))}),
+        (0.05, {"seed": dice.randrange(9)}),
+        (0.05, {"presence_penalty": 0.5}),
+        (0.05, {"response_format": {"type": "json_object"}}),
+        (0.2, {"stop_token_ids": dice.sample(range(40), 3), "min_tokens": min(limit, dice.randrange(3))}),
+        (0.05, {"stop": ["zzz"]}),
+    ):
+        if dice.random() < chance:
+            body |= fields
+    if body["stream"] and dice.random() < 0.5:
+        body["stream_options"] = {"include_usage": dice.random() < 0.7, "continuous_usage_stats": dice.random() < 0.3}
+    return Ask(api, body)
+
+
+def generate_ask(dice, body, limit):
+    """Draw a request for tokens, by tokens."""
+    sampling = {"max_tokens": limit, "temperature": dice.choice((0, 0, 0.7))}
+    sampling |= dice.choice((*[{}] * 3, {"n": 2}, {"seed": 3}, {"stop_token_ids": dice.sample(range(40), 3)}))
+    if body["stream"] and dice.random() < 0.5:
+        body["stream_options"] = {"include_usage": dice.random() < 0.7, "continuous_usage_stats": dice.random() < 0.3}
+    ids = [dice.randrange(40) for _ in range(dice.randrange(1, 20))]
+    return Ask(Api.GENERATE, body | {"token_ids": ids, "sampling_params": sampling})
+
+
+# ---- what a client reads
+
+
+def read(api, raw, *, streams):
+    """Return the choices by index, the usage, what is the same in all events, and how a body ends."""
+    if not streams:
+        said = json.loads(raw)
+        return _whole(api, said), _usage(said), {_head(said)}, "error" if "error" in said else "whole"
+    choices, usage, heads, end = {}, None, set(), None
+    for block in raw.decode().split("\n\n"):
+        data = [line[6:] for line in block.split("\n") if line.startswith("data: ")]
+        assert len(data) < 2, block
+        if not data:
+            continue
+        assert end is None or (end == "error" and (data == ["[DONE]"] or '"error"' in data[0])), raw
+        if data == ["[DONE]"]:
+            end = end or "whole"
+            continue
+        said = json.loads(data[0])
+        if "error" in said or said.get("type") == "error":
+            end = "error"
+            continue
+        end = _take(api, said, choices, heads)
+        usage = _usage(said) or usage
+    return choices, usage, heads, end
+
+
+def _head(said):
+    inside = said.get("response") or said.get("message") or said
+    return inside.get("id", inside.get("request_id")), inside.get("created"), inside.get("model")
+
+
+def _usage(said):
+    return (said.get("response") or said.get("message") or said).get("usage")
+
+
+def _take(api, said, choices, heads):
+    if api in (Api.COMPLETIONS, Api.CHAT, Api.GENERATE):
+        heads.add(_head(said))
+        assert "prompt_token_ids" not in said or said["prompt_token_ids"] is None
+        for each in said["choices"]:
+            seen = choices.setdefault(each["index"], Read())
+            _add(api, seen, each)
+            if said.get("usage"):
+                seen.usages.append((said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]))
+        return None
+    seen = choices.setdefault(0, Read())
+    kind = said["type"]
+    if kind in ("content_block_delta", "response.output_text.delta"):
+        seen.text += said["delta"] if isinstance(said["delta"], str) else said["delta"]["text"]
+    if kind == "message_delta":
+        seen.finish = said["delta"]["stop_reason"]
+    if kind == "response.completed":
+        assert said["response"]["output"][0]["content"][0]["text"] == seen.text
+    return "whole" if kind in ("message_stop", "response.completed") else None
+
+
+def _add(api, seen, choice):
+    if api is Api.GENERATE:
+        choice = choice | {"text": "".join(f" {i}" for i in choice["token_ids"]), "token_ids": None}
+    assert choice.get("token_ids") is None
+    assert choice.get("prompt_token_ids") is None
+    assert seen.finish is None, "it has ended twice"
+    delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+    seen.text += delta.get("content") or ""
+    seen.reasoning += delta.get("reasoning") or ""
+    seen.tool += "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
+    logprobs = choice.get("logprobs") or {}
+    seen.logprobs += logprobs.get("content") or list(
+        zip(logprobs.get("tokens", ()), logprobs.get("text_offset", ()), strict=True)
+    )
+    seen.finish = choice.get("finish_reason")
+
+
+def _whole(api, said):
+    if "choices" in said:
+        choices = {}
+        for each in said["choices"]:
+            _add(api, choices.setdefault(each["index"], Read()), each)
+        assert list(choices) == sorted(choices)
+        return choices
+    content = said.get("content") or (said.get("output") or [{}])[0].get("content") or [{"text": ""}]
+    return {0: Read(content[0]["text"], finish=said.get("stop_reason"))}
+
+
+def counted(usage):
+    """Return the tokens of prompt and answer that a usage counts, and of the prompt those that were cached."""
+    if usage is None:
+        return None, None
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+    read_tokens = usage.get("prompt_tokens", usage.get("input_tokens")) + (usage.get("cache_read_input_tokens") or 0)
+    return (read_tokens, usage.get("completion_tokens", usage.get("output_tokens"))), cached
+
+
+# ---- the story
+
+
+class Bugs(logging.Handler):
+    """Keeps what the router says of its own mistakes."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(logging.Formatter().format(record))
+
+
+class Story:
+    """One router, its engines and its clients, drawn from a seed."""
+
+    def __init__(self, seed):
+        self.dice = dice = random.Random(seed)
+        self.calm = dice.random() < 0.2  # no engine fails
+        self.ask = dice.choice((any_ask, any_ask, plain_ask))
+        self.trouble = 0.0 if self.calm else dice.choice((0.05, 0.2, 0.5))
+        self.fleet = Fleet(
+            self.fate,
+            dice,
+            tells_cache=dice.random() < 0.5,
+            mode=dice.choice(("pull", "pull", "push", "auto")),
+            fails_loads=dice.random() < 0.3,
+            offers=dice.random() < 0.5,
+        )
+        self.hosts = [*(f"p{i}" for i in range(dice.randrange(3))), *(f"d{i}" for i in range(dice.randrange(1, 4)))]
+        for host in self.hosts:
+            self.fleet.add(host)
+        self.settings = with_values(
+            Settings(
+                prefill=tuple(f"{host}:80" for host in self.hosts if host[0] == "p"),
+                decode=tuple(f"{host}:80" for host in self.hosts if host[0] == "d"),
+                allowed_hosts=("*",),
+                allowed_instances=tuple(self.hosts),
+                admin_key="sesame",
+            ),
+            {
+                "resume_streams": dice.random() < 0.7,
+                "first_token_from": dice.choice((*FirstTokenFrom,)),
+                "kv_transfer_mode": KvTransferMode(self.fleet.mode if dice.random() < 0.5 else "auto"),
+                "retries": dice.choice((0, 1, 2, 2)),
+                "retry_budget_ratio": 1.0,
+                "max_concurrency": 100 if self.calm else dice.choice((100, 100, 3)),
+                "max_queue": 2,
+                "max_queue_wait_s": 5.0,
+                "first_token_timeout_s": 6.0,
+                "stream_idle_timeout_s": 8.0,
+                "total_timeout_s": 40.0,
+                "stream_comment_interval_s": dice.choice((0.0, 0.5)),
+                "circuit_breaker_failures": dice.choice((0, 5)),
+                "decode_only_fallback": "p0" not in self.hosts or dice.random() < 0.8,
+                "prefill_policy": dice.choice(("round_robin", "least_loaded", "prefix")),
+                "decode_policy": dice.choice(("round_robin", "power_of_two", "prefix")),
+                "reuse_kv": dice.random() < 0.2,
+            },
+        )
+        self.faults = []
+
+    def fate(self):
+        """Draw what becomes of a leg."""
+        dice = self.dice
+        kind = dice.choice(DEATHS) if dice.random() < self.trouble else "good"
+        return Fate(
+            kind,
+            dice.random(),
+            dice.choice((400, 429, 500, 503)),
+            dice.random() < 0.6,
+            0.3 if self.ask is plain_ask else dice.choice((0.0, 0.01, 0.3)),
+            dice.choice((1, 1, 2)),
+            dice.choice((0, 0, 5)),
+        )
+
+    async def tell(self):
+        """Tell it to its end."""
+        bugs, dice = Bugs(), self.dice
+        logger = logging.getLogger("pdrelay_proxy")
+        logger.addHandler(bugs)
+        router = self.router = build(self.settings, fabric=self.fleet.fabric())
+        config = listeners.main_config(router, self.settings)
+        config.load()
+        self.state = ServerState()
+        self.protocol = partial(config.http_protocol_class, config=config, server_state=self.state, app_state={})
+        try:
+            async with router.app.router.lifespan_context(router.app):
+                await asyncio.sleep(1)
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(dice.randrange(3, 9)):
+                        group.create_task(self.client([self.ask(dice) for _ in range(dice.randrange(1, 4))]))
+                    if not self.calm:
+                        for _ in range(dice.randrange(5)):
+                            group.create_task(self.event())
+                await asyncio.sleep(20)
+                held = self.held()
+                for connection in tuple(self.state.connections):
+                    connection.shutdown()
+        finally:
+            logger.removeHandler(bugs)
+        await asyncio.sleep(1)
+        for engine in self.fleet.engines.values():
+            engine.die()
+        await asyncio.sleep(1)
+        assert bugs.said == [], bugs.said
+        assert set(held.values()) == {0}, held
+        assert asyncio.all_tasks() == {asyncio.current_task()}, asyncio.all_tasks()
+        assert self.faults == [], self.faults[0]
+
+    def held(self):
+        """Return what the router holds of requests that are over."""
+        router = self.router
+        admission, registry = router.live.gate.admission, router.live.registry
+        return {
+            "requests": len(list(router.requests)),
+            "in flight": router.lifetime.in_flight,
+            "admitted": admission.admitted,
+            "waiting": admission.waiting,
+            "bytes": admission.held_bytes,
+            "slots": sum(registry.get(each.id).load.in_flight for role in Role for each in registry.known(role)),
+        }
+
+    async def event(self):
+        """Have something happen to an engine: it dies, or an operator gives an order."""
+        dice = self.dice
+        await asyncio.sleep(dice.choice((0.1, 0.5, 1, 2, 4)))
+        host = dice.choice(self.hosts)
+        role, engine = ("prefill", "decode")[host[0] == "d"], self.fleet.engines[host]
+        named = {"type": role, "instance": f"{host}:80"}
+        kind = dice.choice(("restart", "remove", "drain" if role == "prefill" else "move", "drain"))
+        rests_s = dice.choice((0.1, 2, 12))
+        if kind == "restart":
+            engine.die()
+            await asyncio.sleep(rests_s)
+            engine.begin()
+        elif kind == "remove":
+            await self.order("remove", named)
+            await asyncio.sleep(rests_s)
+            await self.order("add", named)
+        else:
+            await self.order("drain", named | ({"move": True} if kind == "move" else {}))
+            await asyncio.sleep(rests_s)
+            await self.order("undrain", named)
+
+    async def order(self, what, named):
+        """Give an operator's order; it may be refused."""
+        reader, writer = await self.connect()
+        head = "x-api-key: sesame\r\nconnection: close\r\n"
+        writer.write(request(f"/instances/{what}", json.dumps(named).encode(), head))
+        await reader.read()
+        writer.close()
+
+    async def connect(self):
+        """Open a connection of a client."""
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(self.protocol, theirs)
+        return await self.read_from(ours, transport)
+
+    async def read_from(self, sock, _transport):
+        """Return what reads and writes the client's end of a connection; ``_transport``: the router's end."""
+        return await asyncio.open_connection(sock=sock)
+
+    async def client(self, asks):
+        """Send some requests, one behind the other or all at once, and look at what comes."""
+        dice = self.dice
+        await asyncio.sleep(dice.choice((0, 0, 0.1, 1, 3)))
+        is_pipelined = dice.random() < 0.15
+        reader = writer = None
+        for place, ask in enumerate(asks):
+            is_new = writer is None
+            if is_new:
+                reader, writer = await self.connect()
+            for each in (asks[place:] if is_new else []) if is_pipelined else [ask]:
+                await self.send(writer, each)
+            ask.leaves_at = dice.choice((0, 0.01, 0.2, 2)) if dice.random() < 0.15 else None
+            ask.pause_s = dice.choice((0.01, 0.5)) if dice.random() < 0.2 else 0.0
+            if not await self.hear(ask, reader, may_be_closed=is_pipelined or not is_new):
+                writer.transport.abort()
+                writer = None
+        if writer is not None:
+            writer.close()
+
+    async def send(self, writer, ask):
+        """Send one request."""
+        raw = json.dumps(ask.body, ensure_ascii=self.dice.random() < 0.5).encode()
+        writer.write(request(ask.api.value, raw))
+
+    async def hear(self, ask, reader, *, may_be_closed):
+        """Look at one answer; tell whether the connection stays.
+
+        ``may_be_closed``: it was kept, or has more requests in it, which are lost where the router closes it.
+        """
+        try:
+            async with asyncio.timeout(ask.leaves_at):
+                status, name, body, keeps = await self.answer(reader, ask)
+        except TimeoutError:
+            return False
+        except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
+            if may_be_closed:
+                return False
+            raise
+        try:
+            self.check(ask, status, name, body)
+        except Exception as fault:  # the story goes on, and tells it at its end
+            self.faults.append((type(fault).__name__, str(fault)[:3000], ask, status, name, body))
+        return keeps
+
+    async def answer(self, reader, ask):
+        """Read one answer; return its status, its request's id, its body, and whether the connection stays."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if head.startswith("http/1.1 100 "):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        headers = dict(line.split(": ", 1) for line in head.strip().split("\r\n")[1:])
+        body = b""
+        if "content-length" in headers:
+            body = b"" if ask.method == "HEAD" else await reader.readexactly(int(headers["content-length"]))
+        else:
+            while size := int(await reader.readuntil(b"\r\n"), 16):
+                body += (await reader.readexactly(size + 2))[:-2]
+                await asyncio.sleep(ask.pause_s)
+            assert await reader.readexactly(2) == b"\r\n"
+        return int(head.split(" ")[1]), headers.get("x-request-id"), body, headers.get("connection") != "close"
+
+    def check(self, ask, status, name, body):
+        """Accept an answer that is that of one engine to one meaning of the request, or an error."""
+        if status != 200:
+            self.check_error(ask, status, body)
+            return
+        faults = []
+        for meaning in self.meanings(ask):
+            try:
+                self.check_answer(ask, meaning, name, body)
+            except AssertionError as fault:
+                faults.append(fault)
+            else:
+                return
+        raise faults[0]
+
+    def meanings(self, ask):
+        """Return the bodies that an engine may have answered."""
+        return [ask.body]
+
+    def may_fail(self, _ask):
+        """Tell whether a client may get an error."""
+        return not self.calm
+
+    def check_error(self, ask, status, body):
+        """Accept an error where something has failed."""
+        assert status in (400, 429, 500, 502, 503, 504), status
+        assert "error" in json.loads(body)
+        assert self.may_fail(ask), "no engine has failed"
+
+    def check_answer(self, ask, meaning, name, raw):
+        """Accept what one engine says to a body, or its beginning and an error."""
+        streams, body = meaning["stream"], flat(meaning)
+        choices, usage, heads, end = read(ask.api, raw, streams=streams)
+        wanted, all_usage, _, _ = read(ask.api, _said(Saying(ask.api, body, "x"), streams), streams=streams)
+        assert end in ("whole", "error")
+        if ask.api in (Api.COMPLETIONS, Api.CHAT, Api.GENERATE):
+            assert len(heads) <= 1, heads
+        if end == "error":
+            assert streams
+            assert self.may_fail(ask), "no engine has failed"
+        else:
+            assert ask.mistake is None
+        if body.get("temperature") and "seed" not in body:
+            self.check_sampled(ask.api, body, choices, usage, end)
+            return
+        for index, seen in choices.items():
+            for part in ("text", "reasoning", "tool", "logprobs"):
+                expected = getattr(wanted[index], part)
+                got = getattr(seen, part)
+                assert got == expected if end == "whole" else got == expected[: len(got)], (index, part, got, expected)
+            if end == "whole":
+                assert seen.finish == wanted[index].finish
+                assert seen.usages[-1:] == wanted[index].usages[-1:]
+        assert end == "error" or choices.keys() == wanted.keys()
+        if end == "whole":
+            assert counted(usage)[0] == counted(all_usage)[0]
+        self.check_cached(body, name, usage)
+
+    def check_sampled(self, api, body, choices, usage, end):
+        """Accept tokens of which each may follow those before."""
+        if body.get("include_reasoning") is False or body.get("echo"):
+            return
+        n = body.get("n") or 1
+        contexts = [prompt for prompt in prompts_of(body) for _ in range(n)]
+        made = 0
+        for index, seen in choices.items():
+            tokens = [int(token) for token in re.findall(r" (\d+)", seen.reasoning + seen.text + seen.tool)]
+            stops = body.get("stop_token_ids", ())
+            for place, token in enumerate(tokens):
+                allowed = next_tokens(body, [*contexts[index], *tokens[:place]], place, index % n)
+                assert token in allowed or any(each in stops for each in allowed), (index, place, tokens)
+            made += len(tokens) + (seen.finish == "stop" and api is not Api.GENERATE)
+            if end == "whole":
+                assert seen.finish in ("stop", "length")
+                assert seen.finish == "stop" or len(tokens) == body["max_tokens"], (seen, tokens)
+        if end == "whole" and counted(usage)[0] is not None and not body.get("logprobs"):
+            assert counted(usage)[0] == (sum(map(len, prompts_of(body))), made)
+
+    def check_cached(self, body, name, usage):
+        """Accept a number of cached tokens that an engine has found which computed the prompt, or more than that."""
+        read_tokens, cached = counted(usage)
+        found = [each[1] for each in self.fleet.heard if each[0].startswith(name) and each[1] is not None]
+        if cached and len(prompts_of(body)) == 1:
+            assert cached in [min(each, read_tokens[0] - 1) for each in found], (cached, found)
+
+
+def request(path, body, more=""):
+    """Return the bytes of a request."""
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{more}content-length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def _said(saying, streams):
+    return b"".join(saying.events()) if streams else json.dumps(saying.whole()).encode()
+
+
+def tell(seed, kind=Story):
+    """Tell a story on a loop of its own; the router's own dice are the seed's, too."""
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+            runner.run(kind(seed).tell())
+    finally:
+        random.setstate(before)

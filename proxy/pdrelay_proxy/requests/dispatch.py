@@ -243,7 +243,7 @@ class Dispatch(Answering):
         else:
             life.on(_OPENED)
             self._client.open_stream(attempt, opening, can_resume=self.settings.resume_streams)
-            self._note_files(leg.instance)
+            self._note_files(attempt.choice.slot or decode, leg)
             if opening.is_all:
                 attempt.settle(leg)
                 return True
@@ -251,10 +251,16 @@ class Dispatch(Answering):
             self._write_body(attempt, call, leg, leg.handover, attempt.choice.slot or decode)
         return False
 
-    def _note_files(self, engine: Instance) -> None:
-        """Remember which files of the model a stream has begun with that others may go on with."""
+    def _note_files(self, decode: Instance, prefill: PrefillLeg | None) -> None:
+        """Remember which files of the model a stream has begun with that others may go on with.
+
+        An engine may have been removed since it was chosen; two that share a request have the same.
+        """
+        facts = self._life.services.fleet.registry.facts
         if self._plan.files is None:
-            self._plan.files = self._life.services.fleet.registry.facts(engine).files
+            self._plan.files = facts(decode).files
+        if self._plan.files is None and prefill is not None:
+            self._plan.files = facts(prefill.instance).files
 
     def _named(self, call: GenerationRequest, model: str) -> GenerationRequest:
         """Return a request that names no model with the one that its prefill engine serves."""
@@ -347,7 +353,7 @@ class Dispatch(Answering):
         life.on(_FIRST_EVENT)
         client.begin_stream(attempt, leg)
         if client.replay is not None:
-            self._note_files(leg.instance)
+            self._note_files(leg.instance, attempt.prefill)
         attempt.terms.begun()
         while not leg.is_over and leg.fault is None:
             client.check_stream(leg)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.model import Api, EngineResponse, Role
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
@@ -315,6 +316,27 @@ async def test_a_decode_engine_that_fails_before_its_first_event_is_replaced(api
     assert reads == (plan is NEVER_BEGUN["it cannot be reached"])
     assert len(client.record.retries) == 1
     assert len(engines.asked(Role.PREFILL)) == 1
+
+
+@APIS
+@pytest.mark.parametrize("resume", [False, True])
+async def test_what_follows_the_token_is_of_the_weights_that_made_it(api, resume):
+    """Also where its engine is removed meanwhile, and nothing is known of it any more."""
+
+    class Removed(Engines):
+        async def _prefill(self, leg):
+            if self.is_taught:
+                router.registry.remove("prefill-0", now=0.0)
+            return await super()._prefill(leg)
+
+    engines = Removed(NEVER_BEGUN["it cannot be reached"])
+    router, client = await started(engines, BODIES[api], api, y=2, resume_streams=resume)
+    for name, root in (("prefill-0", "/m/1"), ("decode-0", "/m/2"), ("decode-1", "/m/1")):
+        router.registry.learn(name, EngineCapabilities(root=root))
+    await client.end()
+    tried = {leg.instance.id for leg in engines.of(Role.DECODE) if not request_id(leg).startswith("teach")}
+
+    assert tried == {"decode-1"}
 
 
 @APIS

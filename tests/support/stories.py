@@ -17,6 +17,7 @@ from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
 from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import KvTransferMode, Settings
+from support.engine_styles import drawn_style
 from support.simulated_loop import SimulatedLoop
 from support.story_engines import Fate, Fleet, Saying, flat, next_tokens, prompts_of
 
@@ -123,8 +124,8 @@ def read(api, raw, *, streams):
         said = json.loads(raw)
         return _whole(api, said), _usage(said), {_head(said)}, "error" if "error" in said else "whole"
     choices, usage, heads, end = {}, None, set(), None
-    for block in raw.decode().split("\n\n"):
-        data = [line[6:] for line in block.split("\n") if line.startswith("data: ")]
+    for block in raw.decode().replace("\r\n", "\n").split("\n\n"):
+        data = [line[5:].strip() for line in block.split("\n") if line.startswith("data:")]
         assert len(data) < 2, block
         if not data:
             continue
@@ -238,6 +239,7 @@ class Story:
             mode=dice.choice(("pull", "pull", "push", "auto")),
             fails_loads=dice.random() < 0.3,
             offers=dice.random() < 0.5,
+            style=drawn_style(dice),
         )
         self.hosts = [*(f"p{i}" for i in range(dice.randrange(3))), *(f"d{i}" for i in range(dice.randrange(1, 4)))]
         for host in self.hosts:

@@ -16,6 +16,7 @@ import httpx
 
 from pdrelay_proxy.app import Fabric
 from pdrelay_proxy.core.model import Api
+from support.engine_styles import Style
 from support.greedy import HALF, VOCABULARY, stops_of
 from support.sim import connect
 
@@ -369,6 +370,7 @@ class Fleet:
     models: dict = field(default_factory=dict)  # what engines serve, by host; others serve ``m``
     versions: dict = field(default_factory=dict)  # of the weights, by host
     shows_room: bool = False  # how full their KV caches are: now they are, now they are not
+    style: Style = field(default_factory=Style)
     engines: dict = field(default_factory=dict)
     kv: dict = field(default_factory=dict)  # weights, salt and tokens, by engine id and name
     # of each leg: its id, cached tokens of a prompt that was computed, and its salt
@@ -451,22 +453,23 @@ class Engine:
     async def answer(self, path, name, body):
         """Return the pieces of an answer, head first, and what becomes of them."""
         api, fate, params = PATHS[path], self.fleet.fate(), body.get("kv_transfer_params") or {}
+        style = self.fleet.style
         model, body = body.get("model"), self._meant(body)
         if body is None:
-            return _error(404, f"The model `{model}` does not exist."), fate
+            return self._error(404, f"The model `{model}` does not exist."), fate
         if str(body.get("user")).isdigit():
-            return _error(int(body["user"]), "it asks for that"), fate
+            return self._error(int(body["user"]), "it asks for that"), fate
         if limit_of(body) == 2**31 - 1 or "abandoned_transfer_id" in params:
-            return _error(400, "too many"), fate
+            return self._error(400, "too many"), fate
         if fate.kind == "status":
-            return _error(fate.status, "no"), fate
+            return self._error(fate.status, "no"), fate
         (prompt, *_) = prompts = prompts_of(body)
         contexts, cached = prompts, None
         if params.get("do_remote_prefill"):
             kv = await self._load(params, body)
             if kv is None and self.fleet.fails_loads:
-                error = _stream([error_event(api), b"data: [DONE]\n\n"])
-                return error if body.get("stream") else _whole(500, {"error": {"message": "no KV"}}), fate
+                error = style.stream([error_event(api), b"data: [DONE]\n\n"])
+                return error if body.get("stream") else style.whole(500, {"error": {"message": "no KV"}}), fate
             if kv is not None:
                 cached = params.get("remote_prefill_cached_tokens", len(prompt) - 1)
                 contexts = [[*kv, *prompt[len(kv) :]]]
@@ -480,11 +483,24 @@ class Engine:
         if fate.kind == "abort":  # that /v1/responses calls one with a token completed, only vLLM could mend
             said.abort(0 if api is Api.RESPONSES else int(fate.place * 6))
         if body.get("stream"):
-            return _streamed(api, said, fate)
+            return self._streamed(api, said, fate)
         lends = params.get("do_remote_decode") and fate.kind != "abort"
         assert not params.get("do_remote_decode") or limit_of(body) == 1, body
         lent = {"kv_transfer_params": self._lend(known, params, body, prompt, cached)} if lends else {}
-        return _whole(200, said.whole() | lent), fate
+        return style.whole(200, said.whole() | lent), fate
+
+    def _error(self, status, message):
+        said = {"message": message, "type": "x", "param": None, "code": status}
+        return self.fleet.style.whole(status, {"error": said})
+
+    def _streamed(self, api, said, fate):
+        events = list(said.events())
+        if fate.kind == "error" and api is Api.RESPONSES:  # vLLM raises: such an event is none of this API's
+            fate = replace(fate, kind="cut", at_edge=True)
+        elif fate.kind == "error":
+            end = [] if api is Api.MESSAGES else [b"data: [DONE]\n\n"]
+            events[int(fate.place * len(events)) :] = [error_event(api), *end]
+        return self.fleet.style.stream(events), fate
 
     def _lend(self, name, params, body, prompt, cached):
         """Return the parameters with which a decode engine gets the KV of a prompt."""
@@ -527,31 +543,6 @@ def _same(one, other):
     )
 
 
-def _whole(status, answer):
-    body = json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
-    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
-    return [head + body]
-
-
-def _error(status, message):
-    return _whole(status, {"error": {"message": message, "type": "x", "param": None, "code": status}})
-
-
-def _stream(events):
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-    return [head, *[b"%x\r\n%b\r\n" % (len(each), each) for each in events], b"0\r\n\r\n"]
-
-
-def _streamed(api, said, fate):
-    events = list(said.events())
-    if fate.kind == "error" and api is Api.RESPONSES:  # vLLM raises: such an event is none of this API's
-        fate = replace(fate, kind="cut", at_edge=True)
-    elif fate.kind == "error":
-        end = [] if api is Api.MESSAGES else [b"data: [DONE]\n\n"]
-        events[int(fate.place * len(events)) :] = [error_event(api), *end]
-    return _stream(events), fate
-
-
 class Line(asyncio.Protocol):
     """A connection of an engine: reads requests, and lets the fate of each answer happen."""
 
@@ -587,7 +578,7 @@ class Line(asyncio.Protocol):
         headers = {pair[0]: pair[1] for pair in pairs}
         if method == b"GET":
             self._read = b""
-            self.transport.write(_whole(200, self._engine.models())[0])
+            self.transport.write(Style().whole(200, self._engine.models())[0])
         elif len(body) >= int(headers[b"content-length:"]):
             self._read = b""
             leg = path.decode(), headers[b"x-request-id:"].decode(), json.loads(body)
@@ -609,7 +600,7 @@ class Line(asyncio.Protocol):
             self.transport.write(piece)
             await asyncio.sleep(fate.pace_s)
             await self._goes_on.wait()
-        if fate.kind == "cut":
+        if fate.kind == "cut" or (fate.kind != "stall" and self._engine.fleet.style.closes):
             self.transport.close()
         elif fate.kind != "stall":
             self._task = None

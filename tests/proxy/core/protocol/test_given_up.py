@@ -1,7 +1,6 @@
 """Answers that an engine has given up, as vLLM writes them."""
 
 import json
-import re
 
 import pytest
 
@@ -9,6 +8,7 @@ from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.given_up import is_given_up
 from pdrelay_proxy.core.protocol.sse import WholeLines
 from pdrelay_proxy.errors import EngineError
+from support.engine_styles import STYLES
 from support.story_engines import Saying
 
 PROMPTS = {
@@ -20,24 +20,8 @@ PROMPTS = {
 OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 ENDS = b"[DONE]", b'"type":"message_stop"', b'"type":"response.completed"'
 APIS = pytest.mark.parametrize("api", PROMPTS)
-COMPACT, SPACED = (",", ":"), (", ", ": ")
-
-
-def backwards(pairs):
-    """Return an object with its members in the other order."""
-    return dict(reversed(pairs))
-
-
-# as vLLM writes, and as others do: engines that are not vLLM, or what stands before one
-STYLES = {
-    "vLLM": {},
-    "spaces": {"separators": SPACED},
-    "no space behind data": {"data": b"data:"},
-    "carriage returns": {"end": b"\r\n"},
-    "backwards": {"members": backwards},
-}
+VLLM = STYLES["vLLM"]
 STYLE = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
-SEPARATORS = pytest.mark.parametrize("separators", [COMPACT, SPACED], ids=["compact", "spaced"])
 
 
 def saying(api, after=None, **more):
@@ -48,20 +32,12 @@ def saying(api, after=None, **more):
     return said
 
 
-def written(event, separators=COMPACT, data=b"data: ", end=b"\n", members=dict):
-    """The same event in another style."""
-    before, _, said = event.partition(b"data: ")
-    if said.startswith(b"{"):
-        said = json.dumps(json.loads(said, object_pairs_hook=members), separators=separators).encode() + b"\n\n"
-    return (before + data + said).replace(b"\n", end)
-
-
 @APIS
-@SEPARATORS
+@STYLE
 @pytest.mark.parametrize("after", [None, 0, 1, 3])
-def test_of_whole_answers(api, after, separators):
+def test_of_whole_answers(api, after, style):
     """/v1/responses calls an answer completed that has a token."""
-    whole = json.dumps(saying(api, after).whole(), separators=separators).encode()
+    whole = style.json(saying(api, after).whole())
 
     assert is_given_up(whole) is (after is not None and (after == 0 or api is not Api.RESPONSES))
 
@@ -74,7 +50,7 @@ def test_of_whole_answers(api, after, separators):
 def test_the_end_of_a_stream_that_was_given_up_does_not_pass(api, options, after, n, style):
     """However many bytes of it come at a time. The end of a whole one passes."""
     own = {"stream_options": options, "n": n} if api in (Api.COMPLETIONS, Api.CHAT) else {}
-    events = [written(event, **style) for event in saying(api, after, **own).events()]
+    events = [style.event(event) for event in saying(api, after, **own).events()]
     raw = b"".join(events)
     for reads in (events, *([raw[at : at + size] for at in range(0, len(raw), size)] for size in (7, 25, 1000))):
         lines, passed = WholeLines("d0"), []
@@ -104,31 +80,14 @@ OWN = {
 
 @pytest.mark.parametrize("text", [*TEXTS, "finish_reason", "stop_reason", "output_tokens", "cancelled", "abort"])
 @APIS
-@SEPARATORS
-def test_a_model_may_write_about_it(api, text, separators):
+@STYLE
+def test_a_model_may_write_about_it(api, text, style):
     """In a text."""
-    raw = b"%b%b" % (separators[1].encode(), json.dumps(text).encode())
-    whole = json.dumps(saying(api).whole(), separators=separators).encode()
-    lines = WholeLines("d0")
+    raw, lines = json.dumps(text).encode(), WholeLines("d0")
 
-    assert not is_given_up(re.sub(b'(?<="model"): ?"m"', lambda _: raw, whole))
+    assert not is_given_up(style.json(saying(api).whole() | {"model": text}))
     for event in saying(api).events():
-        assert lines.feed(re.sub(b'(?<="model"): ?"m"', lambda _: raw, written(event, separators)))
-
-
-@pytest.mark.parametrize("ends", [[b"data: [DONE]\n\n"], [b"\n", b"data: [DONE]\n\n"]], ids=len)
-@pytest.mark.parametrize("behind", [4_000, 40_000])
-def test_a_long_event_tells_its_reason_whatever_is_read_behind_it(behind, ends):
-    """A chat of few events (``--stream-interval``) has the ids of all its tokens there."""
-    role, *_ = saying(Api.CHAT).events()
-    ids = b",".join([b"7"] * (behind // 2))
-    choice = b'{"index":0,"delta":{"content":" 7"},"finish_reason":"length","token_ids":[%b]}' % ids
-    event = b'data: {"choices":[%b]}\n\n' % choice
-    reads = [role, event[:9], event[9:] if len(ends) == 1 else event[9:-1], *ends]
-    lines = WholeLines("d0")
-
-    assert b"".join(map(lines.feed, reads)) == role + event + b"data: [DONE]\n\n"
-    assert lines.finish() == (b"", True)
+        assert lines.feed(style.event(event.replace(b'"model":"m"', b'"model":%b' % raw)))
 
 
 def test_a_client_of_responses_may_write_about_it():
@@ -140,16 +99,16 @@ def test_a_client_of_responses_may_write_about_it():
     for event in before:
         lines.feed(event)
 
-    assert lines.feed(b"event: response.completed\ndata: %b\n\n" % json.dumps(said, separators=(",", ":")).encode())
-    assert not is_given_up(json.dumps(said["response"], separators=(",", ":")).encode())
+    assert lines.feed(b"event: response.completed\ndata: %b\n\n" % VLLM.json(said))
+    assert not is_given_up(VLLM.json(said["response"]))
 
 
 def test_a_model_with_harmony_says_that_its_answer_is_cancelled():
     """In /v1/responses (vllm/entrypoints/openai/responses/serving.py)."""
     whole = saying(Api.RESPONSES).whole() | {"status": "cancelled"}
-    last = json.dumps({"type": "response.completed", "response": whole}, separators=(",", ":")).encode()
+    last = VLLM.json({"type": "response.completed", "response": whole})
 
-    assert is_given_up(json.dumps(whole, separators=(",", ":")).encode())
+    assert is_given_up(VLLM.json(whole))
     with pytest.raises(EngineError):
         WholeLines("d0").feed(b"event: response.completed\ndata: %b\n\n" % last)
 

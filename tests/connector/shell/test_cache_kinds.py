@@ -22,14 +22,11 @@ with warnings.catch_warnings():
     from vllm.v1 import kv_cache_interface
 
     from pdrelay_connector.shell import engine_config
-    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
-    from pdrelay_connector.shell.engine_config import EngineConfig
+    from support import kind_mutants as mutants
     from support import kinds_table
-    from support.cache_kinds import Pair, Shape, push_at_once, stories, views_of
+    from support.cache_kinds import Pair, Shape, push_at_once, stories
 
-from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.transfer_plan import check_shapes
-from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.errors import IncompatiblePeer, UnsupportedCache
 from support.kinds_table import KINDS
 from support.story_seeds import SEEDS, story_marks
@@ -99,32 +96,11 @@ def test_a_hit_may_end_within_a_block(shape):
     assert counts["hits"] >= SEEDS
 
 
-def described(shape):
-    """Return what an engine of a shape tells its peers, without an engine."""
-    groups = [
-        kv_cache_interface.KVCacheGroupSpec([f"l.{layer}.{number}" for layer in range(shape.depth)], spec)
-        for number, spec in enumerate(shape.specs)
-    ]
-    specs = {name: spec for group in groups for name, spec in engine_config._specs_by_layer(group)}
-    tokens_per_entry = {name: vllm_versions.tokens_per_entry(spec) for name, spec in specs.items()}
-    config = EngineConfig(
-        EngineId("e"), Address("10.0.0.1", 5600), tuple(engine_config._group(spec) for spec in shape.specs),
-        {name: number for number, group in enumerate(groups) for name in group.layer_names}, shape.blocks,
-        all_heads=max(getattr(spec, "num_kv_heads", 1) for spec in shape.specs), ranks=1, is_producer=True,
-        is_consumer=True, tokens_per_entry=tokens_per_entry,
-        packed_layers=frozenset(name for name, spec in specs.items() if engine_config._is_packed(spec)),
-    )  # fmt: skip
-    caches = {}
-    for group in groups:
-        caches |= views_of(group.kv_cache_spec, group.layer_names, shape.blocks, shape.layout, shape.kernel)
-    return RankInfo(0, 1, b"e", "DRAM", 0, describe_caches(caches, config, shape.blocks, KernelLayout.ENTRIES))
-
-
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.is_packed])
 def test_a_kernels_own_order_is_not_cut(name):
     """Values and then their scales: half of a block is not the half of a kernel's block of twice the size."""
     kind = KINDS[name]
-    infos = [described(kind.shape(size)) for size in (4, 8)]
+    infos = [mutants.described(kind.shape(size)) for size in (4, 8)]
 
     with pytest.raises(IncompatiblePeer, match="blocks have"):
         check_shapes(*infos)
@@ -132,7 +108,7 @@ def test_a_kernels_own_order_is_not_cut(name):
 
 def test_rings_of_another_order_are_not_taken():
     """Their bytes are as many."""
-    infos = [described(KINDS["circular buffer"].shape(layout=layout)) for layout in ("LBHNC", "LBNHC")]
+    infos = [mutants.described(KINDS["circular buffer"].shape(layout=layout)) for layout in ("LBHNC", "LBNHC")]
 
     with pytest.raises(IncompatiblePeer, match="the heads and tokens of its state"):
         check_shapes(*infos)
@@ -141,7 +117,7 @@ def test_rings_of_another_order_are_not_taken():
 def test_a_ring_in_several_pieces_is_refused_at_start():
     """Of all layers' first heads, and then of their second ones."""
     with pytest.raises(UnsupportedCache, match=r"layer l\.0\.1 keeps a ring with shape .* use a KV cache layout"):
-        described(KINDS["circular buffer"].shape(layout="BHLNC"))
+        mutants.described(KINDS["circular buffer"].shape(layout="BHLNC"))
 
 
 def test_each_class_of_vllm_is_served_or_refused():
@@ -165,11 +141,28 @@ def test_the_page_has_the_table():
     assert kinds_table.written() == kinds_table.table()
 
 
+@pytest.mark.slow  # what the tests above find: a quarter of a second each
+@pytest.mark.parametrize(("mutate", "name"), mutants.MUTANTS, ids=lambda part: getattr(part, "__name__", part))
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, name):
+    """Each is one rule of the layout turned off; its name says which."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, UnsupportedCache)):
+        most_are_loaded(KINDS[name])
+
+
 def test_what_a_step_computes_is_not_pushed_in_it():
     """Three prompts begin alike: vLLM lets one hit what another one computes in the same step."""
     pair = push_at_once(KINDS["full attention"].shape())
 
     assert len(pair.d.loaded) == 3
+
+
+def most_are_loaded(kind):
+    """Heads and tokens of full attention are in one order here, and in another there."""
+    layout = "LBNHC" if len(kind.specs(4)) == 1 else "LBHNC"
+    counts = stories(kind.shape(), kind.shape(layout=layout), 6)
+    assert counts["loaded"] >= counts["loads"] // 2
 
 
 def follow(p, d, mode):

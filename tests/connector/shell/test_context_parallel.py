@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell import connector
     from pdrelay_connector.shell.cache_reader import TensorReader, shape_key
     from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
+    from support import shard_mutants as mutants
     from support.cache_kinds import Pair, stories
     from support.divided_kinds import CONTEXTS, EQUAL, PAIRS, UNEQUAL, latent
 
@@ -29,6 +30,7 @@ from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.verify.comparison import compare, sums_of
 from pdrelay_connector.core.verify.sampling import Sampling
+from pdrelay_connector.errors import UnsupportedCache
 from support.story_seeds import SEEDS, story_marks
 
 pytestmark = story_marks(60)
@@ -143,3 +145,18 @@ def test_whatever_fails_no_other_bytes_are_read(name):
 
     assert counts["faults"] >= SEEDS
     assert counts["loaded"] >= SEEDS
+
+
+@pytest.mark.slow  # what the tests above find
+@pytest.mark.parametrize(("mutate", "name"), mutants.MUTANTS, ids=lambda part: getattr(part, "__name__", part))
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, name):
+    """Each is one rule of the layout turned off; its name says which."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, UnsupportedCache)):
+        most_are_loaded(*PAIRS[name])
+
+
+def most_are_loaded(p, d):
+    counts = stories(p, d, 6, is_equal=False)
+    assert counts["loaded"] >= counts["loads"] // 2

@@ -8,7 +8,9 @@ from pdrelay_connector.core.lease.kv_params import PullParams
 from pdrelay_connector.core.lease.lease_table import LeaseEvent
 from pdrelay_connector.core.pull.load import LoadState
 from pdrelay_connector.core.results import LoadResult
+from support import pull_mutants as mutants
 from support.engines import BLOCKS, FINGERPRINT, LEASE, LOOP_TIMEOUT, TIMEOUT, World, changed, right
+from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import PairMachine
 from support.searching import examples
 
@@ -444,3 +446,20 @@ def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
 
 PairMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPair = pytest.mark.slow(PairMachine.TestCase)  # any order of events: seconds
+
+
+@each_mutant(
+    mutants.revoke_without_a_word_to_the_fence,
+    mutants.accept_unfenced_reads,
+    mutants.answer_the_fence_from_memory,
+    mutants.never_expire,
+    mutants.release_twice,
+    mutants.read_from_whoever_answers,
+    mutants.keep_what_nobody_wants,
+)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate):
+    """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises(NOTICED):
+        search(PairMachine, 200)

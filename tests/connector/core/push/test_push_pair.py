@@ -7,7 +7,9 @@ from pdrelay_connector.core.messages import DropLeases, HeartbeatReply
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
 from pdrelay_connector.core.push.decode_scheduler import LONG_QUARANTINE, QUARANTINE
 from pdrelay_connector.io.connection import USER_TIMEOUT_MS
+from support import push_mutants as mutants
 from support.engines import BLOCKS, LEASE
+from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import STRANGER
 from support.push_engines import ORPHANED, PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import PushMachine, nothing_is_left
@@ -658,3 +660,15 @@ def test_what_one_engine_waits_for_no_other_can_refuse(world):
 
 PushMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPush = pytest.mark.slow(PushMachine.TestCase)  # any order of events: seconds
+
+
+@each_mutant(
+    mutants.free_without_waiting_for_stopped,
+    mutants.ignore_one_rank,
+)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate):
+    """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises(NOTICED):
+        search(PushMachine, 150)

@@ -6,6 +6,8 @@ from hypothesis import settings
 from pdrelay_connector.core.ids import BlockId, RequestId
 from pdrelay_connector.core.messages import Challenge, DropLeases, ReadDone, RenewLeases, StagePart, WorkerHello
 from pdrelay_connector.core.staging import prefill_scheduler
+from support import staging_mutants as mutants
+from support.mutation import NOTICED, each_mutant, search
 from support.searching import examples
 from support.staging_machine import StagingMachine
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
@@ -342,3 +344,20 @@ def test_a_part_is_read_when_every_worker_has_copied_it():
 
 StagingMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestStaging = pytest.mark.slow(StagingMachine.TestCase)  # any order of events: seconds
+
+
+@each_mutant(
+    mutants.take_slots_from_the_slower_rank,
+    mutants.forget_copies_that_run,
+    mutants.keep_slots_after_the_lease,
+    mutants.stage_without_a_lease,
+    mutants.do_not_tell_a_worker_that_is_back,
+    mutants.answer_nobody_when_it_ends,
+    mutants.hand_out_slots_twice,
+)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate):
+    """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises(NOTICED):
+        search(StagingMachine, 500)

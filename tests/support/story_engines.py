@@ -409,7 +409,7 @@ class Engine:
     """One process of vLLM, and those that follow it at its address."""
 
     def __init__(self, fleet, host):
-        self.fleet, self.host, self.is_up, self.lines = fleet, host, True, set()
+        self.fleet, self.host, self.is_up, self.lines = fleet, host, True, {}
         self.begin()
 
     def begin(self):
@@ -553,10 +553,10 @@ class Line(asyncio.Protocol):
 
     def connection_made(self, transport):
         self.transport = transport
-        self._engine.lines.add(self)
+        self._engine.lines[self] = None
 
     def connection_lost(self, _):
-        self._engine.lines.discard(self)
+        self._engine.lines.pop(self, None)
         if self._task is not None:
             self._task.cancel()
 

@@ -628,15 +628,15 @@ def test_the_log_says_what_a_client_got_whose_body_was_given_up(sent, status, wh
     with routers(sims(), replace(QUIET, receive_timeout_s=0.3), ["protocol"]) as (served,):
         answer = None
         while answer is None:  # a client that has sent nothing in time is hung up on without one
-            caplog.clear()
             with suppress(Over):
                 answer = served.ask(sent)
-        until(lambda: [line for line in caplog.messages if "request_id" in line])
+        until(lambda: any("request_id" in line for line in caplog.messages))
 
+    lines = [line for line in caplog.messages if "request_id" in line]
     assert answer.status == status
-    (line,) = [line for line in caplog.messages if "request_id" in line]
-    assert f" status={status} " in line
-    assert why in line
+    for line in lines:  # one, but on a machine that is so busy that an earlier client did not read its answer
+        assert f" status={status} " in line
+        assert why in line
 
 
 def legs_of(engine):

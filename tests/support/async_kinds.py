@@ -12,13 +12,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from support.cache_kinds import CONTEXT, KindsEngine, Pair
+from support.cache_kinds import CONTEXT, NAN, KindsEngine, Pair
 from support.scheduled_engine import Output, kv, kv_of, next_token
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.request import RequestStatus
 
     from pdrelay_connector.shell.returned_prefixes import CACHED_ON
     from pdrelay_connector.shell.worker import _offering
@@ -185,7 +186,9 @@ class AsyncEngine(KindsEngine):
         for group, layer in self.layers:
             layer.compute(part.tables[group], start, right, chains, part.replay)
             for token in range(right, stop):
-                number, place = layer.slot(token)
+                if (slot := layer.slot(token)) is None:
+                    continue
+                number, place = slot
                 if number < len(part.tables[group]) and part.tables[group][number]:
                     layer.put(part.tables[group][number], place, kv(chains[-1], WRONG))
         self.computed[part.name] = right
@@ -199,6 +202,19 @@ class AsyncEngine(KindsEngine):
         while len(text) < tokens:
             text.append(next_token(text))
         return text[:tokens]
+
+    def sleep(self, mode="keep"):
+        """As ``EngineCoreProc.sleep`` does it in one of vLLM's modes: steps in flight come to their end before."""
+        if mode == "abort":
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+        while self.scheduler.has_requests() or self.in_flight:
+            self._wait(None)
+            for output in self._step():
+                self.world._heard(output)
+        super().sleep()
+        for _, layer in self.layers:
+            layer.bytes[:] = NAN  # the memory is another's
 
     def check_owners(self):
         """Each block has exactly the owners that know of it."""
@@ -220,6 +236,8 @@ class AsyncPair(Pair):
 
     engine_class = AsyncEngine
     compares = False
+    modes = ("pull", "push", "pull", "push", "d", "p")
+    rest = 60.0  # s in which all that is left ends
 
     def __init__(self, p, d, chances):
         self.chances = chances
@@ -250,9 +268,6 @@ class AsyncPair(Pair):
         return trunk[: dice.choice(forks)] + dice.choices(range(3), k=dice.randrange(1, 20))
 
 
-MODES = ("pull", "push", "pull", "push", "d", "p")
-
-
 def play(p, d, chances, *, requests=20, pair_class=AsyncPair):
     """Send prompts to a pair, some of them at once; returns it when all texts are there and nothing is left."""
     pair = pair_class(p, d, chances)
@@ -263,17 +278,18 @@ def play(p, d, chances, *, requests=20, pair_class=AsyncPair):
         prompt = pair.next_prompt(trunk, forks)
         most = min(dice.randrange(1, 14), CONTEXT - len(prompt) - 6)
         priority = dice.randrange(PRIORITIES) if chances.has_priorities else 0
-        pair.ask(f"r{number}", prompt, most, dice.choice(MODES), priority)
+        pair.ask(f"r{number}", prompt, most, dice.choice(pair.modes), priority)
         for _ in range(dice.choice((0, 0, 0, 1, 3, 8))):
             pair.round()
             pair.meddle()
+    pair.heal()
     for _ in range(300):
         if pair.is_done:
             break
         pair.run(1.0)
     assert pair.is_done, "some texts are missing"
     pair.counts["loaded"] = len(pair.d.loaded)
-    pair.run(60.0)
+    pair.run(pair.rest)
     for engine in (pair.p, pair.d):
         assert engine.pool.get_num_free_blocks() == engine.shape.blocks - 1, f"{engine.name} lost blocks"
         pair.counts["returned"] += engine.connector.seen["prefixes_found"]

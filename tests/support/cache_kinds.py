@@ -314,9 +314,8 @@ class KindsEngine(ScheduledEngine):
         for rank, caches in enumerate(self.caches):
             memory = f"{self.agent}/{rank}"
             network.memories[memory], network.aliases[memory] = [], self.agent
-            regions = describe_caches(caches, described, self.shape.blocks, KernelLayout.ENTRIES)
-            info = RankInfo(rank, self.shape.ranks, memory.encode(), "DRAM", 0, regions)
-            handshakes[rank] = RankHandshake(info, info, FINGERPRINT, b"token %d" % rank, self.generation)
+            infos = self.describe(rank, caches, memory, described)
+            handshakes[rank] = RankHandshake(*infos, FINGERPRINT, b"token %d" % rank, self.generation)
         shape, place = self.shape, itertools.product(range(self.shape.contexts - 1), range(self.shape.ranks))
         self.copies = [
             PDRelayConnectorWorker(described, settings, WorkerRank(rank, is_copy=True))
@@ -330,17 +329,31 @@ class KindsEngine(ScheduledEngine):
         thread._outbox.wait = self._wait
         self.connector._scheduler.start(handshakes, FINGERPRINT)
         for handshake in handshakes.values():
-            memory = handshake.rank.agent.decode()
-            link, movers = (
-                InMemoryLink(network, memory, engine=self.name),
-                [Copier(network, memory, self.world, handshake.rank) for _ in range(2)],
-            )
-            process = WorkerProcess(self, link, movers, handshake.rank, handshake.token, settings)
-            self.links.append(link)
-            self.movers += movers
-            self.processes.append(process)
-            self._watch(process.writer._part_writer)
+            self.processes.append(self.start_process(handshake, settings))
         self.aggregator = KVOutputAggregator(len(self.workers))
+
+    def describe(self, rank, caches, memory, described):
+        """Return what peers are told of a rank's memory: where it lends, and where it is written to."""
+        regions = describe_caches(caches, described, self.shape.blocks, KernelLayout.ENTRIES)
+        info = RankInfo(rank, self.shape.ranks, memory.encode(), "DRAM", 0, regions)
+        return info, info
+
+    def start_process(self, handshake, settings):
+        """Start what serves a rank."""
+        agents = [self.make_agent(handshake.rank) for _ in range(2)]
+        process = WorkerProcess(self, self.make_link(handshake), agents, handshake.rank, handshake.token, settings)
+        self._watch(process.writer._part_writer)
+        return process
+
+    def make_link(self, handshake):
+        """Return a link of the process that serves a rank."""
+        self.links.append(link := InMemoryLink(self.world.network, handshake.rank.agent.decode(), engine=self.name))
+        return link
+
+    def make_agent(self, info):
+        """Return what moves KV in and out of a rank's memory."""
+        self.movers.append(mover := Copier(self.world.network, info.agent.decode(), self.world, info))
+        return mover
 
     @property
     def workers(self):

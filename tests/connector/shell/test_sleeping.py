@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import warnings
+from collections import Counter
 
 import pytest
 
@@ -15,6 +16,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.request import RequestStatus
 
+    from support.async_kinds import AsyncPair, Chances, play
     from support.cache_kinds import CONTEXT, MODES, Pair
     from support.divided_kinds import PAIRS
     from support.kinds_table import KINDS
@@ -212,3 +214,43 @@ def test_whenever_engines_sleep_each_token_is_computed_from_the_right_kv(name):
         assert [engine.pool.get_num_free_blocks() for engine in (pair.p, pair.d)] == [59, 59]
 
     assert slept >= 2 * SEEDS
+
+
+class SleepingPair(AsyncPair):
+    """Engines sleep in each of vLLM's modes, with steps in flight."""
+
+    rest = 130.0  # longer than a quarantine
+
+    def meddle(self):
+        super().meddle()
+        if self.dice.random() < 0.15:
+            engine, mode = self.dice.choice((self.p, self.d)), self.dice.choice(("abort", "keep", "wait"))
+            self.counts["slept"] += self._sleep(engine, mode)
+
+    def _sleep(self, engine, mode):
+        """Have an engine sleep for a while, unless vLLM refuses it."""
+        if mode == "abort":
+            for name in [name for name in self.asked if not self.is_over(name)]:
+                self.leave(name)
+        try:
+            engine.sleep(mode)
+        except RuntimeError as refusal:
+            if "Failed to reset KV cache" not in str(refusal):
+                raise
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+            return False
+        for _ in range(self.dice.choice((0, 1, 4))):
+            self.round()
+        engine.wake_up()
+        return True
+
+
+@pytest.mark.parametrize("name", ["full attention", "sliding window beside full attention", "state of Mamba 2"])
+def test_with_steps_in_flight_engines_sleep_in_each_of_vllms_modes(name):
+    """What was in flight has come to its end before the memory goes, and nothing of it counts for another's."""
+    shape, counts = KINDS[name].shape(blocks=60), Counter()
+    for seed in range(SEEDS):
+        counts += play(shape, shape, Chances(seed, leaves=0.05), pair_class=SleepingPair).counts
+
+    assert counts["loaded"] >= 3 * SEEDS
+    assert counts["slept"] >= SEEDS

@@ -172,16 +172,22 @@ async def test_the_rest_names_the_model_that_the_stream_began_with(x, api, field
     assert json.loads(engines.legs[-1].body)["model"] == "m"
 
 
-async def test_other_weights_are_not_the_last_resort():
-    """The engine that broke off is asked once more, as a single one would be; then there is an end to it."""
-    engines = Scripted(pulled_prefill, breaking(2, 2, 2))
-    router = router_of(engines, y=2, resume_streams=True)
+async def only_the_first_is_asked(router, engines):
+    """The second decode engine has other weights."""
     weigh(router, "/m/1", "/m/2")
     client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
 
     assert client.error == ("EngineError", "broke off")
     assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-0"}
     assert router.is_idle()
+
+
+async def test_other_weights_are_not_the_last_resort():
+    """The engine that broke off is asked once more, as a single one would be; then there is an end to it."""
+    engines = Scripted(pulled_prefill, breaking(2, 2, 2))
+    router = router_of(engines, y=2, resume_streams=True)
+
+    await only_the_first_is_asked(router, engines)
 
 
 async def test_a_stream_ends_with_its_error_where_only_other_weights_are_left():
@@ -194,12 +200,8 @@ async def test_a_stream_ends_with_its_error_where_only_other_weights_are_left():
     script = breaking(5)
     engines = Scripted(pulled_prefill, decode)
     router = router_of(engines, y=2, resume_streams=True)
-    weigh(router, "/m/1", "/m/2")
-    client = await router.serve(call(Api.COMPLETIONS, **BODY | {"prompt": "hi"}))
 
-    assert client.error == ("EngineError", "broke off")
-    assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-0"}
-    assert router.is_idle()
+    await only_the_first_is_asked(router, engines)
 
 
 LOOKS_BACK = {"transfer_mode": "pull", "pdrelay_looks_back": True}

@@ -92,16 +92,22 @@ async def test_an_engine_that_answers_while_the_router_stands_still_is_not_late(
     assert not client.record.retries
 
 
-async def test_an_engine_has_its_full_time_after_the_shortest_pause():
-    """Also where the client goes on before the router has looked at the time: then nothing could be heard."""
-    now = [0.0]
+async def silent_stream(clock):
+    """Return a client whose stream has begun, and whose engine may say nothing for 100 s."""
 
     async def decode(_):
         return 200, [EVENT, never()]
 
-    router = router_of(Scripted(pulled_prefill, decode), stream_idle_timeout_s=100.0, clock=lambda: now[0])
+    router = router_of(Scripted(pulled_prefill, decode), stream_idle_timeout_s=100.0, clock=clock)
     client = router.start(call(**STREAM))
     await until(lambda: client.response.begun)
+    return client
+
+
+async def test_an_engine_has_its_full_time_after_the_shortest_pause():
+    """Also where the client goes on before the router has looked at the time: then nothing could be heard."""
+    now = [0.0]
+    client = await silent_stream(lambda: now[0])
     client.request.check_deadlines(0.0)
     now[0] = 99.0
     client.request.pause()
@@ -117,13 +123,7 @@ async def test_an_engine_has_its_full_time_after_the_shortest_pause():
 async def test_an_engine_that_may_not_send_is_not_late():
     """Its client does not read, however long that takes."""
     now = [0.0]
-
-    async def decode(_):
-        return 200, [EVENT, never()]
-
-    router = router_of(Scripted(pulled_prefill, decode), stream_idle_timeout_s=100.0, clock=lambda: now[0])
-    client = router.start(call(**STREAM))
-    await until(lambda: client.response.begun)
+    client = await silent_stream(lambda: now[0])
     client.request.pause()
     for now[0] in (50.0, 125.0, 200.0, 275.0):
         client.request.check_deadlines(now[0])

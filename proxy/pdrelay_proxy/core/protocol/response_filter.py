@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.protocol.object_scan import without_name
-from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode
+from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, maybe
 from pdrelay_proxy.errors import AnswerRefused, EngineError
 
 # JSON, streams, audio; texts of transcriptions; and the bytes of /pooling
@@ -68,13 +68,7 @@ def check_type(engine: str, content_type: bytes) -> None:
 
 def is_half(content_type: bytes, body: bytes) -> bool:
     """Return whether the end of an answer is missing, as far as its type shows that."""
-    if media_type(content_type) != _JSON:
-        return False
-    try:
-        decode(body, msgspec.Raw)
-    except NotJson:
-        return True
-    return False
+    return media_type(content_type) == _JSON and maybe(body, msgspec.Raw) is None
 
 
 def clean_answer(engine: str, content_type: bytes, body: bytes) -> bytes:

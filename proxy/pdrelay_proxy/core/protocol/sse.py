@@ -20,7 +20,6 @@ from pdrelay_proxy.errors import AnswerRefused
 
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")  # at the end of a stream
 _USUAL_END: Final = b"\ndata: [DONE]\n\n"  # the same, as vLLM writes it
-_DONE_LINES: Final = (b"data: [DONE]\n", _USUAL_END)
 _DONE_MARK: Final = b"[DONE]"
 _ERROR: Final = b'data: {"error":'
 _ERRORS: Final = (_ERROR, b'data:{"error":')
@@ -220,7 +219,7 @@ class WholeLines:
             return b"", True
         rest = b"".join(self._rest)
         data = b"" if rest.startswith(_COMMENT) else rest
-        is_done = _DONE.search(self._last[-_END_MOST:] + data) is not None
+        is_done = _is_done(self._last[-_END_MOST:] + data)
         complete = is_done or (self._name in _LAST and not data and self._has_data())
         return (rest if complete else b""), complete
 
@@ -251,7 +250,7 @@ class WholeLines:
         else:
             self._last = (self._last + passing)[-_SHORT_MOST:]
         if (
-            (self._is_ending or _is_done(self._last))
+            (self._is_ending or _is_done(self._last[-_END_MOST:]))
             and not self.erred
             and was_given_up(self._before + self._last, self._name)
         ):
@@ -276,11 +275,8 @@ class WholeLines:
         return _before_comments(passing) if may_have_comments and not is_end else passing
 
 
-def _is_done(lines: bytes) -> bool:
-    """Return whether lines end with the end of a stream."""
-    if lines.endswith(_DONE_LINES):
-        return True
-    end = lines[-_END_MOST:]
+def _is_done(end: bytes) -> bool:
+    """Return whether lines that end so are the end of a stream."""
     return end.find(_DONE_MARK) >= 0 and _DONE.search(end) is not None
 
 

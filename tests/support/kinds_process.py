@@ -217,7 +217,7 @@ class KindsProcess:
 
     def kill(self):
         self.process.kill()
-        self.process.join(10)
+        self.process.join()
         self.pipe.close()
 
 
@@ -229,6 +229,6 @@ def heard(processes, seconds):
         try:
             found.append((process, *pipe.recv()))
         except (EOFError, ConnectionResetError):
-            process.process.join(10)
+            process.process.join()
             found.append((process, "died", process.process.exitcode))
     return found

@@ -128,7 +128,7 @@ class NixlProcess:
 
     def kill(self):
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait()  # how soon the kernel has ended it says nothing about us
 
     def _listen(self):
         for line in self.process.stdout:

@@ -14,8 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.api.clients import Bounds, Clients
-from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
-from pdrelay_proxy.api.guarded import GuardedProtocol
+from pdrelay_proxy.api.guarded import connection_class
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.app import Router
 from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
@@ -46,7 +45,7 @@ def main_protocol(
     )
     clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
     unread_answers = UnreadAnswers(write_timeout_s, telemetry.stalled_client)
-    return endpoint_protocol(router.requests, clients, unread_answers)
+    return connection_class(clients, unread_answers, router.requests)
 
 
 def main_config(
@@ -90,8 +89,7 @@ class AdminListener:
         )
         clients = Clients(bounds, on_refused=telemetry.refused_connection, charge=admission.charge)
         unread_answers = UnreadAnswers(WRITE_TIMEOUT_S, telemetry.stalled_client)
-        bounded = {"clients": clients, "unread_answers": unread_answers}
-        protocol = type("AdminProtocol", (GuardedProtocol,), bounded)
+        protocol = connection_class(clients, unread_answers)
         app = cast("Any", router.admin_app)
         self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(KEEPALIVE_S))
         self._tls = router.admin_tls

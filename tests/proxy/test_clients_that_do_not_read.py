@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.api.clients import Clients
-from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
+from pdrelay_proxy.api.guarded import connection_class
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings
@@ -177,7 +177,7 @@ def test_over_tls_too(tmp_path, caplog):
 
     async def scene():
         requests = build(Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",))).requests
-        protocol = endpoint_protocol(requests, Clients(), UnreadAnswers(PATIENCE_S, lambda: None))
+        protocol = connection_class(Clients(), UnreadAnswers(PATIENCE_S, lambda: None), requests)
         config = uvicorn.Config(flood, http=protocol, lifespan="off", log_config=None)
         config.load()
         state = ServerState()

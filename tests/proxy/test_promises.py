@@ -150,7 +150,7 @@ def no_collector():
 
 
 PARTS = (
-    "EndpointProtocol",
+    "GuardedProtocol",
     "AsgiExchange",
     "Request",
     "HttpResponse",

@@ -319,9 +319,9 @@ class Client:
         headers = ((b"host", b"localhost"), *declared, *asked.headers)
         self.request = Request(router.requests, self.response, asked.path, headers)
         if self.request.check() and sends:
-            self.request.take(asked.body, is_all=True)
+            self.request.receive_body(asked.body, is_all=True)
         if sends:
-            self.request.begin()
+            self.request.serve()
 
     async def end(self, *, seconds=20):
         """Wait for the end of the request."""

@@ -79,8 +79,9 @@ class AsgiExchange:
 
     # Called by the connection
 
-    def receive_body(self, piece: bytes) -> None:
+    def receive_body(self, piece: bytes, /, *, is_all: bool = False) -> None:
         """Add a piece of the body."""
+        del is_all
         if self.response_complete:
             return
         self._body += piece
@@ -88,10 +89,18 @@ class AsgiExchange:
             self._connection.flow.pause_reading()
         self._news.set()
 
-    def end(self) -> None:
-        """Note that the whole body has come."""
+    def serve(self, body: bytes = b"", /) -> None:
+        """Note that the request is complete; ``body``: the whole body, if no piece came before."""
+        if body:
+            self.receive_body(body)
         self._more = False
         self._news.set()
+
+    def pause(self) -> None:
+        """Leave it to the connection's FlowControl, for which ``_send`` waits."""
+
+    def resume(self) -> None:
+        """Leave that to it, too."""
 
     def leave(self, refusal: ProxyError | None = None) -> None:
         """Note that the client has gone, or was refused in the middle of its body."""

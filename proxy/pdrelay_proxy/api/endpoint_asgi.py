@@ -38,7 +38,7 @@ class Endpoints:
             if request.check():
                 response.keep_alive = True
                 await _read(request, receive)
-            request.begin()
+            request.serve()
             await self._answer(request, response, receive, send)
         finally:
             request.leave()
@@ -70,7 +70,7 @@ async def _read(request: Request, receive: Receive) -> None:
         if message["type"] == "http.disconnect":
             request.leave()
             return
-        request.take(message.get("body", b""))
+        request.receive_body(message.get("body", b""))
         if not message.get("more_body", False):
             return
 

@@ -2,8 +2,8 @@
 
 A signature describes a path's parameters; it is never called. FastAPI would read a body whole and
 check it before a handler runs, while these bodies are charged piece by piece and passed on
-unchanged. Under uvicorn most requests do not come here either: api/endpoint_protocol.py takes them
-from the connection.
+unchanged. Under uvicorn most requests do not come here either: api/guarded.py takes them from the
+connection.
 """
 
 import re

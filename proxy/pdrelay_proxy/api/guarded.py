@@ -3,7 +3,10 @@ it.
 
 core/http/request_reader.py alone reads heads and bodies, so nothing behind it can understand them
 differently. This module decides which bytes wait, are charged or are refused, and what takes too
-long. uvicorn's server makes and ends these connections; it calls ``__init__``, the methods of an
+long. A request for an endpoint is answered by requests/request.py, any other by an ASGI application
+(api/asgi_exchange.py); behind another server FastAPI serves both (api/endpoint_asgi.py).
+
+uvicorn's server makes and ends these connections; it calls ``__init__``, the methods of an
 ``asyncio.Protocol`` and ``shutdown``.
 """
 
@@ -15,13 +18,14 @@ from typing import Any, Final, Protocol, cast
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdrelay_proxy.api.asgi_exchange import App, AsgiExchange, path_of
+from pdrelay_proxy.api.asgi_exchange import CONTINUE, App, AsgiExchange, path_of
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.core.http.framing import Head, RefusalReason
 from pdrelay_proxy.core.http.request_reader import RequestReader
 from pdrelay_proxy.core.http.response_head import STATUS_LINES
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.errors import (
     BadFraming,
     ClientError,
@@ -35,6 +39,9 @@ from pdrelay_proxy.errors import (
 from pdrelay_proxy.io.delivery import delivery, reset_at_close
 from pdrelay_proxy.io.fair_timeout import LateTimer
 from pdrelay_proxy.requests.error_body import error_body, error_headers
+from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.request_set import RequestSet
+from pdrelay_proxy.requests.response import LONG_BODY, HttpResponse
 
 _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     BadFraming: RefusalReason.MALFORMED,
@@ -42,6 +49,7 @@ _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     UriTooLong: RefusalReason.URI,
     NotServed: RefusalReason.METHOD,
 }
+_ENDPOINTS: Final[Mapping[bytes, str]] = {path.encode("ascii"): path for path in ENDPOINTS}
 _LEAST_RATE: Final = 16 * 1024  # bytes of a body that give a client another second
 # bytes of a chunked body read at a time: they may be 2,700 chunks
 _CHUNKED_MOST: Final = 16 * 1024
@@ -74,6 +82,22 @@ class Exchange(Protocol):
         """Whether all of the answer was written."""
         ...
 
+    def receive_body(self, piece: bytes, /, *, is_all: bool = False) -> None:
+        """Take a piece of the body; ``is_all``: it is the whole body."""
+        ...
+
+    def serve(self, body: bytes = b"", /) -> None:
+        """Serve the request: it is complete; ``body``: the whole body, if no piece came before."""
+        ...
+
+    def pause(self) -> None:
+        """Write no more for now: the client is slow."""
+        ...
+
+    def resume(self) -> None:
+        """Write on."""
+        ...
+
     def leave(self, refusal: ProxyError | None = None) -> None:
         """Give it up: the client does not read the answer; ``refusal``: what it gets instead, from
         its connection.
@@ -81,18 +105,28 @@ class Exchange(Protocol):
         ...
 
 
+def connection_class(
+    clients: Clients, unread_answers: UnreadAnswers, requests: RequestSet | None = None
+) -> type[asyncio.Protocol]:
+    """Return the protocol class for ``uvicorn.Config(http=...)``; ``requests`` serves endpoints,
+    if this port has them.
+    """
+    attributes = {"clients": clients, "unread_answers": unread_answers, "requests": requests}
+    return type("GuardedProtocol", (GuardedProtocol,), attributes)
+
+
 class GuardedProtocol(asyncio.Protocol):
-    """A connection of a client that may be hostile. Its requests go to the ASGI application."""
+    """A connection of a client that may be hostile."""
 
     clients: Clients
     unread_answers: UnreadAnswers
+    requests: RequestSet | None = None  # None: the application answers all
     transport: asyncio.Transport
     flow: FlowControl
     exchange: Exchange | None = None  # the latest
     # the connection is between two requests: no byte of the next one has come, and it may come
     between = True
 
-    _asgi: AsgiExchange | None = None  # the latest exchange, if the application answers it
     _client: tuple[str, int] | None = None  # its address
     _network: str | None = None  # the network under which it is counted
     _over = False  # it is refused: further bytes are dropped
@@ -100,6 +134,8 @@ class GuardedProtocol(asyncio.Protocol):
     _reader: RequestReader
     _target = b""  # target of a refused request, if known, or of one whose body is coming
     _pending: bytearray | None = None  # bytes behind a request that is not answered yet
+    # the rest of a long answer, until the client has read enough
+    _unwritten: memoryview | None = None
     _held = 0  # bytes charged for this connection
     # the headers that the server adds to every head, and their lines
     _default: tuple[object, bytes] = None, b""
@@ -137,7 +173,7 @@ class GuardedProtocol(asyncio.Protocol):
         # Attributes that each request reads: a lookup in the object takes a fifth of one in the
         # class.
         self._over = False
-        self._pending = self.exchange = self._idle_timer = None
+        self._pending = self.exchange = self._idle_timer = self._unwritten = None
         self.flow = FlowControl(transport)
         self._reader = RequestReader()
         self._idle_lateness = LateTimer()
@@ -159,10 +195,11 @@ class GuardedProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection held."""
         self._connections.discard(self)
+        self._unwritten = None
         try:
             if self.exchange is not None:
                 self.exchange.leave()
-                self.exchange = self._asgi = None  # these refer to this object
+                self.exchange = None  # it refers to this object
             self.flow.resume_writing()
             if exc is None:
                 self.transport.close()
@@ -231,9 +268,7 @@ class GuardedProtocol(asyncio.Protocol):
         """Whether another request may begin: the one before is answered, and the client reads its
         answers.
         """
-        return (
-            self.exchange is None or self.exchange.response_complete
-        ) and not self.flow.write_paused
+        return self._is_idle and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
         """Begin a request if its head is complete; return the bytes behind the head, or behind the
@@ -254,10 +289,10 @@ class GuardedProtocol(asyncio.Protocol):
             self.free(size)
         rest = reader.rest
         self.between = head.length == 0
-        self.begin(head)
+        self._begin(head)
         if head.length == len(rest):  # exactly the whole request is here
             self.between = True
-            self.serve(rest)
+            self._serve(rest)
             return b""
         if head.length == 0:
             self._end()
@@ -279,10 +314,9 @@ class GuardedProtocol(asyncio.Protocol):
         piece = reader.read_body(data)
         if is_chunked:
             self._charge(reader.line_size - line_size)
-        if piece:
-            self.receive_body(
-                piece, is_all=not (is_chunked or reader.in_body) and reader.received == len(piece)
-            )
+        if piece and self.exchange is not None:
+            is_all = not (is_chunked or reader.in_body) and reader.received == len(piece)
+            self.exchange.receive_body(piece, is_all=is_all)
         if reader.in_body:
             return b""
         self._end()
@@ -295,16 +329,21 @@ class GuardedProtocol(asyncio.Protocol):
     def _end(self) -> None:
         """Serve a request that is complete."""
         self.between = True
-        # answered before its whole body had come
-        is_answered = self.exchange is not None and self.exchange.response_complete
-        self.serve()
+        is_answered = self._is_idle  # before its whole body had come
+        self._serve()
         if is_answered and not self.transport.is_closing():
-            self.rest()
+            self._rest()
 
     # Its requests
 
-    def begin(self, head: Head) -> None:
+    def _begin(self, head: Head) -> None:
         """Begin a request: its head has come."""
+        requests = self.requests
+        if requests is not None and head.method == b"POST":
+            path = _ENDPOINTS.get(head.target) or _endpoint_in(head.target)
+            if path is not None:
+                self._begin_request(requests, path, head)
+                return
         transport = self.transport
         scope = self._scope | {
             "client": self._client,
@@ -312,23 +351,32 @@ class GuardedProtocol(asyncio.Protocol):
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
             "state": dict(self._app_state),
         }
-        self.exchange = self._asgi = AsgiExchange(self, head, scope)
-        task = self.loop.create_task(self._asgi.run(self._app))
+        exchange = self.exchange = AsgiExchange(self, head, scope)
+        task = self.loop.create_task(exchange.run(self._app))
         self.server_state.tasks.add(task)
         task.add_done_callback(self.server_state.tasks.discard)
 
-    def receive_body(self, piece: bytes, *, is_all: bool = False) -> None:
-        """Add a piece of the body; ``is_all``: it is the whole body."""
-        del is_all
-        if self._asgi is not None:
-            self._asgi.receive_body(piece)
+    def _begin_request(self, requests: RequestSet, path: str, head: Head) -> None:
+        """Begin a request for an endpoint."""
+        keep_alive = head.keep_alive and not head.is_old
+        # the client sends its body after 100 Continue
+        waits = head.expects and not head.is_old and head.length != 0
+        response = HttpResponse(
+            self, self.transport.write, keep_alive and not waits, not head.is_old
+        )
+        request = self.exchange = Request(requests, response, path, head.headers, head.shown)
+        if request.check() and waits:
+            # a refusal closes the connection: the next bytes may be the body or a request
+            request.keep_alive = keep_alive
+            self.transport.write(CONTINUE)
 
-    def serve(self, body: bytes = b"") -> None:
+    def _serve(self, body: bytes = b"") -> None:
         """Serve the complete request; ``body``: the whole body, if no piece came before."""
-        if self._asgi is not None:
-            if body:
-                self._asgi.receive_body(body)
-            self._asgi.end()
+        exchange = self.exchange
+        if exchange is not None:
+            if self.flow.write_paused:
+                exchange.pause()  # the client has not read earlier answers
+            exchange.serve(body)
 
     def default_lines(self) -> bytes:
         """Return the lines in every head; uvicorn's server renews them once a second."""
@@ -339,7 +387,7 @@ class GuardedProtocol(asyncio.Protocol):
             self._default = headers, lines
         return lines
 
-    def rest(self) -> None:
+    def _rest(self) -> None:
         """Note that nothing is under way; one timer for many requests checks whether that lasts too
         long.
         """
@@ -354,7 +402,7 @@ class GuardedProtocol(asyncio.Protocol):
     def _close_if_idle(self) -> None:
         """Close a connection that has been idle for too long."""
         self._idle_timer = None
-        if not self.between or not self.is_idle():
+        if not (self.between and self._is_idle):
             return  # the end of the present request starts the timer again
         now = self.loop.time()
         due = self._idle_since + self._keepalive_s
@@ -365,9 +413,12 @@ class GuardedProtocol(asyncio.Protocol):
         elif not self.transport.is_closing():
             self.transport.close()
 
-    def is_idle(self) -> bool:
-        """Return whether no request is under way."""
-        return self.exchange is None or self.exchange.response_complete
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is under way, and no answer is being written."""
+        return self._unwritten is None and (
+            self.exchange is None or self.exchange.response_complete
+        )
 
     def is_unread(self) -> bool:
         """Return whether the client seems to have unread bytes of an answer that would be lost if
@@ -402,10 +453,79 @@ class GuardedProtocol(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """End the connection behind the present answer: the server ends."""
-        if self.exchange is None or self.exchange.response_complete:
+        exchange = self.exchange
+        if exchange is None or self._is_idle:
             self.transport.close()
         else:
-            self.exchange.keep_alive = False
+            exchange.keep_alive = False
+
+    # Its answers
+
+    def pause_writing(self) -> None:
+        """Pause the answer: the client reads more slowly than is written."""
+        self.flow.pause_writing()
+        if self.exchange is not None:
+            self.exchange.pause()
+
+    def resume_writing(self) -> None:
+        """Resume: the client has read its answers."""
+        self.flow.resume_writing()
+        if self._pending is not None and self._is_next:
+            self.loop.call_soon(self._read_pending)
+        self._write_more()
+        if self.exchange is not None:
+            self.exchange.resume()
+
+    def write_long(self, head: bytes, body: bytes) -> None:
+        """Write an answer in pieces: a transport would buffer all of it, uncounted, for a client
+        that does not read.
+        """
+        self.transport.write(head)
+        self._unwritten = memoryview(body)
+        self._charge(len(body))
+        self._write_more()
+
+    def _write_more(self) -> None:
+        """Write as much of a long answer as the transport takes."""
+        rest = self._unwritten
+        while rest and not (self.flow.write_paused or self.transport.is_closing()):
+            piece = rest[:LONG_BODY]
+            rest = rest[LONG_BODY:]
+            self._unwritten = rest
+            self.transport.write(bytes(piece))
+            self.free(len(piece))
+        if rest is not None and not rest:
+            self._unwritten = None
+            exchange = self.exchange
+            if exchange is not None and exchange.response_complete:
+                self.answered(keep_alive=exchange.keep_alive)
+
+    def eof_received(self) -> None:
+        """Give the rest of a long answer to the transport, which is closed after this and writes
+        its buffer.
+        """
+        rest = self._unwritten
+        self._unwritten = None
+        if rest is not None:
+            self.transport.write(rest)  # its bytes stay charged until the connection is lost
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """Continue with the bytes behind the request, once its whole answer is written."""
+        if self._unwritten is not None:
+            return  # its end comes here again
+        self.server_state.total_requests += 1
+        if not keep_alive and not self.between:
+            # Some of its body is still to come, and the client has to read the answer.
+            self._stop()
+            self._linger()
+            return
+        if not keep_alive:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._rest()
+        if self._pending is not None:
+            self.loop.call_soon(self._read_pending)
 
     # Bytes behind a request that is not answered yet
 
@@ -418,33 +538,6 @@ class GuardedProtocol(asyncio.Protocol):
             self._pending += data
         if len(self._pending) > HIGH_WATER:
             self.flow.fill()
-
-    def answered(self, *, keep_alive: bool) -> None:
-        """Continue with the bytes behind the request: its whole answer is written."""
-        self._asgi = None
-        self.server_state.total_requests += 1
-        if not keep_alive and not self.between:
-            # Some of its body is still to come, and the client has to read the answer.
-            self._stop()
-            self._linger()
-            return
-        if not keep_alive:
-            self.transport.close()
-        if not self.transport.is_closing():
-            self.flow.resume_reading()
-            self.rest()
-        if self._pending is not None:
-            self.loop.call_soon(self._read_pending)
-
-    def pause_writing(self) -> None:
-        """Note that the client reads more slowly than is written."""
-        self.flow.pause_writing()
-
-    def resume_writing(self) -> None:
-        """Resume: the client has read its answers."""
-        self.flow.resume_writing()
-        if self._pending is not None and self._is_next:
-            self.loop.call_soon(self._read_pending)
 
     def _read_pending(self) -> None:
         pending = self._pending
@@ -511,6 +604,9 @@ class GuardedProtocol(asyncio.Protocol):
         """
         self._stop()
         self.clients.on_refused(fault)
+        if self._unwritten is not None:  # half an answer leaves no place for an error
+            self.transport.abort()
+            return
         # refusals of a crowd are only counted
         level = logging.DEBUG if isinstance(error, TooManyConnections) else logging.INFO
         logger.log(
@@ -576,3 +672,9 @@ def _address(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
         return None
     parts = cast("Sequence[str | int]", address)
     return (str(parts[0]), int(parts[1])) if len(parts) >= 2 else None
+
+
+def _endpoint_in(target: bytes) -> str | None:
+    """Return the path of an endpoint in another spelling: with a query, a host or escapes."""
+    path = path_of(target)
+    return path if path in ENDPOINTS else None

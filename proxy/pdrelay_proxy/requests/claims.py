@@ -37,7 +37,7 @@ class PartRequest(Answering):
         """Return the error that its client got; None: it got none."""
 
     @abstractmethod
-    def begin(self) -> None:
+    def serve(self) -> None:
         """Serve it."""
 
     @abstractmethod

@@ -167,7 +167,7 @@ class Request(PartRequest):
             self._owner.begun(self)
         return not self.response_complete
 
-    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+    def receive_body(self, piece: bytes, /, *, is_all: bool = False) -> None:
         """Take a piece of the body; ``is_all``: there was and will be no other."""
         if self.response_complete:
             return  # it was refused
@@ -187,10 +187,10 @@ class Request(PartRequest):
         except ProxyError as error:
             self._end(self._client.write_error(error))
 
-    def begin(self, body: bytes = b"") -> None:
-        """Serve the request: it is complete; ``body``: all of it, if none was taken before."""
+    def serve(self, body: bytes = b"", /) -> None:
+        """Serve the request: it is complete; ``body``: the whole body, if no piece came before."""
         if body:
-            self.take(body, is_all=True)
+            self.receive_body(body, is_all=True)
         if not self.response_complete:
             self._life.begin(self._live())
 

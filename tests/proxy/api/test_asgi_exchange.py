@@ -78,7 +78,7 @@ def body(data=b"", *, more=False):
 async def said(app, lines=(), **options):
     """Return the connection once the application has ended, all of the request having come."""
     connection, made, task = exchange(app, lines, **options)
-    made.end()
+    made.serve()
     await task
     return connection
 
@@ -197,7 +197,7 @@ async def test_a_body_is_heard_piece_by_piece_and_then_that_the_client_has_gone(
     await asyncio.sleep(0)
     assert connection.transport.reads
     made.receive_body(b"b")
-    made.end()
+    made.serve()
     await asyncio.sleep(0)
     made.leave()
     await task
@@ -220,7 +220,7 @@ async def test_a_client_is_asked_for_its_body_when_somebody_wants_it(reads):
     connection, made, task = exchange(app, ["Content-Length: 2", "Expect: 100-continue"], method="POST")
     await asyncio.sleep(0)
     made.receive_body(b"hi")
-    made.end()
+    made.serve()
     await task
 
     assert connection.transport.said.startswith(
@@ -249,7 +249,7 @@ async def test_who_does_not_read_is_waited_for():
     """Until the client has read, or has gone."""
     connection, made, task = exchange(answering(start(), body(b"hi")))
     connection.flow.pause_writing()
-    made.end()
+    made.serve()
     await asyncio.sleep(0)
     assert connection.transport.said == b""
     connection.flow.resume_writing()

@@ -9,7 +9,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.api.clients import Clients
-from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
+from pdrelay_proxy.api.guarded import connection_class
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings
@@ -57,7 +57,7 @@ async def waiting(scope, receive, send):
 def connected(clients=None, app=None):
     """Connect a client to a router that listens nowhere; returns the connection and its transport."""
     requests = build(Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",))).requests
-    kind = endpoint_protocol(requests, clients or Clients(), UnreadAnswers(None, lambda: None))
+    kind = connection_class(clients or Clients(), UnreadAnswers(None, lambda: None), requests)
     config = uvicorn.Config(app or empty, http=kind, lifespan="off", log_config=None)
     config.load()
     connection, transport = kind(config, ServerState(), {}), Transport()

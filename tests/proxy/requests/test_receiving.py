@@ -22,9 +22,9 @@ async def test_a_body_may_come_in_any_pieces():
     waiting = router(limits=Settings(max_concurrency=0, max_queue=1, max_queue_wait_s=5.0))
     client, body = waiting.start(sends=False), call().body
     for place in range(len(body)):
-        client.request.take(body[place : place + 1])
+        client.request.receive_body(body[place : place + 1])
         assert waiting.gate.admission.held_bytes == place + 1
-    client.request.begin()
+    client.request.serve()
     assert client.request.state is RequestState.WAITING
     assert waiting.gate.admission.held_bytes == len(body)
 

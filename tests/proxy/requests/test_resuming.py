@@ -337,8 +337,8 @@ async def test_a_stream_that_broke_off_in_its_first_piece_is_shown_as_it_goes_on
     headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
     request = Request(router.requests, HttpResponse(Silent(), written.append, keep_alive=True), asked.path, headers)
     assert request.check()
-    request.take(asked.body, is_all=True)
-    request.begin()
+    request.receive_body(asked.body, is_all=True)
+    request.serve()
     await until(lambda: b"".join(written).count(b"data: ") == 5)
     request.leave()
 

@@ -171,7 +171,7 @@ class PromptArray(ClaimedAnswer):
             part = self._parts[place] = self._new_part(_PartWriter(self, place), own_plan, place)
             if self._client.is_paused:
                 part.pause()
-            part.begin()
+            part.serve()
         if self._failure is not None:
             raise forget_frames(self._failure)
 

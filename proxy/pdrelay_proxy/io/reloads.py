@@ -78,13 +78,11 @@ class FileReloads:
         """
         settings = self.settings()
         now = await asyncio.to_thread(stamps_of, settings)
-        before = self._seen
+        if settings is not self.settings():
+            return  # SIGHUP has read others meanwhile: those are looked at next
+        # also a file that a setting names since SIGHUP: it may have been written after that
+        changed = {name for name, seen in now.items() if seen != self._seen.get(name)}
         self._seen = now
-        changed = {
-            name
-            for name, (path, stamp) in now.items()
-            if _is_replaced(before.get(name), path, stamp)
-        }
         half = {name for name in changed & _LINES if not _ends_with_line(now[name][1])}
         for name in sorted(half):
             text = (
@@ -185,13 +183,6 @@ def _stamps(settings: Settings, names: tuple[str, ...]) -> Mapping[str, tuple[st
         for name, path in paths.items()
         if path is not None
     }
-
-
-def _is_replaced(before: tuple[str, _Stamp] | None, path: str, stamp: _Stamp) -> bool:
-    """Return whether the same file has changed. If its setting changed (SIGHUP), the new file was
-    read then.
-    """
-    return before is not None and before[0] == path and before[1] != stamp
 
 
 def _stamp(path: str, has_lines: bool) -> _Stamp:  # noqa: FBT001 (of one caller)

@@ -1,5 +1,6 @@
 """Certificates and keys that are renewed in their files are used without a signal or a restart."""
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -249,15 +250,36 @@ async def test_a_join_key_is_replaced_without_a_gap(tmp_path, caplog):
     assert router.admin_key.matches(b"sesame-1")
 
 
-async def test_a_setting_that_names_another_file_is_not_a_change_of_that_file(tmp_path):
-    """SIGHUP has read it."""
+async def test_a_file_that_is_written_after_sighup_has_named_it_is_read_once_more(tmp_path):
+    """A key that was taken out before the first look at the new file would be good for ever."""
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"a:sk-{name}-of-16-chars\n")
     router = Router(Settings(api_keys_file=str(tmp_path / "one")))
     router.settings = Settings(api_keys_file=str(tmp_path / "two"))
+    router.keyring.keys = client_keys(router.settings)
+    in_place(tmp_path / "two", "a:sk-three-of-16-chars\n")
+    await router.reloads.check_files()
     await router.reloads.check_files()
 
-    assert router.counters.file_reloads == {("ok",): 0, ("failed",): 0}
+    owners = [router.keyring.keys.owner(f"sk-{name}-of-16-chars".encode()) for name in ("one", "two", "three")]
+    assert owners == [None, None, "a"]
+    assert router.counters.file_reloads == {("ok",): 1, ("failed",): 0}
+
+
+async def test_a_look_that_sighup_overtakes_brings_no_old_file_back(tmp_path):
+    """A look takes its time where a file system is slow, and the settings name other files by then."""
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(f"a:sk-{name}-of-16-chars\n")
+    router = Router(Settings(api_keys_file=str(tmp_path / "one")))
+    in_place(tmp_path / "one", "a:sk-three-of-16-chars\n")
+    look = asyncio.create_task(router.reloads.check_files())
+    await asyncio.sleep(0)
+    router.settings = Settings(api_keys_file=str(tmp_path / "two"))
+    router.keyring.keys = client_keys(router.settings)
+    await look
+
+    assert router.keyring.keys.owner(b"sk-two-of-16-chars") == "a"
+    assert router.keyring.keys.owner(b"sk-three-of-16-chars") is None
 
 
 async def test_the_certificate_shown_to_engines_is_renewed(tmp_path, authority):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import ssl
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 # of one answer, or of one event: 200 pods take some megabytes
 _MAX_BYTES: Final = 64 * 1024 * 1024
 _ERROR_CHARS: Final = 300  # of an answer that an error message quotes
+_TOKEN: Final = re.compile(r"[!-~]+")
 
 
 class KubeError(Exception):
@@ -137,7 +139,7 @@ class Kubernetes:
                 "GET", path, params=dict(query), headers=self._headers(), timeout=timeout
             ) as response:
                 if response.status_code != HTTPStatus.OK:
-                    raise _refusal(path, response, await response.aread())
+                    raise _refusal(path, response, await _beginning(response))
                 async for part in response.aiter_bytes():
                     *lines, rest = (rest + part).split(b"\n")
                     if events := [line for line in lines if line]:
@@ -176,12 +178,13 @@ class Kubernetes:
     def _headers(self) -> dict[str, str]:
         if self._cluster.token_file is None:
             return {}
+        file = self._cluster.token_file
         try:
-            token = Path(self._cluster.token_file).read_text(encoding="ascii").strip()
+            token = Path(file).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as exc:
-            raise KubeError(
-                f"{self._cluster.token_file} cannot be read: the API would not know us"
-            ) from exc
+            raise KubeError(f"{file} cannot be read: the API would not know us") from exc
+        if not _TOKEN.fullmatch(token):  # h11 would refuse the header, and quote it
+            raise KubeError(f"{file} is no token: it must be one word of printable ASCII")
         return {"authorization": f"Bearer {token}"}
 
 
@@ -194,6 +197,16 @@ def _kube_errors(path: str) -> Generator[None]:
         raise KubeError(f"{path}: nothing came in time ({type(exc).__name__})") from exc
     except httpx.HTTPError as exc:
         raise KubeError(f"{path}: {type(exc).__name__} {exc}".rstrip()) from exc
+
+
+async def _beginning(response: httpx.Response) -> bytes:
+    """Return as much of an answer as an error message quotes."""
+    body = b""
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) >= _ERROR_CHARS:
+            break
+    return body
 
 
 def _refusal(path: str, response: httpx.Response, body: bytes) -> KubeError:

@@ -87,6 +87,45 @@ async def test_a_refusal_is_one_sentence_with_its_status(code):
     assert isinstance(info.value, Expired) == (code == 410)
 
 
+@pytest.mark.parametrize("token", ["hunter\n2", "hunter 2", "hunter\x002", ""])
+async def test_a_file_that_has_no_token_is_named_and_not_quoted(account, token):
+    """The header would be none, and the error of the library would put it into the log."""
+    account.renew(token)
+    async with KubeApi(token="secret", tls=account.tls) as api, Kubernetes(inside(account, api)) as client:
+        with pytest.raises(KubeError, match="token is no token: it must be one word") as info:
+            await client.get(PODS, {})
+    assert "hunter" not in str(info.value)
+    assert api.calls == []
+
+
+async def test_a_watch_that_is_refused_without_end_is_read_as_far_as_it_is_quoted():
+    """A gateway before the API answers, and never stops."""
+    piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    most = 1024
+    written = []
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while len(written) < most:
+                written.append(writer.write(piece))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with (
+        server,
+        Kubernetes(Cluster(f"http://{host}:{port}", "default")) as client,
+        contextlib.aclosing(client.watch(PODS, {"watch": "true"}, silence_s=20)) as lines,
+    ):
+        with pytest.raises(KubeError, match="status 503: xxx") as info:
+            await anext(lines)
+    assert len(str(info.value)) < 500
+    assert len(written) < most
+
+
 async def test_an_answer_that_takes_too_long_and_a_watch_in_silence_end():
     """Each by its own limit."""
     async with KubeApi() as api:

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.core.discovery.store_entries import MAX_ENTRY_BYTES
+from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.features.stores.store_url import split_prefix
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver
 
@@ -80,9 +81,15 @@ class _Subscription(Protocol):
     async def get_message(self, *, timeout: float) -> object: ...  # noqa: ASYNC109 (the library calls it so)
 
 
+class _ConnectionPool(Protocol):
+    def make_connection(self) -> object: ...
+
+
 class _Client(Protocol):
     """As much of the library as is used, with types."""
 
+    @property
+    def connection_pool(self) -> _ConnectionPool: ...
     async def eval(self, script: str, keys: int, /, *args: str) -> list[object]: ...
     def pubsub(
         self, *, ignore_subscribe_messages: bool
@@ -251,6 +258,8 @@ class RedisText:
 def _connect(url: str, password: str | None) -> tuple[_Client, str]:
     """Return a client, and the prefix of all keys: in braces, so that they hash to one slot of a
     Redis Cluster.
+
+    Raises ConfigError: the URL is none of Redis.
     """
     limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
     # Another program's entry need not be UTF-8: discovery leaves it out, and a restore writes the
@@ -259,4 +268,11 @@ def _connect(url: str, password: str | None) -> tuple[_Client, str]:
     make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
     url, prefix = split_prefix(url)
     tag = "{pdrelay:" + prefix + "}" if prefix else "{pdrelay}"
-    return make(url, password=password, **texts, **limits), tag
+    try:
+        client = make(url, password=password, **texts, **limits)
+        client.connection_pool.make_connection()  # it is not opened; refuses names in the query
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"store is {url}, which the library of Redis refuses: {exc}; write redis://host:port/0"
+        ) from exc
+    return client, tag

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Annotated, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pdrelay_proxy.declarations import Kind
 from pdrelay_proxy.features.stores.store_url import split_prefix
@@ -15,7 +15,8 @@ _KINDS: Final = ("file", "kubernetes", *_REDIS)
 
 def _checked(text: str) -> str | None:
     kind, _, location = text.partition(":")
-    if urlsplit(text).password is not None:
+    parts = urlsplit(text)
+    if parts.password is not None or "password" in parse_qs(parts.query):
         raise ValueError(
             "a store's URL is shown by ps: put its password into the environment as "
             "PDRELAY_REDIS_PASSWORD"

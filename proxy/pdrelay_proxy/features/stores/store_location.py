@@ -21,7 +21,9 @@ class StoreLocation:
     setting: str
 
     def engines(self, observer: StoreObserver, clock: Callable[[], float]) -> Store:
-        """Return the store of engines; raises ConfigError: this is no pod, or redis is missing."""
+        """Return the store of engines; raises ConfigError: this is no pod, redis is missing, or its
+        URL is wrong.
+        """
         kind, _, location = self.setting.partition(":")
         match kind:
             case "file":

@@ -45,6 +45,16 @@ def test_a_redis_without_its_library_is_refused_with_the_command_that_installs_i
         StoresFeature.shared_store(chosen("redis://h:6379/0")).engines(Ear(), time.monotonic)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["redis://h:port/0", "redis://h:1/0?tls=yes", "redis://h:1/0?socket_timeout=soon", "redis://h:1?ssl_ca_certs=x"],
+)
+def test_a_redis_that_its_library_does_not_take_is_refused_at_the_start(url):
+    """It would fail at each look, several times a second."""
+    with pytest.raises(ConfigError, match=r"store is redis://h:.* refuses: .*write redis://host:port/0"):
+        StoresFeature.shared_store(chosen(url)).engines(Ear(), time.monotonic)
+
+
 def test_a_configmap_needs_a_cluster(monkeypatch):
     """The router reads its address from the pod's environment."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

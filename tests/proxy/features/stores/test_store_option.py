@@ -59,8 +59,9 @@ def test_the_prefix_is_no_part_of_what_the_client_gets(url, bare):
     assert split_prefix(bare) == (bare, "")
 
 
-def test_a_password_in_an_argument_is_refused_and_not_repeated():
-    """Everybody on the machine can see arguments."""
+@pytest.mark.parametrize("text", ["redis://:hunter2@h:6379/0", "redis://h:6379/0?db=1&password=hunter2"])
+def test_a_password_in_an_argument_is_refused_and_not_repeated(text):
+    """Everybody on the machine can see arguments. The library takes it in the query, too."""
     with pytest.raises(ArgumentTypeError, match="PDRELAY_REDIS_PASSWORD") as info:
-        store("redis://:hunter2@h:6379/0")
+        store(text)
     assert "hunter2" not in str(info.value)

@@ -99,8 +99,17 @@ class RankCache:
         step = lcm(*(group.size for group in self.groups.values()))
         tails = [group for group in self.groups.values() if not group.is_full]
         end = most // step * step
-        while end and not all(_has_tail(group, end, hashes) for group in tails):
-            end -= step
+        at = 0
+        while end and at < len(tails):
+            gap = _gap(tails[at], end, hashes)
+            if not gap:
+                at += 1
+                continue
+            # It is missing before each end from there on, too. The group that lacks it is asked
+            # first from now on: so blocks are seldom looked at twice, whatever an engine tells.
+            end = (gap - 1) // step * step
+            tails.insert(0, tails.pop(at))
+            at = 0
         return end
 
     def beginning(
@@ -167,8 +176,9 @@ def _walk(
     return place * size
 
 
-def _has_tail(group: GroupBlocks, end: int, hashes: dict[int, BlockHash]) -> bool:
-    """Tell whether a group has the blocks that it needs before the end of a hit.
+def _gap(group: GroupBlocks, end: int, hashes: dict[int, BlockHash]) -> int:
+    """Return the end of the last block that a group lacks of those before the end of a hit; 0: it
+    has what it needs.
 
     A place without a known hash counts as a miss.
     """
@@ -177,9 +187,9 @@ def _has_tail(group: GroupBlocks, end: int, hashes: dict[int, BlockHash]) -> boo
             break
         block = hashes.get(end)
         if block is None or block not in group.copies:
-            return False
+            return end
         end -= group.size
-    return True
+    return 0
 
 
 def common_part(first: CachedBeginning, second: CachedBeginning) -> CachedBeginning:

@@ -13,34 +13,33 @@ from typing import Final
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.protocol.push import EngineMode
 
-_LINE: Final = re.compile(
-    rb"^vllm:(?P<name>pdrelay_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? "
-    rb"(?P<value>[0-9.eE+-]{1,32})",
-    re.MULTILINE,
+_LEASES: Final = b"vllm:pdrelay_leases_held"
+_KEPT: Final = re.compile(
+    rb"[a-z_:]{1,64}(?:\{(?P<labels>[^\n]*)\})? (?P<value>[0-9.eE+-]{1,32})[^\n]*"
 )
-_INFO: Final = b"vllm:pdrelay_connector_info{"
+_INFO: Final = b"vllm:pdrelay_connector_info"
 _LABEL: Final = re.compile(
     rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"'
 )
 _MODES: Final[Mapping[str, EngineMode]] = {mode.value: mode for mode in EngineMode}
-_REFUSED: Final = b"vllm:pdrelay_incompatible_peer{"
+_REFUSED: Final = b"vllm:pdrelay_incompatible_peer"
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
 _STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,32})$", re.MULTILINE)
 # By how their lines begin. Ours may show those of the other, too.
 _CONNECTORS: Final = {"pdrelay": b"vllm:pdrelay_", "nixl": b"vllm:nixl_"}
 # Its own prefix cache counts as well: what is there need not be sent.
-_SOURCES: Final = b"vllm:prompt_tokens_by_source_total{"
+_SOURCES: Final = b"vllm:prompt_tokens_by_source_total"
 _RECEIVED: Final = re.compile(rb'(?:^|,)source="(?:external_kv_transfer|local_cache_hit)"')
 _LABELLED: Final = re.compile(
     rb"[a-z_:]{1,64}\{(?P<labels>[^\n]{0,2000})\} (?P<value>[0-9.eE+]{1,32})"
 )
 _TRUE: Final = (b"1", b"1.0")
 _MOST_LINES: Final = 4096  # of one metric
-# Of vllm/v1/metrics/loggers.py. A line of the text follows another one: their comments come first.
-_RUNNING: Final = b"\nvllm:num_requests_running"
-_WAITING: Final = b"\nvllm:num_requests_waiting"
-_USAGE: Final = b"\nvllm:kv_cache_usage_perc"
-_PREEMPTED: Final = b"\nvllm:num_preemptions_total"
+# Of vllm/v1/metrics/loggers.py.
+_RUNNING: Final = b"vllm:num_requests_running"
+_WAITING: Final = b"vllm:num_requests_waiting"
+_USAGE: Final = b"vllm:kv_cache_usage_perc"
+_PREEMPTED: Final = b"vllm:num_preemptions_total"
 _VALUE: Final = re.compile(
     rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]{0,2000})\})? "
     rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)"
@@ -67,19 +66,12 @@ class Numbers:
 
 def read(text: bytes, rank: int | None = None) -> Numbers:
     """Read the Prometheus text of an engine, or of one of its data-parallel ranks."""
-    values: dict[bytes, list[float]] = {b"pdrelay_leases_held": [], b"kv_cache_usage_perc": []}
-    for line in _LINE.finditer(text):
-        if _is_of(line, rank):
-            try:
-                values[line["name"]].append(float(line["value"]))
-            except ValueError:  # it counts as something that is kept
-                values[line["name"]].append(1.0)
+    leases, usage = (_kept_values(text, name, rank) for name in (_LEASES, _USAGE))
     started = _STARTED.search(text)
-    leases, usage = values.values()
     ours = next(
         (
             line["labels"]
-            for line in labelled_lines(text, _INFO)
+            for line in metric_lines(text, _INFO)
             if line["value"] in _TRUE and _is_of(line, rank)
         ),
         b"",
@@ -106,7 +98,7 @@ def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
     """
     lines = [
         line["labels"]
-        for line in labelled_lines(text, _REFUSED)
+        for line in metric_lines(text, _REFUSED)
         if line["value"] in _TRUE and _is_of(line, rank)
     ]
     return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
@@ -133,47 +125,42 @@ def shown_load(text: bytes, *, now: float) -> ShownLoad | None:
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None, preempted)
 
 
-def labelled_lines(
+def metric_lines(
     text: bytes, name: bytes, line: re.Pattern[bytes] = _LABELLED, most: int = _MOST_LINES
 ) -> Iterator[re.Match[bytes]]:
-    """Find the lines of a metric that has labels: ``most`` are looked at, and those that ``line``
-    fits are found.
-
-    ``name`` ends with the brace of the labels.
+    """Find the lines of a metric: ``most`` are looked at, and those that ``line`` fits are found.
 
     They are searched for as bytes, and each is matched once: a pattern that is searched for is
     tried at every place, and with a text of one line that repeats its beginning that takes minutes,
     on the event loop.
     """
     follows = b"\n" + name
-    at = 0
-    is_at_line = text.startswith(name)
+    at = 0 if text.startswith(name) else text.find(follows) + 1 or -1
     for _ in range(most):
-        if not is_at_line:
-            at = text.find(follows, at) + 1
-            if at == 0:
-                return
+        if at < 0:
+            return
         end = text.find(b"\n", at)
-        matched = line.fullmatch(text[at : end if end >= 0 else len(text)])
+        is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
+        matched = line.fullmatch(text[at : end if end >= 0 else len(text)]) if is_whole else None
         if matched is not None:
             yield matched
-        is_at_line = False
+        at = text.find(follows, at) + 1 or -1
 
 
 def _gauge_values(text: bytes, name: bytes) -> list[float]:
-    """Read the values of a gauge or a counter.
+    """Read the values of a gauge or a counter."""
+    return [float(line["value"]) for line in metric_lines(text, name, _VALUE)]
 
-    Its lines are searched for as bytes: a text has hundreds of kB, and it has a few.
-    """
+
+def _kept_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
+    """Read what shows that something is kept; a number that is none does so, too."""
     values = list[float]()
-    at = text.find(name)
-    while at >= 0:
-        end = text.find(b"\n", at + 1)
-        is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
-        line = _VALUE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
-        if is_whole and line is not None:
-            values.append(float(line["value"]))
-        at = text.find(name, at + 1)
+    for line in metric_lines(text, name, _KEPT):
+        if _is_of(line, rank):
+            try:
+                values.append(float(line["value"]))
+            except ValueError:
+                values.append(1.0)
     return values
 
 
@@ -188,7 +175,7 @@ def received(exposition: bytes, rank: int | None = None) -> float | None:
     compute.
     """
     values = list[float]()
-    for line in labelled_lines(exposition, _SOURCES):
+    for line in metric_lines(exposition, _SOURCES):
         if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank):
             try:
                 values.append(float(line["value"]))

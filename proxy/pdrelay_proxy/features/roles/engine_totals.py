@@ -5,19 +5,20 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Final
 
+from pdrelay_proxy.core.fleet.engine_metrics import metric_lines
 from pdrelay_proxy.core.model import InstanceId, Role
 
 # The names are those of vllm/v1/metrics/loggers.py.
-_RUNNING: Final = b"\nvllm:num_requests_running"
-_WAITING: Final = b"\nvllm:num_requests_waiting"
-_KV: Final = b"\nvllm:kv_cache_usage_perc"
-_PROMPT: Final = b"\nvllm:prompt_tokens_total"
-_PROMPTS: Final = b"\nvllm:request_prompt_tokens_count"
-_PREFILL_SUM: Final = b"\nvllm:request_prefill_time_seconds_sum"
-_STEPS: Final = b"\nvllm:iteration_tokens_total_count"
-_ITL_SUM: Final = b"\nvllm:inter_token_latency_seconds_sum"
-_ITL_COUNT: Final = b"\nvllm:inter_token_latency_seconds_count"
-_SOURCES: Final = b"\nvllm:prompt_tokens_by_source_total"
+_RUNNING: Final = b"vllm:num_requests_running"
+_WAITING: Final = b"vllm:num_requests_waiting"
+_KV: Final = b"vllm:kv_cache_usage_perc"
+_PROMPT: Final = b"vllm:prompt_tokens_total"
+_PROMPTS: Final = b"vllm:request_prompt_tokens_count"
+_PREFILL_SUM: Final = b"vllm:request_prefill_time_seconds_sum"
+_STEPS: Final = b"vllm:iteration_tokens_total_count"
+_ITL_SUM: Final = b"vllm:inter_token_latency_seconds_sum"
+_ITL_COUNT: Final = b"vllm:inter_token_latency_seconds_count"
+_SOURCES: Final = b"vllm:prompt_tokens_by_source_total"
 _COMPUTED: Final = b'source="local_compute"'
 _LINE: Final = re.compile(rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]*)\})? (?P<value>[^\n]*)")
 _ENGINE: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
@@ -103,17 +104,11 @@ def _values(
 ) -> list[float]:
     """Return the values of a metric, of lines with ``label`` if given. Raises _AbsurdNumber."""
     values = list[float]()
-    at = text.find(name)
-    while at >= 0:
-        end = text.find(b"\n", at + 1)
-        line = _LINE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
-        is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
-        if is_whole and line is not None:
-            labels = line["labels"] or b""
-            engine = _ENGINE.search(labels)
-            if label in labels and (rank is None or engine is None or int(engine[1]) == rank):
-                values.append(_sound(line["value"], most))
-        at = text.find(name, at + 1)
+    for found in metric_lines(text, name, _LINE):
+        labels = found["labels"] or b""
+        engine = _ENGINE.search(labels)
+        if label in labels and (rank is None or engine is None or int(engine[1]) == rank):
+            values.append(_sound(found["value"], most))
     return values
 
 

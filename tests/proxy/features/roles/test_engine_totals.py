@@ -54,6 +54,11 @@ def test_what_is_no_engine_of_vllm_says_nothing():
     assert engine_totals(b'vllm:num_requests_running{engine="0"} NaN\n', now=5.0) is None
 
 
+def test_lines_without_end_are_read_as_far_as_an_engine_writes():
+    """It is read on the event loop, and may be anything that answers."""
+    assert engine_totals(b"\nvllm:num_requests_running 1" * 9000, now=5.0).running == 4096
+
+
 def test_what_a_fleet_writes_is_what_is_read():
     """The tests of whole routers rely on it."""
     fleet = FluidFleet(1, 1)

@@ -8,16 +8,16 @@ from enum import auto
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-from pdrelay_proxy.core.fleet.engine_metrics import labelled_lines
+from pdrelay_proxy.core.fleet.engine_metrics import metric_lines
 from pdrelay_proxy.core.fleet.pair_history import PairTrouble
 
-_LOADS: Final = b"vllm:pdrelay_peer_loads_total{"
+_LOADS: Final = b"vllm:pdrelay_peer_loads_total"
 _LOADS_LINE: Final = re.compile(
     rb"vllm:pdrelay_peer_loads_total\{(?P<labels>[^\n]{0,2000})\} "
     rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,6})?(?:[eE]\+?[0-9]{1,2})?)"
 )
 _LOADS_LABEL: Final = re.compile(rb'(?:^|,)(engine|peer|outcome)="([0-9A-Za-z_.:-]{1,160})"(?=,|$)')
-_FAILURE: Final = b"vllm:pdrelay_peer_failure{"
+_FAILURE: Final = b"vllm:pdrelay_peer_failure"
 # The reason is the connector's sentence, without what the text format escapes. It stands behind any
 # other label.
 _FAILURE_LABEL: Final = re.compile(
@@ -26,8 +26,8 @@ _FAILURE_LABEL: Final = re.compile(
 )
 _TRUE: Final = (b"1", b"1.0")
 _MOST: Final = 512  # lines of one engine; the connector shows 64 peers of each rank
-_BYTES: Final = b"vllm:pdrelay_peer_bytes_total{"
-_SECONDS: Final = b"vllm:pdrelay_peer_transfer_seconds_total{"
+_BYTES: Final = b"vllm:pdrelay_peer_bytes_total"
+_SECONDS: Final = b"vllm:pdrelay_peer_transfer_seconds_total"
 _MOVED_LINE: Final = re.compile(
     rb"[^{\n]{1,64}\{(?P<labels>[^\n]{0,2000})\} "
     rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?)"
@@ -80,7 +80,7 @@ def read_totals(text: bytes, rank: int | None = None) -> Totals:
     form is left out.
     """
     totals = dict[tuple[str, str], int]()
-    for line in labelled_lines(text, _LOADS, _LOADS_LINE, _MOST):
+    for line in metric_lines(text, _LOADS, _LOADS_LINE, _MOST):
         labels = _own_labels(line, _LOADS_LABEL, rank)
         peer = labels.get(b"peer")
         outcome = labels.get(b"outcome")
@@ -95,7 +95,7 @@ def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrou
     data-parallel ranks.
     """
     troubles = dict[str, PairTrouble]()
-    for line in labelled_lines(text, _FAILURE, most=_MOST):
+    for line in metric_lines(text, _FAILURE, most=_MOST):
         if line["value"] not in _TRUE:
             continue
         labels = _own_labels(line, _FAILURE_LABEL, rank)
@@ -118,7 +118,7 @@ def read_moved(text: bytes, rank: int | None = None) -> Moved:
 
 def _values(text: bytes, name: bytes, rank: int | None) -> dict[str, float]:
     values = dict[str, float]()
-    for line in labelled_lines(text, name, _MOVED_LINE, _MOST):
+    for line in metric_lines(text, name, _MOVED_LINE, _MOST):
         peer = _own_labels(line, _MOVED_LABEL, rank).get(b"peer")
         if peer is not None:
             values[peer] = values.get(peer, 0.0) + float(line["value"])

@@ -28,6 +28,7 @@ CLIENT_CLOSED_REQUEST = 499
 PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
 SINGLE: Final = "single"  # one engine serves it
 NO_END: Final = (b"", b"")  # of an answer whose end is not needed
+_SHORT: Final = 128  # bytes; a shorter piece is kept together with the next one
 
 
 class RequestOutcome(FastStrEnum):
@@ -193,7 +194,7 @@ class RequestRecord:
         # bytes of the prompt that the decode engine had cached, and of the whole prompt
         self.cached: tuple[int, int] | None = None
         self.relayed = 0  # bytes of the answer, if counted
-        self.end = NO_END  # the last two pieces of the answer's body, if needed
+        self.end = NO_END  # the last pieces of the answer's body, if needed
 
     def over(self, status: int, duration_s: float) -> None:
         """Note how the request ended."""
@@ -252,11 +253,14 @@ class RequestRecord:
         return RequestId(f"{self.request_id}-r{again}") if again else self.request_id
 
     def wrote(self, piece: bytes) -> None:
-        """Keep the end of the answer, for core/protocol/kv_transfer_check.py, and count its
-        bytes.
+        """Keep the end of the answer, where its usage is, and count its bytes.
+
+        Behind the usage come short pieces: marks of the end, comments, or an event's empty line
+        alone.
         """
         self.relayed += len(piece)
-        self.end = self.end[1], piece
+        before, last = self.end
+        self.end = (last, piece) if len(last) >= _SHORT else (before, last + piece)
 
     def pop_end(self) -> bytes:
         """Return the end of the answer, once."""

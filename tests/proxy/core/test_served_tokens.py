@@ -90,6 +90,25 @@ def test_a_stream_of_messages_ends_with_its_usage():
     assert tokens(event, stop, path="/v1/messages", events=9) == 37
 
 
+@pytest.mark.parametrize("comment", [b"", b": quiet\n\n"])
+@pytest.mark.parametrize(
+    ("path", "usage", "end"),
+    [
+        ("/v1/completions", {"prompt_tokens": 30, "completion_tokens": 7}, b"data: [DONE]\n\n"),
+        (
+            "/v1/messages",
+            {"input_tokens": 30, "output_tokens": 7},
+            b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        ),
+    ],
+)
+def test_a_usage_counts_however_the_end_behind_it_comes(path, usage, end, comment):
+    """Line by line, where something between router and engine cuts the bytes anew; with comments of the engine's."""
+    event = b"data: " + json.dumps({"id": "x" * 100, "choices": [], "usage": usage}).encode() + b"\n\n"
+
+    assert tokens(CHUNK, *(event + comment + end).splitlines(keepends=True), path=path, events=9) == 37
+
+
 @pytest.mark.parametrize("usage", [None, {"type": "duration", "seconds": 60}, {"prompt_tokens": "many"}, 7, []])
 def test_an_answer_without_tokens_costs_what_the_prompt_seems_to_have(usage):
     """A transcription tells seconds."""

@@ -19,7 +19,7 @@ from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import KvTransferMode, Settings
 from support.engine_styles import drawn_style
 from support.simulated_loop import SimulatedLoop
-from support.story_engines import Fate, Fleet, Saying, flat, next_tokens, prompts_of
+from support.story_engines import Fate, Fleet, Saying, flat, limit_of, next_tokens, prompts_of
 
 DEATHS = ("status", "cut", "cut", "cut", "stall", "error", "abort")
 WORDS = ("once", "upon a time", "ä<é", "there was a model", "of few words")
@@ -46,6 +46,8 @@ class Read:
     reasoning: str = ""
     tool: str = ""
     logprobs: list = field(default_factory=list)
+    ids: list = field(default_factory=list)  # of tokens, and of its prompt, if they are asked for
+    prompt_ids: list = field(default_factory=list)
     finish: str | None = None
     usages: list = field(default_factory=list)
 
@@ -75,7 +77,14 @@ def any_ask(dice):
         return generate_ask(dice, body, limit)
     if api is Api.RESPONSES:
         return Ask(api, body | {"input": words, "max_output_tokens": limit, "store": False})
-    body |= {"max_tokens": limit, "temperature": dice.choice((0, 0, 0, 0.7))}
+    return text_ask(dice, api, body, limit, words)
+
+
+def text_ask(dice, api, body, limit, words):
+    """Draw a request of OpenAI's first two APIs; some have no limit of their own, or two."""
+    limits = {}, {"max_tokens": None}, {"max_tokens": limit + 3, "max_completion_tokens": limit}
+    body |= {"max_tokens": limit} if dice.random() < 0.85 else dice.choice(limits[: 3 if api is Api.CHAT else 2])
+    body["temperature"] = dice.choice((0, 0, 0, 0.7))
     if api is Api.CHAT:
         body["messages"] = [{"role": "user", "content": words}]
         more = (
@@ -97,6 +106,7 @@ def any_ask(dice):
         (0.05, {"response_format": {"type": "json_object"}}),
         (0.2, {"stop_token_ids": dice.sample(range(40), 3), "min_tokens": min(limit, dice.randrange(3))}),
         (0.05, {"stop": ["zzz"]}),
+        (0.1, {"return_token_ids": True}),
     ):
         if dice.random() < chance:
             body |= fields
@@ -154,9 +164,9 @@ def _usage(said):
 def _take(api, said, choices, heads):
     if api in (Api.COMPLETIONS, Api.CHAT, Api.GENERATE):
         heads.add(_head(said))
-        assert "prompt_token_ids" not in said or said["prompt_token_ids"] is None
         for each in said["choices"]:
             seen = choices.setdefault(each["index"], Read())
+            seen.prompt_ids += said.get("prompt_token_ids") or []
             _add(api, seen, each)
             if said.get("usage"):
                 seen.usages.append((said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]))
@@ -175,8 +185,8 @@ def _take(api, said, choices, heads):
 def _add(api, seen, choice):
     if api is Api.GENERATE:
         choice = choice | {"text": "".join(f" {i}" for i in choice["token_ids"]), "token_ids": None}
-    assert choice.get("token_ids") is None
-    assert choice.get("prompt_token_ids") is None
+    seen.ids += choice.get("token_ids") or []
+    seen.prompt_ids += choice.get("prompt_token_ids") or []
     assert seen.finish is None, "it has ended twice"
     delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
     seen.text += delta.get("content") or ""
@@ -193,7 +203,7 @@ def _whole(api, said):
     if "choices" in said:
         choices = {}
         for each in said["choices"]:
-            _add(api, choices.setdefault(each["index"], Read()), each)
+            _add(api, choices.setdefault(each["index"], Read(prompt_ids=said.get("prompt_token_ids") or [])), each)
         assert list(choices) == sorted(choices)
         return choices
     content = said.get("content") or (said.get("output") or [{}])[0].get("content") or [{"text": ""}]
@@ -240,6 +250,7 @@ class Story:
             fails_loads=dice.random() < 0.3,
             offers=dice.random() < 0.5,
             style=drawn_style(dice),
+            idle_s=dice.choice((None, None, 0.0, 0.01, 1.0)),
         )
         self.hosts = [*(f"p{i}" for i in range(dice.randrange(3))), *(f"d{i}" for i in range(dice.randrange(1, 4)))]
         for host in self.hosts:
@@ -342,7 +353,7 @@ class Story:
         host = dice.choice(self.hosts)
         role, engine = ("prefill", "decode")[host[0] == "d"], self.fleet.engines[host]
         named = {"type": role, "instance": f"{host}:80"}
-        kind = dice.choice(("restart", "remove", "drain" if role == "prefill" else "move", "drain"))
+        kind = dice.choice(("restart", "remove", "drain" if role == "prefill" else "move", "drain", "turn"))
         rests_s = dice.choice((0.1, 2, 12))
         if kind == "restart":
             engine.die()
@@ -352,6 +363,10 @@ class Story:
             await self.order("remove", named)
             await asyncio.sleep(rests_s)
             await self.order("add", named)
+        elif kind == "turn":
+            for to in (dice.choice(("prefill", "decode", "both")), role):
+                await self.order("turn", named | {"to": to, "force": dice.random() < 0.5})
+                await asyncio.sleep(rests_s)
         else:
             await self.order("drain", named | ({"move": True} if kind == "move" else {}))
             await asyncio.sleep(rests_s)
@@ -457,7 +472,7 @@ class Story:
 
     def may_fail(self, _ask):
         """Tell whether a client may get an error."""
-        return not self.calm
+        return not self.calm or (self.fleet.idle_s is not None and not self.settings.retries)
 
     def check_error(self, ask, status, body):
         """Accept an error where something has failed."""
@@ -482,7 +497,7 @@ class Story:
             self.check_sampled(ask.api, body, choices, usage, end)
             return
         for index, seen in choices.items():
-            for part in ("text", "reasoning", "tool", "logprobs"):
+            for part in ("text", "reasoning", "tool", "logprobs", "ids", "prompt_ids"):
                 expected = getattr(wanted[index], part)
                 got = getattr(seen, part)
                 assert got == expected if end == "whole" else got == expected[: len(got)], (index, part, got, expected)
@@ -502,6 +517,7 @@ class Story:
         contexts = [prompt for prompt in prompts_of(body) for _ in range(n)]
         made = 0
         for index, seen in choices.items():
+            assert body.get("return_token_ids") or not (seen.ids or seen.prompt_ids)
             tokens = [int(token) for token in re.findall(r" (\d+)", seen.reasoning + seen.text + seen.tool)]
             stops = body.get("stop_token_ids", ())
             for place, token in enumerate(tokens):
@@ -510,7 +526,7 @@ class Story:
             made += len(tokens) + (seen.finish == "stop" and api is not Api.GENERATE)
             if end == "whole":
                 assert seen.finish in ("stop", "length")
-                assert seen.finish == "stop" or len(tokens) == body["max_tokens"], (seen, tokens)
+                assert seen.finish == "stop" or len(tokens) == limit_of(body, contexts[index]), (seen, tokens)
         if end == "whole" and counted(usage)[0] is not None and not body.get("logprobs"):
             assert counted(usage)[0] == (sum(map(len, prompts_of(body))), made)
 

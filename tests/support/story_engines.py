@@ -26,6 +26,7 @@ ROOM = (
     b"\nvllm:num_requests_running 1\nvllm:num_requests_waiting 0"
     b"\nvllm:kv_cache_usage_perc %f\nvllm:num_preemptions_total 0\n"
 )
+CONTEXT = 150  # tokens of prompt and answer, where a request has no limit
 LEASE_S = 3.0  # a decode engine waits so long for what is pushed
 _LOOKING_BACK = ("presence_penalty", "frequency_penalty", "response_format", "structured_outputs")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -54,9 +55,12 @@ def tokens_of(prompt):
     return prompt if is_ids else [byte % VOCABULARY for byte in json.dumps(prompt).encode()]
 
 
-def limit_of(body):
-    """Return how many tokens each answer may have."""
-    return next((body[name] for name in _LIMITS if body.get(name) is not None), 16)
+def limit_of(body, prompt):
+    """Return how many tokens each answer to a prompt may have."""
+    limit = next((body[name] for name in _LIMITS if body.get(name) is not None), None)
+    if limit is None and ("prompt" in body or "token_ids" in body) and "max_tokens" not in body:
+        return 16
+    return limit or max(1, CONTEXT - len(prompt))
 
 
 def flat(body):
@@ -93,7 +97,7 @@ class Step:
 
 def steps(api, body, context, index, *, per_event=1, sampled=min):
     """Yield the steps of one choice; ``sampled`` chooses among tokens."""
-    made, limit, pending, start = [], limit_of(body), "", 0
+    made, limit, pending, start = [], limit_of(body, context), "", 0
     thinks = 3 if (body.get("chat_template_kwargs") or {}).get("enable_thinking") else 0
     while True:
         ids, text = [], ""
@@ -369,6 +373,7 @@ class Fleet:
     offers: bool = False  # clients may get a prefill engine's token
     models: dict = field(default_factory=dict)  # what engines serve, by host; others serve ``m``
     versions: dict = field(default_factory=dict)  # of the weights, by host
+    idle_s: float | None = None  # after which engines close connections, without a word
     shows_room: bool = False  # how full their KV caches are: now they are, now they are not
     style: Style = field(default_factory=Style)
     engines: dict = field(default_factory=dict)
@@ -459,11 +464,12 @@ class Engine:
             return self._error(404, f"The model `{model}` does not exist."), fate
         if str(body.get("user")).isdigit():
             return self._error(int(body["user"]), "it asks for that"), fate
-        if limit_of(body) == 2**31 - 1 or "abandoned_transfer_id" in params:
+        (prompt, *_) = prompts = prompts_of(body)
+        limit = limit_of(body, prompt)
+        if limit == 2**31 - 1 or "abandoned_transfer_id" in params:
             return self._error(400, "too many"), fate
         if fate.kind == "status":
             return self._error(fate.status, "no"), fate
-        (prompt, *_) = prompts = prompts_of(body)
         contexts, cached = prompts, None
         if params.get("do_remote_prefill"):
             kv = await self._load(params, body)
@@ -485,7 +491,7 @@ class Engine:
         if body.get("stream"):
             return self._streamed(api, said, fate)
         lends = params.get("do_remote_decode") and fate.kind != "abort"
-        assert not params.get("do_remote_decode") or limit_of(body) == 1, body
+        assert not params.get("do_remote_decode") or limit == 1, body
         lent = {"kv_transfer_params": self._lend(known, params, body, prompt, cached)} if lends else {}
         return style.whole(200, said.whole() | lent), fate
 
@@ -548,6 +554,7 @@ class Line(asyncio.Protocol):
 
     def __init__(self, engine):
         self._engine, self._read, self._task = engine, b"", None
+        self._idle = None  # the timer that closes it
         self._goes_on = asyncio.Event()
         self._goes_on.set()
 
@@ -574,6 +581,8 @@ class Line(asyncio.Protocol):
         head, found, body = self._read.partition(b"\r\n\r\n")
         if not found or self._task is not None:
             return
+        if self._idle is not None:
+            self._idle.cancel()
         (method, path, _), *pairs = (line.split(b" ", 2) for line in head.split(b"\r\n"))
         headers = {pair[0]: pair[1] for pair in pairs}
         if method == b"GET":
@@ -604,6 +613,8 @@ class Line(asyncio.Protocol):
             self.transport.close()
         elif fate.kind != "stall":
             self._task = None
+            if self._engine.fleet.idle_s is not None:
+                self._idle = asyncio.get_running_loop().call_later(self._engine.fleet.idle_s, self.transport.close)
             self._begin()
 
 

@@ -4,7 +4,7 @@ Load balancers in front of the main port probe `/health` or `/ready` there, so b
 these.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -33,9 +33,8 @@ class Routes:
     operators: Sequence[APIRouter]  # and Prometheus, the status page, and the kubelet
     endpoints: Sequence[BaseRoute]
     admin_key: AdminKey
-    browsers: Callable[
-        [Request], None
-    ]  # raises Unauthorized unless the caller may see the document
+    # raises Unauthorized unless the caller may see the document
+    browsers: Callable[[Request], Awaitable[None]]
 
 
 def build_applications(

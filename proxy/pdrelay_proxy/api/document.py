@@ -4,7 +4,7 @@ FastAPI's own /docs loads Swagger UI from a CDN: a cluster may not reach it, and
 router's key there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from pathlib import Path
@@ -49,7 +49,7 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
 def document_routes(
     app: FastAPI,
     admin_key: AdminKey,
-    browsers: Callable[[Request], None] = anybody,
+    browsers: Callable[[Request], Awaitable[None]] = anybody,
     *,
     elsewhere: Sequence[BaseRoute] = (),
 ) -> APIRouter:

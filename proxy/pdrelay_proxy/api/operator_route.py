@@ -8,7 +8,7 @@ log.
 
 import base64
 import binascii
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -253,7 +253,7 @@ def is_admin(request: Request, admin_key: AdminKey) -> bool:
 
 def require_any_key(
     admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool = False
-) -> Callable[[Request], None]:
+) -> Callable[[Request], Awaitable[None]]:
     """Return a dependency for routes that show the fleet: if clients need a key, it accepts theirs
     or the operator's.
 
@@ -262,7 +262,7 @@ def require_any_key(
     """
     asks = 'Basic realm="pdrelay", Bearer' if by_browsers else "Bearer"
 
-    def authenticate(request: Request) -> None:
+    async def authenticate(request: Request) -> None:
         if keyring.keys is None:
             return
         headers = tuple(request.scope["headers"])

@@ -34,18 +34,18 @@ PAGE_HEADERS: Final = {
 }
 
 
-def anybody(_: Request) -> None:
+async def anybody(_: Request) -> None:
     """Accept every caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Onlookers:
     """Who may see the metrics, and the page with its numbers; the checks raise Unauthorized for
-    others.
+    others. They are coroutines: FastAPI runs a plain function in a thread.
     """
 
-    scrapers: Callable[[Request], Awaitable[None] | None] = anybody
-    browsers: Callable[[Request], None] = anybody
+    scrapers: Callable[[Request], Awaitable[None]] = anybody
+    browsers: Callable[[Request], Awaitable[None]] = anybody
     keys: Sequence[Any] = ()  # the document's security entries
 
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import pdrelay_proxy.api.page
 from pdrelay_proxy.api.page import content_policy
+from pdrelay_proxy.settings import Settings
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
 
@@ -118,6 +120,17 @@ async def test_failures_are_on_the_page_with_their_reason():
     assert (failure["where"], failure["reason"]) == ("decode-0", "a leg was answered with 5xx")
     assert failure["request"] == response.headers["x-request-id"][:13] + "..."
     assert said["last_minute"]["failed"] == 0
+
+
+async def test_no_page_is_served_in_a_thread_beside_the_event_loop():
+    """Keys may be replaced on the loop while one is checked; and a process that may have no more threads is scraped."""
+    before, pages = set(threading.enumerate()), ("/", "/stats", "/metrics", "/openapi.json", "/docs", "/instances")
+    async with router(sims(), Settings(admin_key="sesame")) as client:
+        answers = [await client.get(page, headers={"x-api-key": "sesame"}) for page in pages]
+        added = [thread.name for thread in set(threading.enumerate()) - before if "AnyIO" in thread.name]
+
+    assert [answer.status_code for answer in answers] == [200] * len(pages)
+    assert added == []
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

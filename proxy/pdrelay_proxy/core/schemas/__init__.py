@@ -12,6 +12,8 @@ import msgspec
 
 from pdrelay_proxy.core.raw_json import NULL
 
+# What an engine says of itself is kept, logged and shown: as long as a path may be, and no longer.
+EngineFact: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 _Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -302,6 +304,6 @@ class Bin:
 class ModelCard(msgspec.Struct):
     """A model in an engine's list (``/v1/models``)."""
 
-    id: str
+    id: EngineFact
     parent: str | None = None  # of a LoRA adapter: the model it belongs to
-    root: str | None = None  # where its files lie
+    root: EngineFact | None = None  # where its files lie

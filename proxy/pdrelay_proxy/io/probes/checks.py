@@ -21,7 +21,7 @@ from pdrelay_proxy.core.http.response_head import VERSION_HEADER
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.protocol.fault_table import is_lack
 from pdrelay_proxy.core.raw_json import NotJson, decode
-from pdrelay_proxy.core.schemas import ModelCard
+from pdrelay_proxy.core.schemas import EngineFact, ModelCard
 from pdrelay_proxy.errors import NotAllowed, causes
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.probes.one_connection import OneConnection
@@ -75,7 +75,7 @@ class _ModelCards(msgspec.Struct):
 
 
 class _Version(msgspec.Struct):
-    version: str
+    version: EngineFact
 
 
 class HttpChecks:

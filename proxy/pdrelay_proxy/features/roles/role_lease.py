@@ -9,7 +9,7 @@ change is written down before it begins, and that write fails then.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -18,11 +18,14 @@ _RENEWED_S: Final = 5.0  # between two renewals
 _HOUR_S: Final = 3600.0
 _MOST_TURNS: Final = 1000  # role changes that are remembered
 _MOST_BYTES: Final = 64 * 1024
+_MOST_NAME: Final = 300  # characters: a host's name has 64, and it is logged and shown
+_MOST_NUMBER: Final = 2**53
 
 
 class _LeaseRecord(msgspec.Struct, forbid_unknown_fields=False):
-    holder: str
-    number: int  # rises with each write
+    holder: Annotated[str, msgspec.Meta(max_length=_MOST_NAME)]
+    # rises with each write
+    number: Annotated[int, msgspec.Meta(ge=0, le=_MOST_NUMBER)]
     turned_at: tuple[float, ...] = ()  # role changes: seconds since 1970 by their holder's clock
 
 

@@ -170,7 +170,14 @@ def test_at_most_one_router_writes_a_turn_on_what_it_has_read(steps):
     assert list(last) == [at for at in begun if now - 3600 < at]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"holder":3}', '{"holder":"x"}', "\x00" * 100])
+# The next number could not be written, and no router would ever decide again.
+LONG_NUMBER = f'{{"holder":"","number":{"9" * 4300}}}'
+LONG_NAME = f'{{"holder":"{"x" * 301}","number":1}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"holder":3}', '{"holder":"x"}', "\x00" * 100, LONG_NUMBER, LONG_NAME]
+)
 def test_what_is_no_lease_is_replaced(text):
     """Somebody has edited it, or another version has written it."""
     assert RoleLease("one").view_of(text, now=0.0, wall=0.0).holds

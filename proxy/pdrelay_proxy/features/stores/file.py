@@ -25,6 +25,7 @@ from pdrelay_proxy.io.discovery.store import (
 
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024
+_PATIENCE_S: Final = LOCK_WAIT_S + 3.0  # an operator waits; a file system may hang for ever
 _Stamp: TypeAlias = tuple[int, int, int]  # a file's inode, time and size
 
 
@@ -67,12 +68,14 @@ class FileStore:
         *,
         poll_s: float = 0.2,
         lock_wait_s: float = LOCK_WAIT_S,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self._path = Path(path)
         self._observer = observer
         # seconds between two checks for changes of another process
         self._poll_s = poll_s
         self._lock_wait_s = lock_wait_s
+        self._patience_s = patience_s  # for a whole change
         self._seen: _Stamp | None = None
         self._trouble = ""  # what was logged last
         self._lock = asyncio.Lock()  # this process makes one change or check at a time
@@ -101,11 +104,11 @@ class FileStore:
     async def _check_file(self) -> None:
         async with self._lock:
             try:
-                stamp = self._stamp()
-                if stamp == self._seen:
+                news = await asyncio.to_thread(self._news)
+                if news is None:
                     self._observer.heard()
                 else:
-                    await self._send_view(await asyncio.to_thread(self._read), stamp)
+                    await self._send_view(*news)
                 self._trouble = ""
             except StoreDown as exc:
                 if str(exc) != self._trouble:
@@ -113,10 +116,16 @@ class FileStore:
                 self._trouble = str(exc)
 
     async def _change(self, change: Callable[[dict[str, str]], object]) -> dict[str, str]:
-        async with self._lock:
-            entries, stamp = await asyncio.to_thread(self._rewrite, change)
-            await self._send_view(entries, stamp)
-            return entries
+        try:
+            async with asyncio.timeout(self._patience_s), self._lock:
+                entries, stamp = await asyncio.to_thread(self._rewrite, change)
+                await self._send_view(entries, stamp)
+                return entries
+        except TimeoutError as exc:
+            raise StoreDown(
+                f"{self._path} was neither read nor written within {self._patience_s:g} s: its file "
+                f"system hangs"
+            ) from exc
 
     async def _send_view(self, entries: dict[str, str], stamp: _Stamp) -> None:
         self._seen = stamp
@@ -164,8 +173,10 @@ class FileStore:
                 Path(name).unlink()
             raise
 
-    def _read(self) -> dict[str, str]:
-        return self._content().entries
+    def _news(self) -> tuple[dict[str, str], _Stamp] | None:
+        """Return the entries; None: the file is as it was seen last."""
+        stamp = self._stamp()
+        return None if stamp == self._seen else (self._content().entries, stamp)
 
     def _content(self) -> _FileContent:
         try:

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import itertools
 import json
+import threading
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -401,6 +402,34 @@ async def test_a_file_with_too_many_entries_can_be_emptied(tmp_path):
             await FileStore(str(path), ear).put("new", "x")
 
     assert len(ear.entries) == MAX_ENGINES + 1
+
+
+async def test_a_file_system_that_hangs_stops_neither_the_router_nor_an_operator(tmp_path, monkeypatch):
+    """A volume of a network file system whose server is away: whoever looks at a file there waits without end."""
+    hangs = threading.Event()
+    released = threading.Event()
+    was_released = []
+    stat = Path.stat
+
+    def hanging(path, **options):
+        if path == world.path:
+            hangs.set()
+            was_released.append(released.wait(10))
+        return stat(path, **options)
+
+    world, ear = FileWorld(tmp_path), Ear()
+    store = FileStore(str(world.path), ear, poll_s=0.01, patience_s=0.1)
+    async with store.running():
+        monkeypatch.setattr(Path, "stat", hanging)
+        await until_async(hangs.is_set)
+        with pytest.raises(
+            StoreDown, match=r"set.json was neither read nor written within 0.1 s: its file system hangs"
+        ):
+            await store.put("a", "1")
+        released.set()
+        await until_async(lambda: len(was_released) > 1)
+
+    assert False not in was_released
 
 
 async def test_a_folder_that_is_not_there_is_said(tmp_path):

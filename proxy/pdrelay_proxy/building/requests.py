@@ -124,6 +124,7 @@ def build_requests(
         openings=openings,
         spans=spans,
     )
+    engines.registry.tell_departures(services.engine_left)
     requests = RequestSet(services, claims, watchers)
     models = ModelCatalog(engines.registry, wire, clock)
     return RequestSide(

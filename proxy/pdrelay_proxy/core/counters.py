@@ -171,7 +171,7 @@ class Counters:
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop the series of removed instances: a changing fleet must not grow the counters."""
         of_transfers = self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
-        for counter in (self.legs, *of_transfers, self.cache_misses):
+        for counter in (self.legs, *of_transfers, self.cache_misses, self.engine_tls_failures):
             forget(counter, instances)
         forget(self.mismatches, instances, names=2)
         forget(self.prefill_times.by_key, instances)

@@ -121,3 +121,8 @@ class Services:
         self.push_coordinates.forget(engine)
         self.leg_bodies.forget(engine)
         self.openings.forget(engine)
+
+    def engine_left(self, engine: InstanceId) -> None:
+        """Forget an engine that was removed; one that only turned is what it was."""
+        if self.fleet.registry.get(engine) is None:
+            self.forget_engine(engine)

@@ -61,11 +61,12 @@ def test_instances_that_are_gone_are_forgotten():
         seen.transfers_missing[(instance.id,)] += 1
         seen.unreachable_hosts[(instance.id,)] += 1
         seen.cache_misses[(instance.id,)] += 1
+        seen.engine_tls_failures[instance.id, "expired"] += 1
     seen.mismatches[P.id, D.id] += 1
     seen.keep(frozenset({P.id}))
 
     of_transfers = seen.releases, seen.transfers, seen.transfers_missing, seen.unreachable_hosts
-    for counted in (seen.legs, *of_transfers, seen.cache_misses):
+    for counted in (seen.legs, *of_transfers, seen.cache_misses, seen.engine_tls_failures):
         assert {key[0] for key in counted} == {P.id}
     assert set(seen.prefill_times.by_key) == {(P.id,)}
     assert not seen.decode_ttft.by_key

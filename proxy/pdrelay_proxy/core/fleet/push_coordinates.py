@@ -28,14 +28,12 @@ class CoordinatesEvent(StrEnum):
     PUSHES = auto()  # from where we know it, or we knew nothing
     ELSEWHERE = auto()  # it pushes from a place we have not seen: it was restarted
     BACK = auto()  # it pushes from a place that had been replaced: both are there
-    FAILED = auto()
 
 
 _LEARNS: Final = {
     CoordinatesEvent.PULLS: CoordinatesState.PULL,
     CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
     CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-    CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
 }
 TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, CoordinatesState]]] = {
     CoordinatesState.UNKNOWN: _LEARNS,
@@ -46,7 +44,6 @@ TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, Coordinat
         CoordinatesEvent.PULLS: CoordinatesState.SEVERAL,
         CoordinatesEvent.PUSHES: CoordinatesState.SEVERAL,
         CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
     },
 }
 
@@ -80,11 +77,14 @@ class PushCoordinates:
 
     def state(self, prefill: InstanceId) -> CoordinatesState:
         """Return what is known about a prefill engine."""
-        return self._of(prefill).state
+        record = self._records.get(prefill)
+        return CoordinatesState.UNKNOWN if record is None else record.state
 
     def learn(self, prefill: InstanceId, coordinates: Coordinates | None) -> None:
         """Take in what an answer said; None: the engine does not push."""
-        record = self._records.get(prefill) or self._of(prefill)
+        record = self._records.get(prefill)
+        if record is None:
+            record = self._records[prefill] = _Record()
         before = record.coordinates
         if coordinates is None and record.state is _PULL:
             return  # as before
@@ -104,12 +104,5 @@ class PushCoordinates:
         record.coordinates = coordinates if record.state is _PUSH else None
 
     def forget(self, prefill: InstanceId) -> None:
-        """It has failed: whoever answers next under this address may be another."""
-        record = self._of(prefill)
-        self._records[prefill] = _Record(TRANSITIONS[record.state][CoordinatesEvent.FAILED])
-
-    def _of(self, prefill: InstanceId) -> _Record:
-        record = self._records.get(prefill)
-        if record is None:
-            record = self._records[prefill] = _Record()
-        return record
+        """It has failed: whoever answers next under this address may be another. Or it is gone."""
+        self._records.pop(prefill, None)

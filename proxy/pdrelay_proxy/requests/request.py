@@ -201,10 +201,11 @@ class Request(PartRequest):
             self._answering.pause()
 
     def resume(self) -> None:
-        """Go on."""
-        self._client.is_paused = False
-        if self._answering is not None:
-            self._answering.resume()
+        """Go on, if it was paused: its engines have their full time again."""
+        if self._client.is_paused:
+            self._client.is_paused = False
+            if self._answering is not None:
+                self._answering.resume()
 
     def interrupt(self, error: Exception) -> None:
         """End the request with this error, at the next point at which it waits."""

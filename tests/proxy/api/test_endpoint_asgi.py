@@ -8,7 +8,8 @@ import pytest
 from pdrelay_proxy.api.endpoint_asgi import Endpoints
 from pdrelay_proxy.core.admission.lifetime import Step
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from support.scripted import Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from support.scripted import EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from support.simulated_loop import in_simulated_time
 
 SCOPE = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
 
@@ -16,10 +17,10 @@ SCOPE = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), (b"cont
 class Connection:
     """What a server does with one request: hands over its body, takes the messages, and may cut it off."""
 
-    def __init__(self, engines):
-        self.router, self.sent = router_of(engines), []
+    def __init__(self, engines, body=None, **rules):
+        self.router, self.sent = router_of(engines, **rules), []
         incoming = asyncio.Queue()
-        incoming.put_nowait({"type": "http.request", "body": call().body, "more_body": False})
+        incoming.put_nowait({"type": "http.request", "body": body or call().body, "more_body": False})
         self.task = asyncio.create_task(Endpoints(self.router.requests)(SCOPE, incoming.get, self._send))
 
     async def _send(self, message):
@@ -77,6 +78,27 @@ async def test_a_request_that_is_cut_off_at_the_end_of_the_router_is_told():
     assert connection.headers[b"connection"] == b"close"
     assert b"has to end before this request is finished" in connection.bodies[0][0]
     assert not engines.open
+
+
+def test_comments_are_no_sign_of_life_of_an_engine():
+    """Its stream stands still for longer than it may, however often the client is told that the router lives."""
+
+    async def ask():
+        stalls = Scripted(pulled_prefill, lambda _leg: _begun_and_never())
+        timing = {"stream_comment_interval_s": 1.0, "stream_idle_timeout_s": 10.0, "retries": 0}
+        clock = asyncio.get_running_loop().time
+        return await Connection(stalls, call(stream=True).body, clock=clock, **timing).end()
+
+    seconds, connection = in_simulated_time(ask())
+    told = b"".join(body for body, _ in connection.bodies)
+
+    assert 10 <= seconds < 12
+    assert told.count(b": keep-alive") == 10
+    assert b'"error"' in told
+
+
+async def _begun_and_never():
+    return 200, [EVENT, never()]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "raised"])

@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass, field
 from functools import partial
 
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from pdrelay_proxy import listeners
@@ -308,11 +309,12 @@ class Story:
         config = listeners.main_config(router, self.settings)
         config.load()
         self.state = ServerState()
-        self.protocol = partial(config.http_protocol_class, config=config, server_state=self.state, app_state={})
+        protocol = self.dice.choice((*[config.http_protocol_class] * 4, H11Protocol))  # uvicorn's own asks by ASGI
+        self.protocol = partial(protocol, config=config, server_state=self.state, app_state={})
         try:
             async with router.app.router.lifespan_context(router.app):
                 await asyncio.sleep(1)
-                async with asyncio.TaskGroup() as group:
+                async with asyncio.timeout(1000), asyncio.TaskGroup() as group:
                     for _ in range(dice.randrange(3, 9)):
                         group.create_task(self.client([self.ask(dice) for _ in range(dice.randrange(1, 4))]))
                     if not self.calm:

@@ -3,7 +3,8 @@
 import json
 from dataclasses import dataclass
 
-_TYPES = {True: b"text/event-stream; charset=utf-8", False: b"application/json"}
+EVENTS, JSON = b"text/event-stream; charset=utf-8", b"application/json"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nlink: </style.css>\r\n\r\n"
 
 
 def _backwards(pairs):
@@ -19,6 +20,9 @@ class Style:
     data: bytes = b"data: "
     end: bytes = b"\n"  # of a line of a stream
     closes: bool = False  # the end of an answer is that of its connection
+    types: tuple = (EVENTS, JSON)
+    before: bytes = b""  # stands before each head
+    trailer: bytes = b""  # lines behind the last chunk
 
     def json(self, value):
         said = json.loads(json.dumps(value), object_pairs_hook=self.members)
@@ -41,11 +45,14 @@ class Style:
         head, written = self._head(200, b"transfer-encoding: chunked", streams=True), list(map(self.event, events))
         if self.closes:
             return [head, *written]
-        return [head, *(b"%x\r\n%b\r\n" % (len(each), each) for each in written), b"0\r\n\r\n"]
+        return [head, *(b"%x\r\n%b\r\n" % (len(each), each) for each in written), b"0\r\n%b\r\n" % self.trailer]
 
     def _head(self, status, framing, *, streams=False):
         framing = b"connection: close" if self.closes else framing
-        return b"HTTP/1.1 %d X\r\ncontent-type: %b\r\n%b\r\n\r\n" % (status, _TYPES[streams], framing)
+        stream, whole = self.types
+        type_ = stream if streams else whole
+        head = b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\n%b\r\n\r\n"
+        return self.before + head % (status, b"OK" if status == 200 else b"No", type_, framing)
 
 
 STYLES = {
@@ -68,4 +75,7 @@ def drawn_style(dice):
         data=dice.choice((b"data: ", b"data:")),
         end=dice.choice((b"\n", b"\r\n")),
         closes=dice.random() < 0.3,
+        types=dice.choice(((EVENTS, JSON), (b"text/event-stream", b"application/json; charset=utf-8"))),
+        before=dice.choice((b"", b"", HINTS)),
+        trailer=dice.choice((b"", b"", b"server-timing: total\r\n")),
     )

@@ -15,6 +15,7 @@ from uvicorn.server import ServerState
 from pdrelay_proxy import listeners
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api, Role
+from pdrelay_proxy.features.expected_ttft.settings import EXPECTED_TTFT
 from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
 from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import KvTransferMode, Settings
@@ -284,6 +285,11 @@ class Story:
                 "reuse_kv": dice.random() < 0.2,
             },
         )
+        if dice.random() < 0.2:
+            chosen = {"prefill_policy": EXPECTED_TTFT, "decode_policy": EXPECTED_TTFT}
+            self.settings = with_values(self.settings, chosen | {"max_decode_itl_s": dice.choice((0.0, 0.5))})
+        elif self.settings.decode_policy == "prefix":
+            self.settings = with_values(self.settings, {"min_split_new_bytes": dice.choice((0, 0, 20, 60))})
         self.faults = []
 
     def fate(self):
@@ -355,12 +361,15 @@ class Story:
         host = dice.choice(self.hosts)
         role, engine = ("prefill", "decode")[host[0] == "d"], self.fleet.engines[host]
         named = {"type": role, "instance": f"{host}:80"}
-        kind = dice.choice(("restart", "remove", "drain" if role == "prefill" else "move", "drain", "turn"))
+        kind = dice.choice(("restart", "remove", "drain" if role == "prefill" else "move", "drain", "turn", "reload"))
         rests_s = dice.choice((0.1, 2, 12))
         if kind == "restart":
             engine.die()
             await asyncio.sleep(rests_s)
+            self.before_start(host, rests_s)
             engine.begin()
+        elif kind == "reload":
+            self.reload()
         elif kind == "remove":
             await self.order("remove", named)
             await asyncio.sleep(rests_s)
@@ -373,6 +382,29 @@ class Story:
             await self.order("drain", named | ({"move": True} if kind == "move" else {}))
             await asyncio.sleep(rests_s)
             await self.order("undrain", named)
+
+    def before_start(self, host, rests_s):
+        """Hear that an engine is about to begin, which was away for so long."""
+
+    def reload(self):
+        """Have the router read its settings again, as at a SIGHUP."""
+        old, self.settings = self.settings, with_values(self.settings, self.other_settings())
+        self.router.live.prepared(old, self.settings)()
+
+    def other_settings(self):
+        """Draw what operators may change meanwhile: some engine is not listed any more, or again."""
+        dice = self.dice
+        listed = [host for host in self.hosts if dice.random() < 0.8] or self.hosts
+        return {
+            "prefill": tuple(f"{host}:80" for host in listed if host[0] == "p"),
+            "decode": tuple(f"{host}:80" for host in listed if host[0] == "d"),
+            "resume_streams": self.fleet.shows_room or dice.random() < 0.7,  # what moves needs it
+            "first_token_from": dice.choice((*FirstTokenFrom,)),
+            "retries": dice.choice((0, 1, 2)),
+            "max_concurrency": dice.choice((100, 3)),
+            "stream_comment_interval_s": dice.choice((0.0, 0.5)),
+            "decode_only_fallback": dice.random() < 0.8,
+        }
 
     async def order(self, what, named):
         """Give an operator's order; it may be refused."""

@@ -7,8 +7,11 @@ anew wherever a request begins. So a mistake in what a router asks of engines is
 
 import asyncio
 import json
+import re
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from itertools import count, zip_longest
 
@@ -20,7 +23,19 @@ from support.engine_styles import Style
 from support.greedy import HALF, VOCABULARY, stops_of
 from support.sim import connect
 
-PATHS = {api.value: api for api in Api}
+
+class Plain(StrEnum):
+    """Endpoints that one engine serves, whatever they are for."""
+
+    EMBEDDINGS = "/v1/embeddings"
+    SCORE = "/score"
+    TOKENIZE = "/tokenize"
+    COUNT = "/v1/messages/count_tokens"
+    TRANSCRIPTION = "/v1/audio/transcriptions"
+
+
+PATHS = {api.value: api for api in (*Api, *Plain)}
+FORM = b"multipart/form-data; boundary=b"
 BLOCK = 4  # tokens: an engine has whole blocks in its cache
 ROOM = (
     b"\nvllm:num_requests_running 1\nvllm:num_requests_waiting 0"
@@ -66,6 +81,24 @@ def limit_of(body, prompt):
 def flat(body):
     """Return a body with its sampling parameters beside the other fields, where most APIs have them."""
     return body | body.get("sampling_params", {})
+
+
+def plain_answer(body):
+    """Return what an engine says to a body of another endpoint: all of it counts, but for what routers may add."""
+    meant = {name: value for name, value in body.items() if name not in ("model", "cache_salt")}
+    return {"digest": zlib.crc32(json.dumps(meant, sort_keys=True).encode()), "usage": {"prompt_tokens": len(meant)}}
+
+
+def form_of(body):
+    """Return a form with these fields."""
+    part = '--b\r\ncontent-disposition: form-data; name="{}"\r\n\r\n{}\r\n'
+    return ("".join(part.format(name, value) for name, value in body.items()) + "--b--\r\n").encode()
+
+
+def _fields_of(content_type, body):
+    if content_type != FORM:
+        return json.loads(body)
+    return {name.decode(): value.decode() for name, value in re.findall(rb'name="(.+?)"\r\n\r\n(.*?)\r\n--', body)}
 
 
 def weights_of(model):
@@ -457,19 +490,25 @@ class Engine:
 
     async def answer(self, path, name, body):
         """Return the pieces of an answer, head first, and what becomes of them."""
-        api, fate, params = PATHS[path], self.fleet.fate(), body.get("kv_transfer_params") or {}
-        style = self.fleet.style
+        api, fate = PATHS[path], self.fleet.fate()
         model, body = body.get("model"), self._meant(body)
         if body is None:
             return self._error(404, f"The model `{model}` does not exist."), fate
         if str(body.get("user")).isdigit():
             return self._error(int(body["user"]), "it asks for that"), fate
+        if fate.kind == "status":
+            return self._error(fate.status, "no"), fate
+        if api in Plain:
+            return self.fleet.style.whole(200, plain_answer(body)), fate
+        return await self._generated(api, name, body, fate)
+
+    async def _generated(self, api, name, body, fate):
+        """Return an answer to a prompt."""
+        style, params = self.fleet.style, body.get("kv_transfer_params") or {}
         (prompt, *_) = prompts = prompts_of(body)
         limit = limit_of(body, prompt)
         if limit == 2**31 - 1 or "abandoned_transfer_id" in params:
             return self._error(400, "too many"), fate
-        if fate.kind == "status":
-            return self._error(fate.status, "no"), fate
         contexts, cached = prompts, None
         if params.get("do_remote_prefill"):
             kv = await self._load(params, body)
@@ -584,13 +623,13 @@ class Line(asyncio.Protocol):
         if self._idle is not None:
             self._idle.cancel()
         (method, path, _), *pairs = (line.split(b" ", 2) for line in head.split(b"\r\n"))
-        headers = {pair[0]: pair[1] for pair in pairs}
+        headers = {pair[0]: b" ".join(pair[1:]) for pair in pairs}
         if method == b"GET":
             self._read = b""
             self.transport.write(Style().whole(200, self._engine.models())[0])
         elif len(body) >= int(headers[b"content-length:"]):
             self._read = b""
-            leg = path.decode(), headers[b"x-request-id:"].decode(), json.loads(body)
+            leg = path.decode(), headers[b"x-request-id:"].decode(), _fields_of(headers[b"content-type:"], body)
             self._task = asyncio.get_running_loop().create_task(self._serve(*leg))
 
     async def _serve(self, path, name, body):

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pdrelay_proxy.known_settings import with_values
 from pdrelay_proxy.settings import QueueOrder
 from support.stories import Ask, Story, read
-from support.story_engines import weights_of
+from support.story_engines import FORM, Plain, form_of, plain_answer, weights_of
 
 TENANTS = (), ("alice",), ("alice", "bob"), ("alice", "bob", "carol")
 MODELS = (  # of all engines, or of every second one
@@ -30,9 +30,23 @@ ERRANDS = (
     *(("GET", path) for path in ("/v1/models", "/metrics", "/v1/completions")),
     ("OPTIONS", "/v1/chat/completions"),
 )
+WRITINGS = (  # of a JSON body
+    *(lambda body, is_ascii=is_ascii: json.dumps(body, ensure_ascii=is_ascii).encode() for is_ascii in (False, True)),
+    lambda body: json.dumps(body, indent=1).encode(),
+    lambda body: json.dumps(body).encode("utf-16"),
+    lambda body: json.dumps(body).replace('"m', '"\\u006d').encode(),  # names, too
+    lambda body: f"{json.dumps(dict.fromkeys(body, 1))[:-1]}, {json.dumps(body)[1:]}".encode(),  # each name twice
+)
 NO_OBJECTS = b"{", b"[]", b"", b"\xff", b'{"model": "m", "kv_transfer_params": {}}'
 LONG = 5000  # bytes of a body
+AWAY_S = 11  # probes have seen by then that an engine was away
 TIGHT = 4000  # of all bodies together
+
+
+def plain_ask(dice):
+    """Draw a request of an endpoint that one engine serves."""
+    api = dice.choice((*Plain,))
+    return Ask(api, {"model": "m", "file" if api is Plain.TRANSCRIPTION else "input": str(dice.random())})
 
 
 @dataclass
@@ -64,13 +78,7 @@ class TenantStory(Story):
         self.tenants = dice.choice(TENANTS)
         keys = folder / "keys"
         keys.write_text("".join(f"{name}:{key_of(name)}\n" for name in self.tenants))
-        own = {
-            "api_keys_file": str(keys),
-            "max_key_rate": dice.choice((None, None, 2.0)),
-            "max_key_concurrency": dice.choice((None, None, 1, 3)),
-            "max_key_tokens_per_minute": dice.choice((None, None, 100)),
-            "queue_order": dice.choice((*QueueOrder,)),
-        }
+        own = {"api_keys_file": str(keys)} | self.limits()
         most = dice.choice((1 << 30, 1 << 30, TIGHT))
         self.is_tight = most == TIGHT or (self.tenants and any(own[name] for name in own if name.startswith("max_")))
         self.fleet.shows_room = dice.random() < 0.3
@@ -84,7 +92,7 @@ class TenantStory(Story):
     def _settle_models(self):
         """Draw what engines serve: some of their weights may be newer ones."""
         dice, fleet = self.dice, self.fleet
-        models = dice.choice(MODELS)
+        models = self.models = dice.choice(MODELS)
         self.versions = dice.choice((("",), ("", "-v2"))) if self.is_probed else ("",)
         sides = {"p": set(), "d": set()}
         for host in self.hosts:
@@ -97,6 +105,30 @@ class TenantStory(Story):
         if not self.names:
             self.calm, self.names = False, sorted(sides["d"])
 
+    # ---- what happens
+
+    def before_start(self, host, rests_s):
+        """What was away for long may have other models, or newer weights."""
+        fleet = self.fleet
+        if rests_s > AWAY_S and self.is_probed:
+            fleet.models[host], fleet.versions[host] = self.dice.choice(self.models), self.dice.choice(self.versions)
+
+    def other_settings(self):
+        """Draw other limits of keys, too."""
+        limits = self.limits() if self.tenants else {}
+        self.is_tight = True
+        return super().other_settings() | limits
+
+    def limits(self):
+        """Draw what keys may have."""
+        dice = self.dice
+        return {
+            "max_key_rate": dice.choice((None, None, 2.0)),
+            "max_key_concurrency": dice.choice((None, None, 1, 3)),
+            "max_key_tokens_per_minute": dice.choice((None, None, 100)),
+            "queue_order": dice.choice((*QueueOrder,)),
+        }
+
     # ---- what clients send
 
     def tenants_ask(self, dice):
@@ -104,7 +136,7 @@ class TenantStory(Story):
         if dice.random() < 0.1:
             method, path = dice.choice(ERRANDS)
             return Ask(None, {"path": path}, method=method)
-        ask = self.any_ask(dice)
+        ask = plain_ask(dice) if dice.random() < 0.15 else self.any_ask(dice)
         body, sending = ask.body, Sending()
         self.sendings[id(ask)] = ask, sending
         body["model"] = dice.choice(self.names)
@@ -115,7 +147,9 @@ class TenantStory(Story):
         sending.waits = dice.random() < 0.1
         if dice.random() < self.fat:
             body["user"] = "fat"
-        if dice.random() < 0.25:
+        if ask.api in Plain:
+            dice.choice((lambda _: None, self.no_model, self.no_such_model))(ask)
+        elif dice.random() < 0.25:
             dice.choice((self.no_model, self.no_such_model, self.no_good_prompt, self.no_object, self.too_long))(ask)
         return ask
 
@@ -168,9 +202,12 @@ class TenantStory(Story):
             writer.write(f"{head}\r\n".encode())
             return
         sending = self.sendings[id(ask)][1]
-        raw = json.dumps(ask.body, ensure_ascii=dice.random() < 0.5).encode() if sending.raw is None else sending.raw
+        is_form = ask.api is Plain.TRANSCRIPTION
+        raw = sending.raw
+        if raw is None:
+            raw = form_of(ask.body) if is_form else dice.choice(WRITINGS)(ask.body)
         raw = {"gzip": gzip.compress, "deflate": zlib.compress}.get(sending.coding, bytes)(raw)
-        head += "content-type: application/json\r\n"
+        head += f"content-type: {FORM.decode() if is_form else 'application/json'}\r\n"
         head += f"content-encoding: {sending.coding}\r\n" if sending.coding else ""
         head += "expect: 100-continue\r\n" if sending.waits else ""
         head += "transfer-encoding: chunked" if sending.is_chunked else f"content-length: {len(raw)}"
@@ -237,6 +274,9 @@ class TenantStory(Story):
 
     def check_answer(self, ask, meaning, name, raw):
         """Accept what one engine says; the parts of a request with several prompts may have different weights."""
+        if ask.api in Plain:
+            assert json.loads(raw) == plain_answer(meaning)
+            return
         several = (
             isinstance(prompt := meaning.get("prompt"), list) and len(prompt) > 1 and not isinstance(prompt[0], int)
         )

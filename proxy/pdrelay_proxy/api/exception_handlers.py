@@ -11,7 +11,7 @@ from starlette.types import Scope
 from pdrelay_proxy.api.request_context import id_headers, note_fault
 from pdrelay_proxy.core.protocol.error_shapes import error_text, is_for_operators
 from pdrelay_proxy.errors import ProxyError, forget_frames
-from pdrelay_proxy.requests.error_body import JSON, error_body, error_headers
+from pdrelay_proxy.requests.error_body import JSON, error_answer
 from pdrelay_proxy.settings import OverloadStatus
 
 
@@ -28,8 +28,9 @@ def response_to(
     """Return the whole answer to an error, and note the error in the request's log line."""
     note_fault(scope, error)
     forget_frames(error)
-    status, content_type, body = error_body(error, scope["path"], overload)
-    return Response(body, status, {"content-type": content_type, **error_headers(error, overload)})
+    answer = error_answer(error, scope["path"], overload)
+    headers = {"content-type": answer.content_type, **answer.headers}
+    return Response(answer.body, answer.status, headers)
 
 
 async def _on_proxy_error(request: Request, error: Exception) -> Response:
@@ -66,5 +67,6 @@ def _without_slash(request: Request) -> str | None:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer for a bug, outside of the middleware; the server logs the traceback."""
-    status, content_type, body = error_body(error, request.url.path)
-    return Response(body, status, id_headers(request.scope), media_type=content_type)
+    answer = error_answer(error, request.url.path)
+    headers = id_headers(request.scope)
+    return Response(answer.body, answer.status, headers, media_type=answer.content_type)

@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 from pdrelay_proxy.api.asgi_exchange import CONTINUE, App, AsgiExchange, path_of
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
+from pdrelay_proxy.api.idle_timer import IdleTimer
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.core.http.framing import Head, RefusalReason
 from pdrelay_proxy.core.http.request_reader import RequestReader
@@ -36,9 +37,8 @@ from pdrelay_proxy.errors import (
     TooSlow,
     UriTooLong,
 )
-from pdrelay_proxy.io.delivery import delivery, reset_at_close
-from pdrelay_proxy.io.fair_timeout import LateTimer
-from pdrelay_proxy.requests.error_body import error_body, error_headers
+from pdrelay_proxy.io.delivery import bytes_taken, has_unread, reset_at_close
+from pdrelay_proxy.requests.error_body import error_answer
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.response import LONG_BODY, HttpResponse
@@ -139,9 +139,7 @@ class GuardedProtocol(asyncio.Protocol):
     _held = 0  # bytes charged for this connection
     # the headers that the server adds to every head, and their lines
     _default: tuple[object, bytes] = None, b""
-    _idle_since = 0.0  # on the loop's clock
-    _idle_timer: asyncio.TimerHandle | None = None
-    _idle_lateness: LateTimer
+    _idle_timer: IdleTimer
 
     def __init__(
         self,
@@ -156,7 +154,7 @@ class GuardedProtocol(asyncio.Protocol):
         # the set's type names uvicorn's own classes
         self._connections = cast("set[GuardedProtocol]", server_state.connections)
         self._app = cast("App", config.loaded_app)  # pyright: ignore[reportUnknownMemberType] -- of any kind of ASGI
-        self._keepalive_s = config.timeout_keep_alive
+        self._idle_timer = IdleTimer(self.loop, config.timeout_keep_alive)
         self._app_state = app_state
         self._scope: dict[str, Any] = {
             "type": "http",
@@ -173,10 +171,9 @@ class GuardedProtocol(asyncio.Protocol):
         # Attributes that each request reads: a lookup in the object takes a fifth of one in the
         # class.
         self._over = False
-        self._pending = self.exchange = self._idle_timer = self._unwritten = None
+        self._pending = self.exchange = self._unwritten = None
         self.flow = FlowControl(transport)
         self._reader = RequestReader()
-        self._idle_lateness = LateTimer()
         self._since = self.loop.time()
         self.unread_answers.enter(self)
         self._client = _address(transport, "peername")
@@ -203,8 +200,7 @@ class GuardedProtocol(asyncio.Protocol):
             self.flow.resume_writing()
             if exc is None:
                 self.transport.close()
-            if self._idle_timer is not None:
-                self._idle_timer.cancel()
+            self._idle_timer.cancel()
         finally:
             self.unread_answers.leave(self)
             self.clients.leave(self._network, self)
@@ -332,7 +328,7 @@ class GuardedProtocol(asyncio.Protocol):
         is_answered = self._is_idle  # before its whole body had come
         self._serve()
         if is_answered and not self.transport.is_closing():
-            self._rest()
+            self._idle_timer.restart(self._close_if_idle)
 
     # Its requests
 
@@ -387,30 +383,10 @@ class GuardedProtocol(asyncio.Protocol):
             self._default = headers, lines
         return lines
 
-    def _rest(self) -> None:
-        """Note that nothing is under way; one timer for many requests checks whether that lasts too
-        long.
-        """
-        self._idle_since = self.loop.time()
-        if self._idle_timer is None:
-            self._check_idle(self._idle_since + self._keepalive_s)
-
-    def _check_idle(self, due: float) -> None:
-        self._idle_lateness.expect(due)
-        self._idle_timer = self.loop.call_at(due, self._close_if_idle)
-
     def _close_if_idle(self) -> None:
         """Close a connection that has been idle for too long."""
-        self._idle_timer = None
-        if not (self.between and self._is_idle):
-            return  # the end of the present request starts the timer again
-        now = self.loop.time()
-        due = self._idle_since + self._keepalive_s
-        if due > now:
-            self._check_idle(due)
-        elif self._idle_lateness.is_late(now):  # the next request may have come, and is not read
-            self._check_idle(now + self._keepalive_s)
-        elif not self.transport.is_closing():
+        # the end of a request that is under way starts the timer again
+        if self.between and self._is_idle and not self.transport.is_closing():
             self.transport.close()
 
     @property
@@ -421,25 +397,12 @@ class GuardedProtocol(asyncio.Protocol):
         )
 
     def is_unread(self) -> bool:
-        """Return whether the client seems to have unread bytes of an answer that would be lost if
-        this process ended.
-
-        Under TLS the transport hides its encrypted bytes; some wait there for as long as the kernel
-        has unacknowledged bytes.
-        """
-        transport = self.transport
-        if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is None:
-            return transport.get_write_buffer_size() > 0
-        delivered = delivery(transport.get_extra_info("socket"))
-        return delivered is not None and not delivered.is_all
+        """Return whether the client seems to have unread bytes of an answer."""
+        return has_unread(self.transport)
 
     def bytes_taken(self) -> int | None:
         """Return how many bytes the client has taken; None: none is left for it."""
-        transport = self.transport
-        delivered = delivery(transport.get_extra_info("socket"))
-        if delivered is None or (delivered.is_all and not transport.get_write_buffer_size()):
-            return None
-        return delivered.acknowledged
+        return bytes_taken(self.transport)
 
     def on_unread(self, seconds: float) -> None:
         """Reset the connection: the client has taken no byte for so many seconds."""
@@ -523,7 +486,7 @@ class GuardedProtocol(asyncio.Protocol):
             self.transport.close()
         if not self.transport.is_closing():
             self.flow.resume_reading()
-            self._rest()
+            self._idle_timer.restart(self._close_if_idle)
         if self._pending is not None:
             self.loop.call_soon(self._read_pending)
 
@@ -632,21 +595,18 @@ class GuardedProtocol(asyncio.Protocol):
         self._linger()
 
     def _answer(self, error: ProxyError) -> bytes:
-        status, content_type, body = error_body(
-            error, path_of(self._target), self.clients.bounds.overload
-        )
-        headers = [
-            *self.server_state.default_headers,
-            (b"content-type", content_type.encode("latin-1")),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        headers += [
-            (name.encode(), value.encode("latin-1"))
-            for name, value in error_headers(error, self.clients.bounds.overload).items()
-        ]
+        answer = error_answer(error, path_of(self._target), self.clients.bounds.overload)
+        about_body = (answer.content_type.encode("latin-1"), len(answer.body))
         return b"".join(
-            [STATUS_LINES[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body]
+            [
+                STATUS_LINES[answer.status],
+                self.default_lines(),
+                b"content-type: %b\r\ncontent-length: %d\r\n" % about_body,
+                b"connection: close\r\n",
+                answer.header_lines(),
+                b"\r\n",
+                answer.body,
+            ]
         )
 
     def _linger(self) -> None:

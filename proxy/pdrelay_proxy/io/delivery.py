@@ -1,5 +1,6 @@
 """What the kernel knows of the bytes that were written to a socket (Linux: tcp(7), TCP_INFO)."""
 
+import asyncio
 import socket
 import struct
 from contextlib import suppress
@@ -28,6 +29,29 @@ def delivery(sock: socket.socket | None) -> Delivery | None:
         unacknowledged, acknowledged, unsent = _COUNTS.unpack(info)
         return Delivery(acknowledged, not (unacknowledged or unsent))
     return None
+
+
+def has_unread(transport: asyncio.Transport) -> bool:
+    """Return whether the other end seems to have unread bytes that would be lost if this process
+    ended.
+
+    Under TLS the transport hides its encrypted bytes; some wait there for as long as the kernel has
+    unacknowledged bytes.
+    """
+    if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is None:
+        return transport.get_write_buffer_size() > 0
+    delivered = delivery(transport.get_extra_info("socket"))
+    return delivered is not None and not delivered.is_all
+
+
+def bytes_taken(transport: asyncio.Transport) -> int | None:
+    """Return how many bytes the other end has taken; None: none is left for it, or the system does
+    not tell.
+    """
+    delivered = delivery(transport.get_extra_info("socket"))
+    if delivered is None or (delivered.is_all and not transport.get_write_buffer_size()):
+        return None
+    return delivered.acknowledged
 
 
 def reset_at_close(sock: socket.socket | None) -> None:

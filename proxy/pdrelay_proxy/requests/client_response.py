@@ -18,7 +18,7 @@ from pdrelay_proxy.core.protocol.stream_opening import Opening
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from pdrelay_proxy.errors import EngineError, ProxyError, TurnedAway, forget_frames
 from pdrelay_proxy.requests.attempt import Attempt
-from pdrelay_proxy.requests.error_body import error_body, error_headers, last_event
+from pdrelay_proxy.requests.error_body import error_answer, last_event
 from pdrelay_proxy.requests.legs import DecodeLeg
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.response import (
@@ -243,12 +243,10 @@ class ClientResponse:
             writer.end(event)
             return _OK
         overload = self._life.services.settings.current.overload_status
-        status, content_type, body = error_body(error, record.path, overload)
-        lines = self._head_lines(content_type.encode("latin-1"))
-        for name, value in error_headers(error, overload).items():
-            lines += f"{name}: {value}\r\n".encode("latin-1")
-        writer.begin(status, lines, body, streams=False)
-        return status
+        answer = error_answer(error, record.path, overload)
+        lines = self._head_lines(answer.content_type.encode("latin-1")) + answer.header_lines()
+        writer.begin(answer.status, lines, answer.body, streams=False)
+        return answer.status
 
     def _note_gone(self, refusal: ProxyError | None) -> int:
         """Return the status of a request whose client reads no answer of it."""
@@ -258,7 +256,7 @@ class ClientResponse:
         record.error = str(refusal)
         self.failure = refusal
         overload = self._life.services.settings.current.overload_status
-        return error_body(refusal, record.path, overload)[0]
+        return error_answer(refusal, record.path, overload).status
 
     # ---- heads and ends
 

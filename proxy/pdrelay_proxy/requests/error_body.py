@@ -2,6 +2,8 @@
 API's shape.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from pdrelay_proxy.core.http.content_codings import READ
@@ -67,34 +69,36 @@ _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
 }
 
 
-def error_body(
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """The answer to an error."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: Mapping[str, str]  # beside those that each answer has
+
+    def header_lines(self) -> bytes:
+        """Return the headers as lines of a head."""
+        lines = [f"{name}: {value}\r\n" for name, value in self.headers.items()]
+        return "".join(lines).encode("latin-1")
+
+
+def error_answer(
     error: Exception, path: str, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
-) -> tuple[int, str, bytes]:
-    """Return the status, the content type and the body of an error; the text of a bug stays in the
-    log.
+) -> ErrorAnswer:
+    """Return the answer to an error; the text of a bug stays in the log.
 
     An engine's own words stay as they are if they have the shape of the path's API.
     """
+    headers = _headers(error, overload)
     if isinstance(error, Refused):
         body = engine_text(path, error.status, error.body)
-        return error.status, error.content_type if body is error.body else JSON, body
+        content_type = error.content_type if body is error.body else JSON
+        return ErrorAnswer(error.status, content_type, body, headers)
     status, kind = _TOO_MANY if _is_told_to_wait(error, overload) else _kind(error)
-    return status, JSON, error_text(path, status, _sentence(error), kind=kind, param=_param(error))
-
-
-def error_headers(
-    error: Exception, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
-) -> dict[str, str]:
-    """Return the headers that belong to an error, beside those that each answer has."""
-    if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
-        return {"retry-after": str(error.retry_after_s)}
-    if _is_told_to_wait(error, overload):
-        return {"retry-after": str(_RETRY_AFTER_S)}
-    if isinstance(error, Unauthorized):
-        return {"www-authenticate": error.asks}
-    if isinstance(error, UnsupportedCoding):
-        return {"accept-encoding": READ}
-    return {}
+    body = error_text(path, status, _sentence(error), kind=kind, param=_param(error))
+    return ErrorAnswer(status, JSON, body, headers)
 
 
 def last_event(error: Exception, path: str) -> bytes:
@@ -107,6 +111,18 @@ def last_event(error: Exception, path: str) -> bytes:
     status, kind = _kind(error)
     event = error_event(path, status, _sentence(error), kind=kind, param=_param(error))
     return b"\n" + event  # the empty line closes an event that lacks its own
+
+
+def _headers(error: Exception, overload: OverloadStatus) -> Mapping[str, str]:
+    if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
+        return {"retry-after": str(error.retry_after_s)}
+    if _is_told_to_wait(error, overload):
+        return {"retry-after": str(_RETRY_AFTER_S)}
+    if isinstance(error, Unauthorized):
+        return {"www-authenticate": error.asks}
+    if isinstance(error, UnsupportedCoding):
+        return {"accept-encoding": READ}
+    return {}
 
 
 def _is_told_to_wait(error: Exception, overload: OverloadStatus) -> bool:

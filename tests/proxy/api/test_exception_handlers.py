@@ -11,7 +11,7 @@ from pdrelay_proxy import errors
 from pdrelay_proxy.api import exception_handlers
 from pdrelay_proxy.api.request_context import RequestContextMiddleware
 from pdrelay_proxy.core.model import RequestId
-from pdrelay_proxy.requests.error_body import error_body
+from pdrelay_proxy.requests.error_body import error_answer
 
 RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
@@ -53,10 +53,10 @@ RAISED = {
 @pytest.mark.parametrize(("error", "expected"), RAISED.items(), ids=lambda item: type(item).__name__)
 def test_every_error_has_a_status_and_a_kind(error, expected):
     """In the shape, and with the code, that vLLM uses itself."""
-    status, _, body = error_body(error, "/v1/completions")
+    answer = error_answer(error, "/v1/completions")
 
     param = "model" if isinstance(error, errors.UnknownModel) else getattr(error, "param", None)
-    assert (status, json.loads(body)) == (
+    assert (answer.status, json.loads(answer.body)) == (
         expected[0],
         {"error": {"message": str(error), "type": expected[1], "param": param, "code": expected[0]}},
     )
@@ -64,10 +64,10 @@ def test_every_error_has_a_status_and_a_kind(error, expected):
 
 def test_the_text_of_a_bug_stays_in_the_log():
     """It may hold anything, addresses and bodies included."""
-    status, _, body = error_body(KeyError("http://10.0.0.1:8100"), "/v1/messages")
+    answer = error_answer(KeyError("http://10.0.0.1:8100"), "/v1/messages")
 
-    assert status == 500
-    assert b"10.0.0.1" not in body
+    assert answer.status == 500
+    assert b"10.0.0.1" not in answer.body
 
 
 def test_errors_that_clients_never_see_are_accounted_for():

@@ -10,7 +10,7 @@ from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.engine_errors import body_shape, leg_error, refusal, words_of
 from pdrelay_proxy.core.protocol.fault_table import BodyShape, Failure, failure_of, failure_of_answer
 from pdrelay_proxy.errors import EngineBusy, EngineError, EngineFault, KeyRefused, NoSuchPath, Refused
-from pdrelay_proxy.requests.error_body import error_body
+from pdrelay_proxy.requests.error_body import error_answer
 
 ERROR = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
 WORD = b'{"error":"Unauthorized"}'
@@ -78,14 +78,14 @@ def test_the_error_of_every_answer_is_what_the_table_says(role, shape):
 def test_a_clients_mistake_keeps_its_status_and_takes_its_apis_shape(path, role, status, body, said):
     """A client of any API can read it, and learns nothing of a page that a mesh has put there."""
     error = leg_error(engine(role), answer(status, body))
-    got, content_type, text = error_body(error, path)
-    told = json.loads(text)
+    shown = error_answer(error, path)
+    told = json.loads(shown.body)
 
-    assert (got, content_type) == (status, "application/json")
+    assert (shown.status, shown.content_type) == (status, "application/json")
     assert isinstance(error, Refused)
     assert ("type" in told) == path.startswith("/v1/messages")
     assert isinstance(told["error"]["message"], str)
-    assert b"10.0.0.7" not in text
+    assert b"10.0.0.7" not in shown.body
     if said is not None:
         assert told["error"]["message"] == said
 

@@ -35,7 +35,7 @@ from pdrelay_proxy.errors import (
     Refused,
     RouterLacks,
 )
-from pdrelay_proxy.requests.error_body import error_body
+from pdrelay_proxy.requests.error_body import error_answer
 
 ERRORS = [
     (EngineError("x", reached=False), Failure.UNREACHABLE),
@@ -162,7 +162,7 @@ def test_a_closed_idle_connection_costs_no_retry():
 @pytest.mark.parametrize(("error", "failure"), ERRORS)
 def test_the_client_is_told_what_kind_of_failure_it_was(error, failure):
     """A connection that is not accepted in time is a timeout to the client; it has reached no engine all the same."""
-    status = error_body(error, "/v1/completions")[0]
+    status = error_answer(error, "/v1/completions").status
     if isinstance(error, Refused):
         assert status == error.status
     elif not (isinstance(error, EngineTimeout) and not error.reached):

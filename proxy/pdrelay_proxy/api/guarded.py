@@ -13,13 +13,14 @@ uvicorn's server makes and ends these connections; it calls ``__init__``, the me
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import uvicorn
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.api.asgi_exchange import CONTINUE, App, AsgiExchange, path_of
 from pdrelay_proxy.api.clients import Clients
+from pdrelay_proxy.api.exchange import Exchange
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
 from pdrelay_proxy.api.idle_timer import IdleTimer
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
@@ -59,50 +60,6 @@ _AT_ONCE: Final = 8
 _LINGER_S: Final = 5.0
 _LINGER_MOST_S: Final = 60.0  # the same for a client that has not yet read the answers before
 logger = logging.getLogger(__name__)
-
-
-class Exchange(Protocol):
-    """A request and its answer, as its connection sees them."""
-
-    @property
-    def keep_alive(self) -> bool:
-        """Whether the connection stays open behind it."""
-        ...
-
-    @keep_alive.setter
-    def keep_alive(self, value: bool, /) -> None: ...
-
-    @property
-    def response_started(self) -> bool:
-        """Whether some of the answer was written."""
-        ...
-
-    @property
-    def response_complete(self) -> bool:
-        """Whether all of the answer was written."""
-        ...
-
-    def receive_body(self, piece: bytes, /, *, is_all: bool = False) -> None:
-        """Take a piece of the body; ``is_all``: it is the whole body."""
-        ...
-
-    def serve(self, body: bytes = b"", /) -> None:
-        """Serve the request: it is complete; ``body``: the whole body, if no piece came before."""
-        ...
-
-    def pause(self) -> None:
-        """Write no more for now: the client is slow."""
-        ...
-
-    def resume(self) -> None:
-        """Write on."""
-        ...
-
-    def leave(self, refusal: ProxyError | None = None) -> None:
-        """Give it up: the client does not read the answer; ``refusal``: what it gets instead, from
-        its connection.
-        """
-        ...
 
 
 def connection_class(
@@ -218,7 +175,7 @@ class GuardedProtocol(asyncio.Protocol):
             self._held -= size
             self.clients.charge(-size)
 
-    # Called with the client's data
+    # Its bytes
 
     def data_received(self, data: bytes) -> None:
         """Read the received bytes, as far as they are valid."""
@@ -258,13 +215,6 @@ class GuardedProtocol(asyncio.Protocol):
             else:
                 self._keep(data)
                 return
-
-    @property
-    def _is_next(self) -> bool:
-        """Whether another request may begin: the one before is answered, and the client reads its
-        answers.
-        """
-        return self._is_idle and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
         """Begin a request if its head is complete; return the bytes behind the head, or behind the
@@ -330,6 +280,25 @@ class GuardedProtocol(asyncio.Protocol):
         if is_answered and not self.transport.is_closing():
             self._idle_timer.restart(self._close_if_idle)
 
+    def _keep(self, data: bytes) -> None:
+        """Keep bytes for later, and stop reading if they are many."""
+        self._charge(len(data))
+        if self._pending is None:
+            self._pending = bytearray(data)
+        else:
+            self._pending += data
+        if len(self._pending) > HIGH_WATER:
+            self.flow.fill()
+
+    def _read_pending(self) -> None:
+        pending = self._pending
+        self._pending = None
+        if pending is None or self._over or self.transport.is_closing():
+            return
+        self.free(len(pending))
+        self.flow.empty()
+        self.data_received(bytes(pending))
+
     # Its requests
 
     def _begin(self, head: Head) -> None:
@@ -374,6 +343,20 @@ class GuardedProtocol(asyncio.Protocol):
                 exchange.pause()  # the client has not read earlier answers
             exchange.serve(body)
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is under way, and no answer is being written."""
+        return self._unwritten is None and (
+            self.exchange is None or self.exchange.response_complete
+        )
+
+    @property
+    def _is_next(self) -> bool:
+        """Whether another request may begin: the one before is answered, and the client reads its
+        answers.
+        """
+        return self._is_idle and not self.flow.write_paused
+
     def default_lines(self) -> bytes:
         """Return the lines in every head; uvicorn's server renews them once a second."""
         headers = self.server_state.default_headers
@@ -382,45 +365,6 @@ class GuardedProtocol(asyncio.Protocol):
             lines = b"".join([b"%b: %b\r\n" % header for header in headers])
             self._default = headers, lines
         return lines
-
-    def _close_if_idle(self) -> None:
-        """Close a connection that has been idle for too long."""
-        # the end of a request that is under way starts the timer again
-        if self.between and self._is_idle and not self.transport.is_closing():
-            self.transport.close()
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether no request is under way, and no answer is being written."""
-        return self._unwritten is None and (
-            self.exchange is None or self.exchange.response_complete
-        )
-
-    def is_unread(self) -> bool:
-        """Return whether the client seems to have unread bytes of an answer."""
-        return has_unread(self.transport)
-
-    def bytes_taken(self) -> int | None:
-        """Return how many bytes the client has taken; None: none is left for it."""
-        return bytes_taken(self.transport)
-
-    def on_unread(self, seconds: float) -> None:
-        """Reset the connection: the client has taken no byte for so many seconds."""
-        logger.warning(
-            "a client (%s) has read nothing of its answer for %g s: its connection is closed",
-            self._client[0] if self._client else "unknown",
-            seconds,
-        )
-        reset_at_close(self.transport.get_extra_info("socket"))
-        self.transport.abort()
-
-    def shutdown(self) -> None:
-        """End the connection behind the present answer: the server ends."""
-        exchange = self.exchange
-        if exchange is None or self._is_idle:
-            self.transport.close()
-        else:
-            exchange.keep_alive = False
 
     # Its answers
 
@@ -490,28 +434,41 @@ class GuardedProtocol(asyncio.Protocol):
         if self._pending is not None:
             self.loop.call_soon(self._read_pending)
 
-    # Bytes behind a request that is not answered yet
+    # What the client reads
 
-    def _keep(self, data: bytes) -> None:
-        """Keep bytes for later, and stop reading if they are many."""
-        self._charge(len(data))
-        if self._pending is None:
-            self._pending = bytearray(data)
-        else:
-            self._pending += data
-        if len(self._pending) > HIGH_WATER:
-            self.flow.fill()
+    def is_unread(self) -> bool:
+        """Return whether the client seems to have unread bytes of an answer."""
+        return has_unread(self.transport)
 
-    def _read_pending(self) -> None:
-        pending = self._pending
-        self._pending = None
-        if pending is None or self._over or self.transport.is_closing():
-            return
-        self.free(len(pending))
-        self.flow.empty()
-        self.data_received(bytes(pending))
+    def bytes_taken(self) -> int | None:
+        """Return how many bytes the client has taken; None: none is left for it."""
+        return bytes_taken(self.transport)
+
+    def on_unread(self, seconds: float) -> None:
+        """Reset the connection: the client has taken no byte for so many seconds."""
+        logger.warning(
+            "a client (%s) has read nothing of its answer for %g s: its connection is closed",
+            self._client[0] if self._client else "unknown",
+            seconds,
+        )
+        reset_at_close(self.transport.get_extra_info("socket"))
+        self.transport.abort()
 
     # Its end
+
+    def shutdown(self) -> None:
+        """End the connection behind the present answer: the server ends."""
+        exchange = self.exchange
+        if exchange is None or self._is_idle:
+            self.transport.close()
+        else:
+            exchange.keep_alive = False
+
+    def _close_if_idle(self) -> None:
+        """Close a connection that has been idle for too long."""
+        # the end of a request that is under way starts the timer again
+        if self.between and self._is_idle and not self.transport.is_closing():
+            self.transport.close()
 
     def due(self, *, elapsed: float) -> float | None:
         """Return the deadline of the present head, body or closing; see Timed."""

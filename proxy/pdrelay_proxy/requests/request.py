@@ -70,7 +70,7 @@ class RequestOwner(ABC):
 
 
 class Request(PartRequest):
-    """One request. To its connection it is an exchange (``api/guarded.py``)."""
+    """One request. To its connection it is an exchange (``api/exchange.py``)."""
 
     __slots__ = (
         "_answering",

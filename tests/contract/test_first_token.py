@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.raw_json import maybe
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.features.first_token.core.first_token import first_token

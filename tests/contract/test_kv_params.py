@@ -11,7 +11,9 @@ from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.lease.transfer_names import abandoned_transfer, transfer_of
 from pdrelay_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
 from pdrelay_proxy.core.model import Api, InstanceId
-from pdrelay_proxy.core.protocol.request_bodies import abandon_body, decode_body, kv_params, parse, prefill_fields
+from pdrelay_proxy.core.protocol.client_body import parse
+from pdrelay_proxy.core.protocol.prefill_answer import kv_params
+from pdrelay_proxy.core.protocol.request_bodies import abandon_body, decode_body, prefill_fields
 from pdrelay_proxy.core.raw_json import encode
 from pdrelay_proxy.io.request_path.ids import new_transfer
 

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.api.text_schemas import TEXT_SCHEMAS
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.disaggregation import solo_reason
+from pdrelay_proxy.core.protocol.prefill_answer import kv_params
 from pdrelay_proxy.core.protocol.replay import can_resume
-from pdrelay_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_fields
+from pdrelay_proxy.core.protocol.request_bodies import decode_body, named, prefill_fields
 from pdrelay_proxy.core.raw_json import TRUE, Fields, decode, encode
 from pdrelay_proxy.errors import BadRequest
 from support.searching import examples

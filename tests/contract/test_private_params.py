@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from pdrelay_proxy.core.http.multipart import check_form
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
-from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -53,7 +53,7 @@ def vllm():
 
 
 def test_the_mode_of_kv_events_is_taken_from_extra_arguments_alone(vllm):
-    """The router leaves it out there (core/protocol/request_bodies.py): a client could have events repeated."""
+    """The router leaves it out there (core/protocol/client_body.py): a client could have events repeated."""
     found = {str(file.relative_to(vllm)) for file in vllm.rglob("*.py") if "kv_cache_report_mode" in file.read_text()}
 
     assert found == {"v1/request.py", "v1/core/kv_cache_manager.py"}

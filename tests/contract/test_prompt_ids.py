@@ -24,8 +24,9 @@ with warnings.catch_warnings():
     from vllm.renderers.online_renderer import OnlineRenderer
 
 from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.prompt_ids import ids_in, may_pass_ids, read_with_ids, takes_chat_ids
-from pdrelay_proxy.core.protocol.request_bodies import decode_pieces_with_ids, parse
+from pdrelay_proxy.core.protocol.request_bodies import decode_pieces_with_ids
 from pdrelay_proxy.core.raw_json import NULL, encode
 from pdrelay_proxy.core.schemas import PromptIdsAnswer
 from pdrelay_tools.local.model import ensure_model

@@ -11,7 +11,8 @@ import pytest
 
 from pdrelay_connector.core.lease.kv_params import parse_push_params, parse_transfer_id
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
+from pdrelay_proxy.core.protocol.prefill_answer import handover
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, known_as
 from pdrelay_proxy.core.protocol.request_bodies import prefill_fields
 from pdrelay_proxy.core.raw_json import encode
 from pdrelay_proxy.settings import KvTransferMode

@@ -40,7 +40,7 @@ from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Key, Target
 from pdrelay_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.routing.explain import Explainer, Explanation
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.routing_hints import hints_of_call, rank_of

@@ -24,15 +24,15 @@ from pdrelay_proxy.core.model import (
     RoutingHints,
     SingleEngineReason,
 )
-from pdrelay_proxy.core.protocol.client_media import ANY_HOST, check_media
-from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
-from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
-from pdrelay_proxy.core.protocol.request_bodies import (
+from pdrelay_proxy.core.protocol.client_body import (
     TEMPLATES,
     check_chat_template,
     check_wanted_now,
     parse,
 )
+from pdrelay_proxy.core.protocol.client_media import ANY_HOST, check_media
+from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
 from pdrelay_proxy.core.protocol.response_filter import media_type
 from pdrelay_proxy.core.raw_json import FALSE, TRUE, Fields, Pieces, encode, long_fields, text
 from pdrelay_proxy.core.routing.routing_hints import (

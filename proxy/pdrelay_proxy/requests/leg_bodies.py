@@ -16,7 +16,7 @@ from pdrelay_proxy.core.model import (
     RequestId,
     TransferId,
 )
-from pdrelay_proxy.core.protocol import push, request_bodies, returned_kv
+from pdrelay_proxy.core.protocol import prefill_answer, request_bodies, returned_kv
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.push import TransferPolicy
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
@@ -145,7 +145,7 @@ class LegBodies:
             EngineError: a decode engine would not survive it.
             Moved: it is not the engine that the decode engine was told of.
         """
-        result = push.handover(
+        result = prefill_answer.handover(
             prefill.id,
             answer,
             call.api,

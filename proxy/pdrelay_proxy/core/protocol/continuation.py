@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import msgspec
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.request_bodies import names_no_model
+from pdrelay_proxy.core.protocol.client_body import names_no_model
 from pdrelay_proxy.core.raw_json import NULL, Fields, encode, maybe
 
 _COMPLETIONS: Final = Api.COMPLETIONS  # a lookup of an enum's member costs as much as a call

@@ -16,7 +16,7 @@ import msgspec
 
 from pdrelay_proxy.core.http.json_bounds import count_items
 from pdrelay_proxy.core.model import Api, SingleEngineReason
-from pdrelay_proxy.core.protocol.request_bodies import SAMPLING
+from pdrelay_proxy.core.protocol.client_body import SAMPLING
 from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode
 
 _Json = object

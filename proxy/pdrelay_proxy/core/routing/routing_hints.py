@@ -6,8 +6,8 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.model import Api, GenerationRequest, RoutingHints
+from pdrelay_proxy.core.protocol.client_body import names_no_model
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
-from pdrelay_proxy.core.protocol.request_bodies import names_no_model
 from pdrelay_proxy.core.raw_json import NULL, Fields, maybe, text
 from pdrelay_proxy.errors import BadRequest
 

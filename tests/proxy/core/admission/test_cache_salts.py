@@ -6,7 +6,7 @@ import pytest
 
 from pdrelay_proxy.core.admission.cache_salts import Salts
 from pdrelay_proxy.core.admission.keys import Keyring, Keys
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.errors import BadRequest, Unauthorized
 
 KEYS = Keys.parse("a:sk-1-of-16-chars\na:sk-2-of-16-chars\nb:sk-3-of-16-chars\n", "keys")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdrelay_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 
 MEDIA = "QUJD" * 100_000
 DATA_URL = f"data:image/png;base64,{MEDIA}"

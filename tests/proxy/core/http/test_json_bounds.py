@@ -17,7 +17,7 @@ from pdrelay_proxy.core.http.json_bounds import (
     check_prompts,
     count_items,
 )
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.errors import BadRequest
 
 VALUES = st.recursive(

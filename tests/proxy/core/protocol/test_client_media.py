@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.client_media import check_media
-from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.errors import BadRequest
 
 URL = "http://metadata.internal/latest"

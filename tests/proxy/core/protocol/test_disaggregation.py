@@ -7,8 +7,8 @@ import pytest
 
 from pdrelay_proxy.core.model import Api, SingleEngineReason
 from pdrelay_proxy.core.protocol import disaggregation
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
-from pdrelay_proxy.core.protocol.request_bodies import parse
 
 BOTH = (Api.COMPLETIONS, Api.CHAT)
 TEXT, CHAT = (Api.COMPLETIONS,), (Api.CHAT,)

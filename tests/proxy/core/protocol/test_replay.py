@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.replay import Replay, can_resume, traced
-from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.raw_json import encode
 from support.greedy import events, read
 from support.searching import examples

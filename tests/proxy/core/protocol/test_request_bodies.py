@@ -8,19 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from pdrelay_proxy.core.protocol.request_bodies import (
-    check_wanted_now,
-    decode_body,
-    kv_params,
-    named,
-    parse,
-    prefill_fields,
-    with_ids,
-)
+from pdrelay_proxy.core.protocol.client_body import parse
+from pdrelay_proxy.core.protocol.prefill_answer import kv_params
+from pdrelay_proxy.core.protocol.request_bodies import decode_body, named, prefill_fields, with_ids
 from pdrelay_proxy.core.raw_json import encode
-from pdrelay_proxy.errors import BadRequest, EngineError
 
-P = InstanceId("prefill-0")
 ASK = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -30,9 +22,10 @@ ASK = {
     "remote_port": None,
     "transfer_id": "xfer-1",
 }
+
+
 PARAMS = {
     "do_remote_prefill": True,
-    "do_remote_decode": False,
     "remote_block_ids": [[1, 2]],
     "remote_engine_id": "e",
     "remote_request_id": "cmpl-x-0-00000000",
@@ -144,7 +137,7 @@ def write(pairs):
 def test_decode_gets_the_clients_values_byte_for_byte(pairs):
     """Big integers, floats beyond range, escapes and unknown fields included; names keep their order."""
     text = b'{"kv_transfer_params":' + json.dumps(PARAMS).encode() + b"}"
-    made = decode_body(parse(write(pairs)), kv_params(P, text)[0])
+    made = decode_body(parse(write(pairs)), kv_params(InstanceId("prefill-0"), text)[0])
     fields = msgspec.json.decode(made, type=dict[str, msgspec.Raw])
 
     carried = fields.pop("kv_transfer_params")
@@ -167,143 +160,6 @@ def test_the_last_of_equal_names_counts_on_both_legs(pairs):
 
 
 ASKED = {"max_tokens", "min_tokens", "stream", "n", "stream_options", "logprobs"}
-
-
-@pytest.mark.parametrize(
-    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
-)
-def test_a_body_may_have_every_encoding_that_vllm_reads(encoding):
-    """Windows' clients write a mark before it, or UTF-16; what only the router may set is found in each."""
-    body = '{"prompt": "größe 😀", "n": 1}'.encode(encoding)
-
-    assert json.loads(encode(parse(body))) == {"prompt": "größe 😀", "n": 1}
-    private = '{"prompt": "ö", "kv_transfer_params": {"a": 1}}'.encode(encoding)
-    with pytest.raises(BadRequest, match="set by the router"):
-        parse(private)
-    with pytest.raises(BadRequest, match="at most"):
-        parse(json.dumps({str(number): 1 for number in range(5000)}).encode(encoding))
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b"", "not JSON"),
-        (b"\xef\xbb\xbf", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b'\xff\xfe{\x00"\x00', "not JSON"),
-        (b'\xff\xfe"\x00\x00\xd8"\x00', "not JSON"),
-        ("[1]".encode("utf-16"), "JSON, but not an object"),
-        (b'{"a": "\xe9"}', "not JSON"),
-        (b"hello", "not JSON"),
-        (b'{"prompt":"hi"', "not JSON"),
-        (b"[" * 100_000, "not"),
-        (b"[1]", "JSON, but not an object"),
-        (b"null", "JSON, but not an object"),
-    ],
-)
-def test_a_body_that_is_no_object_is_the_clients_mistake(body, says):
-    """400, with the reason."""
-    with pytest.raises(BadRequest, match=says):
-        parse(body)
-
-
-@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
-@pytest.mark.parametrize("value", [{"do_remote_prefill": True}, {}, 7, "x"])
-def test_clients_may_not_send_transfer_parameters(name, value):
-    """They name other requests' memory, and {"do_remote_prefill": true} alone kills a vLLM 0.32 engine."""
-    for body, where in (
-        ({name: value}, name),
-        ({"vllm_xargs": {name: value}}, f"vllm_xargs.{name}"),
-        ({"sampling_params": {"extra_args": {name: value}}}, f"sampling_params.extra_args.{name}"),
-    ):
-        with pytest.raises(BadRequest, match=f"{where} is set by the router") as caught:
-            parse(json.dumps({"prompt": "hi"} | body).encode())
-        assert caught.value.param == where
-
-
-def test_an_escaped_name_is_the_same_name():
-    """Or a backslash would be enough to reach the engine."""
-    with pytest.raises(BadRequest, match="kv_transfer_params"):
-        parse(rb'{"prompt":"hi","kv_\u0074ransfer_params":{}}')
-    with pytest.raises(BadRequest, match="kv_transfer_params"):
-        parse(rb'{"prompt":"hi","vllm_xargs":{"kv_\u0074ransfer_params":1}}')
-    with pytest.raises(BadRequest, match="kv_transfer_params"):
-        parse(rb'{"sampling_params":{"extra_\u0061rgs":{"kv_\u0074ransfer_params":1}}}')
-
-
-def test_null_says_nothing_and_is_dropped():
-    """Some clients write out every field they know."""
-    fields = parse(b'{"prompt":"hi","kv_transfer_params":null,"vllm_xargs":null}')
-
-    assert encode(fields) == b'{"prompt":"hi","vllm_xargs":null}'
-
-
-def test_clients_cannot_have_an_engine_repeat_its_kv_events():
-    """``full`` tells all routers again of every cached block, with each request; the answer is the same without it."""
-    body = (
-        b'{"vllm_xargs":{"kv_cache_report_mode":"full","a":0.10},'
-        b'"sampling_params":{"extra_args":{"kv_cache_report_mode":"full"},"n":1}}'
-    )
-    fields = parse(body)
-
-    assert encode(fields) == b'{"vllm_xargs":{"a":0.10},"sampling_params":{"extra_args":{},"n":1}}'
-
-
-def test_of_two_extra_arguments_the_one_that_was_looked_at_goes_on():
-    """Or an engine could read the other one."""
-    body = b'{"sampling_params":{"extra_args":{"kv_transfer_params":1},"seed" : 1e1,"extra_args":{"a":1}}}'
-
-    assert encode(parse(body)) == b'{"sampling_params":{"extra_args":{"a":1},"seed":1e1}}'
-
-
-@pytest.mark.parametrize("extra", [b'{"a" : 1}', b"[1]", b'"x"'])
-def test_other_extra_arguments_are_left_alone(extra):
-    """Also those the engine will refuse."""
-    assert bytes(parse(b'{"vllm_xargs":' + extra + b"}")["vllm_xargs"]) == extra
-
-
-def test_extra_arguments_that_cannot_be_read_are_refused():
-    """What is in them cannot be told."""
-    with pytest.raises(BadRequest, match="is not JSON"):
-        parse(b'{"vllm_xargs":{"\xff":1}}')
-
-
-def answer(**changes):
-    params = {name: value for name, value in (PARAMS | changes).items() if value != "absent"}
-    return json.dumps({"id": "cmpl-1", "kv_transfer_params": params}).encode()
-
-
-@pytest.mark.parametrize(
-    "name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"]
-)
-@pytest.mark.parametrize("value", ["absent", None])
-def test_parameters_that_would_kill_a_decode_engine_stop_here(name, value):
-    """Seen on real engines: an assertion, or a KeyError, and every request of that engine is gone."""
-    with pytest.raises(EngineError, match=f"prefill-0 left out of its kv_transfer_params: {name}"):
-        kv_params(P, answer(**{name: value}))
-
-
-def test_an_empty_list_of_blocks_kills_as_none_does():
-    """vLLM tests it for truth before an assertion."""
-    for text in (b"[]", b"[ ]"):
-        with pytest.raises(EngineError, match="prefill-0 left out of its kv_transfer_params: remote_block_ids"):
-            kv_params(P, answer(remote_block_ids=7).replace(b"7", text))
-
-
-@pytest.mark.parametrize("value", [False, None, 1, "true", "absent"])
-def test_nothing_is_decoded_that_was_not_prefilled(value):
-    """The decode engine would compute the prompt again and nobody would notice."""
-    with pytest.raises(EngineError, match="do_remote_prefill is not true"):
-        kv_params(P, answer(do_remote_prefill=value))
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"<html>", b"[]", b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":[1]}', b"[" * 99_999]
-)
-def test_an_answer_without_parameters_is_the_engines_fault(body):
-    """A prefill engine without a connector answers like this."""
-    with pytest.raises(EngineError, match=r"prefill-0 answered without (usable )?kv_transfer_params"):
-        kv_params(P, body)
 
 
 def test_prefill_of_token_ids_keeps_the_sampling_parameters():
@@ -342,18 +198,6 @@ def test_only_responses_are_named_in_the_body():
     assert encode(named(Api.RESPONSES, fields, RequestId("r"))) == b'{"request_id":"resp_r","input":"a"}'
     for api in set(Api) - {Api.RESPONSES}:
         assert named(api, fields, RequestId("r")) == fields
-
-
-@pytest.mark.parametrize("value", [True, 1, "yes", {}])
-def test_an_answer_for_later_is_refused(value):
-    """However it is spelt; elsewhere the field means nothing."""
-    fields = parse(json.dumps({"background": value}).encode())
-    with pytest.raises(BadRequest, match="background"):
-        check_wanted_now(Api.RESPONSES, fields)
-
-    check_wanted_now(Api.CHAT, fields)
-    for no in (b'{"background":false}', b'{"background":null}', b"{}"):
-        check_wanted_now(Api.RESPONSES, parse(no))
 
 
 def test_tokens_are_added_to_parameters_that_stay_as_they_came():

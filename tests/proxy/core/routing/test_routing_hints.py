@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pdrelay_proxy.core.model import Api, GenerationRequest, RoutingHints
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
-from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.routing import routing_hints
 from pdrelay_proxy.core.routing.routing_hints import hints_of_call
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.routing.session_ids import BODY_FIELDS, HEADERS, LONGEST, SessionIds
 
 

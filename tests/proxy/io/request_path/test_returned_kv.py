@@ -10,7 +10,7 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Api, GenerationRequest, RequestId, Role, RoutingHints, TransferId
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.protocol.returned_kv import CachedOn
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.policies import fleet_of

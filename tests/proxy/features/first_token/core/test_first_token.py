@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.raw_json import encode, maybe
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.features.first_token.core.first_token import Spliced, first_token, may_show, offered

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
+from pdrelay_proxy.core.protocol.prefill_answer import handover, kv_params
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, known_as
 from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import KvTransferMode
@@ -149,3 +150,36 @@ def test_a_host_that_can_be_right_stays(said, known):
     found = handover(P, body, Api.COMPLETIONS, R, TRANSFER_POLICIES[KvTransferMode.AUTO], transfer=TRANSFER, host=known)
 
     assert (json.loads(bytes(found.params))["remote_host"], found.replaced) == (said, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"]
+)
+@pytest.mark.parametrize("value", [ABSENT, None])
+def test_parameters_that_would_kill_a_decode_engine_stop_here(name, value):
+    """Seen on real engines: an assertion, or a KeyError, and every request of that engine is gone."""
+    with pytest.raises(EngineError, match=f"prefill-0 left out of its kv_transfer_params: {name}"):
+        kv_params(P, answer(**{name: value}))
+
+
+def test_an_empty_list_of_blocks_kills_as_none_does():
+    """vLLM tests it for truth before an assertion."""
+    for text in (b"[]", b"[ ]"):
+        with pytest.raises(EngineError, match="prefill-0 left out of its kv_transfer_params: remote_block_ids"):
+            kv_params(P, answer(remote_block_ids=7).replace(b"7", text))
+
+
+@pytest.mark.parametrize("value", [False, None, 1, "true", ABSENT])
+def test_nothing_is_decoded_that_was_not_prefilled(value):
+    """The decode engine would compute the prompt again and nobody would notice."""
+    with pytest.raises(EngineError, match="do_remote_prefill is not true"):
+        kv_params(P, answer(do_remote_prefill=value))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":[1]}', b"[" * 99_999]
+)
+def test_an_answer_without_parameters_is_the_engines_fault(body):
+    """A prefill engine without a connector answers like this."""
+    with pytest.raises(EngineError, match=r"prefill-0 answered without (usable )?kv_transfer_params"):
+        kv_params(P, body)

@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
 
+from pdrelay_proxy.core.fleet.failure_window import FailureRatio, FailureWindow
 from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.settings import Settings
 
+_RATIO: Final = FailureRatio()
 _MAX_REST_S: Final = 60.0  # of an ejected engine, however often its trials fail
 _CLAIM_S: Final = 30.0  # that a trial may take to begin before another request may be the trial
 # What is held against it, said of the request.
@@ -34,20 +36,6 @@ _SAID: Final[Mapping[Failure, str]] = {
     Failure.TIMEOUT: "timed out",
     Failure.HTTP_5XX: "was answered with an error",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FailureRatio:
-    """How many of the latest requests may fail before an engine is ejected, if they do not fail in
-    a row.
-    """
-
-    share: float = 0.5
-    window_s: float = 30.0
-    min_requests: int = 20  # of fewer in the window no share counts
-
-
-_RATIO: Final = FailureRatio()
 
 
 class HealthState(StrEnum):
@@ -127,53 +115,6 @@ class ChangeCount:
 
 
 @dataclass(slots=True)
-class _Counts:
-    legs: int = 0
-    failed: int = 0
-
-
-@dataclass(slots=True)
-class Window:
-    """Counts over the last ``seconds``, or up to half of it less: two halves, of which the older
-    one is dropped.
-    """
-
-    seconds: float
-    _begun: float = 0.0
-    _older: _Counts = field(default_factory=_Counts)
-    _newer: _Counts = field(default_factory=_Counts)
-
-    def count(self, *, failed: bool, now: float, legs: int = 1, is_new: bool = True) -> None:
-        """Take in how one leg ended, or several alike; not ``is_new``: it was counted as a good one
-        before.
-        """
-        if now - self._begun >= self.seconds / 2:
-            self._shift(now)
-        newer = self._newer
-        if is_new:
-            newer.legs += legs
-        newer.failed += failed * legs
-
-    def totals(self, *, now: float) -> tuple[int, int]:
-        """Return how many legs ended, and how many of them failed."""
-        self._shift(now)
-        return self._older.legs + self._newer.legs, self._older.failed + self._newer.failed
-
-    def clear(self) -> None:
-        """Forget all of it."""
-        self._older = _Counts()
-        self._newer = _Counts()
-
-    def _shift(self, now: float) -> None:
-        half = self.seconds / 2
-        steps = (now - self._begun) // half
-        if steps >= 1:
-            self._older = self._newer if steps == 1 else _Counts()
-            self._newer = _Counts()
-            self._begun += steps * half
-
-
-@dataclass(slots=True)
 class _Trial:
     """The one request that a broken engine gets; whose it is shows when it begins."""
 
@@ -206,10 +147,10 @@ class EngineHealth:
     _silent_since: float | None = None
     _rest_s: float = 0.0  # of its present break
     trial: _Trial | None = None  # that is to show whether it is well again
-    _window: Window = field(init=False)
+    _window: FailureWindow = field(init=False)
 
     def __post_init__(self) -> None:
-        self._window = Window(self.ratio.window_s)
+        self._window = FailureWindow(self.ratio.window_s)
         self.cache_since = self.since
 
     @property
@@ -228,12 +169,18 @@ class EngineHealth:
         return self.state is _EJECTED or (self.state is _STARTING and self.misses > 0)
 
     @property
+    def _rested_at(self) -> float:
+        """When a broken engine has rested; infinity: it misses probes, and has to answer one."""
+        misses_probes = self.misses >= self.settings.health_check_failures
+        return math.inf if misses_probes else self.since + self._rest_s
+
+    @property
     def steady_until(self) -> float:
         """When the passing of time may change whether it may serve; infinity: only what ``changes``
         counts does.
         """
-        if self.state is _EJECTED and self.misses < self.settings.health_check_failures:
-            return self.since + self._rest_s
+        if self.state is _EJECTED:
+            return self._rested_at
         if self.state is _HALF_OPEN and self.trial is not None and self.trial.request is None:
             return self.trial.until
         return math.inf
@@ -245,22 +192,17 @@ class EngineHealth:
         A broken engine has its rest, one that misses probes is waited for until the next one, and a
         trial takes a moment. What is drained comes back when an operator says so.
         """
-        settings = self.settings
-        if self.state is _EJECTED and self.misses < settings.health_check_failures:
-            return self.since + self._rest_s - now
-        if self.is_away and settings.health_check_interval_s > 0:
-            return settings.health_check_interval_s
+        if self.state is _EJECTED and (rested_at := self._rested_at) < math.inf:
+            return rested_at - now
+        if self.is_away and self.settings.health_check_interval_s > 0:
+            return self.settings.health_check_interval_s
         return 0.0 if self.state is _HALF_OPEN else None
 
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is
         tried.
         """
-        if (
-            self.state is _EJECTED
-            and now >= self.since + self._rest_s
-            and self.misses < self.settings.health_check_failures
-        ):
+        if self.state is _EJECTED and now >= self._rested_at:
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
         if self.state is _HALF_OPEN:
             if self.trial is not None and self.trial.request is None and now >= self.trial.until:

@@ -7,7 +7,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdrelay_proxy.core.fleet.health import TRANSITIONS, EngineHealth, FailureRatio, HealthEvent, HealthState
+from pdrelay_proxy.core.fleet.failure_window import FailureRatio
+from pdrelay_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthState
 from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.settings import Settings

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.core.fleet.health import Window
+from pdrelay_proxy.core.fleet.failure_window import FailureWindow
 
 
 @given(st.lists(st.tuples(st.floats(0, 8), st.booleans()), max_size=60))
 def test_it_holds_at_least_half_a_window_and_at_most_a_whole_one(events):
     """Not exact, and bounded in memory whatever the rate."""
-    window, now, past = Window(10.0), 0.0, []
+    window, now, past = FailureWindow(10.0), 0.0, []
     for pause, failed in events:
         now += pause
         window.count(failed=failed, now=now)
@@ -22,7 +22,7 @@ def test_it_holds_at_least_half_a_window_and_at_most_a_whole_one(events):
 
 def test_it_can_forget():
     """After a restart the engine starts with a clean slate."""
-    window = Window(10.0)
+    window = FailureWindow(10.0)
     window.count(failed=True, now=0)
     window.clear()
 

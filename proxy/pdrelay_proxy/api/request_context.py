@@ -8,9 +8,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdrelay_proxy.api.endpoint_routes import is_endpoint
+from pdrelay_proxy.core.client_ids import ClientIds
 from pdrelay_proxy.core.model import Headers, RequestId
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
-from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST, ClientIds, RequestRecord
+from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from pdrelay_proxy.requests.services import Spans
 
 _BUG: Final = 500

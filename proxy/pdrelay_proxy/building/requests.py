@@ -11,13 +11,13 @@ from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.core.admission.cache_salts import Salts
 from pdrelay_proxy.core.admission.keys import Keyring
 from pdrelay_proxy.core.admission.lifetime import Lifetime
+from pdrelay_proxy.core.client_ids import ClientIds
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
-from pdrelay_proxy.core.request_record import ClientIds
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import ConfigError

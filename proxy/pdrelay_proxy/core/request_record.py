@@ -4,13 +4,12 @@ The request fills it in as it goes through the states of requests/lifecycle.py. 
 counters, histograms, the status page, the access log and spans are all made from it.
 """
 
-import re
-from collections.abc import Mapping, Sequence
 from enum import auto
 from typing import Final
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fast_enum import FastStrEnum
+from pdrelay_proxy.core.milliseconds import written_ms
 from pdrelay_proxy.core.model import (
     InstanceId,
     LegOrder,
@@ -21,7 +20,6 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol.fault_table import Failure
 
-_CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 PARTS_KEPT: Final = 8  # records of prompts kept for one request
 # nginx's status for a client that closed the connection before its answer
 CLIENT_CLOSED_REQUEST = 499
@@ -59,9 +57,6 @@ class MoveOutcome(FastStrEnum):
     STAYED = auto()  # not tried: the continuation would not be exact
 
 
-# Short times, formatted once: formatting a float costs twice as much as rounding it to an int.
-_TENTHS_MOST: Final = 1000
-_TENTHS: Final = [f"{tenths // 10}.{tenths % 10}" for tenths in range(_TENTHS_MOST)]
 _NO_NAME: Final = RequestId("")
 _OK: Final = RequestOutcome.OK  # a lookup of an enum's member costs as much as a call
 
@@ -289,44 +284,6 @@ class RequestRecord:
         self.single_reason = None
         self.moves = (*self.moves, move)
 
-    def server_timing(self, trouble: str = "", *, tells_cache: bool = True) -> str:
-        """Return the value of the Server-Timing header; durations are milliseconds.
-
-        ``tells_cache``: with the engines' cached parts of the prompt, and whatever depends on them.
-        ``trouble``: why the decode engine does not load the prefill engine's KV, in a word; empty:
-        none is known.
-        """
-        entries = (
-            [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries]
-            if self.retries
-            else []
-        )
-        if self.single_reason is not None and not tells_cache and self.single_reason in _BY_CACHE:
-            entries.append('mode;desc="single"')
-        elif self.single_reason is not None:
-            entries.append(f'mode;desc="single", reason;desc="{self.single_reason}"')
-        elif self.push is not None:
-            entries.append(_entry("mode", self.push, None))
-        if self.cached is not None and tells_cache:
-            entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
-        if self.decode is not None and self.decode.expected is not None and tells_cache:
-            entries.append(
-                _entry("expected", str(self.decode.expected), self.decode.expected.ttft_s * 1e3)
-            )
-        if self.prefill is not None:
-            entries.append(_entry("prefill", self.prefill.instance, self.prefill.ms))
-        if self.decode is not None:
-            entries.append(_entry("decode", self.decode.instance, self.decode.ms))
-        if trouble:
-            entries.append(_entry("kv", f"not loaded: {trouble}", None))
-        return ", ".join(entries)
-
-
-# Reasons that depend on an engine's cache.
-_BY_CACHE: Final = frozenset(
-    {SingleEngineReason.CACHED, SingleEngineReason.FASTER, SingleEngineReason.SHORT}
-)
-
 
 class PromptRecord(RequestRecord):
     """The record of one of several prompts; the request that has them is counted in their place."""
@@ -363,42 +320,3 @@ def _has_failed(record: RequestRecord) -> bool:
 
 def _notability(record: RequestRecord) -> tuple[bool, float]:
     return _has_failed(record), record.duration_s
-
-
-class ClientIds:
-    """The headers in which a client may name its request."""
-
-    __slots__ = ("_first", "_others")
-
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        """``names``: the first one that a request has counts; empty: X-Request-Id."""
-        self._first, *self._others = [name.lower().encode() for name in names] or [b"x-request-id"]
-
-    def client_id_in(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the client's id of a request; None: it has none."""
-        header = headers.get(self._first)
-        for name in self._others:
-            if header is None:
-                header = headers.get(name)
-        return None if header is None else client_id(header)
-
-
-def client_id(header: bytes) -> str | None:
-    """Return the id in a client's X-Request-Id; None: it is too long or odd for headers and
-    logs.
-    """
-    return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
-
-
-def written_ms(ms: float) -> str:
-    """Format milliseconds, 0 or more, with one decimal place."""
-    try:
-        return _TENTHS[int(ms * 10 + 0.5)]
-    except IndexError:
-        return "%.1f" % ms  # noqa: UP031 (compiled, an f-string with a format costs half as much again)
-
-
-def _entry(name: str, description: str, ms: float | None) -> str:
-    if ms is None:
-        return f'{name};desc="{description}"'
-    return f'{name};desc="{description}";dur={written_ms(ms)}'

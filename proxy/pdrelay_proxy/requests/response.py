@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from pdrelay_proxy.core.http.response_head import CONTROLS, STATUS_LINES
 from pdrelay_proxy.core.request_record import RequestRecord
+from pdrelay_proxy.core.server_timing import server_timing
 
 # a browser takes an answer for what its type says
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"
@@ -175,10 +176,10 @@ def head_lines(
 ) -> bytes:
     """Return the header lines of an answer but for those that say where its body ends.
 
-    ``tells_cache`` and ``trouble``: as in :meth:`RequestRecord.server_timing`.
+    ``tells_cache`` and ``trouble``: as in :func:`server_timing`.
     """
     lines = record.id_lines()
-    timing = record.server_timing(trouble, tells_cache=tells_cache) if shows_times else ""
+    timing = server_timing(record, trouble, tells_cache=tells_cache) if shows_times else ""
     if timing:
         lines = f"{lines}server-timing: {timing}\r\n"
     plain = content_type if content_type in _PLAIN_TYPES else _plain(content_type)

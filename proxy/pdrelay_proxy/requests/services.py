@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdrelay_proxy.core.admission.lifetime import Lifetime
+from pdrelay_proxy.core.client_ids import ClientIds
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.stream_opening import StreamOpenings
 from pdrelay_proxy.core.raw_json import Pieces
-from pdrelay_proxy.core.request_record import ClientIds, RequestRecord
+from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry

@@ -7,6 +7,7 @@ import pytest
 from pdrelay_proxy.core.model import Api, EngineResponse, Role
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.server_timing import server_timing
 from pdrelay_proxy.errors import (
     AnswerRefused,
     ConnectionStale,
@@ -55,7 +56,7 @@ async def test_after_a_decode_that_failed_there_is_a_new_prefill(outcome):
     assert first.instance.id != second.instance.id
     assert params_of(first)["remote_request_id"] != params_of(second)["remote_request_id"]
     said = {503: "busy", 500: "http_5xx"}.get(outcome[0] if isinstance(outcome, tuple) else 0, "bad_response")
-    assert client.record.server_timing().startswith(f'retry;desc="{first.instance.id} {said}";dur=0.0, prefill;')
+    assert server_timing(client.record).startswith(f'retry;desc="{first.instance.id} {said}";dur=0.0, prefill;')
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -103,7 +104,7 @@ async def test_there_is_an_end_to_it(role):
     assert len(engines.of(role)) == 3
     assert len({leg.instance.id for leg in engines.of(role)}) == 3
     assert len({request_id(leg) for leg in engines.of(role)}) == 3
-    assert client.record.server_timing().count("retry;") == 2
+    assert server_timing(client.record).count("retry;") == 2
 
 
 @pytest.mark.parametrize("role", Role)
@@ -126,7 +127,7 @@ async def test_a_request_for_one_engine_is_sent_again_too():
 
     assert client.body == EVENT + DONE
     assert len({leg.instance.id for leg in engines.legs}) == 3
-    assert client.record.server_timing().count("retry;") == 2
+    assert server_timing(client.record).count("retry;") == 2
 
 
 NO_PARAMS = EngineResponse(200, "application/json", b'{"id":"x","kv_transfer_params":null}')
@@ -157,7 +158,7 @@ async def test_without_another_prefill_engine_a_decode_engine_serves_alone(outco
     assert (client.status, client.body) == (200, EVENT + DONE)
     assert [leg.instance.role for leg in engines.legs] == [Role.PREFILL, Role.DECODE]
     assert "kv_transfer_params" not in json.loads(engines.of(Role.DECODE)[0].body)
-    timing = client.record.server_timing()
+    timing = server_timing(client.record)
     assert timing.startswith(f'retry;desc="prefill-0 {failure}"')
     assert 'mode;desc="single", reason;desc="prefill_failed"' in timing
 

@@ -11,12 +11,12 @@ from pdrelay_proxy.api.operator_route import (
     OperatorAccess,
     operator_errors,
 )
+from pdrelay_proxy.core.milliseconds import written_ms
 from pdrelay_proxy.core.request_record import (
     CLIENT_CLOSED_REQUEST,
     PromptParts,
     PromptRecord,
     RequestRecord,
-    written_ms,
 )
 from pdrelay_proxy.features.why.engine_timelines import Timelines
 from pdrelay_proxy.features.why.request_history import RequestHistory, name_begins, records_named

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from pdrelay_proxy.core.milliseconds import written_ms
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
-from pdrelay_proxy.core.request_record import RequestRecord, written_ms
+from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.io.logs import note_all
 
 LOG: Final = logging.getLogger("pdrelay.access")  # by this name people filter

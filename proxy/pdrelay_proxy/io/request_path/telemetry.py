@@ -17,15 +17,12 @@ from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from pdrelay_proxy.core.recent_stats import RecentStats
-from pdrelay_proxy.core.request_record import (
-    PromptRecord,
-    RequestOutcome,
-    RequestRecord,
-    Retry,
-)
+from pdrelay_proxy.core.request_record import RequestOutcome, RequestRecord, Retry
 from pdrelay_proxy.io.logs import dropped_lines, lines_together
 from pdrelay_proxy.io.request_path.access_log import log_requests
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
+from pdrelay_proxy.io.request_path.leg_warnings import LegWarnings
+from pdrelay_proxy.io.request_path.request_kinds import RequestKinds
 
 logger = logging.getLogger(__name__)
 HearEnded: TypeAlias = Callable[[Sequence[RequestRecord]], None]
@@ -33,9 +30,7 @@ _OK: Final = "ok"
 _ENGINES_AT_ONCE: Final = 20
 # looking a member up takes as long as a call
 _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED
-_SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
 _AT_ONCE: Final = LegOrder.CONCURRENT
-_UNKNOWN: Final = Arrival.UNKNOWN
 _CONNECTION_CLOSED: Final = Failure.CONNECTION_CLOSED
 # For the status page: what became of the leg.
 _FAILED: Final[Mapping[Failure, str]] = {
@@ -55,13 +50,6 @@ _FAILED: Final[Mapping[Failure, str]] = {
     Failure.ROUTER_LACKS: "was not sent: the router lacks descriptors, ports or memory",
     Failure.NETWORK: "found no way to the engine",
 }
-_SAID: Final[Mapping[Failure, str]] = {
-    Failure.WRONG_KEY: "%(engine)s wants another API key than this router shows to it (PDRELAY_%(pool)s_API_KEY)",
-    Failure.NO_KV_PARAMS: "%(engine)s has answered without KV of the prompt (it keeps as much as it may, or has no "
-    "connector that sends KV), or without its model's name where a request named none: another "
-    "prefill engine, or a decode engine alone, serves such requests",
-}
-_SAY_AGAIN_S: Final = 3600.0
 
 
 def log_calls() -> DeferredCalls:
@@ -69,67 +57,6 @@ def log_calls() -> DeferredCalls:
     together.
     """
     return DeferredCalls(lines_together)
-
-
-class _Kind:
-    """The numbers of the requests that are alike in all labels, until they are added up.
-
-    Times are seconds.
-    """
-
-    __slots__ = (
-        "decode",
-        "durations",
-        "has_transfer",
-        "is_failed",
-        "is_part",
-        "mode",
-        "outcome",
-        "path",
-        "reason",
-        "ttft",
-        "unqueued",
-    )
-
-    def __init__(self, path: str, record: RequestRecord) -> None:
-        self.path = path
-        self.outcome = record.outcome
-        self.is_part = isinstance(record, PromptRecord)
-        self.is_failed = not self.is_part and (
-            self.outcome is _SERVER_ERROR or self.outcome is _STREAM_ABORTED
-        )
-        self.mode = record.mode
-        self.reason: str = record.single_reason or "none"
-        self.decode = None if record.decode is None else record.decode.instance
-        # A push whose legs went out at once may tell in its answer whether the KV cache arrived.
-        self.has_transfer = (
-            record.prefill is not None and record.status == 200 and record.push is not _AT_ONCE
-        )
-        self.durations: list[float] = []
-        self.ttft: list[float] = []
-        self.unqueued = 0  # requests that were admitted at once
-
-    def add_up(self, counters: Counters, recent: RecentStats, *, now: float) -> None:
-        """Put them where they are read."""
-        count = len(self.durations)
-        if not count:
-            return
-        if self.decode is not None:
-            counters.routed[self.mode, self.reason] += count
-            if self.has_transfer:
-                counters.transfers[self.decode, _UNKNOWN] += count
-        if not self.is_part:
-            counters.requests[self.path, self.outcome] += count
-            counters.durations.histogram((self.path, self.outcome)).observe_all(self.durations)
-            recent.requests.add_all(self.durations, now=now, failed=self.is_failed)
-            if self.unqueued:
-                counters.queue_times.histogram((self.path,)).counts[0] += self.unqueued
-            if self.ttft:
-                counters.ttft.histogram((self.path,)).observe_all(self.ttft)
-                recent.ttft.add_all(self.ttft, now=now)
-        self.ttft.clear()
-        self.durations.clear()
-        self.unqueued = 0
 
 
 class Telemetry:
@@ -152,16 +79,14 @@ class Telemetry:
         self._counters = counters
         self._ended = ended
         self._recent = RecentStats()
-        self._said = dict[tuple[InstanceId, Failure], float]()  # when it was told to the operator
+        self._warnings = LegWarnings()
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
         self._legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
         self._clock = clock  # seconds; only differences count
         self.later = log_calls() if later is None else later
         self.later.end_batches_with(self._finish)
         self._over: list[RequestRecord] = []  # whose lines are to be written
-        self._kinds: dict[
-            tuple[str, int, bool, str | None, str | None, str | None, bool, bool], _Kind
-        ] = {}
+        self._kinds = RequestKinds()
         # seconds between a prefill answer and its decode leg, to be counted
         self._handoffs: list[float] = []
         # By path, and by engine where that is wanted: seconds between two reads of a stream, to be
@@ -218,7 +143,7 @@ class Telemetry:
             del self._gaps[key]  # what a stream there still adds is nobody's
         self._counters.keep(instances)
         self._recent.keep(instances)
-        self._said = {key: at for key, at in self._said.items() if key[0] in instances}
+        self._warnings.keep(instances)
         for gone in self.transfers_expected.keys() - instances:
             del self.transfers_expected[gone]
 
@@ -241,20 +166,11 @@ class Telemetry:
     ) -> None:
         """A leg has failed, so long after it was sent."""
         self._counters.legs[instance.id, instance.role, failure] += 1
-        if failure in _SAID:
-            self._say(instance, failure, at)
+        self._warnings.leg_failed(instance, failure, at)
         failed = is_engines(failure)  # a client's mistake is none of the engine's
         self._recent.legs[instance.id].add_all([seconds], failed=failed, now=at)
         if failed:
             self._recent.failed(request, instance.id, f"a leg {_FAILED[failure]}", now=at)
-
-    def _say(self, instance: Instance, failure: Failure, at: float) -> None:
-        """Tell the operator what one alone can mend: each request would say it again."""
-        key = instance.id, failure
-        said_at = self._said.get(key)
-        if said_at is None or at >= said_at + _SAY_AGAIN_S:
-            self._said[key] = at
-            logger.warning(_SAID[failure], {"engine": instance.id, "pool": instance.pool.upper()})
 
     def handed_over(self, seconds: float) -> None:
         """The decode leg of a request was sent so long after its prefill leg was answered."""
@@ -297,7 +213,7 @@ class Telemetry:
 
     def request_over(self, record: RequestRecord) -> None:
         """A request is over."""
-        kind = self._kind(record)
+        kind = self._kinds.kind_of(record, self._counters.label(record.path))
         kind.durations.append(record.duration_s)
         if record.queue_s == 0:
             kind.unqueued += 1
@@ -348,27 +264,6 @@ class Telemetry:
         self._counters.transfers[decode.instance, result] += 1
         if result is Arrival.NONE:
             self._counters.transfers_missing[(decode.instance,)] += 1
-
-    def _kind(self, record: RequestRecord) -> _Kind:
-        decode = None if record.decode is None else record.decode.instance
-        path = self._counters.label(record.path)
-        is_part = isinstance(record, PromptRecord)
-        has_prefill = record.prefill is not None
-        # Its outcome follows from its status and whether there was an error.
-        key = (
-            path,
-            record.status,
-            record.error is None,
-            record.single_reason,
-            decode,
-            record.push,
-            has_prefill,
-            is_part,
-        )
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = _Kind(path, record)
-        return kind
 
     # ---- other events
 
@@ -431,8 +326,7 @@ class Telemetry:
         recent = self._recent
         now = self._clock()
         counters.log_lines_dropped[()] = dropped_lines()
-        for kind in self._kinds.values():
-            kind.add_up(counters, recent, now=now)
+        self._kinds.add_up(counters, recent, now=now)
         if self._handoffs:
             counters.handoff.observe_all(self._handoffs)
             recent.gaps.add_all(self._handoffs, now=now)

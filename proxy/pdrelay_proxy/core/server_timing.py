@@ -19,7 +19,8 @@ def server_timing(record: RequestRecord, trouble: str = "", *, tells_cache: bool
     ``trouble``: why the decode engine does not load the prefill engine's KV, in a word; empty:
     none is known.
     """
-    entries = [_entry("retry", str(retry), retry.leg.ms) for retry in record.retries]
+    retries = record.retries  # few requests have any, and a comprehension is a call
+    entries = [_entry("retry", str(each), each.leg.ms) for each in retries] if retries else []
     decode = record.decode
     reason = record.single_reason
     if reason is not None:

@@ -5,7 +5,7 @@ Nothing is counted here and nothing waits. What is wrong with a request is raise
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.admission.cache_salts import Salts
 from pdrelay_proxy.core.admission.keys import ANYBODY, Keyring
@@ -59,6 +59,9 @@ _REASONING: Final = "include_reasoning"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
 _APIS: Final = {api.value: api for api in Api}
+# a body without its coding, its fields, and about how many tokens its prompt has: of a form, or
+# where they count
+ExaminedBody: TypeAlias = tuple[bytes, Fields, int | None]
 
 
 class RequestHead:
@@ -183,22 +186,12 @@ class Intake:
         self.lifetime.check()
         caller = self.keyring.caller(tuple(headers)) if has_keys else ANYBODY
         if declared != JSON_TYPE or head.path in _FORMS:
-            _check_media(head.path, declared or b"")
+            _check_type(head.path, declared or b"")
         check_length(shown.get(b"content-length", b""), self.settings.max_body_bytes)
         if b"content-encoding" in shown:
             declared = b",".join([value for name, value in headers if name == b"content-encoding"])
             head.coding = coding_of(declared)
         return caller
-
-    def decoded(self, head: RequestHead, body: bytes) -> bytes:
-        """Return a body as it was before the client has compressed it; raises BadRequest,
-        BodyTooLarge.
-        """
-        return (
-            body
-            if head.coding is None
-            else decoded(head.coding, body, self.settings.max_body_bytes)
-        )
 
     def read(self, head: RequestHead, body: bytes) -> Fields:
         """Read a body, of a form nothing but its model; a long one is read in a thread.
@@ -230,16 +223,17 @@ class Intake:
             return ANY_HOST not in self.media_hosts
         return self.keyring.keys is not None or self.settings.tls_client_ca is not None
 
-    def examine(
-        self, head: RequestHead, body: bytes, *, counts_tokens: bool
-    ) -> tuple[Fields, int | None]:
-        """Read a body; tell also about how many tokens its prompt has: of a form, or where they
-        count.
-        """
+    def examine(self, head: RequestHead, body: bytes, *, counts_tokens: bool) -> ExaminedBody:
+        """Read a body; raises BadRequest, BodyTooLarge."""
+        if head.coding is not None:
+            body = decoded(head.coding, body, self.settings.max_body_bytes)
         fields = self.read(head, body)
+        tokens: int | None = None
         if head.path in _FORMS:
-            return fields, MEDIUM_TOKENS
-        return fields, prompt_tokens(fields, len(body)) if counts_tokens else None
+            tokens = MEDIUM_TOKENS
+        elif counts_tokens:
+            tokens = prompt_tokens(fields, len(body))
+        return body, fields, tokens
 
     def plan(
         self, head: RequestHead, body: bytes, fields: Fields, tokens: int | None = None
@@ -259,11 +253,8 @@ class Intake:
             passed_on, fields, self.keyring.least_of(head.caller)
         )
         if self.keyring.keys is not None and self.salts is not None and self.salts.apply:
-            fields_sent = (
-                self.salts.salted(fields_sent, head.caller)
-                if path not in UNCACHED and path not in _FORMS
-                else fields_sent
-            )
+            has_prompt = path not in UNCACHED and path not in _FORMS
+            fields_sent = self.salts.salted(fields_sent, head.caller) if has_prompt else fields_sent
         session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown[_RANK]) if _RANK in shown else None
         model = model_of(fields)
@@ -271,9 +262,8 @@ class Intake:
         if model is None and self.model_of_unnamed is not None:
             model = self.model_of_unnamed()
             is_unknown = model is None
-            fields_sent = (
-                fields_sent if api is None or model is None else with_model(api, fields_sent, model)
-            )
+            if api is not None and model is not None:
+                fields_sent = with_model(api, fields_sent, model)
         if api is not None and (not is_unknown or api in TELLS_MODEL):
             shared = _shared(api, fields_sent) if len(body) > _LARGE else ()
             call = GenerationRequest(api, fields_sent, passed_on, rank, shared)
@@ -312,7 +302,7 @@ def _shared(api: Api, fields: Fields) -> Sequence[str]:
     return [name for name in long_fields(fields) if name != PROMPTS[api]]
 
 
-def _check_media(path: str, declared: bytes) -> None:
+def _check_type(path: str, declared: bytes) -> None:
     """Accept a body that is declared as what the endpoint reads; JSON need not be declared.
 
     Raises:

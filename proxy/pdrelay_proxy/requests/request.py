@@ -16,7 +16,6 @@ from typing import Final
 from pdrelay_proxy.core.admission.ticket import Ticket, TicketState
 from pdrelay_proxy.core.model import InstanceId, RequestId, RoutingHints, SingleEngineReason
 from pdrelay_proxy.core.protocol.continuation import Continuation
-from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
 from pdrelay_proxy.core.served_tokens import served_tokens
@@ -27,7 +26,7 @@ from pdrelay_proxy.requests.claims import CallClaims, Claim, ClaimedAnswer, Part
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.engine_choice import EngineChoice
-from pdrelay_proxy.requests.intake import Intake, RequestHead, RequestPlan
+from pdrelay_proxy.requests.intake import RequestHead, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
 from pdrelay_proxy.requests.response import ResponseWriter
@@ -287,9 +286,8 @@ class Request(PartRequest):
         try:
             plan = self._plan
             if plan is None:
-                size = len(self._body)
-                is_long = size > LARGE or self._head.coding is not None
-                plan, size = await self._read_long() if is_long else (self._read(), size)
+                is_long = len(self._body) > LARGE or self._head.coding is not None
+                plan, size = await self._read_long() if is_long else self._read()
                 call = plan.call
                 claims = self._owner.claims
                 claim = None if claims is None or call is None else claims.claim(call)
@@ -301,7 +299,7 @@ class Request(PartRequest):
                     None if claim is None else self._claimed(claim, plan, ticket, dispatch.settings)
                 )
             else:
-                dispatch = self._join(plan)
+                dispatch = self._admit(plan)
                 claimed = None
             call = plan.call
             settings = dispatch.settings
@@ -359,35 +357,31 @@ class Request(PartRequest):
             client.writer, interval_s, client.stream_lines, now=now
         )
 
-    def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:
-        """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has
-        no place.
+    def _admit(self, plan: RequestPlan, ticket: Ticket | None = None) -> Dispatch:
+        """Have the request go by the rules of now, and begin its time.
+
+        ``ticket``: None: it is a part of one that is admitted, whose time is also that of its
+        parts.
+
+        Raises TurnedAway: it has no place.
         """
         services = self._services
         life = self._life
-        services.gate.check(ticket)
+        if ticket is not None:
+            services.gate.check(ticket)
         life.on(_ADMITTED)
-        if life.record.queue_s is None:
-            life.record.queue_s = 0.0
         settings = services.settings.current
         now = services.clock()
-        life.record.admitted_s = now - life.record.began_at
         services.budget.came(now)
-        if not plan.streams or plan.may_be_quiet:  # another stream is watched piece by piece
-            self._total_s = settings.total_timeout_s
-            self._ends_at = now + self._total_s
+        if ticket is not None:
+            record = life.record
+            record.admitted_s = now - record.began_at
+            if record.queue_s is None:
+                record.queue_s = 0.0
+            if not plan.streams or plan.may_be_quiet:  # another stream is watched piece by piece
+                self._total_s = settings.total_timeout_s
+                self._ends_at = now + self._total_s
         dispatch = self._dispatch = self._answering = Dispatch(life, plan, settings, self._client)
-        return dispatch
-
-    def _join(self, plan: RequestPlan) -> Dispatch:
-        """Begin as a part of a request that is admitted, whose time is also that of its parts."""
-        services = self._services
-        life = self._life
-        life.on(_ADMITTED)
-        services.budget.came(services.clock())
-        dispatch = self._dispatch = self._answering = Dispatch(
-            life, plan, services.settings.current, self._client
-        )
         return dispatch
 
     def _part(self, writer: ResponseWriter, plan: RequestPlan, place: int) -> "Request":
@@ -415,26 +409,24 @@ class Request(PartRequest):
         if not isinstance(body, bytes):
             body.free()
 
-    def _read(self) -> RequestPlan:
-        """Return what the engines will get."""
-        intake = self._services.intake
+    def _read(self) -> tuple[RequestPlan, int]:
+        """Return what the engines will get, and the bytes of the body."""
+        services = self._services
         head = self._head
-        body = self._take_body()
-        fields, tokens = intake.examine(
-            head, body, counts_tokens=self._services.gate.admission.counts_tokens
+        body, fields, tokens = services.intake.examine(
+            head, self._take_body(), counts_tokens=services.gate.admission.counts_tokens
         )
-        return intake.plan(head, body, fields, tokens)
+        return services.intake.plan(head, body, fields, tokens), len(body)
 
     async def _read_long(self) -> tuple[RequestPlan, int]:
-        """Read a long body, or a compressed one, in a thread, so that other requests do not wait;
-        return its bytes.
+        """Do the same for a long body, or a compressed one, in a thread: other requests do not
+        wait.
         """
-        intake = self._services.intake
+        services = self._services
         head = self._head
-        body = self._take_body()
-        counts_tokens = self._services.gate.admission.counts_tokens
-        future = self._services.body_reader.submit(
-            partial(_examined, intake, head, body, counts_tokens=counts_tokens)
+        counts_tokens = services.gate.admission.counts_tokens
+        future = services.body_reader.submit(
+            partial(services.intake.examine, head, self._take_body(), counts_tokens=counts_tokens)
         )
         future.add_done_callback(lambda _: self._life.wake())
         try:
@@ -443,7 +435,7 @@ class Request(PartRequest):
         finally:
             future.cancel()  # the client has left: what no thread has begun is not read any more
         body, fields, tokens = future.result()
-        return intake.plan(head, body, fields, tokens), len(body)
+        return services.intake.plan(head, body, fields, tokens), len(body)
 
     def _take_ticket(self, plan: RequestPlan, size: int, claim: Claim | None) -> Ticket:
         """Return the ticket of a request whose body has so many bytes: admitted, waiting or
@@ -515,12 +507,3 @@ class Request(PartRequest):
                 life.span.end()
         finally:
             client.writer.close()  # or the connection would wait for ever
-
-
-def _examined(
-    intake: Intake, head: RequestHead, body: bytes, *, counts_tokens: bool
-) -> tuple[bytes, Fields, int | None]:
-    """Return a body without its coding, and what it says."""
-    plain = intake.decoded(head, body)
-    fields, tokens = intake.examine(head, plain, counts_tokens=counts_tokens)
-    return plain, fields, tokens

@@ -101,9 +101,16 @@ def handover(
     if host is not None and named_host in _EVERYWHERE:
         replaced = named_host
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host)}))
+    word = naming.transfer_mode
+    mode = policy.unsaid if word is None else _PUSH if word == _PUSH_WORD else _PULL
+    if mode not in policy.accepted:
+        raise EngineError(
+            f"{prefill} does not push its KV cache, and this router was started with "
+            f"--kv-transfer-mode push"
+        )
     coordinates: Coordinates | None = None
     pushed: TransferId | None = None
-    if _mode(prefill, naming, policy) is _PUSH:
+    if mode is _PUSH:
         if not _is_same(naming.remote_request_id, known_as(api, request)):
             raise EngineError(
                 f"{prefill} knows the request by another id than ours: it cannot push to a decode "
@@ -205,19 +212,6 @@ def _is_empty(value: msgspec.Raw) -> bool:
     if text.startswith(b"[") and text.isascii():
         return text[1:].lstrip(b" \t\n\r").startswith(b"]")  # without decoding a long list
     return decode(text, object) in (None, "", [])
-
-
-def _mode(prefill: InstanceId, naming: TransferNaming, policy: TransferPolicy) -> TransferMode:
-    """Return who moves the KV cache; raises EngineError: the router was told to use push alone."""
-    mode = policy.unsaid
-    if naming.transfer_mode is not None:
-        mode = _PUSH if naming.transfer_mode == _PUSH_WORD else _PULL
-    if mode not in policy.accepted:
-        raise EngineError(
-            f"{prefill} does not push its KV cache, and this router was started with "
-            f"--kv-transfer-mode push"
-        )
-    return mode
 
 
 def _read(prefill: InstanceId, params: msgspec.Raw, expected: type[_T]) -> _T:

@@ -46,6 +46,8 @@ def run(settings: Settings, serve: Serve) -> int:
     """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise
     ConfigError.
     """
+    # One that was started with it ignored would never learn how a worker ended (waitpid(2)).
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with ExitStack() as stack:
         port = stack.enter_context(reserved(settings.host, settings.port))
         _check_admin_ports(settings)

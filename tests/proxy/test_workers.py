@@ -298,12 +298,16 @@ def serve(place):
     place.line.send(READY)
     return 0
 
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 raise SystemExit(run(Settings(workers=3, port=0, admin_port=0), serve))
 """
 
 
 def test_an_end_that_is_ordered_while_the_first_worker_starts_starts_no_others():
-    """They would not have heard of it, and the supervisor would wait for them for ever."""
+    """They would not have heard of it, and the supervisor would wait for them for ever.
+
+    What has started it may ignore the ends of children, which it inherits: it must still learn of that of its worker.
+    """
     done = subprocess.run([sys.executable, "-c", ENDS_AT_START], stdout=subprocess.PIPE, timeout=60)
 
     assert (done.returncode, done.stdout) == (0, b"0\n")

@@ -161,7 +161,7 @@ def test_an_engine_that_is_added_sees_a_key_only_if_it_wants_one_and_never_the_o
         answer = add(fleet, engine, headers=KEY | bearer("operator's own"))
 
     assert answer.status_code == 200
-    assert seen[:2] == [("/v1/models", None), ("/v1/models", b"Bearer engine-key")]
+    assert seen[:3] == [("/health", None), ("/v1/models", None), ("/v1/models", b"Bearer engine-key")]
     assert b"Bearer operator's own" not in {shown for _, shown in seen}
 
 

@@ -104,8 +104,8 @@ def admin_routes(
             raise _not_added(new, exc) from exc
         candidate = Instance(InstanceId("candidate"), role, target.address)
         try:
-            served = await models.accepted(candidate, passed_on(request.scope))
             await newcomers.check(candidate)
+            served = await models.accepted(candidate, passed_on(request.scope))
         except NotAccepted as exc:
             raise _not_added(new, exc) from exc
         try:

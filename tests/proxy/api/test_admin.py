@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -136,15 +137,22 @@ async def test_why_an_engine_is_not_added_is_in_the_log_and_in_a_header(caplog):
     assert refused.headers["x-pdrelay-reason"].startswith("candidate cannot be reached")
 
 
-async def test_a_router_is_not_added():
-    """Its own address is easily taken for an engine's, for both listen on port 8000 by default."""
-    async with router(sims()) as another:
+async def test_a_router_is_not_added_and_is_sent_no_key(tmp_path):
+    """Its own address is easily taken for an engine's, for both listen on port 8000 by default.
+
+    It may be anybody's, and wants a key as an engine may.
+    """
+    (tmp_path / "keys").write_text("a:sk-of-another-router\n")
+    own = replace(OPEN, prefill_api_key="engine-key", decode_api_key="engine-key")
+    shown = []
+    async with router(sims(), Settings(api_keys_file=str(tmp_path / "keys"))) as another:
 
         async def router_there(request):
+            shown.append(request.headers.get("authorization"))
             answer = await another.request(request.method, request.url.path, content=request.content)
             return httpx.Response(answer.status_code, headers=answer.headers, stream=httpx.ByteStream(answer.content))
 
-        async with router(sims() | {"r0": router_there, "q0": router_there}, OPEN) as client:
+        async with router(sims() | {"r0": router_there, "q0": router_there}, own) as client:
             for name, role in (("r0", "prefill"), ("q0", "decode")):
                 new = {"type": role, "instance": f"{name}:80"}
                 response = await client.post("/instances/add", json=new, headers=KEY)
@@ -154,6 +162,7 @@ async def test_a_router_is_not_added():
             status = (await client.get("/status")).json()
 
     assert (status["prefill_node_count"], status["decode_node_count"]) == (1, 1)
+    assert set(shown) == {None}
 
 
 async def test_a_name_that_leads_nowhere_is_in_the_log_too(caplog, monkeypatch):

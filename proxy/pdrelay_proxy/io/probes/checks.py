@@ -122,6 +122,13 @@ class HttpChecks:
                 await self._capabilities(transport, instance) if is_whole else EngineCapabilities()
             )
 
+    async def touch(self, instance: Instance) -> None:
+        """Ask whether it lives, without a key; raises ProbeFailed: it does not answer, or is a
+        router.
+        """
+        async with self._connected() as transport:
+            await self._get(transport, instance, "/health", bare=True)
+
     async def facts(self, instance: Instance) -> EngineCapabilities:
         """Ask for all that it says of itself.
 
@@ -189,13 +196,18 @@ class HttpChecks:
         return replace(facts, version=_read(body, _Version).version) if status == 200 else facts
 
     async def _get(
-        self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str
+        self,
+        transport: httpx.AsyncBaseTransport,
+        instance: Instance,
+        path: str,
+        *,
+        bare: bool = False,
     ) -> tuple[int, bytes]:
         with self._failures(instance, path, self._timeout_s):
             async with (
                 FairTimeout(self._timeout_s),
                 aclosing(
-                    await transport.handle_async_request(self._request(instance, path))
+                    await transport.handle_async_request(self._request(instance, path, bare=bare))
                 ) as response,
             ):
                 _check_coding(response, path)
@@ -206,8 +218,8 @@ class HttpChecks:
                     response.aiter_bytes(), _MOST_BYTES, too_long
                 )
 
-    def _request(self, instance: Instance, path: str) -> httpx.Request:
-        headers = [*_HEADERS, *self._headers(instance.pool)]
+    def _request(self, instance: Instance, path: str, *, bare: bool = False) -> httpx.Request:
+        headers = [*_HEADERS, *(() if bare else self._headers(instance.pool))]
         return httpx.Request("GET", instance.address.url + path, headers=headers)
 
     @contextmanager

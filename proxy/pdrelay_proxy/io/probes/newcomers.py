@@ -33,11 +33,11 @@ class Newcomers:
     async def check(self, candidate: Instance) -> None:
         """Accept what may be an engine; what else is wrong with it, its probes will say.
 
-        Raises NotAccepted: a router is there.
+        It gets no key before it is accepted. Raises NotAccepted: a router is there.
         """
         try:
             async with asyncio.timeout(self._patience_s):
-                await self._checks.probe(candidate, is_whole=False)
+                await self._checks.touch(candidate)
         except ProbeOfRouter as found:
             raise NotAccepted(f"{candidate.id} {found}") from found
         except (ProbeFailed, TimeoutError):

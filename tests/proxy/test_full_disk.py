@@ -15,9 +15,9 @@ from support.small_disk import HOW, WORDS, small_disk
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="it mounts a tmpfs")]
 
 
-def add(door, engine):
+def order(door, verb, engine):
     body = {"type": "decode", "instance": engine}
-    return httpx.post(f"{door.process.url}/instances/add", json=body, headers=KEY, timeout=20)
+    return httpx.post(f"{door.process.url}/instances/{verb}", json=body, headers=KEY, timeout=20)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -29,13 +29,18 @@ def test_an_engine_that_cannot_be_written_down_is_not_added_and_all_is_served(tm
         with front(tmp_path, "--store", f"file:{path}") as door:
             assert door.serves()
             disk.fail(how)
-            found = add(door, engine)
+            found = order(door, "add", engine)
             assert found.status_code == 503
             assert f"The instance was not added: {path} cannot be written: {WORDS[how]}" in found.text
             assert door.serves()
             disk.mend(how)
-            assert add(door, engine).status_code == 200
+            assert order(door, "add", engine).status_code == 200
             assert door.serves()
+            disk.fail(how)
+            found = order(door, "remove", engine)
+            assert found.status_code == 503
+            assert f"The change was not made: {path} cannot be written: {WORDS[how]}" in found.text
+            disk.mend(how)
             said = [line for line in door.process.said.splitlines() if "WARNING" in line]
             assert [line.partition(f"{path} ")[2] for line in said] == [f"cannot be written: {WORDS[how]}"], said
             assert "ejected" not in door.process.said

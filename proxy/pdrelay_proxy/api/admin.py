@@ -13,6 +13,7 @@ from pdrelay_proxy.api.operator_route import (
     OPERATOR_KEY,
     OPERATORS,
     OperatorAccess,
+    not_stored,
     operator_errors,
     passed_on,
 )
@@ -23,7 +24,7 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAccepted, NotAllowed
 from pdrelay_proxy.io.discovery.engine_changes import EngineChanges
-from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
+from pdrelay_proxy.io.discovery.store import StoreDown
 from pdrelay_proxy.io.probes.newcomers import Newcomers
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.wire.connection_guard import Guard
@@ -114,7 +115,7 @@ def admin_routes(
             raise HTTPException(400, "Instance already exists.") from exc
         except StoreDown as exc:
             logger.warning("%s", exc)
-            raise HTTPException(503, f"The instance {_fate(exc)}: {exc}") from exc
+            raise not_stored("The instance", "added", exc) from exc
         fleet.serves(role, target.address, served)  # before a request for another model comes
         # A warning would name engines of others to a host that has joined.
         warning = await newcomers.warning(role, target.address) if host is None else None
@@ -122,12 +123,6 @@ def admin_routes(
 
     router.routes.extend(open_router.routes)  # include_router would add the operator's key to them
     return router
-
-
-def _fate(error: StoreDown) -> str:
-    return (
-        "was not added" if isinstance(error, StoreNotWritten) else "may or may not have been added"
-    )
 
 
 def _not_added(new: NewInstance, why: Exception) -> HTTPException:

@@ -19,6 +19,7 @@ from pdrelay_proxy.api.operator_route import (
     OPERATOR_KEY,
     OPERATORS,
     OperatorAccess,
+    not_stored,
     operator_errors,
 )
 from pdrelay_proxy.api.own_engines import OwnEngines, joining_host, not_own
@@ -383,5 +384,5 @@ async def _carried_out(
     except (NotManagedHere, CannotTurn) as exc:
         raise HTTPException(409, str(exc)) from exc
     except StoreDown as exc:
-        raise HTTPException(503, f"The change may or may not have been made: {exc}") from exc
+        raise not_stored("The change", "made", exc) from exc
     return members

@@ -36,6 +36,7 @@ from pdrelay_proxy.errors import (
     UnsupportedCoding,
     UnsupportedMedia,
 )
+from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
 from pdrelay_proxy.requests.intake import PASSED_ON, check_json, check_length
 
 OPERATORS: Final = "operators"  # the tag of routes that need the operator's key in the document
@@ -51,7 +52,7 @@ _STATUSES: Final[Mapping[int | str, str]] = {
     409: "The engine is managed elsewhere, cannot serve the role, or its streams cannot move",
     413: "The body is larger than the route takes",
     415: "The body is of another type",
-    503: "The store did not answer: the change may or may not have been made",
+    503: "The store has not acknowledged the change: whether it was made is said, if it is known",
     "default": "What is wrong, in one sentence",
 }
 _ALWAYS: Final[tuple[int | str, ...]] = (401, 403, 404, "default")
@@ -244,6 +245,13 @@ def _parsed(body: bytes) -> Mapping[str, object]:
                 raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
             values[name] = decode(raw, object)
     return values
+
+
+def not_stored(what: str, verb: str, error: StoreDown) -> HTTPException:
+    """Return the answer to a change that the store has not acknowledged."""
+    is_known = isinstance(error, StoreNotWritten)
+    fate = f"was not {verb}" if is_known else f"may or may not have been {verb}"
+    return HTTPException(503, f"{what} {fate}: {error}")
 
 
 def is_admin(request: Request, admin_key: AdminKey) -> bool:

@@ -17,7 +17,7 @@ from pdrelay_proxy.core.discovery.kubernetes_objects import Meta
 from pdrelay_proxy.core.raw_json import NotJson, decode
 from pdrelay_proxy.features.kubernetes.client import KubeError, Kubernetes
 from pdrelay_proxy.features.kubernetes.reflector import Collection, Reflector, WatchTimes
-from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver
+from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten, StoreObserver
 
 logger = logging.getLogger(__name__)
 _TRIES: Final = 5
@@ -126,6 +126,7 @@ class ConfigMapStore:
     async def _patch(self, patch: Callable[[], Awaitable[bytes]]) -> Mapping[str, str]:
         """Patch the ConfigMap; return its entries after it."""
         pause = _PAUSE_S
+        is_refused = True  # by each try so far: none may have been made
         for number in range(1, _TRIES + 1):
             try:
                 config_map = decode(await patch(), _Map)
@@ -133,8 +134,10 @@ class ConfigMapStore:
                 # A patch may be applied twice, so try again where that may help.
                 status = exc.status if isinstance(exc, KubeError) else 0
                 is_passing = status is None or status in (401, 409, 429) or status >= 500
+                is_refused = is_refused and status in range(400, 500)
                 if number == _TRIES or not is_passing:
-                    raise StoreDown(f"the ConfigMap {self._name} was not changed: {exc}") from exc
+                    error = StoreNotWritten if is_refused else StoreDown
+                    raise error(f"the ConfigMap {self._name} has not taken it: {exc}") from exc
                 await asyncio.sleep(pause * (0.5 + random.random() / 2))
                 pause *= 2
             else:

@@ -185,10 +185,10 @@ class FileStore:
         except FileNotFoundError:
             return _FileContent(b"")
         except OSError as exc:
-            raise StoreDown(f"{self._path} cannot be read: {exc.strerror}") from exc
+            raise StoreNotWritten(f"{self._path} cannot be read: {exc.strerror}") from exc
         try:
             return _FileContent(data)
         except NotJson as exc:
-            raise StoreDown(
+            raise StoreNotWritten(
                 f"{self._path} is no JSON object of strings ({exc}): repair or remove it"
             ) from exc

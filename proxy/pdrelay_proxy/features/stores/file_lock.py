@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pdrelay_proxy.io.discovery.store import StoreDown
+from pdrelay_proxy.io.discovery.store import StoreNotWritten
 
 LOCK_WAIT_S: Final = 5.0  # a change takes milliseconds
 _POLL_S: Final = 0.01
@@ -18,14 +18,14 @@ def locked(path: Path, wait_s: float) -> Generator[None]:
     """Hold the lock of a file while the block lasts; this blocks its thread, so it is called in a
     thread of its own.
 
-    Raises StoreDown: another process has held it for ``wait_s`` seconds.
+    Raises StoreNotWritten: another process has held it for ``wait_s`` seconds.
     """
     name = f"{path}.lock"
     until = time.monotonic() + wait_s
     with Path(name).open("a") as lock:
         while not _acquire(lock.fileno()):
             if time.monotonic() >= until:
-                raise StoreDown(
+                raise StoreNotWritten(
                     f"{path} was not changed: another process has held its lock {name} for "
                     f"{wait_s:g} s, such as a "
                     f"router of this store that is stopped or hangs: `fuser {name}` names it"

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from pdrelay_proxy.core.discovery.sources import MAX_ENGINES
 from pdrelay_proxy.io.background import meanwhile
-from pdrelay_proxy.io.discovery.store import StoreDown, StoreObserver, replace_entry
+from pdrelay_proxy.io.discovery.store import StoreNotWritten, StoreObserver, replace_entry
 
 
 class MemoryStore:
@@ -21,9 +21,9 @@ class MemoryStore:
         self._entries: dict[str, str] = {}
 
     async def put(self, name: str, text: str, /) -> None:
-        """Keep an entry; raises StoreDown if there are too many."""
+        """Keep an entry; raises StoreNotWritten if there are too many."""
         if len(self._entries) >= self._max_engines and name not in self._entries:
-            raise StoreDown(
+            raise StoreNotWritten(
                 f"there are {self._max_engines} engines already, which is as many as a router takes"
             )
         self._entries[name] = text

@@ -14,7 +14,7 @@ from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AlreadyKnown, CannotTurn, UnknownInstance
 from pdrelay_proxy.io.discovery.engine_changes import NotManagedHere
-from pdrelay_proxy.io.discovery.store import StoreDown
+from pdrelay_proxy.io.discovery.store import StoreNotWritten
 from support.discovery_world import BOTH, DECODE, PREFILL, A, B, CommonStore, D, World, serving, turn_now
 
 
@@ -72,7 +72,7 @@ async def test_a_store_that_is_full_says_so():
     """And nothing was added."""
     world = World(max_engines=1)
     await world.changes.add(Role.DECODE, Target.parse("a:1"))
-    with pytest.raises(StoreDown, match="as many as"):
+    with pytest.raises(StoreNotWritten, match="as many as"):
         await world.changes.add(Role.DECODE, Target.parse("b:1"))
     assert len(world.there) == 1
 

@@ -591,6 +591,15 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
+def fits(message: Message) -> bool:
+    """Whether a message is short enough to be sent: a longer one ends its connection.
+
+    Ask before a peer's words are passed on: what wraps them is longer, and so is what they left out
+    because it is the default.
+    """
+    return len(encode(message)) <= MAX_FRAME
+
+
 def decode(data: bytes | bytearray | memoryview) -> Message:
     """Parse a message, or raise :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
     try:

@@ -44,6 +44,7 @@ from pdrelay_connector.core.messages import (
     RankMemory,
     RankSums,
     RegisterPush,
+    fits,
 )
 from pdrelay_connector.core.ports import Link
 from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
@@ -375,13 +376,19 @@ class PushReceiver:
             self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
 
     def _register(self, push: _ExpectedPush, peer: Peer) -> None:
-        push.on(ReceiveEvent.REGISTERED)
         order = push.order
-        self._counters.count("registrations_sent")
-        self._link.send(
-            peer.conn,
-            RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)),
+        registration = RegisterPush(
+            order.request, order.remote_request, order.prompt, tuple(push.lent)
         )
+        if not fits(registration):
+            self._lease_renewer.release(order.request, order.engine)
+            self._fail(
+                push, "loads_failed_transfer", "its blocks cannot be named in one message to P"
+            )
+            return
+        push.on(ReceiveEvent.REGISTERED)
+        self._counters.count("registrations_sent")
+        self._link.send(peer.conn, registration)
 
     def _expected_push(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
         """Return the push that P answers; None if it is over or another peer's."""

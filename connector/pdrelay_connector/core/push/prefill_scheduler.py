@@ -41,6 +41,7 @@ from pdrelay_connector.core.messages import (
     StopPush,
     WorkerHello,
     WriteStalled,
+    fits,
 )
 from pdrelay_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
 from pdrelay_connector.core.session.worker_links import WorkerLinks
@@ -391,10 +392,11 @@ class PushCoordinator:
         ]:
             self._link.close(earlier)
             self._lost(earlier, now)
-        if self._peers.setdefault(conn, _DecodePeer(self._link.engine_of(conn))).add_rank(rank):
-            self._send_to_workers(
-                PeerMemory(conn, rank, self._link.engine_of(conn) or EngineId(""))
-            )
+        engine = self._link.engine_of(conn)
+        peer = self._peers.setdefault(conn, _DecodePeer(engine))
+        memory = PeerMemory(conn, rank, engine or EngineId(""))
+        if fits(memory) and peer.add_rank(rank):
+            self._send_to_workers(memory)
         else:
             self._counters.count("unknown_transfer_messages")
 
@@ -430,6 +432,12 @@ class PushCoordinator:
         elif self._open + len(self._draining) >= MAX_PUSHES:
             self._counters.count("pushes_refused")
             self._link.send(conn, PushStopped(order.reader, f"{MAX_PUSHES} registrations are open"))
+        elif not fits(StartPush(conn, order)):
+            self._counters.count("pushes_refused")
+            self._link.send(
+                conn,
+                PushStopped(order.reader, "it names more blocks than an order to a worker can"),
+            )
         else:
             peer.add(push := _Push(conn, order, set(self._workers.ranks)))
             self._open += 1

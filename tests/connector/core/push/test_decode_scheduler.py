@@ -5,6 +5,7 @@ import pytest
 from pdrelay_connector.core.ids import ConnId, EngineId, RequestId
 from pdrelay_connector.core.lease.kv_params import PushParams
 from pdrelay_connector.core.messages import (
+    MAX_FRAME,
     PROTOCOL,
     CancelPushes,
     DropLeases,
@@ -13,6 +14,7 @@ from pdrelay_connector.core.messages import (
     PushDone,
     PushStalled,
     PushStopped,
+    RenewLeases,
     Welcome,
 )
 from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
@@ -374,3 +376,15 @@ def test_a_p_that_breaks_the_protocol_may_live(harness):
     assert harness.link.closed == [conn]
     assert harness.take_results()[0].quarantined
     assert harness.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
+
+
+def test_a_push_whose_blocks_no_message_can_name_is_not_registered(harness):
+    """P would close the connection, and with it every other push of this engine would fail."""
+    harness.take_sent()
+    harness.expect(B, blocks=range(1, MAX_FRAME // 3 + 1))
+
+    (result,) = harness.take_results()
+    assert (result.request, result.quarantined) == (B, False)
+    assert "in one message" in result.failure
+    assert harness.take_sent() == [RenewLeases((T,))]
+    assert len(harness.push_receiver) == 1

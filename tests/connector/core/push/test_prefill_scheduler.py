@@ -7,6 +7,8 @@ from pdrelay_connector.core.ids import BlockId, ConnId, RequestId
 from pdrelay_connector.core.lease.lease_table import LeaseTable
 from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
 from pdrelay_connector.core.messages import (
+    MAX_BLOCKS,
+    MAX_FRAME,
     CancelPushes,
     Challenge,
     DropLeases,
@@ -25,11 +27,12 @@ from pdrelay_connector.core.messages import (
     StartPush,
     StopPush,
     WorkerHello,
+    encode,
 )
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
 from pdrelay_connector.core.push import prefill_scheduler
 from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
-from support.engines import LEASE, rank_info
+from support.engines import LEASE, changed, rank_info
 from support.recording_link import RecordingLink
 
 W0, W1, D, ELSE = ConnId(1), ConnId(2), ConnId(3), ConnId(4)
@@ -474,6 +477,52 @@ def test_nothing_is_left_when_everybody_has_left(harness):
 
     assert len(harness.push_coordinator) == 0
     assert harness.push_coordinator._workers._conns == {1: W1}
+
+
+# ---- messages as long as one may be: passed on to a worker, they would be longer
+
+
+def introduce_large(harness, *, agent=b""):
+    """A decode engine of one rank that has as many blocks as there may be."""
+    rank = rank_info("e")
+    (region,) = rank.regions
+    rank = changed(rank, agent=agent or rank.agent, regions=(changed(region, count=MAX_BLOCKS),))
+    harness.hear(ELSE, RankMemory(rank))
+    return rank
+
+
+def longest_registration():
+    order = RegisterPush(R, T, "digest", (LentBlocks(0, 4, (BlockId(1),) * (MAX_FRAME // 2)),))
+    blocks = (BlockId(1),) * (MAX_FRAME // 2 + MAX_FRAME - len(encode(order)))
+    return changed(order, groups=(LentBlocks(0, 4, blocks),))
+
+
+def test_a_registration_that_no_order_to_a_worker_can_hold_is_refused(harness):
+    """The worker would close its connection, and get the order again over the next: it would push nothing any more."""
+    introduce_large(harness)
+    order = longest_registration()
+    assert len(encode(order)) == MAX_FRAME
+    harness.take_sent()
+    harness.hear(ELSE, order)
+
+    assert harness.take_sent() == [(ELSE, PushStopped(R, "it names more blocks than an order to a worker can"))]
+    assert harness.counted()["pushes_refused"] == 1
+
+
+def test_the_memory_of_a_rank_that_no_message_to_a_worker_can_hold_is_not_taken_in(harness):
+    """The same: each worker would get it again and again."""
+    harness.counted()
+    short = introduce_large(harness)
+    harness.lose(ELSE)
+    harness.take_sent()
+    agent = b"x" * (MAX_FRAME - len(encode(RankMemory(changed(short, agent=b"x" * MAX_FRAME)))) + MAX_FRAME)
+    rank = introduce_large(harness, agent=agent)
+    assert len(encode(RankMemory(rank))) == MAX_FRAME
+
+    assert harness.take_sent() == []
+    assert harness.counted()["unknown_transfer_messages"] == 1
+    harness.register(ELSE)
+    assert harness.take_sent(ELSE) == [PushStopped(R, "the memory of the decode engine's ranks is not known")]
 
 
 # ---- an engine that is back before its connection ends

@@ -5,10 +5,13 @@ import pytest
 from pdrelay_connector.core.control import PUBLISH_AFTER, ControlPlane
 from pdrelay_connector.core.ids import ConnId, RequestId
 from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
-from pdrelay_connector.core.messages import Objection, RenewLeases
+from pdrelay_connector.core.messages import Objection, RankMemory, RegisterPush, RenewLeases, WorkerHello
 from pdrelay_connector.core.ports import MessageReceived
 from pdrelay_connector.core.results import NumbersDue, PeerObjects
-from support.engines import FINGERPRINT, LEASE, World, changed
+from pdrelay_connector.core.session.worker_links import WorkerLinks
+from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
+from pdrelay_connector.core.staging.slots import Slots
+from support.engines import FINGERPRINT, LEASE, World, changed, lent, rank_info
 from support.push_engines import PushWorld, right_bytes
 from support.staging_world import StagingWorld
 
@@ -155,6 +158,27 @@ def test_a_message_of_an_engine_that_writes_here_is_not_taken_for_a_readers():
     assert world.d.peers.find(peer.conn) is None
     assert world.d.push_coordinator._early == {}
     assert world.d.push_receiver._pushes[RequestId("d-a")].state.name == "QUARANTINED"
+
+
+def test_an_engine_that_poses_as_our_worker_leaves_nothing_behind():
+    """Its connection is closed, so no event says that it is gone: pushes of it would stay open for ever."""
+    p = PushWorld().p
+    staging_receiver = StagingReceiver(p.link, p.counters, WorkerLinks(p.link, {0: b"token"}), Slots([4]))
+    control = ControlPlane(
+        p.control.lease_manager,
+        p.control.lease_renewer,
+        p.peers,
+        p.counters,
+        push_coordinator=p.push_coordinator,
+        push_receiver=p.push_receiver,
+        staging_receiver=staging_receiver,
+    )
+    order = RegisterPush(RequestId("d-a"), RequestId("t"), "digest", lent(0, [1]))
+    for message in (RankMemory(rank_info("d")), order, WorkerHello(0, b"guessed", receives_pushes=True)):
+        control.on(MessageReceived(ConnId(77), message), now=0.0)
+
+    assert not p.push_coordinator.may_write
+    assert p.push_coordinator._peers == {}
 
 
 def test_the_thread_wakes_for_a_landing():

@@ -22,11 +22,14 @@ class WorkerLinks:
         """All ranks of this engine, whether their workers are connected or not."""
         return self._tokens.keys()
 
+    def is_worker(self, hello: WorkerHello) -> bool:
+        """Whether a hello is of one of our workers: it has the token of its rank."""
+        token = self._tokens.get(hello.rank)
+        return token is not None and hmac.compare_digest(hello.token, token)
+
     def add(self, conn: ConnId, hello: WorkerHello) -> bool:
         """Accept a worker's connection in place of an earlier one; false if its token is wrong."""
-        if hello.rank not in self._tokens or not hmac.compare_digest(
-            hello.token, self._tokens[hello.rank]
-        ):
+        if not self.is_worker(hello):
             return False
         self.remove(conn)  # a worker is of one rank, and a rank has one worker
         if (before := self._conns.get(hello.rank)) is not None:

@@ -42,7 +42,7 @@ class StagingReceiver:
         return len(self._pending_copies) + len(self.slots)
 
     def copy_in(self, request: RequestId, slots: BlocksByGroup, blocks: BlocksByGroup) -> None:
-        """Have every rank copy these slots into these blocks; answered by :meth:`take_unpacked`."""
+        """Have every rank copy these slots into these blocks; answered by :meth:`take_copied`."""
         copies = self._pending_copies[request] = _PendingCopies()
         for some_slots, some_blocks in zip(_cut(slots), _cut(blocks), strict=True):
             order = CopyIn(next(self._numbers), some_slots, some_blocks)
@@ -52,9 +52,9 @@ class StagingReceiver:
 
     def take_copied(self) -> list[tuple[RequestId, str]]:
         """Return the requests whose copies have all ended, each with a failure or ''."""
-        unpacked = self._copied_in
+        copied = self._copied_in
         self._copied_in = []
-        return unpacked
+        return copied
 
     def on(self, event: LinkEvent) -> None:
         """Handle a message of our workers."""
@@ -76,10 +76,13 @@ class StagingReceiver:
                 pass
 
     def is_from_worker(self, event: LinkEvent) -> bool:
-        """Whether the connection is of one of our workers, or of one that registers to copy."""
+        """Whether the connection is of one of our workers, or of one that registers to copy.
+
+        Who only claims that is left to the push coordinator, which may know it as an engine.
+        """
         match event:
-            case MessageReceived(_, WorkerHello(receives_pushes=True)):
-                return True
+            case MessageReceived(_, WorkerHello(receives_pushes=True) as hello):
+                return self._workers.is_worker(hello)
             case _:
                 return self._workers.rank_of(event.conn) is not None
 

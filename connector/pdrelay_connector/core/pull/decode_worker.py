@@ -93,7 +93,7 @@ class PullReader:
         """Start a load; its result comes out of :meth:`take_results`.
 
         ``timeout`` covers the whole load. A staged load has ``timeout`` for each step, and waits
-        for slots without a limit, because other loads free them.
+        for slots as long as other loads use them.
         """
         if order.request in self._loads:
             raise IllegalTransition(f"request {order.request} is loaded twice")
@@ -110,6 +110,7 @@ class PullReader:
         except ConnectorError as exc:
             self._abort(load, "loads_failed_staging", str(exc), now)
         else:
+            self._bound_queue(now)
             self._start_granted(self._staging.slots, now)
 
     def _start_granted(self, slots: Slots[RequestId], now: float) -> None:
@@ -125,6 +126,13 @@ class PullReader:
                 load.slots = its_slots
                 load.deadline = now + self._timeout
                 self._connect(load, now)
+
+    def _bound_queue(self, now: float) -> None:
+        """Bound the wait for slots while a failed load keeps some, which a hung peer never ends."""
+        is_kept = any(load.state is LoadState.ABORTING for load in self._loads.values())
+        for load in self._loads.values():
+            if load.state is LoadState.QUEUED:
+                load.deadline = min(load.deadline, now + self._timeout) if is_kept else inf
 
     def _connect(self, load: Load, now: float) -> None:
         """Begin if the peer is connected; else wait for the end of the handshake."""
@@ -303,7 +311,7 @@ class PullReader:
         is_active = self._transfers.is_active(step.owner)
         if load.state is LoadState.ABORTING:
             if not is_active:
-                self._release(load)
+                self._release(load, now)
         elif step.failure and step.is_copy:
             reason = f"it was not copied out of host memory: {step.failure}"
             self._abort(load, "loads_failed_staging", reason, now)
@@ -377,6 +385,10 @@ class PullReader:
             reason = f"{load.order.address} was not met: it does not answer, and did not before"
             self._fail(load, "loads_failed_handshake", reason, now)
             return
+        if load.state is LoadState.QUEUED:
+            reason = f"a failed load has kept its slots of host memory for {self._timeout:g} s"
+            self._abort(load, "loads_failed_staging", reason, now)
+            return
         is_hung = load.state in (LoadState.READING, LoadState.CONFIRMING)
         self._abort_once(
             load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s", now
@@ -407,11 +419,13 @@ class PullReader:
         self._transfers.cancel(load.order.request)
         self._count_failure(load, counter, now)
         self._results.append(LoadResult(load.order.request, reason, quarantined=True))
+        self._bound_queue(now)
 
-    def _release(self, load: Load) -> None:
+    def _release(self, load: Load, now: float) -> None:
         """End the quarantine of an aborted load's blocks."""
         load.on(LoadEvent.RELEASED)
         self._forget(load)
+        self._bound_queue(now)
         self._results.append(BlocksReleased(load.order.request))
 
     def _fail_unmet(self, load: Load, peer: Peer, now: float) -> None:

@@ -127,6 +127,8 @@ TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]]] =
 }
 
 
+# It has failed, and something may still write into what was lent.
+_FAILED: Final = (ReceiveState.STOPPING, ReceiveState.QUARANTINED, ReceiveState.ABORTING)
 # What P says or does makes no difference any more, or not yet.
 _IGNORES_PEER: Final = (
     ReceiveState.QUEUED,
@@ -153,6 +155,7 @@ class _ExpectedPush:
     state: ReceiveState = ReceiveState.WAITING
     lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
     sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
+    granted_by: float = inf  # while QUEUED, if failed pushes keep slots
     check_interval: float = 0.0  # s; these three only while QUARANTINED
     checks: int = 0
     is_silent: bool = False  # P has not closed its connection: we ask whether it lives
@@ -229,6 +232,7 @@ class PushReceiver:
         for request, groups in staging_receiver.slots.take_granted():
             push = self._pushes[request]
             push.on(ReceiveEvent.SLOTS_GRANTED)
+            push.granted_by = inf
             self._deadlines.set(request, now + self._timeout)
             self._contention_deadlines.set(request, now + self._contention_timeout)
             push.lent = [
@@ -315,6 +319,12 @@ class PushReceiver:
             for request, failure in self._staging_receiver.take_copied():
                 self._on_copied_in(self._pushes[request], failure)
             self._give_room(self._staging_receiver, now)
+            for push in self._kept_waiting(now):
+                reason = (
+                    f"a failed push has kept its slots of host memory for "
+                    f"{self._contention_timeout:g} s"
+                )
+                self._abort(push, "loads_failed_staging", reason)
         for request in self._deadlines.take_due(now=now):
             push = self._pushes[request]
             if push.state is ReceiveState.QUARANTINED:
@@ -336,12 +346,25 @@ class PushReceiver:
             self._deadlines.next(),
             self._contention_deadlines.next() if self._is_contended else None,
         ]
+        dues += [push.granted_by for push in self._pushes.values() if push.granted_by < inf]
         dues += [
             due
             for peer in self._awaited_peers()
             if (due := (peer.unanswered_since or 0.0) + self._peer_timeout) > now
         ]
         return min((due for due in dues if due is not None), default=None)
+
+    def _kept_waiting(self, now: float) -> list[_ExpectedPush]:
+        """Return the pushes that failed ones have kept from their slots for too long.
+
+        A P that hangs never says that it has stopped.
+        """
+        is_kept = any(push.state in _FAILED for push in self._pushes.values())
+        queued = [push for push in self._pushes.values() if push.state is ReceiveState.QUEUED]
+        for push in queued:
+            latest = now + self._contention_timeout
+            push.granted_by = min(push.granted_by, latest) if is_kept else inf
+        return [push for push in queued if now >= push.granted_by]
 
     @property
     def _is_contended(self) -> bool:
@@ -521,7 +544,7 @@ class PushReceiver:
         """End a push for a reason of ours, and cancel it at P."""
         order = push.order
         was = push.state
-        if was in (ReceiveState.STOPPING, ReceiveState.QUARANTINED, ReceiveState.ABORTING):
+        if was in _FAILED:
             return
         if was in (ReceiveState.QUEUED, ReceiveState.WAITING):
             self._lease_renewer.release(order.request, order.engine)

@@ -436,6 +436,30 @@ def test_a_copy_that_does_not_end_is_quarantined():
     assert harness.slots.granted == len(harness.slots) == 0
 
 
+def test_who_waits_for_room_that_a_failed_load_keeps_does_not_wait_for_ever():
+    """What it still waits for may never end: a peer that hangs would stop the loads from all others."""
+    harness = Harness(1)
+    harness.load("a", blocks=1)
+    harness.load("b", blocks=1)
+    for _ in range(4):
+        harness.turn()
+    harness.now = TIMEOUT
+    harness.turn()
+    assert (harness.state("a"), harness.state("b")) == (LoadState.ABORTING, LoadState.QUEUED)
+    harness.reader.take_results()
+    harness.now += TIMEOUT / 2
+    harness.load("c", blocks=1)
+    harness.turn()
+    harness.now = 2 * TIMEOUT
+    harness.turn()
+
+    sentence = f"a failed load has kept its slots of host memory for {TIMEOUT:g} s"
+    assert harness.reader.take_results() == [LoadResult(RequestId("d-b"), sentence)]
+    assert harness.counters.take_report().counters["loads_failed_staging"] == 1
+    harness.copied(0)
+    assert harness.state("c") is LoadState.READING
+
+
 def test_who_waits_for_room_goes_on_in_the_turn_in_which_another_times_out():
     """Nothing else would wake the thread: it would wait for ever."""
     harness = Harness(1)

@@ -192,6 +192,24 @@ def test_a_push_that_keeps_others_waiting_gives_way(harness):
     assert registered(harness)[B] == [(1, 2)]
 
 
+def test_who_waits_for_slots_that_a_failed_push_keeps_does_not_wait_for_ever(harness):
+    """P may hang, and never say that it writes no more: pushes of all other engines would stop."""
+    harness.expect(A, (1, 2, 3))
+    harness.connect()
+    harness.expect(B, (4, 5))
+    harness.push_receiver.stop(A)
+    assert harness.turn() == [LoadResult(A, "the request was aborted")]
+    assert harness.turn(seconds=SQUEEZE / 2) == []
+    harness.expect(C, (6, 7))
+    assert harness.push_receiver.advance(now=harness.now) == SQUEEZE
+
+    sentence = f"a failed push has kept its slots of host memory for {SQUEEZE:g} s"
+    assert harness.turn(seconds=SQUEEZE / 2) == [LoadResult(B, sentence)]
+    harness.hear(PushStopped(A, ""))
+    assert harness.turn(seconds=9 * SQUEEZE) == []
+    assert registered(harness)[C] == [(1, 2)]
+
+
 def test_a_long_prompt_is_copied_in_as_many_orders_as_one_message_may_name():
     """All of them must have ended."""
     harness = Harness(slots=2 * MAX_PART)

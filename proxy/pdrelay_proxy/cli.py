@@ -40,6 +40,7 @@ _INSTALL: Final = {
     "tools": "pip install 'pdrelay[tools]' or, in a checkout, pip install . ./tools",
     "connector": "pip install 'pdrelay[connector]' or, in a checkout, pip install '.[connector]'",
 }
+_UNREAD: Final = 141  # exit code, as shells have it for SIGPIPE
 # commands whose flags cannot be abbreviated
 _EXACT: Final = ("serve", "up", "check", "chat", "prove", "doctor")
 # Packages of the extra named proxy (pyproject.toml).
@@ -112,6 +113,19 @@ class _ShowVersion(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout:  # None: the shell has closed it (>&-)
+                sys.stdout.flush()
+    except BrokenPipeError:
+        # `head` has read enough; without this the interpreter would flush the rest, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         with ctrl_c_ends_at_once():
             # a shell completes the command line; its hook needs the package argcomplete

@@ -198,6 +198,19 @@ sys.meta_path.insert(0, CtrlC())
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize("unbuffered", ["1", ""], ids=["at each line", "at the end"])
+def test_a_reader_that_has_enough_gets_no_traceback(unbuffered):
+    """`pdrelay prove --list | head -1`: the exit code is what shells have for that."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "pdrelay_proxy.cli", "prove", "--list"]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60, env=env)
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def run_with(before, *argv):
     """Run the command in a process in which something is done first."""
     code = f"import os, signal, sys\n{before}\nfrom pdrelay_proxy.cli import main; sys.exit(main())"

@@ -154,6 +154,25 @@ def test_it_runs_until_it_is_told_to_stop(tmp_path, number):
     assert nobody_listens(out)
 
 
+@pytest.mark.slow  # `up` starts engines and a router
+def test_one_of_nohup_outlives_its_terminal(tmp_path):
+    """`nohup pdrelay up &` over ssh: the engines are there at the next login."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child inherits that
+    try:
+        with up(tmp_path, "--engine", "sim") as process:
+            out = read_until(process, "Ctrl-C stops everything")
+            process.send_signal(signal.SIGHUP)
+            (router,) = re.findall(r"router +(http://\S+)", out)
+            alive = [httpx.get(f"{router}/health", timeout=20).status_code for _ in range(20)]
+            process.send_signal(signal.SIGTERM)
+            process.communicate()
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    assert set(alive) == {200}
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize(("role", "when"), [("decode", "Ctrl-C stops everything"), ("prefill", "start     router")])
 def test_an_engine_that_dies_ends_everything_with_its_reason(tmp_path, role, when):
     """Its log is named. During the start it is not waited for as long as a slow engine is, five minutes."""

@@ -5,11 +5,9 @@ import errno
 import json
 import os
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_urlsafe
@@ -17,6 +15,7 @@ from types import FrameType
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_tools.end_signals import on_end_signals
 from pdrelay_tools.local import first_request, preflight
 from pdrelay_tools.local.errors import ChildFailed, LocalError
 from pdrelay_tools.local.first_request import FirstAnswer
@@ -175,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     )
     screen = Screen()
     try:
-        with _terminate_like_ctrl_c():
+        with on_end_signals(_interrupt):
             return _up(plan, screen, once=args.once, ready_timeout_s=args.ready_timeout)
     except LocalError as exc:
         _explain(exc, screen)
@@ -385,19 +384,8 @@ def _explain(error: LocalError, screen: Screen) -> None:
         sys.stderr.write(f"pdrelay up: {line}\n")
 
 
-@contextmanager
-def _terminate_like_ctrl_c() -> Generator[None]:
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise Interrupted
-
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise Interrupted
 
 
 def _timeout(text: str) -> float:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import signal
 import ssl
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pdrelay_proxy.core.admission.keys import outbound_key
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import read_text
+from pdrelay_tools.end_signals import on_end_signals
 from pdrelay_tools.local.errors import ChildFailed
 from pdrelay_tools.local.processes import Child, Command, open_fleet
 from pdrelay_tools.proving.bench import Bench, CheckAborted, Limits, new_prompts, now
@@ -197,7 +197,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         checks = _check_flags(args)
-        with _ended_like_ctrl_c() as running, _started(args) as children:
+        running = _Running()
+        # an engine may be frozen
+        with on_end_signals(running.interrupt), _started(args) as children:
             report = asyncio.run(running.until_ended(_prove(args, checks, children)))
         for path in args.report:
             _write(path, report)
@@ -250,24 +252,6 @@ class _Running:
         if self._task is None:
             raise KeyboardInterrupt
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-
-
-@contextmanager
-def _ended_like_ctrl_c() -> Generator[_Running]:
-    """Clean up after SIGTERM and SIGHUP, too: an engine may be frozen."""
-    running = _Running()
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is signal.SIG_DFL
-    ]
-    for number in numbers:  # an ignored signal stays ignored (nohup)
-        signal.signal(number, running.interrupt)
-    try:
-        yield running
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -126,10 +126,13 @@ def test_free_memory_is_what_the_kernel_calls_available(tmp_path):
     assert free_memory(tmp_path) == 7 * 1024
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("4096\n", 1096), ("max\n", 7 * 1024)])
-def test_a_container_may_have_less_than_its_host(tmp_path, limit, expected):
-    """The kernel kills what exceeds the limit of the container."""
+@pytest.mark.parametrize(
+    ("limit", "files", "expected"), [("4096\n", 0, 1096), ("4096\n", 2500, 3596), ("max\n", 0, 7 * 1024)]
+)
+def test_a_container_may_have_less_than_its_host(tmp_path, limit, files, expected):
+    """The kernel kills what exceeds the limit of the container, and drops cached files before."""
     write(tmp_path, "proc/meminfo", "MemAvailable:  7 kB\n")
+    write(tmp_path, "sys/fs/cgroup/memory.stat", f"anon 400\nactive_file 100\ninactive_file {files}\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", limit)
     write(tmp_path, "sys/fs/cgroup/memory.current", "3000\n")
 

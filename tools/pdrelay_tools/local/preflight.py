@@ -1,6 +1,7 @@
 """Checks this machine before anything is started; each problem says what to do."""
 
 import importlib.util
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -204,7 +205,11 @@ def safe_dtype(root: Path = Path("/")) -> str | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Return the free bytes of this machine, or of its cgroup if those are fewer; None: unknown."""
+    """Return the free bytes of this machine, or of its cgroup if those are fewer; None: unknown.
+
+    A cgroup counts cached files as used until it needs their room (``inactive_file``, as kubelet has
+    it).
+    """
     amounts = list[int]()
     with suppress(OSError, KeyError, ValueError):
         fields = dict(
@@ -214,5 +219,9 @@ def free_memory(root: Path = Path("/")) -> int | None:
     with suppress(OSError, ValueError):  # no cgroup v2, or its limit is the word "max"
         cgroup = root / "sys/fs/cgroup"
         limit = int((cgroup / "memory.max").read_text())
-        amounts.append(max(1, limit - int((cgroup / "memory.current").read_text())))
+        used = int((cgroup / "memory.current").read_text())
+        cached = re.search(
+            r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), re.MULTILINE
+        )
+        amounts.append(max(1, limit - used + (int(cached[1]) if cached else 0)))
     return min(filter(None, amounts), default=None)

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from pdrelay_tools.proving.peers import Deed, DeedFailed, Peers
@@ -45,6 +46,18 @@ async def test_a_command_is_run(tmp_path):
     await Peers({("decode", Deed.RESTART): f"echo a > {done}"}).do("decode", Deed.RESTART)
 
     assert done.read_text() == "a\n"
+
+
+async def test_an_engine_that_a_command_starts_in_the_background_is_not_waited_for(tmp_path):
+    """`vllm serve ... &` restarts an engine: its output stays open for as long as it serves."""
+    number, ended = tmp_path / "number", tmp_path / "ended"
+    command = f"(sleep 20; touch {ended}) & echo $! > {number}"
+    await Peers({("decode", Deed.RESTART): command}).do("decode", Deed.RESTART)
+    engine = psutil.Process(int(number.read_text()))
+
+    assert not ended.exists()
+    for each in (engine, *engine.children()):
+        each.kill()
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,8 @@ def safe_dtype(root: Path = Path("/")) -> str | None:
 def free_memory(root: Path = Path("/")) -> int | None:
     """Return the free bytes of this machine, or of its cgroup if those are fewer; None: unknown.
 
-    A cgroup counts cached files as used until it needs their room (``inactive_file``, as kubelet has
-    it).
+    A cgroup counts cached files as used until it needs their room; kubelet, too, leaves out
+    ``inactive_file``.
     """
     amounts = list[int]()
     with suppress(OSError, KeyError, ValueError):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -60,25 +61,28 @@ class Peers:
 
 
 async def _run(command: str, flag: str) -> None:
-    process = await asyncio.create_subprocess_shell(
-        command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(_COMMAND_S):
-            output, _ = await process.communicate()
-    except TimeoutError as exc:
-        raise DeedFailed(f"the command of {flag} did not end within {_COMMAND_S:g} s") from exc
-    finally:
-        if process.returncode is None:  # it took too long, or the run was cancelled
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    if process.returncode:
-        shown = output.decode(errors="replace").strip()[-_SHOWN:]
-        raise DeedFailed(f"the command of {flag} ended with {process.returncode}: {shown}")
+    # no pipe: an engine that the command leaves running would hold it open
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_shell(
+            command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(_COMMAND_S):
+                await process.wait()
+        except TimeoutError as exc:
+            raise DeedFailed(f"the command of {flag} did not end within {_COMMAND_S:g} s") from exc
+        finally:
+            if process.returncode is None:  # it took too long, or the run was cancelled
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode:
+            output.seek(0)
+            shown = output.read().decode(errors="replace").strip()[-_SHOWN:]
+            raise DeedFailed(f"the command of {flag} ended with {process.returncode}: {shown}")
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -21,16 +21,21 @@ def parse_server_timing(header: str) -> dict[str, LegTiming]:
     Entries of another form are left out.
     """
     legs: dict[str, LegTiming] = {}
-    for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
+    for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=(\d+(?:\.\d+)?))?', header):
         name, engine, ms = match.groups()
         legs[name] = LegTiming(engine, float(ms) if ms else None)
     return legs
 
 
 def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
-    """Sum the first of these metrics that a text has, over its labels; None: it has none."""
+    """Sum the first of these metrics that a text has, over its labels; None: it has none, or one
+    that is no number.
+    """
     for name in names:
         pattern = re.compile(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
-        if values := [float(value) for value in pattern.findall(exposition)]:
-            return int(sum(values))
+        if values := pattern.findall(exposition):
+            try:
+                return int(sum(map(float, values)))
+            except (ValueError, OverflowError):  # also of NaN and infinity
+                return None
     return None

@@ -121,6 +121,8 @@ def test_an_answer_that_is_none_is_shown(played, body):
         ('mode;desc="single", reason;desc="max_tokens", decode;desc="d";dur=3', {
             "mode": LegTiming("single", None), "reason": LegTiming("max_tokens", None), "decode": LegTiming("d", 3.0)}),
         ("gibberish", {}),
+        ('decode;desc="d";dur=1.2.3', {"decode": LegTiming("d", 1.2)}),
+        ('decode;desc="d";dur=...', {"decode": LegTiming("d", None)}),
     ],
 )  # fmt: skip
 def test_server_timing_is_read_as_far_as_it_is_understood(header, legs):
@@ -141,6 +143,9 @@ def test_server_timing_is_read_as_far_as_it_is_understood(header, legs):
         ('vllm:nixl_bytes_transferred_bucket{le="1"} 9.0\nvllm:nixl_bytes_transferred_sum{e="0"} 64.0\n', 64),
         ("vllm:nixl_bytes_transferred_sum 64.0\nvllm:pdrelay_bytes_transferred_total 64.0\n", 64),
         ("vllm:pdrelay_bytes_transferred_total_created 1e9\n", None),
+        ("vllm:pdrelay_bytes_transferred_total NaN\n", None),
+        ("vllm:pdrelay_bytes_transferred_total +Inf\n", None),
+        ("vllm:pdrelay_bytes_transferred_total many\n", None),
     ],
 )  # fmt: skip
 def test_bytes_are_summed_over_labels(text, total):

@@ -253,12 +253,8 @@ class _ReadinessCheck:
         }
         words = text.decode(errors="replace")
         holdings = read_holdings(words)
-        moved_bytes = None
-        with suppress(ValueError, OverflowError):  # a counter that is no number
-            moved_bytes = metric_total(words)
-        counters = KvCounters(
-            read_moved(text), moved_bytes, None if holdings is None else holdings.loaded
-        )
+        loaded = None if holdings is None else holdings.loaded
+        counters = KvCounters(read_moved(text), metric_total(words), loaded)
         return _EngineMetrics(counters, failures, holdings, is_read)
 
     def _judge(

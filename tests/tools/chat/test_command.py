@@ -2,10 +2,13 @@
 
 import io
 import json
+import os
 import re
+import signal
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -199,6 +202,71 @@ def test_bytes_are_what_both_engines_count_once_they_count_the_request(monkeypat
 
         assert meter.moved(["prefill-0", "decode-0"], sleep=slept.append) == said
         assert slept
+
+
+class SilentEngine(CountingEngine):
+    """The same list, and engines that begin to answer and never end."""
+
+    def do_GET(self):
+        if self.path == "/instances":
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.end_headers()
+        with suppress(OSError):
+            while True:
+                self.wfile.write(b"vllm:request_success_total 1.0\n")
+                time.sleep(0.05)
+
+
+def test_engines_that_never_end_an_answer_hold_nothing_up(monkeypatch):
+    """Whoever types a question shall not wait for the counters of all engines in turn."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    with serving(SilentEngine) as url:
+        meter = KvMeter(url)
+        meter.start()
+
+        assert meter.moved(["prefill-0"]).startswith("unknown (the engines have no metric")
+
+
+class InterruptedEngine(CountingEngine):
+    """A router, too. While it is asked whether it has counted a request, Ctrl-C is pressed."""
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "m"}]}')
+            return
+        if type(self).looks == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().do_GET()
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("server-timing", 'prefill;desc="prefill-0", decode;desc="decode-0"')
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"delta": {"content": "Yes."}}]}\n\ndata: [DONE]\n\n')
+
+
+@pytest.fixture
+def ctrl_c():
+    """Who runs the tests may ignore it: `nohup pytest &`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_while_bytes_are_counted_ends_no_conversation(chat):
+    """The answer is there, and the next question may be typed already."""
+    with serving(type("Engine", (InterruptedEngine,), {"looks": 0})) as url:
+        code, out, err = chat("One?", "Two?", url=url)
+
+    assert (code, err) == (0, "")
+    assert out.count("Yes.\n") == 2
+    assert out.count("KV moved: unknown (stopped)") == 1
 
 
 def test_without_the_admin_key_the_bytes_are_unknown(running, monkeypatch, tmp_path):

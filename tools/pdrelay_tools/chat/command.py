@@ -123,8 +123,8 @@ class _TerminalChat:
     def _answer(self, question: str) -> None:
         turn = ChatTurn()
         messages: list[Message] = [*self._messages, {"role": "user", "content": question}]
-        self._meter.start()
         try:
+            self._meter.start()
             self._client.answer({**self._body, "messages": messages}, turn, _write_words)
         except KeyboardInterrupt:  # the words so far stay part of the conversation
             pass
@@ -133,7 +133,11 @@ class _TerminalChat:
         if turn.text or turn.is_whole:
             self._messages = [*messages, {"role": "assistant", "content": turn.text}]
         engines = [turn.legs[name].engine for name in ("prefill", "decode") if name in turn.legs]
-        _write(f"  {printable(in_lines(facts_of(turn, self._meter.moved(engines))))}\n")
+        try:
+            moved = self._meter.moved(engines)
+        except KeyboardInterrupt:
+            moved = "unknown (stopped)"
+        _write(f"  {printable(in_lines(facts_of(turn, moved)))}\n")
 
 
 def facts_of(turn: ChatTurn, moved: str) -> str:

@@ -1,23 +1,21 @@
 """Measures the bytes of KV that one request moved, by the counters of its two engines."""
 
 import argparse
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from typing import Final
-
-import httpx
 
 from pdrelay_proxy.console.router_client import CommandFailed, RouterClient
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_tools.proving.http_server import HttpServer, open_transport
 from pdrelay_tools.served_by import metric_total
 
 _FINISHED: Final = ("vllm:request_success_total",)
-_TIMEOUT_S: Final = 2.0  # of a request to an engine
+_TIMEOUT_S: Final = 2.0  # for the answers of all engines
 _WAIT_S: Final = 3.0  # an engine publishes what it counts a moment after its answer
 _POLL_S: Final = 0.1
 _MOST_ENGINES: Final = 32  # whose metrics are read before each question
-_LARGEST: Final = 8 << 20  # bytes of an engine's metrics
 
 _Counts = tuple[int, int]  # bytes moved, and requests that ended
 
@@ -75,26 +73,25 @@ class KvMeter:
         )
 
     def _read(self, names: Collection[str]) -> Mapping[str, _Counts]:
+        return asyncio.run(self._read_all(names))
+
+    async def _read_all(self, names: Collection[str]) -> Mapping[str, _Counts]:
+        transport = open_transport(None)
+        servers = [HttpServer(name, f"http://{self._addresses[name]}", transport) for name in names]
+        try:
+            replies = await asyncio.gather(
+                *(server.get("/metrics", timeout_s=_TIMEOUT_S) for server in servers)
+            )
+        finally:
+            await transport.close()
         counts = dict[str, _Counts]()
-        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
-            for name in names:
-                with suppress(httpx.HTTPError, httpx.InvalidURL, UnicodeError):
-                    text = _get(client, f"http://{self._addresses[name]}/metrics")
-                    moved = metric_total(text)
-                    finished = metric_total(text, _FINISHED)
-                    if moved is not None and finished is not None:
-                        counts[name] = (moved, finished)
+        for name, reply in zip(names, replies, strict=True):
+            text = reply.body.decode(errors="replace")
+            moved = metric_total(text)
+            finished = metric_total(text, _FINISHED)
+            if not reply.failure() and moved is not None and finished is not None:
+                counts[name] = (moved, finished)
         return counts
-
-
-def _get(client: httpx.Client, url: str) -> str:
-    content = b""
-    with client.stream("GET", url) as response:
-        for piece in response.iter_bytes():
-            content += piece
-            if len(content) > _LARGEST:
-                break
-    return content.decode(errors="replace")
 
 
 def _access(url: str) -> argparse.Namespace:

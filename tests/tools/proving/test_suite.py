@@ -103,6 +103,15 @@ def test_errors_and_broken_answers_are_found(prove, fleet):
     assert prove("--only", "waves", *LONG).findings == {"waves": ["malformed-answer"]}
 
 
+def test_findings_of_nonsense_are_counted_among_its_own_bodies(prove, fleet):
+    """Not among all requests of the run so far."""
+    fleet.d.inject(SimulatedFault(FaultKind.STATUS))
+    found = prove("--only", "many", "--only", "nonsense")
+
+    (nonsense,) = (check for check in found.page["checks"] if check["name"] == "nonsense")
+    assert nonsense["findings"][0]["seen"].startswith("11 of 22: decode-0, no JSON: HTTP 500")
+
+
 def test_a_prefill_engine_without_a_connector_is_said(prove, fleet):
     """The commonest mistake."""
     fleet.p.inject(SimulatedFault(FaultKind.STATUS, status=200, body='{"choices": []}'))

@@ -81,18 +81,19 @@ async def refused(bench: Bench) -> CheckResult:
 async def nonsense(bench: Bench) -> CheckResult:
     """Send invalid bodies."""
     fronts = [bench.router] if bench.router is not None else bench.engines
+    nonsensical = bodies(bench.facts.name, bench.facts.max_model_len or 2048)
     findings: list[Finding] = []
     for front in fronts:
-        for name, body in bodies(bench.facts.name, bench.facts.max_model_len or 2048).items():
+        for name, body in nonsensical.items():
             bench.requests += 1
             reply = await front.post("/v1/completions", body, timeout_s=bench.limits.request_s)
             faults = _nonsense_findings(f"{front.name}, {name}", reply)
             if faults and not await _is_vllms_own(bench, reply, body):
                 findings += faults
     return CheckResult(
-        together(findings, bench.requests)
+        together(findings, len(fronts) * len(nonsensical))
         + await bench.compare(bench.prompts.mixed(3, longest=200)),
-        [f"{len(fronts)} servers, {len(bodies('', 1))} bodies each"],
+        [f"{len(fronts)} servers, {len(nonsensical)} bodies each"],
     )
 
 

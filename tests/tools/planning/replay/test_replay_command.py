@@ -115,6 +115,18 @@ def test_an_engine_that_cannot_be(replayed, tmp_path, flag, engine, why):
     assert (code, why in err) == (2, True)
 
 
+def test_engines_that_take_no_time_are_refused(replayed, tmp_path):
+    """Requests a second of them are no number."""
+    times = ("step_s", "prefill_token_s", "prefill_context_s", "decode_request_s", "decode_context_s", "leg_s")
+    (tmp_path / "engine.json").write_text(json.dumps(dict.fromkeys(times, 0)))
+    flags = ("--turns", "1", "--policy", "round_robin:999999999", "--engine", str(tmp_path / "engine.json"))
+
+    code, out, err = replayed("--sessions", "1", *flags)
+
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "takes no time" in err
+
+
 def test_decode_engines_of_another_kind(replayed, tmp_path):
     """They alone have its times."""
     (tmp_path / "engine.json").write_text('{"step_s": 0.5}')

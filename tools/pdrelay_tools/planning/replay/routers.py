@@ -75,7 +75,8 @@ class VllmRouter:
         uneven = max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)
         if blocks and matched / len(blocks) > 0.3 and not uneven:
             best = self._last_engine[blocks[matched - 1]]
-            chosen = next(instance for instance in among if instance.id == best)
+            # it may have left, or changed its role
+            chosen = next((instance for instance in among if instance.id == best), chosen)
         self._last_engine.update(dict.fromkeys(blocks, chosen.id))
         return chosen
 

@@ -43,11 +43,13 @@ class Summary:
 
 
 def summarise(replayed: Replayed, targets: Targets) -> Summary:
-    """Return the row of one policy; raises NoReplay: nothing was served."""
+    """Return the row of one policy; raises NoReplay: nothing was served, or it took no time."""
     served = replayed.served
     if not served:
         raise NoReplay("there is no request to replay: give more of them, or more time")
     seconds = max(request.ended for request in served) - min(request.came for request in served)
+    if not seconds:
+        raise NoReplay("with these engines a request takes no time: give them seconds of a step")
     ttft = sorted(request.ttft_s for request in served)
     later = sorted(request.ttft_s for request in served if request.turn.goes_on is not None)
     gaps = sorted(gap for _, log in replayed.engines for gap in log.gaps)

@@ -121,6 +121,7 @@ def test_an_engine_may_be_the_one_that_replay_simulates(planned, tmp_path):
         (None, "cannot be read: No such file or directory"),
         (b"", "there are no prompt lengths"),
         (b"12 abc", "must hold numbers and nothing else: could not convert string to float: 'abc'"),
+        (b"1e200 2", "every prompt length cannot be 1e+200: look at the units"),
         (b"12 -3", "every prompt length must be a number above 0, not -3"),
         (b"\xff\xfe", "cannot be read: it is not text"),
     ],

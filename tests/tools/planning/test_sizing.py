@@ -176,6 +176,8 @@ def test_nonsense_is_refused_in_a_sentence(changes, said):
         ((100, 400), "more than 3.87 times their mean of 100"),
         ((0, None), "prompt tokens (mean) must be a number above 0, not 0"),
         ((100, math.inf), "prompt tokens (p95) must be a number above 0, not inf"),
+        ((1e200, None), "prompt tokens (mean) cannot be 1e+200: look at the units"),
+        ((1e-200, None), "prompt tokens (mean) cannot be 1e-200: look at the units"),
     ],
 )
 def test_lengths_that_cannot_be_are_refused(arguments, said):

@@ -27,6 +27,7 @@ from pdrelay_tools.planning.queueing import (
 
 MOST_ENGINES: Final = 10_000  # of a role; a larger number comes from a wrong unit
 MOST_ROUTERS: Final = 1000
+_MOST: Final = 1e15  # of any number: its square is one, too
 # the plan is tested with these multiples of the traffic
 SWINGS: Final = (0.75, 1.0, 1.25)
 
@@ -413,3 +414,5 @@ def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
 def _positive(name: str, value: float) -> None:
     if not (isfinite(value) and value > 0):
         raise NoPlan(f"{name} must be a number above 0, not {value:g}")
+    if not 1 / _MOST <= value <= _MOST:
+        raise NoPlan(f"{name} cannot be {value:g}: look at the units")

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 import httpx
 
 from interop.peer import Pair
+from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.local.processes import Child, ProcessGroup
 from pdrelay_tools.local.recipe import EngineSpec
 from pdrelay_tools.proving.core.answer import Answer, Malformed, differences, read
 from pdrelay_tools.proving.core.holdings import read_holdings
 from pdrelay_tools.proving.core.question import Question
-from pdrelay_tools.proving.core.reply import Reply, read_reply
+from pdrelay_tools.proving.core.reply import read_reply
 from support.cluster import MODEL_NAME, values
 
 ANSWER_S = 60.0  # for an answer of a tiny model, and for what a program does when an engine dies

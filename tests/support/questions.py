@@ -4,10 +4,11 @@ import random
 
 import httpx
 
+from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.proving.core.answer import SMALLEST_TOLERANCE
 from pdrelay_tools.proving.core.answer import differences as found_by_prove
 from pdrelay_tools.proving.core.question import TOKENS, WORDS, Prompts, Question, Shape
-from pdrelay_tools.proving.core.reply import Reply, read_reply
+from pdrelay_tools.proving.core.reply import read_reply
 
 __all__ = ["TOKENS", "WORDS", "Question", "Shape", "ask", "client", "compare", "differences", "ids", "questions"]
 

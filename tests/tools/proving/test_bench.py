@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.proving.bench import Bench, Limits, new_prompts
 from pdrelay_tools.proving.checks.equality import boundaries
 from pdrelay_tools.proving.checks.load import load
 from pdrelay_tools.proving.core.cards import ModelFacts
 from pdrelay_tools.proving.core.finding import FindingName
-from pdrelay_tools.proving.core.reply import Reply
 from pdrelay_tools.proving.peers import Peers
 
 BODY = json.dumps({"choices": [{"index": 0, "text": "here", "finish_reason": "stop"}]}).encode()

@@ -8,7 +8,7 @@ from typing import Final
 
 from pdrelay_proxy.console.router_client import CommandFailed, RouterClient
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_tools.proving.http_server import HttpServer, open_transport
+from pdrelay_tools.http_server import HttpServer, open_transport
 from pdrelay_tools.served_by import metric_total
 
 _FINISHED: Final = ("vllm:request_success_total",)

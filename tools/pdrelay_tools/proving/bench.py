@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdrelay_tools.http_reply import Reply
+from pdrelay_tools.http_server import HttpServer
 from pdrelay_tools.proving.core.answer import SMALLEST_TOLERANCE, Answer, Malformed, self_difference
 from pdrelay_tools.proving.core.cards import ModelFacts
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.holdings import Holdings, read_holdings
 from pdrelay_tools.proving.core.latencies import Latencies
 from pdrelay_tools.proving.core.question import Prompts, Question
-from pdrelay_tools.proving.core.reply import Reply, findings_of, is_uncompared, read_reply, together
-from pdrelay_tools.proving.http_server import HttpServer
+from pdrelay_tools.proving.core.reply import findings_of, is_uncompared, read_reply, together
 from pdrelay_tools.proving.peers import Peers
 from pdrelay_tools.proving.services import EnginePairs, Service
 

@@ -24,6 +24,7 @@ from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import read_text
 from pdrelay_tools.end_signals import on_end_signals
+from pdrelay_tools.http_server import HttpServer, Transport, open_transport
 from pdrelay_tools.local.errors import ChildFailed
 from pdrelay_tools.local.processes import Child, Command, open_fleet
 from pdrelay_tools.proving.bench import Bench, CheckAborted, Limits, new_prompts, now
@@ -32,7 +33,6 @@ from pdrelay_tools.proving.core.answer import Malformed
 from pdrelay_tools.proving.core.cards import ModelFacts, read_models
 from pdrelay_tools.proving.core.finding import CheckReport
 from pdrelay_tools.proving.core.run_report import COULD_NOT_RUN, RunReport, line
-from pdrelay_tools.proving.http_server import HttpServer, Transport, open_transport
 from pdrelay_tools.proving.idleness import wait_rest
 from pdrelay_tools.proving.peers import Deed, Peers
 from pdrelay_tools.proving.report.html_page import write_html

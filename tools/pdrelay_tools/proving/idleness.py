@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pdrelay_tools.http_server import HttpServer
 from pdrelay_tools.proving.bench import Bench, now
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.holdings import Holdings
-from pdrelay_tools.proving.http_server import HttpServer
 
 _POLL_S: Final = 0.2
 _NUDGE_S: Final = 2.0  # vLLM updates its gauges in a step: an idle engine is sent a request

@@ -19,6 +19,8 @@ from pdrelay_proxy.features.pairs.core.peer_metrics import read_failures, read_m
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.settings import Settings
+from pdrelay_tools.http_reply import Reply
+from pdrelay_tools.http_server import HttpServer, open_transport
 from pdrelay_tools.local.first_request import METRICS_WAIT_S
 from pdrelay_tools.proving.core.answer import Malformed
 from pdrelay_tools.proving.core.holdings import Holdings, read_holdings
@@ -36,8 +38,7 @@ from pdrelay_tools.proving.core.readiness import (
     moved_between,
     prompt_length,
 )
-from pdrelay_tools.proving.core.reply import Reply, read_reply
-from pdrelay_tools.proving.http_server import HttpServer, open_transport
+from pdrelay_tools.proving.core.reply import read_reply
 from pdrelay_tools.proving.services import EnginePairs
 from pdrelay_tools.served_by import metric_total
 

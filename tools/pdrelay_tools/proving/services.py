@@ -9,6 +9,8 @@ from typing import Protocol
 
 import msgspec
 
+from pdrelay_tools.http_reply import Reply
+from pdrelay_tools.http_server import HttpServer
 from pdrelay_tools.proving.core.answer import Malformed
 from pdrelay_tools.proving.core.handover import (
     Handover,
@@ -19,8 +21,6 @@ from pdrelay_tools.proving.core.handover import (
     with_transfer,
 )
 from pdrelay_tools.proving.core.question import Json, Question
-from pdrelay_tools.proving.core.reply import Reply
-from pdrelay_tools.proving.http_server import HttpServer
 
 
 class PrefillFailed(Exception):

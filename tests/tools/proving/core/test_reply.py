@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.proving.core.finding import MEANINGS, Finding, FindingName
 from pdrelay_tools.proving.core.question import Question, Shape
-from pdrelay_tools.proving.core.reply import Reply, findings_of, read_reply, together
+from pdrelay_tools.proving.core.reply import findings_of, read_reply, together
 
 ASKED = Question(Shape.TEXT, "where")
 STREAMED = Question(Shape.TEXT, "where", stream=True)

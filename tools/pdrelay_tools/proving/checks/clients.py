@@ -6,12 +6,13 @@ from typing import Final
 
 import msgspec
 
+from pdrelay_tools.http_reply import Reply
+from pdrelay_tools.http_server import HttpServer
 from pdrelay_tools.proving.bench import Bench
 from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.question import Question, Shape
-from pdrelay_tools.proving.core.reply import Reply, together
-from pdrelay_tools.proving.http_server import HttpServer
+from pdrelay_tools.proving.core.reply import together
 from pdrelay_tools.proving.services import EnginePairs
 
 _LONG: Final = 200  # tokens of an answer that is not read to its end

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Self
 
+from pdrelay_tools.http_reply import Reply
+from pdrelay_tools.http_server import HttpServer
 from pdrelay_tools.proving.bench import Bench, CheckAborted, now
 from pdrelay_tools.proving.check import Check, CheckResult, CheckRun
 from pdrelay_tools.proving.checks.handovers import ComputedPrompt, refill
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.question import Question, Shape
-from pdrelay_tools.proving.core.reply import Reply
-from pdrelay_tools.proving.http_server import HttpServer
 from pdrelay_tools.proving.idleness import is_strand, seconds_until_free
 from pdrelay_tools.proving.peers import Deed
 

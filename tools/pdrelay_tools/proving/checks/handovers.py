@@ -3,13 +3,14 @@
 import asyncio
 from typing import Final
 
+from pdrelay_tools.http_reply import Reply
+from pdrelay_tools.http_server import HttpServer
 from pdrelay_tools.proving.bench import Bench, CheckAborted, now
 from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.handover import with_transfer
 from pdrelay_tools.proving.core.question import Question, Shape
-from pdrelay_tools.proving.core.reply import Reply, together
-from pdrelay_tools.proving.http_server import HttpServer
+from pdrelay_tools.proving.core.reply import together
 from pdrelay_tools.proving.peers import Deed
 from pdrelay_tools.proving.services import PrefillFailed, new_request_id, new_transfer
 

@@ -3,12 +3,13 @@
 import asyncio
 from typing import Final
 
+from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.proving.bench import Bench, now
 from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.latencies import Latencies, latencies, percentile
 from pdrelay_tools.proving.core.question import Question, Shape
-from pdrelay_tools.proving.core.reply import Reply, together
+from pdrelay_tools.proving.core.reply import together
 from pdrelay_tools.proving.services import Service
 
 _REQUESTS: Final = 32

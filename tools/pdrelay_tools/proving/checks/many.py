@@ -1,9 +1,9 @@
 """Right answers to many requests at once."""
 
+from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.proving.bench import Bench
 from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.question import Question, Shape
-from pdrelay_tools.proving.core.reply import Reply
 
 _BURST = 24
 _SIBLINGS = 16

@@ -1,45 +1,14 @@
-"""The reply to one request, and its faults."""
+"""The faults of the reply to one request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.proving.core.answer import Answer, Malformed, differences, events_of, read
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.question import Question
 
-_SHOWN: Final = 120  # characters of an error
 _EXAMPLES: Final = 2  # in a finding
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The response to one request; times are seconds of a monotonic clock."""
-
-    status: int | None  # None: no response, see `why`
-    body: bytes
-    reason: str  # there is no response, or an incomplete one; empty: it is complete
-    is_late: bool  # ... because it took too long
-    sent_at: float
-    seconds: float
-    event_times: tuple[float, ...] = ()  # when each event of a stream came
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether the server refused the request: no timeout, and no 5xx but 501."""
-        return (
-            self.status is not None
-            and not self.is_late
-            and (self.status < 500 or self.status == 501)
-        )
-
-    def failure(self) -> str:
-        """Describe the failure; empty: it is a success."""
-        if self.reason:
-            return self.reason
-        if self.status == 200:
-            return ""
-        return f"HTTP {self.status}: {self.body[:_SHOWN].decode(errors='replace')}"
 
 
 def read_reply(question: Question, reply: Reply) -> Answer:

@@ -10,7 +10,7 @@ from typing import Final
 import httpx
 import msgspec
 
-from pdrelay_tools.proving.core.reply import Reply
+from pdrelay_tools.http_reply import Reply
 
 # bytes of an answer, of which 32 may come at once; a larger one is cut off and reported
 LARGEST_BODY: Final = 8 << 20

@@ -9,6 +9,7 @@ deleted.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.discovery.store_entries import Assignment
@@ -53,7 +54,7 @@ class UnnamedAssignments:
                 since[key] = self._since.get(key, now)
                 if now >= since[key] + GRACE_S:
                     rewrites.append((assignment, None))
-            elif is_known is False and now >= self._doubted.get(key, now - AGAIN_S) + AGAIN_S:
+            elif is_known is False and now >= self._doubted.get(key, -inf) + AGAIN_S:
                 rewrites.append((assignment, replace(assignment, is_unnamed=True)))
         self._since = since
         self._doubted = {key: at for key, at in self._doubted.items() if key in assignments}

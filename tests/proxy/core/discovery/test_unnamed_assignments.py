@@ -34,6 +34,12 @@ def test_what_one_of_many_processes_names_is_kept(others):
                 one.written(after, now=at)
 
 
+@pytest.mark.parametrize("now", [0.1, 7.3, 100.7])
+def test_the_first_look_doubts(now):
+    """Whatever the clock shows: ten minutes before now, and ten minutes after that, need not be now again."""
+    assert len(UnnamedAssignments().decide({KEY: TURNED}, lambda _: False, now=now)) == 1
+
+
 def test_a_doubt_that_was_not_written_is_written_at_the_next_look():
     """The store was away; ten minutes more would be ten minutes in which another engine gets the role."""
     one, doubt = UnnamedAssignments(), replace(TURNED, is_unnamed=True)

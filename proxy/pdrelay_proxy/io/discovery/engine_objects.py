@@ -55,8 +55,12 @@ class EngineObjects:
 
         One view at a time, and ``changed`` waits for it.
         """
-        for _ in self.view_in_steps(objects):
-            await asyncio.sleep(0)
+        steps = self.view_in_steps(objects)
+        try:
+            for _ in steps:
+                await asyncio.sleep(0)
+        finally:
+            finish(steps)  # also if the task is cancelled: the next view may never come
 
     def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
         """Take in some objects that have changed; None: the object is gone, or no engine.
@@ -77,7 +81,7 @@ class EngineObjects:
             if isinstance(old, Wanted):
                 keys[old.key] = None
                 self._named[old.key].pop(name, None)
-            elif isinstance(old, AddressError):
+            elif isinstance(old, AddressError) and str(old) != str(new):
                 self._logged_errors.discard(str(old))
             if new is not None:
                 self._objects[name] = new

@@ -1,5 +1,6 @@
 """Objects of a source become engines; two may claim one address, and one may be no engine."""
 
+import asyncio
 import logging
 from dataclasses import replace
 
@@ -35,6 +36,31 @@ def test_nonsense_is_left_out_and_said_once(caplog):
         ["left out", " pod x has no container port named http"]
     ]
     assert sum("entry decode.y" in line for line in said) == 1
+
+
+def test_a_bad_pod_that_changes_is_said_once(caplog):
+    """The kubelet writes its status again and again."""
+    caplog.set_level(logging.WARNING)
+    world = World()
+    world.see(A)
+    for text in ("no port", "no port", "no port", "no role", "no role"):
+        world.pods.changed({"x": AddressError(text)})
+
+    assert [record.getMessage() for record in caplog.records] == ["left out: no port", "left out: no role"]
+
+
+async def test_a_view_of_pods_whose_task_is_cancelled_is_taken_in_as_a_whole():
+    """Their pool selects others: until those are listed, which an API that is away does not do, these stay."""
+    world = World()
+    pods = {f"uid-{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"uid-{n}") for n in range(300)}
+    task = asyncio.create_task(world.pods.receive(pods))
+    while not world.registry.members():
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+    assert task.cancelled()
+    assert len(world.registry.members()) == 300
 
 
 PLACES = st.sampled_from(["a:1", "b:1", "c:1"])

@@ -38,7 +38,6 @@ class Discovery:
         self.changes = changes  # that operators may make
         self._feeds = feeds
         self._unnamed = UnnamedAssignments()
-        self._assignments_checked_at = reconciler.clock()  # seconds
         self.freshness = reconciler.freshness
 
     @property
@@ -49,23 +48,27 @@ class Discovery:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Follow all sources while the block lasts."""
-        trouble = "the engines could not be compared with what the sources say"
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._store.running())
             for feed in self._feeds:
                 await stack.enter_async_context(feed())
+            trouble = "the engines could not be compared with what the sources say"
             await stack.enter_async_context(
                 meanwhile(repeatedly(_TICK_S, self._reconcile, logger, trouble))
             )
+            # apart from that, for it waits for the store
+            forgets = repeatedly(
+                _ASSIGNMENTS_S,
+                self.drop_unnamed_assignments,
+                logger,
+                "what engines serve that are gone could not be looked for",
+            )
+            await stack.enter_async_context(meanwhile(forgets))
             yield
 
     async def _reconcile(self) -> None:
         for _ in self._reconciler.reconcile():
             await asyncio.sleep(0)
-        now = self._reconciler.clock()
-        if now >= self._assignments_checked_at + _ASSIGNMENTS_S:
-            self._assignments_checked_at = now
-            await self.drop_unnamed_assignments()
 
     async def drop_unnamed_assignments(self) -> None:
         """Drop role assignments of engines that no router of the store names any more."""

@@ -1,5 +1,6 @@
 """What engines serve is forgotten when no router of the store names them any more."""
 
+import asyncio
 import logging
 
 import pytest
@@ -10,9 +11,10 @@ from pdrelay_proxy.core.discovery.store_entries import (
     assignment_of,
 )
 from pdrelay_proxy.core.discovery.unnamed_assignments import GRACE_S
-from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.fleet.target import EngineSource, Target
 from pdrelay_proxy.core.model import Role
 from support.discovery_world import BOTH, DECODE, PREFILL, A, CommonStore, D, World, serving, turn_now
+from support.simulated_loop import advance, in_simulated_time
 
 
 async def look(*worlds, seconds):
@@ -101,6 +103,34 @@ async def test_a_turn_that_is_made_while_doubts_are_written_stands():
 
     assert written == [assignment_name(first)]
     assert world.reconciler.roles.assignments[second] == Assignment(second, BOTH)
+
+
+def test_a_store_that_does_not_answer_holds_up_no_comparison_of_engines():
+    """What is to be forgotten waits for it, for minutes if it is a ConfigMap; engines that are missing do not."""
+
+    async def scene():
+        world = World()
+        world.see(D)
+        entry = Assignment(A.key, DECODE)
+        await world.store.put(assignment_name(A.key), assignment_of(entry))
+        hung = asyncio.Event()
+
+        async def hangs(_name, _text):
+            hung.set()
+            await asyncio.Event().wait()
+
+        world.store.put = hangs
+        async with world.discovery.running():
+            world.now = 60.0
+            world.reconciler.heard(EngineSource.PODS)
+            world.reconciler.heard(EngineSource.STORE)
+            await advance(8.0)
+            assert hung.is_set()
+            world.registry.remove("decode-0", now=1)
+            await advance(2.0)
+        return list(serving(world))
+
+    assert in_simulated_time(scene())[1] == ["decode-1"]
 
 
 @pytest.mark.parametrize("kind", ["settings", "pod"])

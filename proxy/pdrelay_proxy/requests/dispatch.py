@@ -13,7 +13,6 @@ from pdrelay_proxy.core.model import (
     Instance,
     InstanceId,
     LegOrder,
-    PrefillResult,
     Role,
     RoutingHints,
 )
@@ -133,14 +132,14 @@ class Dispatch(Answering):
                 prefill, decode = terms.choose(choice)
                 if prefill is None:
                     attempt.body = terms.body_alone(choice)
-                lent_by = self._send_first(attempt, terms.call, prefill, decode)
+                lent_by = self._send_first(attempt, prefill, decode)
                 if lent_by is not None:
                     while lent_by.handover is None:
                         if lent_by.fault is not None:
                             raise lent_by.fault
                         await life
                     terms.handed_over(lent_by.instance)
-                    if self._hand_over(attempt, terms.call, lent_by, decode):
+                    if self._hand_over(attempt, lent_by, decode):
                         return
                 await self._decode(attempt, choice.slot or decode, lent_by)
                 return
@@ -188,16 +187,13 @@ class Dispatch(Answering):
     # ---- PREFILLING, BOTH, DECODING
 
     def _send_first(
-        self,
-        attempt: Attempt,
-        call: GenerationRequest | None,
-        prefill: Instance | None,
-        decode: Instance,
+        self, attempt: Attempt, prefill: Instance | None, decode: Instance
     ) -> PrefillLeg | None:
         """Send what can be sent before an engine has answered; return the leg whose answer the
         decode leg needs.
         """
         life = self._life
+        call = attempt.terms.call
         if call is None or prefill is None:
             life.on(_SINGLE)
             return None
@@ -230,9 +226,7 @@ class Dispatch(Answering):
         attempt.send_prefill(call, prefill, reuses=False)
         return None
 
-    def _hand_over(
-        self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg, decode: Instance
-    ) -> bool:
+    def _hand_over(self, attempt: Attempt, leg: PrefillLeg, decode: Instance) -> bool:
         """Make the decode leg's body of the prefill engine's answer; True: that answer is all the
         client gets.
         """
@@ -247,8 +241,7 @@ class Dispatch(Answering):
             if opening.is_all:
                 attempt.settle(leg)
                 return True
-        if call is not None and leg.handover is not None:
-            self._write_body(attempt, call, leg, leg.handover, attempt.choice.slot or decode)
+        self._write_body(attempt, leg, attempt.choice.slot or decode)
         return False
 
     def _note_files(self, decode: Instance, prefill: PrefillLeg | None) -> None:
@@ -268,15 +261,12 @@ class Dispatch(Answering):
             call.api, with_model(call.api, call.fields, model), call.headers, call.rank, call.shared
         )
 
-    def _write_body(
-        self,
-        attempt: Attempt,
-        call: GenerationRequest,
-        leg: PrefillLeg,
-        handover: PrefillResult,
-        decode: Instance,
-    ) -> None:
-        """Write a decode leg's body, as its engine can take it."""
+    def _write_body(self, attempt: Attempt, leg: PrefillLeg, decode: Instance) -> None:
+        """Write a decode leg's body, as its engine can take it; ``leg``: the one before it."""
+        call = attempt.terms.call
+        handover = leg.handover
+        if call is None or handover is None:
+            return
         life = self._life
         ids = attempt.terms.ids
         if self._plan.learns_model and self._plan.hints.model is not None:
@@ -302,7 +292,6 @@ class Dispatch(Answering):
             EngineError: a stream broke off, or is not complete.
         """
         leg = attempt.send_decode(decode)
-        call = attempt.terms.call
         life = self._life
         try:
             # what ends with its beginning is waited for
@@ -312,8 +301,8 @@ class Dispatch(Answering):
                     await life
                 else:
                     decode = self._next_decode(attempt, failed, lent_by)
-                    if call is not None and lent_by is not None and lent_by.handover is not None:
-                        self._write_body(attempt, call, lent_by, lent_by.handover, decode)
+                    if lent_by is not None:
+                        self._write_body(attempt, lent_by, decode)
                     life.on(_NEXT_DECODE)
                     leg = attempt.send_decode(decode)
         finally:

@@ -5,9 +5,9 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, Protocol
 
-from pdrelay_proxy.core.http.framing import RefusalReason
 from pdrelay_proxy.errors import TooManyConnections
 from pdrelay_proxy.io.fair_timeout import LateTimer
 from pdrelay_proxy.settings import OverloadStatus
@@ -18,6 +18,19 @@ _SPARE_MOST: Final = 128
 _SPARE_SHARE: Final = 8  # at most the limit divided by this, plus one
 _CHECKS: Final = 4  # checks in the shortest time limit of a connection
 _CHECK_MOST_S: Final = 1.0
+
+
+class RefusalReason(StrEnum):
+    """Why a connection was closed before its request was served, as the metric names it."""
+
+    MALFORMED = "malformed"
+    HEAD = "head_too_large"  # or trailers
+    URI = "uri_too_long"
+    METHOD = "method"  # CONNECT
+    HEAD_TIMEOUT = "head_timeout"
+    BODY_TIMEOUT = "body_timeout"
+    CONNECTIONS = "max_connections"
+    ADDRESS = "max_connections_per_address"
 
 
 @dataclass(frozen=True, slots=True)

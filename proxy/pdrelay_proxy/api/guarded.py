@@ -19,12 +19,12 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.api.asgi_exchange import CONTINUE, App, AsgiExchange, path_of
-from pdrelay_proxy.api.clients import Clients
+from pdrelay_proxy.api.clients import Clients, RefusalReason
 from pdrelay_proxy.api.exchange import Exchange
 from pdrelay_proxy.api.flow_control import HIGH_WATER, FlowControl
 from pdrelay_proxy.api.idle_timer import IdleTimer
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
-from pdrelay_proxy.core.http.framing import Head, RefusalReason
+from pdrelay_proxy.core.http.framing import Head
 from pdrelay_proxy.core.http.request_reader import RequestReader
 from pdrelay_proxy.core.http.response_head import STATUS_LINES
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS

@@ -142,7 +142,7 @@ class Counters:
     log_lines_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     # connections of clients
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
-    # RefusalReason of core/http/framing.py
+    # RefusalReason of api/clients.py
     connections_refused: Counter[Key] = field(default_factory=Counter)
     # path, RequestOutcome
     durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))

@@ -10,13 +10,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdrelay_proxy.api.clients import RefusalReason
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.admission.limits import Limit
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.http.framing import RefusalReason
 from pdrelay_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival

@@ -1,4 +1,4 @@
-"""Where a request begins and ends: heads and chunked bodies, within limits.
+"""Where a head ends, and what it says of the request behind it, within limits.
 
 Whatever two parsers could understand differently is refused, wherever RFC 9112 allows it: a gateway
 before the router may understand it the other way.
@@ -6,7 +6,6 @@ before the router may understand it the other way.
 
 import re
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Final
 
 from pdrelay_proxy.errors import BadFraming, HeadTooLarge, NotServed, UriTooLong
@@ -14,39 +13,17 @@ from pdrelay_proxy.errors import BadFraming, HeadTooLarge, NotServed, UriTooLong
 # bytes of a request line with its headers, or of the trailers of a chunked body
 HEAD_MOST: Final = 64 * 1024
 LINES_MOST: Final = 256  # header lines, or lines of trailers
-_EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
-_SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
-# A chunk takes the same time whatever its size: megabytes in chunks of two bytes would take
-# seconds.
-_SMALL_CHUNKS_MOST: Final = 64 * 1024  # bytes of a body whose chunks may be of any size
-_MEAN_CHUNK_LEAST: Final = 64  # bytes of a chunk, on average, of a longer body
 LENGTH_DIGITS_MOST: Final = 15
-_REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]++) ([!-~]++) HTTP/1\.([01])\r\n")
-_NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
-_VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
-_BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
-_SIZE_LINE: Final = re.compile(
-    rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % LENGTH_DIGITS_MOST
-)
+_TOKEN: Final = rb"[-!#$%&'*+.^_`|~0-9A-Za-z]"  # a character of a name (RFC 9110, 5.6.2)
+VALUE_TEXT: Final = rb"[\t -~\x80-\xff]"  # a character of a value (RFC 9110, 5.5)
+_REQUEST: Final = re.compile(rb"(%b++) ([!-~]++) HTTP/1\.([01])\r\n" % _TOKEN)
+_NAME: Final = re.compile(rb"%b+" % _TOKEN)
+_VALUE: Final = re.compile(rb"%b*" % VALUE_TEXT)
+BARE_LINE_FEED: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SHOWN_MOST: Final = 60  # bytes of a client's input that an error quotes
 # A good line: its name, and its value without the white space before it.
-_HEADER: Final = re.compile(
-    rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n"
-)
+_HEADER: Final = re.compile(rb"(?<=\r\n)(%b++):[\t ]*+(%b*+)\r\n" % (_TOKEN, VALUE_TEXT))
 _SPACE: Final = 32  # white space is the only byte of a value up to it
-
-
-class RefusalReason(StrEnum):
-    """Why a connection was closed before its request was served, as the metric names it."""
-
-    MALFORMED = "malformed"
-    HEAD = "head_too_large"  # or trailers
-    URI = "uri_too_long"
-    METHOD = "method"  # CONNECT
-    HEAD_TIMEOUT = "head_timeout"
-    BODY_TIMEOUT = "body_timeout"
-    CONNECTIONS = "max_connections"
-    ADDRESS = "max_connections_per_address"
 
 
 class Head:
@@ -122,7 +99,7 @@ def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
         raise HeadTooLarge(
             f"the head of the request has more than {HEAD_MOST} bytes, the most this router takes"
         )
-    if _BARE.search(received, max(start, start + read - 1)):
+    if BARE_LINE_FEED.search(received, max(start, start + read - 1)):
         raise BadFraming("a line of the head ends with a line feed alone: end each with CR LF")
     return -1
 
@@ -146,7 +123,7 @@ def read_head(raw: bytes) -> Head:
     request = _REQUEST.match(raw)
     if request is None:
         line = raw.partition(b"\r\n")[0]
-        raise BadFraming(f"the request line is {_shown(line)}: write METHOD TARGET HTTP/1.1")
+        raise BadFraming(f"the request line is {shown_text(line)}: write METHOD TARGET HTTP/1.1")
     method, target, minor = request.groups()
     if method == b"CONNECT":
         raise NotServed("CONNECT is not served: this router is no tunnel")
@@ -217,9 +194,9 @@ def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
             raise BadFraming(f"the request has {len(values)} Host headers: send one")
         if name == b"content-length":
             raise BadFraming(
-                f"Content-Length is {_shown(b', '.join(values))}: send one whole number of bytes"
+                f"Content-Length is {shown_text(b', '.join(values))}: send one whole number of bytes"
             )
-        shown = _shown(b", ".join(values))
+        shown = shown_text(b", ".join(values))
         raise BadFraming(f"Transfer-Encoding is {shown}: this router takes chunked alone")
 
 
@@ -231,7 +208,7 @@ def read_line(line: bytes) -> tuple[bytes, bytes]:
     """
     name, colon, value = line.partition(b":")
     if not colon or _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
-        raise BadFraming(f"{_shown(line)} is not a header line: write NAME: VALUE")
+        raise BadFraming(f"{shown_text(line)} is not a header line: write NAME: VALUE")
     return name.lower(), value.strip(b" \t")
 
 
@@ -246,158 +223,16 @@ def _length(length: bytes | None, coding: bytes | None, *, is_old: bool) -> int 
             )
         if coding.lower() != b"chunked":
             raise BadFraming(
-                f"Transfer-Encoding is {_shown(coding)}: this router takes chunked alone"
+                f"Transfer-Encoding is {shown_text(coding)}: this router takes chunked alone"
             )
         return None
     if length is None:
         return 0
     if not length.isdigit() or len(length) > LENGTH_DIGITS_MOST:  # ASCII digits: these are bytes
-        raise BadFraming(f"Content-Length is {_shown(length)}: send one whole number of bytes")
+        raise BadFraming(f"Content-Length is {shown_text(length)}: send one whole number of bytes")
     return int(length)
 
 
-def _shown(text: bytes) -> str:
+def shown_text(text: bytes) -> str:
+    """Quote the beginning of a client's input."""
     return repr(text[:_SHOWN_MOST].decode("latin-1")) + ("..." if len(text) > _SHOWN_MOST else "")
-
-
-class ChunkedBody:
-    """Decodes a chunked body (RFC 9112, 7.1); extensions and trailers are checked, counted and
-    dropped.
-    """
-
-    __slots__ = (
-        "_count",
-        "_extensions",
-        "_in_trailers",
-        "_left",
-        "_pending",
-        "_size",
-        "is_over",
-        "rest",
-    )
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.rest = b""  # the bytes behind the body, once it is over
-        self._left = 0  # bytes of the chunk still to come, with its CR LF
-        self._pending = b""  # a line that is not complete
-        self._extensions = 0  # bytes
-        self._count = 0  # chunks
-        self._size = 0  # bytes of the chunks whose sizes have come
-        self._in_trailers = False
-
-    @property
-    def line_size(self) -> int:
-        """The bytes of an incomplete line, or of incomplete trailers."""
-        return len(self._pending)
-
-    def feed(self, data: bytes) -> bytes:
-        """Return the part of the body that is in ``data``.
-
-        Raises:
-            BadFraming: it is not chunked, or its chunks are too small.
-            HeadTooLarge: there are too many trailers.
-        """
-        if self._pending:
-            data = self._pending + data
-            self._pending = b""
-        body = bytearray()
-        pos = self._finish_chunk(data, body)
-        size = len(data)
-        match_line = _SIZE_LINE.match
-        while pos < size and not self._in_trailers:
-            line = match_line(data, pos)
-            if line is None:
-                self._expect_line(data, pos)
-                return bytes(body)
-            if line.end(2) > line.end(1):
-                self._count_extension(line)
-            pos = line.end()
-            length = int(line[1], 16)
-            end = pos + length
-            self._count += 1
-            self._size += length
-            if (
-                self._size > _SMALL_CHUNKS_MOST
-                and length
-                and self._size < self._count * _MEAN_CHUNK_LEAST
-            ):
-                raise BadFraming(
-                    f"the chunks of the body have less than {_MEAN_CHUNK_LEAST} bytes on average, "
-                    f"which is the least "
-                    f"above {_SMALL_CHUNKS_MOST} bytes: send larger chunks, or Content-Length"
-                )
-            if length and data[end : end + 2] == b"\r\n":  # all of it is here
-                body += data[pos:end]
-                pos = end + 2
-            elif length:
-                self._left = length + 2
-                pos += self._finish_chunk(data[pos:], body)
-            else:
-                self._in_trailers = True
-        if self._in_trailers:
-            self._read_trailers(data[pos:])
-        return bytes(body)
-
-    def _finish_chunk(self, data: bytes, body: bytearray) -> int:
-        """Add the rest of a chunk to the body; return how many bytes were used."""
-        left = self._left
-        if not left:
-            return 0
-        piece = data[:left]
-        content_size = max(0, left - 2)
-        self._left = left - len(piece)
-        body += piece[:content_size]
-        if not b"\r\n"[max(0, 2 - left) :].startswith(piece[content_size:]):
-            raise BadFraming("a chunk of the body is longer than its size says")
-        return len(piece)
-
-    def _expect_line(self, data: bytes, pos: int) -> None:
-        """Keep the beginning of a size line for later."""
-        rest = data[pos:]
-        if b"\n" in rest or len(rest) >= _SIZE_LINE_MOST or not _may_be_a_size(rest):
-            raise BadFraming(f"{_shown(rest)} does not begin with the size of a chunk")
-        self._pending = rest
-
-    def _count_extension(self, line: re.Match[bytes]) -> None:
-        self._extensions += line.end(2) - line.end(1)
-        if self._extensions > _EXTENSIONS_MOST or line.end() - line.start() > _SIZE_LINE_MOST:
-            raise BadFraming(
-                f"the chunk extensions have more than {_EXTENSIONS_MOST} bytes, or one line of "
-                f"them more than "
-                f"{_SIZE_LINE_MOST}: that is the most this router takes"
-            )
-
-    def _read_trailers(self, data: bytes) -> None:
-        """Look for the empty line behind the trailers."""
-        if data.startswith(b"\r\n"):
-            end = 0
-        else:
-            end = data.find(b"\r\n\r\n", 0, HEAD_MOST)
-            if end < 0 and len(data) >= HEAD_MOST:
-                raise HeadTooLarge(
-                    f"the trailers have more than {HEAD_MOST} bytes, the most this router takes"
-                )
-            if end < 0:
-                if _BARE.search(data):
-                    raise BadFraming(
-                        "a line of the trailers ends with a line feed alone: end each with CR LF"
-                    )
-                self._pending = data
-                return
-            lines = data[:end].split(b"\r\n")
-            if len(lines) > LINES_MOST:
-                raise HeadTooLarge(
-                    f"there are {len(lines)} trailers, and {LINES_MOST} are the most this router "
-                    f"takes"
-                )
-            for line in lines:
-                read_line(line)
-            end += 2
-        self.is_over = True
-        self.rest = data[end + 2 :]
-
-
-def _may_be_a_size(rest: bytes) -> bool:
-    """Return whether an incomplete line may still become a size line."""
-    return _SIZE_LINE.fullmatch(rest.rstrip(b" \t\r") + b"\r\n") is not None

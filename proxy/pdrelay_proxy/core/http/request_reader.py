@@ -7,7 +7,8 @@ the bytes behind a request once that is served: nothing of the next one is read 
 
 from typing import Final
 
-from pdrelay_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, find_end, target_in
+from pdrelay_proxy.core.http.chunked_body import ChunkedBody
+from pdrelay_proxy.core.http.framing import HEAD_MOST, Head, find_end, target_in
 from pdrelay_proxy.core.http.repeated_head import RepeatedHead
 from pdrelay_proxy.errors import BadFraming
 

@@ -8,6 +8,7 @@ from typing import Final
 from fastapi import APIRouter, Depends, HTTPException, Request
 
 from pdrelay_proxy.api.model_list import ModelCatalog
+from pdrelay_proxy.api.onlookers import Onlookers
 from pdrelay_proxy.api.operator_route import (
     CHANGE_ERRORS,
     OPERATOR_KEY,
@@ -15,10 +16,8 @@ from pdrelay_proxy.api.operator_route import (
     OperatorAccess,
     not_stored,
     operator_errors,
-    passed_on,
 )
 from pdrelay_proxy.api.own_engines import OwnEngines, joining_host
-from pdrelay_proxy.api.page import Onlookers
 from pdrelay_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
@@ -28,6 +27,7 @@ from pdrelay_proxy.io.discovery.store import StoreDown
 from pdrelay_proxy.io.probes.newcomers import Newcomers
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.wire.connection_guard import Guard
+from pdrelay_proxy.requests.intake import passed_on
 
 logger = logging.getLogger(__name__)
 # The demo's texts: scripts compare them.
@@ -106,7 +106,7 @@ def admin_routes(
         candidate = Instance(InstanceId("candidate"), role, target.address)
         try:
             await newcomers.check(candidate)
-            served = await models.accepted(candidate, passed_on(request.scope))
+            served = await models.accepted(candidate, passed_on(request.headers.raw))
         except NotAccepted as exc:
             raise _not_added(new, exc) from exc
         try:

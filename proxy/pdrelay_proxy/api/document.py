@@ -17,8 +17,9 @@ from starlette.routing import BaseRoute
 
 from pdrelay_proxy.api import exception_handlers
 from pdrelay_proxy.api.error_answers import add_schemas
+from pdrelay_proxy.api.onlookers import anybody
 from pdrelay_proxy.api.operator_route import OPERATORS, is_admin
-from pdrelay_proxy.api.page import PAGE_HEADERS, anybody, content_policy
+from pdrelay_proxy.api.page import PAGE_HEADERS, content_policy
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 
 # marks a path of the document that is at the main port alone

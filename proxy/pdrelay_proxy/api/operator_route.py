@@ -6,9 +6,7 @@ caller, and from a known one no more than the route accepts. Each call ends in a
 log.
 """
 
-import base64
-import binascii
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -17,33 +15,20 @@ from fastapi import HTTPException, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
-from starlette.types import Scope
 
 from pdrelay_proxy.api.audit import Audit
 from pdrelay_proxy.api.error_answers import Answers, error_answers
+from pdrelay_proxy.api.operator_bodies import SMALL_BODY, JsonRequest, parsed, read_checked
 from pdrelay_proxy.api.schemas import OperatorError
 from pdrelay_proxy.core.admission.admin_key import AdminKey, fingerprint
-from pdrelay_proxy.core.admission.keys import Keyring, key_in
-from pdrelay_proxy.core.http.bounded_body import read_bounded
-from pdrelay_proxy.core.http.content_codings import coding_of
-from pdrelay_proxy.core.http.json_bounds import check_names
-from pdrelay_proxy.core.model import Headers, first_header
-from pdrelay_proxy.core.raw_json import Fields, NotJson, decode
+from pdrelay_proxy.core.raw_json import NotJson
 from pdrelay_proxy.errors import (
     BadRequest,
-    BodyTooLarge,
-    Unauthorized,
-    UnsupportedCoding,
-    UnsupportedMedia,
 )
 from pdrelay_proxy.io.discovery.store import StoreDown, StoreNotWritten
-from pdrelay_proxy.requests.intake import PASSED_ON, check_json, check_length
 
 OPERATORS: Final = "operators"  # the tag of routes that need the operator's key in the document
-SMALL_BODY: Final = 64 * 1024  # bytes: the name of an engine
-_RAW: Final = "body"  # of a request to explain: it stays as it came
 _SHOWN: Final = 100  # characters of a caller's text
-_JSON: Final = (b"content-type", b"application/json")
 _STATUSES: Final[Mapping[int | str, str]] = {
     400: "The request is not what the route takes, or it cannot be done",
     401: "No admin key, or a wrong one",
@@ -170,9 +155,9 @@ class OperatorAccess:
                     with audit.act(request):
                         if not takes_body:
                             return await _serve_plain(serve, request)
-                        body = await _read(request, body_most, any_media=any_media)
+                        body = await read_checked(request, body_most, any_media=any_media)
                         try:
-                            return await serve(_JsonRequest(request, _parsed(body)))
+                            return await serve(JsonRequest(request, parsed(body)))
                         except (NotJson, BadRequest) as exc:
                             raise HTTPException(400, sentence("", str(exc))) from exc
                         except RequestValidationError as exc:
@@ -201,52 +186,6 @@ def _first_fault(error: RequestValidationError) -> tuple[str, str]:
     return "".join(letter if letter.isprintable() else "?" for letter in field), str(fault["msg"])
 
 
-class _JsonRequest(Request):
-    """A request whose body has been parsed already, whatever its content type."""
-
-    def __init__(self, request: Request, fields: Mapping[str, object]) -> None:
-        headers = [header for header in request.scope["headers"] if header[0] != _JSON[0]]
-        super().__init__({**request.scope, "headers": [*headers, _JSON]}, request.receive)
-        self._fields = fields
-
-    async def body(self) -> bytes:
-        """Return a placeholder: FastAPI calls this before ``json``."""
-        return b"{}"
-
-    async def json(self) -> Any:  # noqa: ANN401 (as in Starlette)
-        """Return the fields."""
-        return self._fields
-
-
-async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
-    try:
-        if not any_media:
-            check_json(request.headers.get("content-type", "").encode("latin-1"))
-        if coding_of(request.headers.get("content-encoding", "").encode("latin-1")) is not None:
-            raise UnsupportedCoding("routes for operators take no compressed bodies")
-        return await read_body(request, limit=most)
-    except UnsupportedMedia as exc:
-        headers = {"accept-encoding": "identity"} if isinstance(exc, UnsupportedCoding) else None
-        raise HTTPException(415, str(exc), headers) from exc
-    except BodyTooLarge as exc:
-        raise HTTPException(413, str(exc)) from exc
-
-
-def _parsed(body: bytes) -> Mapping[str, object]:
-    """Parse an object, except the value of ``body``; raises NotJson, or BadRequest: it has too many
-    names, or a long value.
-    """
-    check_names(body)
-    fields = decode(body, Fields)
-    values: dict[str, object] = {**fields}
-    for name, raw in fields.items():
-        if name != _RAW:
-            if len(memoryview(raw)) > SMALL_BODY:
-                raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
-            values[name] = decode(raw, object)
-    return values
-
-
 def not_stored(what: str, verb: str, error: StoreDown) -> HTTPException:
     """Return the answer to a change that the store has not acknowledged."""
     is_known = isinstance(error, StoreNotWritten)
@@ -257,63 +196,3 @@ def not_stored(what: str, verb: str, error: StoreDown) -> HTTPException:
 def is_admin(request: Request, admin_key: AdminKey) -> bool:
     """Return whether a request has the operator's key."""
     return admin_key.matches(request.headers.get("x-api-key", "").encode("latin-1"))
-
-
-def require_any_key(
-    admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool = False
-) -> Callable[[Request], Awaitable[None]]:
-    """Return a dependency for routes that show the fleet: if clients need a key, it accepts theirs
-    or the operator's.
-
-    ``by_browsers``: also as the password of Basic authentication (RFC 7617), for which browsers
-    prompt; the user name is ignored.
-    """
-    asks = 'Basic realm="pdrelay", Bearer' if by_browsers else "Bearer"
-
-    async def authenticate(request: Request) -> None:
-        if keyring.keys is None:
-            return
-        headers = tuple(request.scope["headers"])
-        key = key_in(headers)
-        if key is None and by_browsers:
-            key = _password(headers)
-        if key is None:
-            sentence = (
-                "this shows the fleet: send an API key of this router, or its admin key as "
-                "X-Api-Key"
-            )
-            raise Unauthorized(sentence, asks=asks)
-        others = [value for name, value in headers if name == b"x-api-key"][:1]
-        if all(
-            keyring.keys.owner(known_key) is None and not admin_key.matches(known_key)
-            for known_key in (key, *others)
-        ):
-            raise Unauthorized("the API key is not one that this router knows", asks=asks)
-
-    return authenticate
-
-
-def _password(headers: Headers) -> bytes | None:
-    """Return the password of Basic authentication; None: there is none."""
-    value = first_header(headers, b"authorization") or b""
-    if value[:6].lower() != b"basic ":
-        return None
-    try:
-        return base64.b64decode(value[6:].strip(), validate=True).partition(b":")[2]
-    except binascii.Error:
-        return None
-
-
-def passed_on(scope: Scope) -> Headers:
-    """Return the headers for engines, as they came."""
-    headers: Headers = tuple(scope["headers"])  # ASGI: names are in lower case
-    return tuple((name, value) for name, value in headers if name in PASSED_ON)
-
-
-async def read_body(request: Request, *, limit: int) -> bytes:
-    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: the client hung up
-    before the end.
-    """
-    check_length(request.headers.get("content-length", "").encode("latin-1"), limit)
-    too_long = BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
-    return await read_bounded(request.stream(), limit, too_long)

@@ -6,16 +6,15 @@ They show ids, never addresses.
 import base64
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
 from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
+from pdrelay_proxy.api.onlookers import Onlookers
 from pdrelay_proxy.api.schemas import ErrorResponse
 from pdrelay_proxy.api.stepped import finish_in_steps, in_steps
 from pdrelay_proxy.io.metrics import Metrics
@@ -32,21 +31,6 @@ PAGE_HEADERS: Final = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-
-
-async def anybody(_: Request) -> None:
-    """Accept every caller."""
-
-
-@dataclass(frozen=True, slots=True)
-class Onlookers:
-    """Who may see the metrics, and the page with its numbers; the checks raise Unauthorized for
-    others. They are coroutines: FastAPI runs a plain function in a thread.
-    """
-
-    scrapers: Callable[[Request], Awaitable[None]] = anybody
-    browsers: Callable[[Request], Awaitable[None]] = anybody
-    keys: Sequence[Any] = ()  # the document's security entries
 
 
 def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlookers()) -> APIRouter:

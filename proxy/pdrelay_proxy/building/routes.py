@@ -11,9 +11,10 @@ from pdrelay_proxy.api.endpoint_asgi import Endpoints
 from pdrelay_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from pdrelay_proxy.api.instances import InstanceAdmin, instance_routes
 from pdrelay_proxy.api.model_list import model_routes
-from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OperatorAccess, require_any_key
+from pdrelay_proxy.api.onlookers import Onlookers, require_any_key
+from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OperatorAccess
 from pdrelay_proxy.api.own_engines import OwnEngines
-from pdrelay_proxy.api.page import Onlookers, page_routes
+from pdrelay_proxy.api.page import page_routes
 from pdrelay_proxy.api.ready import liveness_routes, probe_routes
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide

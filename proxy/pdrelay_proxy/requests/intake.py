@@ -248,9 +248,9 @@ class Intake:
         api = _APIS.get(path)
         if api is not None:
             check_wanted_now(api, fields)
-        passed_on = () if shown.keys().isdisjoint(PASSED_ON) else _passed_on(head.headers)
-        passed_on, fields_sent, priority = limited(
-            passed_on, fields, self.keyring.least_of(head.caller)
+        engine_headers = () if shown.keys().isdisjoint(PASSED_ON) else passed_on(head.headers)
+        engine_headers, fields_sent, priority = limited(
+            engine_headers, fields, self.keyring.least_of(head.caller)
         )
         if self.keyring.keys is not None and self.salts is not None and self.salts.apply:
             has_prompt = path not in UNCACHED and path not in _FORMS
@@ -266,9 +266,9 @@ class Intake:
                 fields_sent = with_model(api, fields_sent, model)
         if api is not None and (not is_unknown or api in TELLS_MODEL):
             shared = _shared(api, fields_sent) if len(body) > _LARGE else ()
-            call = GenerationRequest(api, fields_sent, passed_on, rank, shared)
+            call = GenerationRequest(api, fields_sent, engine_headers, rank, shared)
             plan = RequestPlan(
-                path, passed_on, hints_of_call(call, session, model), priority, call, tokens
+                path, engine_headers, hints_of_call(call, session, model), priority, call, tokens
             )
             plan.learns_model = is_unknown
             return plan
@@ -279,7 +279,7 @@ class Intake:
             body = encode(fields_sent)
         plan = RequestPlan(
             path,
-            passed_on,
+            engine_headers,
             RoutingHints(model, session, rank=rank),
             priority,
             body=[body],
@@ -293,7 +293,8 @@ class Intake:
         return plan
 
 
-def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+def passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers that engines may see, as they came; names are in lower case."""
     return tuple([header for header in headers if header[0] in PASSED_ON])
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from pdrelay_proxy.api.operator_route import OPERATORS, SMALL_BODY
+from pdrelay_proxy.api.operator_bodies import SMALL_BODY
+from pdrelay_proxy.api.operator_route import OPERATORS
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.admission.admin_key import fingerprint
 from pdrelay_proxy.known_settings import needs_restart

@@ -7,7 +7,7 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BadRequest, UnsupportedMedia
-from pdrelay_proxy.requests.intake import Intake, RequestHead
+from pdrelay_proxy.requests.intake import Intake, RequestHead, passed_on
 from pdrelay_proxy.settings import Settings
 
 FORM = "/v1/audio/transcriptions"
@@ -143,3 +143,10 @@ def test_a_clients_chat_template_reaches_no_engine(path, body, param):
 def test_what_a_template_is_told_is_the_clients_business(body):
     """Whether a model thinks is one of its arguments."""
     assert intake().read(head("/v1/chat/completions"), body)
+
+
+def test_repeated_headers_are_all_passed_on():
+    """It is for the engine to judge them."""
+    headers = [(b"tracestate", b"a=1"), (b"host", b"x"), (b"tracestate", b"b=2")]
+
+    assert passed_on(headers) == (headers[0], headers[2])

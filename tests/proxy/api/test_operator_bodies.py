@@ -1,11 +1,11 @@
-"""What a client sends."""
+"""What an operator sends."""
 
 import asyncio
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from pdrelay_proxy.api.operator_route import passed_on, read_body
+from pdrelay_proxy.api.operator_bodies import read_body
 from pdrelay_proxy.errors import BodyTooLarge
 
 
@@ -64,10 +64,3 @@ async def test_a_client_may_hang_up_while_it_sends():
     """There is nobody to answer."""
     with pytest.raises(ClientDisconnect):
         await read_body(request(receiving(part(b"a", True), GONE)), limit=3)
-
-
-def test_repeated_headers_are_all_passed_on():
-    """It is for the engine to judge them."""
-    headers = [(b"tracestate", b"a=1"), (b"host", b"x"), (b"tracestate", b"b=2")]
-
-    assert passed_on({"type": "http", "headers": headers}) == (headers[0], headers[2])

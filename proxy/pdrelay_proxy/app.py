@@ -187,12 +187,12 @@ def build(
     )
 
 
-def _given(found: Iterable[T | None]) -> list[T]:
-    return [one for one in found if one is not None]
+def _given(parts: Iterable[T | None]) -> list[T]:
+    return [part for part in parts if part is not None]
 
 
-def _first(found: Iterable[T | None]) -> T | None:
-    return next((one for one in found if one is not None), None)
+def _first(parts: Iterable[T | None]) -> T | None:
+    return next((part for part in parts if part is not None), None)
 
 
 def _lifespan(

@@ -4,7 +4,7 @@ import base64
 import binascii
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from fastapi import Request
 
@@ -27,6 +27,9 @@ class Onlookers:
     scrapers: Callable[[Request], Awaitable[None]] = anybody
     browsers: Callable[[Request], Awaitable[None]] = anybody
     keys: Sequence[Any] = ()  # the document's security entries
+
+
+EVERYONE: Final = Onlookers()
 
 
 def require_any_key(

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
 from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
-from pdrelay_proxy.api.onlookers import Onlookers
+from pdrelay_proxy.api.onlookers import EVERYONE, Onlookers
 from pdrelay_proxy.api.schemas import ErrorResponse
 from pdrelay_proxy.api.stepped import finish_in_steps, in_steps
 from pdrelay_proxy.io.metrics import Metrics
@@ -33,7 +33,7 @@ PAGE_HEADERS: Final = {
 }
 
 
-def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlookers()) -> APIRouter:
+def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = EVERYONE) -> APIRouter:
     """Build the routes; the page's file is read once, here."""
     router = APIRouter(tags=["status"], dependencies=onlookers.keys)
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")

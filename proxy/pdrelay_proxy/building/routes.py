@@ -11,7 +11,7 @@ from pdrelay_proxy.api.endpoint_asgi import Endpoints
 from pdrelay_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from pdrelay_proxy.api.instances import InstanceAdmin, instance_routes
 from pdrelay_proxy.api.model_list import model_routes
-from pdrelay_proxy.api.onlookers import Onlookers, require_any_key
+from pdrelay_proxy.api.onlookers import EVERYONE, Onlookers, require_any_key
 from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OperatorAccess
 from pdrelay_proxy.api.own_engines import OwnEngines
 from pdrelay_proxy.api.page import page_routes
@@ -52,7 +52,7 @@ def build_routes(
     keys = CLIENT_KEYS if keyring.keys is not None else ()
     browsers = require_any_key(admin_key, keyring, by_browsers=True)
     onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
-    scrapers = Onlookers() if settings.public_metrics else onlookers
+    scrapers = EVERYONE if settings.public_metrics else onlookers
     admission = serving.gate.admission
     metrics = Metrics(serving.telemetry, engines.registry, admission, discovery.freshness, families)
     audit = Audit(serving.telemetry.admin_action, clock)

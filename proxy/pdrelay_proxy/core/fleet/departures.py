@@ -211,20 +211,22 @@ class Departures:
 
     def _why_not(self, member: Member, to: EngineRole) -> str | None:
         """Say why an engine cannot serve a role; None: it can, as far as is known."""
-        one = member.instance
-        if one.rank is not None:
-            return f"{one.id} is rank {one.rank} of a data-parallel engine: its ranks share an address, and cannot turn"
+        name = member.instance.id
+        rank = member.instance.rank
+        address = member.instance.address
+        if rank is not None:
+            return f"{name} is rank {rank} of a data-parallel engine: its ranks share an address, and cannot turn"
         if member.retires:
             return (
-                f"{one.id} is no longer listed, and is forgotten when it is drained: it cannot turn"
+                f"{name} is no longer listed, and is forgotten when it is drained: it cannot turn"
             )
         if member.facts.kv_role not in (None, KV_BOTH):
-            return f"{one.id} has kv_role {member.facts.kv_role}: only an engine that was started with kv_both can turn"
-        for other in self._table.at(one.address):
-            shared = [each for each in Role if to.serves(each) and other.serves_or_will(each)]
+            return f"{name} has kv_role {member.facts.kv_role}: only an engine that was started with kv_both can turn"
+        for other in self._table.at(address):
+            shared = [role for role in Role if to.serves(role) and other.serves_or_will(role)]
             if other is not member and not other.retires and shared:
-                name = other.instance.id
-                return f"{one.address.authority} is also {name}, which is {other.heading}: remove one of the two"
+                there = f"{other.instance.id}, which is {other.heading}"
+                return f"{address.authority} is also {there}: remove one of the two"
         return None
 
     def _last_of(self, member: Member, before: EngineRole, to: EngineRole) -> str | None:

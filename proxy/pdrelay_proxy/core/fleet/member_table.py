@@ -61,10 +61,11 @@ class MemberTable:
     def serve(self, member: Member, role: EngineRole) -> None:
         """Have an engine serve this and nothing else; among others it is as old as it was."""
         member.serve(role)
-        for each in Role:
-            found = [(one, one.as_role(each)) for one in self.by_id.values()]
-            self.serving[each] = {
-                one.id: (other.life, one) for other, one in found if one is not None
+        for leg_role in Role:
+            self.serving[leg_role] = {
+                instance.id: (other.life, instance)
+                for other in self.by_id.values()
+                if (instance := other.as_role(leg_role)) is not None
             }
         self.changes.count += 1
 

@@ -1,9 +1,9 @@
-"""The engines that requests may go to, and what they come down to for a model: looked at once,
+"""The engines that requests may go to, and what they come down to for a model: worked out once,
 until a fact changes.
 
-A look drops the engines that do not serve the model or fit no other one, and sorts the others into
-groups. Models that the same engines serve share one: hundreds of LoRA adapters cost no more looks
-than one.
+To narrow them drops the engines that do not serve the model or fit no other one, and sorts the
+others into groups. Models that the same engines serve share the result: hundreds of LoRA adapters
+cost no more than one.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Fits: TypeAlias = Callable[[Instance, Instance], bool]
 _Key: TypeAlias = tuple[frozenset[frozenset[str] | None], int | None]
 
 _MOST_NAMED: Final = 4  # pairs in one message
-_MOST_LOOKS: Final = 64  # by which engines serve a model: there may be as many of these as models
+_MOST_KEYS: Final = 64  # by which engines serve a model: there may be as many of these as models
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
@@ -74,7 +74,7 @@ class Candidates:
         self._half_open = [
             member for member in members if member is not None and member.life.state is _HALF_OPEN
         ]
-        self.looks = dict[_Key, Narrowed]()
+        self.narrowed_by_key = dict[_Key, Narrowed]()
         self.unmatched = dict[tuple[_Key, bool], str]()  # why no two engines fit
 
     @property
@@ -97,15 +97,15 @@ class Candidates:
         NoInstance.
         """
         key = self._key(hints.model, hints.rank)
-        narrowed = self.looks.get(key)
+        narrowed = self.narrowed_by_key.get(key)
         if narrowed is None:
             why = self.unmatched.get((key, may_be_alone))
             if why is not None:
                 raise NoMatchingInstance(why)
-            narrowed = self._look(key, hints, may_be_alone=may_be_alone)
-            if len(self.looks) >= _MOST_LOOKS:
-                del self.looks[next(iter(self.looks))]
-            self.looks[key] = narrowed
+            narrowed = self._narrow(key, hints, may_be_alone=may_be_alone)
+            if len(self.narrowed_by_key) >= _MOST_KEYS:
+                del self.narrowed_by_key[next(iter(self.narrowed_by_key))]
+            self.narrowed_by_key[key] = narrowed
         return narrowed
 
     def _key(self, model: str | None, rank: int | None) -> _Key:
@@ -134,7 +134,7 @@ class Candidates:
         known = [pair for pair in some if pair[1].models is not None] or some
         return [engine for engine, _ in known], [facts for _, facts in known]
 
-    def _look(self, key: _Key, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
+    def _narrow(self, key: _Key, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
         """Sort engines that serve the model into groups.
 
         Raises NoMatchingInstance: no two of them fit.
@@ -170,7 +170,7 @@ class Candidates:
             if grouping.pairs:
                 return grouping
         why = f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}"
-        if len(self.unmatched) >= _MOST_LOOKS:
+        if len(self.unmatched) >= _MOST_KEYS:
             self.unmatched.clear()
         self.unmatched[key, may_be_alone] = why
         raise NoMatchingInstance(why)

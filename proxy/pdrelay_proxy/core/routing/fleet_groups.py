@@ -29,7 +29,8 @@ def grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
     """Sort all engines that may serve into groups, whatever their models."""
     members = [member for member in registry.members() if member.life.state in SERVING]
     sides = [
-        [one for member in members if (one := member.as_role(role)) is not None] for role in Role
+        [instance for member in members if (instance := member.as_role(role)) is not None]
+        for role in Role
     ]
     yield
     return group_engines(sides[0], sides[1], registry.facts)
@@ -55,49 +56,49 @@ def fleet_groups_in_steps(
 
     Sorting, the longest step, takes some milliseconds among thousands of engines.
     """
-    found = yield from grouping_in_steps(registry)
+    grouping = yield from grouping_in_steps(registry)
     yield
-    shares = _shares(preference, found, may_be_alone=may_be_alone)
+    shares = _shares(preference, grouping, may_be_alone=may_be_alone)
     yield
     pairs = {share.group.name: share.weight for share in shares if not share.alone}
     alone = {share.group.name: share.weight for share in shares if share.alone}
     groups = {share.group.name: share.group for share in shares}
-    groups.update({group.name: group for group in found.groups if not group.prefill})
-    groups.update({group.name: group for group in _left_out(preference, found, shares)})
+    groups.update({group.name: group for group in grouping.groups if not group.prefill})
+    groups.update({group.name: group for group in _left_out(preference, grouping, shares)})
     rows = [
         EngineGroup(
             name, len(group.prefill), len(group.decode), pairs.get(name, 0.0), alone.get(name, 0.0)
         )
         for name, group in groups.items()
     ]
-    rows += _without_decode(registry, found.unpaired_prefill)
-    is_divided = not pairs.keys() <= {group.name for group in found.groups}  # by a preference
+    rows += _without_decode(registry, grouping.unpaired_prefill)
+    is_divided = not pairs.keys() <= {group.name for group in grouping.groups}  # by a preference
     return rows if len(rows) > 1 or is_divided else ()
 
 
 def _shares(
-    preference: PairPreference | None, found: Grouping, *, may_be_alone: bool
+    preference: PairPreference | None, grouping: Grouping, *, may_be_alone: bool
 ) -> Sequence[GroupShare]:
     """Divide the traffic as requests are divided."""
-    if not found.pairs:
+    if not grouping.pairs:
         return ()
-    shares = shares_of(found, may_be_alone=may_be_alone)
+    shares = shares_of(grouping, may_be_alone=may_be_alone)
     return shares.all if preference is None else preference.divide(shares).all
 
 
 def _left_out(
-    preference: PairPreference | None, found: Grouping, shares: Sequence[GroupShare]
+    preference: PairPreference | None, grouping: Grouping, shares: Sequence[GroupShare]
 ) -> Sequence[CompatibleGroup]:
     """List the engines whose partners are not preferred, and get no traffic."""
     if preference is None or not shares:
         return ()
     names = {
-        one.id
+        instance.id
         for share in shares
         for side in (share.group.prefill, share.group.decode)
-        for one in side
+        for instance in side
     }
-    return [part for group in found.pairs for part in preference.left_out(group, names)]
+    return [part for group in grouping.pairs for part in preference.left_out(group, names)]
 
 
 def _without_decode(registry: Registry, prefill: Sequence[Instance]) -> Sequence[EngineGroup]:

@@ -114,7 +114,7 @@ class FairRates:
 
     def __len__(self) -> int:
         if not self._sides:
-            self._look()
+            self._work_out()
         return self._size
 
     def __contains__(self, name: object) -> bool:
@@ -129,7 +129,7 @@ class FairRates:
         rate = self._known.get(name)
         if rate is None:
             if not self._sides:
-                self._look()
+                self._work_out()
             rates = [
                 max(least, _SPARE * parts[name]) for least, parts in self._sides if name in parts
             ]
@@ -137,7 +137,7 @@ class FairRates:
                 rate = self._known[name] = fsum(rates)
         return rate
 
-    def _look(self) -> None:
+    def _work_out(self) -> None:
         shares = self._shares.all
         known = self._shares
         decodes = _parts([(share.weight, share.group.decode) for share in shares])

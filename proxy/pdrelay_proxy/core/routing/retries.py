@@ -68,8 +68,8 @@ def held_to_account(
     made tokens.
     """
     if served_by is None:
-        return [each for each in broken[-1:] if each.is_break]
-    return [each for each in broken if each.is_break or each.instance.id != served_by]
+        return [answer for answer in broken[-1:] if answer.is_break]
+    return [answer for answer in broken if answer.is_break or answer.instance.id != served_by]
 
 
 class RetryAttempts:
@@ -165,9 +165,11 @@ class RetryAttempts:
         """
         if not self.accused:
             return ()
-        judged = [each for each in self.accused if each[0].role is witness.role or self.is_alone]
-        self.accused = [each for each in self.accused if each not in judged]
-        return [each for each in judged if each[0].id != witness.id]
+        judged = [
+            accused for accused in self.accused if accused[0].role is witness.role or self.is_alone
+        ]
+        self.accused = [accused for accused in self.accused if accused not in judged]
+        return [accused for accused in judged if accused[0].id != witness.id]
 
     def _unspoiled(self, known: Sequence[Instance]) -> Sequence[Instance]:
         return [instance for instance in known if instance.id not in self.avoided]

@@ -1,7 +1,8 @@
 """What a feature adds to the choice of engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pdrelay_proxy.core.fleet.pair_history import PairHistory
 from pdrelay_proxy.core.model import Instance, RoutingHints
@@ -11,6 +12,8 @@ from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.pairing import CacheWeighingPolicy
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_id_reader import PromptIdReader
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +44,20 @@ class RoutingParts:
     weigh: Callable[[PolicyParts], Weighing | None] = lambda _: None
     preference: PairPreference | None = None  # among engines that fit; only one feature may have it
     pair_history: PairHistory | None = None  # of engines that fit; only one feature may have it
+
+
+def merged(parts: Sequence[RoutingParts]) -> RoutingParts:
+    """Return what several features add together."""
+    return RoutingParts(
+        reports=_first(part.reports for part in parts),
+        id_reader=_first(part.id_reader for part in parts),
+        listeners=[listener for part in parts for listener in part.listeners],
+        policies=[name for part in parts for name in part.policies],
+        weigh=lambda policy_parts: _first(part.weigh(policy_parts) for part in parts),
+        preference=_first(part.preference for part in parts),
+        pair_history=_first(part.pair_history for part in parts),
+    )
+
+
+def _first(parts: Iterable[_T | None]) -> _T | None:
+    return next((part for part in parts if part is not None), None)

@@ -1,4 +1,4 @@
-"""Looks at engines beside the requests: whether they live, and what they are. httpx stops at this
+"""Asks engines, beside the requests, whether they live and what they are. httpx stops at this
 file.
 """
 
@@ -79,7 +79,7 @@ class _Version(msgspec.Struct):
 
 
 class HttpChecks:
-    """Opens a new connection for each look: to accept one is part of living."""
+    """Opens a new connection for each probe: to accept one is part of living."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class HttpChecks:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncGenerator[httpx.AsyncBaseTransport]:
-        """Give the transport of one look.
+        """Give the transport of one probe.
 
         There is no client in front of it: its cookies, redirects and logins, which no probe needs,
-        take a third of one.
+        take a third of its time.
         """
         if self._given is not None:
             yield self._given
@@ -110,7 +110,7 @@ class HttpChecks:
             yield transport
 
     async def probe(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
-        """Ask whether it lives, then, in a whole look, what it is.
+        """Ask whether it lives, then, in a whole probe, what it is.
 
         Raises ProbeFailed: it does not live.
         """

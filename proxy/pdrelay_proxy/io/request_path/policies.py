@@ -19,7 +19,7 @@ from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from pdrelay_proxy.core.routing.policies.session import Session
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S, PromptMemory
-from pdrelay_proxy.core.routing.routing_parts import RoutingParts
+from pdrelay_proxy.core.routing.routing_parts import RoutingParts, merged
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.caches import Caches
@@ -69,16 +69,11 @@ def fleet_of(
     ``turn``: where policies begin, so that several routers do not all begin with the same engine;
     ``added``: by features; ``later``: as in LiveFleet.
     """
-    id_reader = next((each.id_reader for each in added if each.id_reader is not None), None)
+    features = merged(added)
     fixed_mode = TRANSFER_POLICIES[settings.kv_transfer_mode].fixed
-    build = partial(LiveFleet, id_reader=id_reader, fixed_mode=fixed_mode, later=later)
-    listeners = [listener for each in added for listener in each.listeners]
-    by_features = [name for each in added for name in each.policies]
-    by_cache = (PolicyName.PREFIX, *by_features)
-    preference = next((each.preference for each in added if each.preference is not None), None)
-    history = next(
-        (each.pair_history for each in added if each.pair_history is not None), PairHistory()
-    )
+    build = partial(LiveFleet, id_reader=features.id_reader, fixed_mode=fixed_mode, later=later)
+    by_cache = (PolicyName.PREFIX, *features.policies)
+    history = PairHistory() if features.pair_history is None else features.pair_history
     names = settings.prefill_policy, settings.decode_policy
     if settings.return_kv and settings.decode_policy not in by_cache:
         names_known = " or ".join(by_cache)
@@ -93,28 +88,30 @@ def fleet_of(
         PairSelector,
         registry,
         short_alone=short_alone,
-        preference=preference,
+        preference=features.preference,
         pair_history=history,
     )
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-        return build(registry, select(GroupChoice(choice)), learned, clock, added=listeners)
-    reports = next((each.reports for each in added if each.reports is not None), None)
-    caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, reports)
+        return build(
+            registry, select(GroupChoice(choice)), learned, clock, added=features.listeners
+        )
+    caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, features.reports)
     loads = Loads(registry, clock)
     parts = PolicyParts(loads.of, dice, turn, caches, loads.kv_usage)
-    weighing = next((found for each in added if (found := each.weigh(parts)) is not None), None)
+    weighing = features.weigh(parts)
     spares = None if weighing is None else weighing.spares
+    listeners = features.listeners
     if weighing is not None:  # before the others: what is sent to an engine is no longer new to it
-        listeners.insert(0, weighing.listener)
+        listeners = [weighing.listener, *listeners]
     if weighing is not None and weighing.policy is not None:
         policy = weighing.policy
         bound = AloneBound(registry, clock, spares)
         shares = ShareBounds(registry)
         pairs = select(GroupChoice(policy, policy, bounds=shares), bound, weighing=policy)
         return build(registry, pairs, learned, clock, caches, remembers=True, added=listeners)
-    prefill, decode = (policy_of(name, parts, by_features) for name in names)
+    prefill, decode = (policy_of(name, parts, features.policies) for name in names)
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=weighing is None)
     if weighing is not None and settings.prefill_policy == PolicyName.PREFIX:
         # what weighs notes what engines are sent, once it has looked at what these have

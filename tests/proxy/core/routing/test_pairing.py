@@ -255,7 +255,7 @@ def test_what_is_remembered_is_bounded():
     for number in range(200):
         choose(registry, pairs, RoutingHints(model=str(number)))
 
-    assert sum(len(each.looks) for each in pairs._parts) <= 64
+    assert sum(len(each.narrowed_by_key) for each in pairs._parts) <= 64
 
 
 def test_the_engine_that_is_on_trial_is_the_one_whose_time_alone_counts():

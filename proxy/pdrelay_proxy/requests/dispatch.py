@@ -23,7 +23,7 @@ from pdrelay_proxy.core.protocol.usage import cache_usage
 from pdrelay_proxy.core.raw_json import NULL, encode_in_pieces
 from pdrelay_proxy.core.routing.retries import LegFailed
 from pdrelay_proxy.core.routing.routing_hints import with_model
-from pdrelay_proxy.errors import NoInstance, forget_frames
+from pdrelay_proxy.errors import NoInstance, ProxyError, forget_frames
 from pdrelay_proxy.requests.answering import Answering
 from pdrelay_proxy.requests.attempt import Attempt
 from pdrelay_proxy.requests.client_response import ClientResponse
@@ -346,6 +346,11 @@ class Dispatch(Answering):
         attempt.terms.begun()
         while not leg.is_over and leg.fault is None:
             client.check_stream(leg)
-            await life
+            try:
+                await life
+            except ProxyError:  # the request has no more time, or the router
+                if not leg.finish()[1]:
+                    raise
+                break  # its last event has passed
         client.check_stream(leg)
         client.end_stream(attempt, leg)

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.admission.lifetime import cut_short
 from pdrelay_proxy.errors import EngineError
 from support.clock import Clock
 from support.greedy import events, read
-from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of
+from support.scripted import DONE, EVENT, Scripted, call, never, pulled_prefill, router_of
+from support.simulated_loop import settle
 
 ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
@@ -71,6 +73,28 @@ async def test_behind_its_last_event_a_stream_is_whole(is_silent, at_once, resum
 
     assert (read(got)[3:], got.count(DONE), said, fault) == ((["length"], True), 1, None, None)
     assert legs == {("decode-0", "timeout" if is_silent else "bad_response"): 1}
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"n": 2}])
+async def test_a_router_that_ends_behind_the_last_event_of_a_stream_ends_it_well(fields, resumes):
+    """Its engine is about to end it, too: the client gets no error behind the end, nor the log one."""
+    stream = list(events({"prompt": "hi", "max_tokens": 3, "return_token_ids": resumes}, name="x"))
+
+    async def decode(_):
+        return 200, [*stream, never()]
+
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, resume_streams=resumes)
+    client = router.start(call(stream=True, **fields))
+    await settle()
+    client.request.interrupt(cut_short())
+    await client.end()
+
+    assert (read(client.body)[3:], client.body.count(DONE), client.record.error) == ((["length"], True), 1, None)
+    assert client.error is None
+    assert not engines.open
+    assert router.is_idle()
 
 
 async def test_a_stream_that_is_silent_too_long_is_given_up():

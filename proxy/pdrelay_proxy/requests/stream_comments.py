@@ -14,14 +14,15 @@ from pdrelay_proxy.requests.response import ResponseWriter
 _OK: Final = 200
 _COMMENT: Final = b": keep-alive\n\n"
 _ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")  # of an event
+_END_MOST: Final = 4  # bytes of one of these
 
 
 class CommentedResponse:
     """A client's response that may have comments. Implements ResponseWriter."""
 
     __slots__ = (
+        "_end",
         "_interval_s",
-        "_is_between",
         "_is_over",
         "_lines",
         "_quiet_since",
@@ -39,7 +40,7 @@ class CommentedResponse:
         self._lines = lines
         self._quiet_since = now
         self._wrote = False  # since it was asked last
-        self._is_between = True  # no event has begun and not ended
+        self._end = _ENDS[0]  # the last bytes written: they may be the end of an event
         self._is_over = False
         self.keep_alive = writer.keep_alive
 
@@ -48,7 +49,7 @@ class CommentedResponse:
         if self._wrote or self._is_over:
             self._wrote = False
             self._quiet_since = now
-        elif now - self._quiet_since >= self._interval_s and self._is_between:
+        elif now - self._quiet_since >= self._interval_s and self._end.endswith(_ENDS):
             self._quiet_since = now
             if self._writer.begun:
                 self._writer.write(_COMMENT)
@@ -98,4 +99,5 @@ class CommentedResponse:
     def _note(self, piece: bytes) -> None:
         if piece:
             self._wrote = True
-            self._is_between = piece.endswith(_ENDS)
+            end = piece if len(piece) >= _END_MOST else self._end + piece
+            self._end = end[-_END_MOST:]

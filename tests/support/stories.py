@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +15,7 @@ from uvicorn.server import ServerState
 
 from pdrelay_proxy import listeners
 from pdrelay_proxy.app import build
+from pdrelay_proxy.core.admission.lifetime import Stage, Step
 from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.features.expected_ttft.settings import EXPECTED_TTFT
 from pdrelay_proxy.features.first_token.settings import FirstTokenFrom
@@ -38,6 +40,7 @@ class Ask:
     method: str = "POST"
     sender: str | None = None  # whose key it has
     mistake: int | None = None  # the status that its client's own mistake gets
+    is_begun: bool = False  # some of the answer has come
 
 
 @dataclass
@@ -242,6 +245,8 @@ class Story:
     def __init__(self, seed):
         self.dice = dice = random.Random(seed)
         self.calm = dice.random() < 0.2  # no engine fails
+        self.ends_early = not self.calm and dice.random() < 0.15
+        self.is_over = False  # the router
         self.ask = dice.choice((any_ask, any_ask, plain_ask))
         self.trouble = 0.0 if self.calm else dice.choice((0.05, 0.2, 0.5))
         self.fleet = Fleet(
@@ -318,21 +323,22 @@ class Story:
         protocol = self.dice.choice((*[config.http_protocol_class] * 4, H11Protocol))  # uvicorn's own asks by ASGI
         self.protocol = partial(protocol, config=config, server_state=self.state, app_state={})
         try:
-            async with router.app.router.lifespan_context(router.app):
-                await asyncio.sleep(1)
-                async with asyncio.timeout(1000), asyncio.TaskGroup() as group:
-                    for _ in range(dice.randrange(3, 9)):
-                        group.create_task(self.client([self.ask(dice) for _ in range(dice.randrange(1, 4))]))
-                    if not self.calm:
-                        for _ in range(dice.randrange(5)):
-                            group.create_task(self.event())
-                await asyncio.sleep(20)
-                held = self.held()
-                for connection in tuple(self.state.connections):
-                    connection.shutdown()
+            async with asyncio.timeout(1000), asyncio.TaskGroup() as group:
+                async with router.app.router.lifespan_context(router.app):
+                    await asyncio.sleep(1)
+                    asks = [[self.ask(dice) for _ in range(dice.randrange(1, 4))] for _ in range(dice.randrange(3, 9))]
+                    clients = [group.create_task(self.client(each)) for each in asks]
+                    events = [] if self.calm else [group.create_task(self.event()) for _ in range(dice.randrange(5))]
+                    await (self.end_early() if self.ends_early else asyncio.wait([*clients, *events]))
+                    await asyncio.sleep(0 if self.ends_early else 20)
+                    held = {} if self.ends_early else self.held()
+                    for connection in tuple(self.state.connections):
+                        connection.shutdown()
+                self.is_over = True
         finally:
             logger.removeHandler(bugs)
         await asyncio.sleep(1)
+        held = held or self.held()
         for engine in self.fleet.engines.values():
             engine.die()
         await asyncio.sleep(1)
@@ -340,6 +346,15 @@ class Story:
         assert set(held.values()) == {0}, held
         assert asyncio.all_tasks() == {asyncio.current_task()}, asyncio.all_tasks()
         assert self.faults == [], self.faults[0]
+
+    async def end_early(self):
+        """End the router as its process does that is asked to, whatever is under way."""
+        dice, lifetime = self.dice, self.router.lifetime
+        await asyncio.sleep(dice.choice((0.1, 1, 2, 4)))
+        lifetime.on(Step.SHUTDOWN)
+        await asyncio.sleep(dice.choice((0, 1)))
+        lifetime.on(Step.GRACE_OVER)
+        await asyncio.sleep(dice.choice((0, 2, 10)))
 
     def held(self):
         """Return what the router holds of requests that are over."""
@@ -411,7 +426,8 @@ class Story:
         reader, writer = await self.connect()
         head = "x-api-key: sesame\r\nconnection: close\r\n"
         writer.write(request(f"/instances/{what}", json.dumps(named).encode(), head))
-        await reader.read()
+        with suppress(BrokenPipeError, ConnectionResetError):  # the router ends
+            await reader.read()
         writer.close()
 
     async def connect(self):
@@ -431,6 +447,8 @@ class Story:
         is_pipelined = dice.random() < 0.15
         reader = writer = None
         for place, ask in enumerate(asks):
+            if self.is_over:
+                break
             is_new = writer is None
             if is_new:
                 reader, writer = await self.connect()
@@ -460,7 +478,7 @@ class Story:
         except TimeoutError:
             return False
         except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
-            if may_be_closed:
+            if may_be_closed or (self.router.lifetime.stage is Stage.CLOSED and not ask.is_begun):
                 return False
             raise
         try:
@@ -474,6 +492,7 @@ class Story:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         if head.startswith("http/1.1 100 "):
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        ask.is_begun = True
         headers = dict(line.split(": ", 1) for line in head.strip().split("\r\n")[1:])
         body = b""
         if "content-length" in headers:

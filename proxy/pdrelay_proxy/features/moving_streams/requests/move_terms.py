@@ -233,7 +233,10 @@ class MoveAloneTerms(_MoveTerms):
         usable = () if self._goes_back else choice.usable(_DECODE)
         decodes = [decode for decode in usable if decode.id not in avoided]
         others = _with_room(decodes, self._move.full_engines())
-        return None, choice.choose_decode(others or [self._move.source])
+        engines = others or _with_same_weights(choice, self._move.source)
+        if not engines:
+            raise NoInstance("the engine that the stream has left has other weights by now")
+        return None, choice.choose_decode(engines)
 
     def body_alone(self, _choice: EngineChoice, /) -> Pieces:
         """Return the request for the rest."""
@@ -275,20 +278,20 @@ class RestAfterMove(RestTerms):
     def choose(self, choice: EngineChoice, /) -> tuple[Instance | None, Instance]:
         """Choose a decode engine; the one that the stream has left, if no other can go on."""
         source = self._source(choice)
-        return super().choose(choice) if source is None else (None, choice.choose_decode([source]))
+        return (None, choice.choose_decode(source)) if source else super().choose(choice)
 
     def rest(self, retries: RetryAttempts, body: Pieces, /) -> Terms:
         """Return those for the rest, should it break off once more."""
         return RestAfterMove(self.call, retries, body, self._move)
 
-    def _source(self, choice: EngineChoice) -> Instance | None:
+    def _source(self, choice: EngineChoice) -> Sequence[Instance]:
         avoided = self.retries.avoided
         if any(decode.id not in avoided for decode in choice.usable(_DECODE)):
-            return None
+            return ()
         member = choice.fleet.registry.get(self._move.source.id)
         if member is None or member.instance.id in avoided:
-            return None
-        return as_stream_source(member)
+            return ()
+        return _with_same_weights(choice, as_stream_source(member))
 
 
 def pair_for_move(
@@ -325,6 +328,13 @@ def pair_for_move(
     if prefill is None:
         raise NoMatchingInstance("no prefill engine can go on with the stream")
     return prefill, decode
+
+
+def _with_same_weights(choice: EngineChoice, source: Instance) -> Sequence[Instance]:
+    """Return the engine that a stream has left, unless it was replaced: it is drained, and its next
+    process may serve other files under the same name.
+    """
+    return choice.fleet.with_files([source], choice.plan.files)
 
 
 def _with_room(decodes: Sequence[Instance], full: Set[InstanceId]) -> Sequence[Instance]:

@@ -809,6 +809,27 @@ async def test_a_stream_that_breaks_off_behind_its_move_goes_back_if_nobody_else
     assert fleet.outcomes == {("moved",): 1}
 
 
+@pytest.mark.parametrize("begins", [True, False])
+async def test_a_stream_does_not_go_back_to_other_weights(begins):
+    """Its engine was drained to be replaced, and was: the client gets an error, and nothing of another model."""
+
+    async def breaking(leg):
+        fleet.router.registry.learn("decode-0", EngineCapabilities(root="/m/2"))
+        stream = list(events(json.loads(leg.body), name="cmpl-x"))
+        return 200, [*(stream[:5] if begins else []), EngineError("broke off")]
+
+    fleet = Fleet(then={"decode-1": breaking})
+    for name in ("decode-0", "decode-1"):
+        fleet.router.registry.learn(name, EngineCapabilities(root="/m/1"))
+    client = await cut_once(fleet)
+
+    first, *others = fleet.engines.of(Role.DECODE)
+    assert client.error[0] == "EngineError"
+    assert whole(Api.COMPLETIONS)[0].startswith(read(client.got)[0])
+    assert first.instance.id == "decode-0"
+    assert {leg.instance.id for leg in others} == {"decode-1"}
+
+
 @pytest.mark.parametrize("side", ["lender", "prefill", "decode"])
 async def test_engines_have_little_time_for_a_move(side):
     """The client waits: the rest of its stream comes from elsewhere. A lender has a quarter: it computes a block."""

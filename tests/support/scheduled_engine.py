@@ -224,7 +224,6 @@ class WorkerProcess:
             scheduler_endpoint=EngineEndpoint(EngineId(engine.agent), engine.address),
             token=token,
             timeout=TRANSFER,
-            zeroed={number for number, group in enumerate(engine_config.groups) if group.is_zeroed},
         )
         self.peers = PeerTable(link, FINGERPRINT, self.counters, retry_after=settings.retry_after)
         self.reader = PullReader(link, movers[1], self.peers, self.counters, info, timeout=TRANSFER)

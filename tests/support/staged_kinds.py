@@ -73,10 +73,9 @@ class StagedProcess:
         self.worker = PDRelayConnectorWorker(config, settings, WorkerRank(self.info.rank))
         if mode == "push":
             staging = HostBuffer(Slots(lends.slots), StreamCopier(engine, lends))
-            zeroed = {number for number, group in enumerate(config.groups) if group.is_zeroed}
             writer = PushWriter(
                 link, engine.make_agent(handshake.rank), counters, handshake.rank, scheduler_endpoint=scheduler,
-                token=handshake.token, timeout=TRANSFER, staging=staging, zeroed=zeroed,
+                token=handshake.token, timeout=TRANSFER, staging=staging,
             )  # fmt: skip
             self.runner = self.worker._push_writer = InMemoryRunner(writer, link)
         else:

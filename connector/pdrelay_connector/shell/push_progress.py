@@ -32,6 +32,7 @@ class PushProgress:
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
+        self._zeroed = frozenset(number for number, group in enumerate(groups) if group.is_zeroed)
         self._prefills: dict[str, _PrefillProgress] = {}  # by vLLM's id of the request
         self._names: set[RequestId] = set()  # of their transfers, and of those that are leased
         # for the next step, even if the model computes nothing
@@ -167,4 +168,6 @@ class PushProgress:
         progress.announced = [
             count + len(ids) for count, ids in zip(progress.announced, new, strict=True)
         ]
-        return ComputedBlocks(progress.name, progress.prompt, progress.attempt, new, tokens, last)
+        return ComputedBlocks(
+            progress.name, progress.prompt, progress.attempt, new, tokens, last, self._zeroed
+        )

@@ -446,9 +446,6 @@ class PDRelayConnectorWorker:
             staging=staging,
             sampling=Sampling(self._settings.verify_share, self._settings.verify_blocks),
             cache=self._registered.cache,
-            zeroed={
-                number for number, group in enumerate(self._engine_config.groups) if group.is_zeroed
-            },
         )
 
     def _recovering(self, mover: NixlTransferAgent, counters: Counters) -> RecoveringAgent:

@@ -33,6 +33,11 @@ class Engine:
         self.streams.begin(request, RequestId(name), "digest")
         return request
 
+    def finished(self, request):
+        """Return the last piece of a prompt."""
+        self.streams.finish(request, [[7, 8, 9] for _ in self.streams._groups])
+        return self.step_of_all_groups()[-1]
+
     def step(self, *scheduled, state=True, resumed=(), **others):
         """Schedule (request, tokens, block table of the one group) and return the pieces for the workers."""
         of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
@@ -71,6 +76,14 @@ class Engine:
 @pytest.fixture
 def engine():
     return Engine()
+
+
+def test_the_workers_hear_of_which_groups_they_must_write_all(engine):
+    """VLLM zeroes the blocks of these groups, unless they are filled: the decode engine fills them by our writes."""
+    assert engine.finished(engine.begin()).zeroed == frozenset()
+    engine = Engine(CacheGroup(SIZE), CacheGroup(SIZE, is_zeroed=True))
+
+    assert engine.finished(engine.begin()).zeroed == {1}
 
 
 def test_a_step_tells_what_the_steps_before_have_completed(engine):

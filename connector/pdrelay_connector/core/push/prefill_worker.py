@@ -10,7 +10,7 @@ which overwrites what the first one wrote, after its writes have ended.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
 
 from pdrelay_connector.core.counters import Counters
@@ -81,9 +81,7 @@ class PushWriter:
         staging: HostBuffer[PartWriteId] | None = None,
         sampling: Sampling | None = None,
         cache: CacheReader | None = None,
-        zeroed: Container[int] = (),
     ) -> None:
-        """``zeroed``: the groups whose new blocks vLLM zeroes, unless we fill them."""
         self._link = link
         self._transfer_agent = transfer_agent
         self._counters = counters
@@ -91,7 +89,6 @@ class PushWriter:
         self._block_sizes = block_sizes(own)
         # the groups that keep one
         self._states = {region.group for region in own.regions if region.state}
-        self._zeroed = zeroed
         self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.worker, token))
         self._timeout = timeout
         self._sampling = sampling  # absent, as is the cache: no checksums are taken
@@ -224,7 +221,7 @@ class PushWriter:
         if source is None or source.attempt != piece.attempt:
             groups: list[list[BlockId]] = [[] for _ in piece.groups]
             source = self._sources[piece.request] = PromptBlocks(
-                piece.prompt, piece.attempt, groups
+                piece.prompt, piece.attempt, groups, piece.zeroed
             )
         for earlier, new in zip(source.groups, piece.groups, strict=True):
             earlier += new
@@ -336,7 +333,7 @@ class PushWriter:
             if group in self._states
             else _stretch(
                 group, lent, (start, until), source.groups[group], (sizes[group], theirs[group])
-            )._replace(whole=group in self._zeroed)
+            )._replace(whole=group in source.zeroed)
             for group, lent in enumerate(job.order.groups)
             if group in sizes and group in theirs  # a pipeline stage may have no layer of a group
         ]

@@ -1,15 +1,12 @@
 """One push on a prefill worker: its computed blocks, its decode engine, and its state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from pdrelay_connector.core.ids import BlockId, ConnId, RequestId
-from pdrelay_connector.core.messages import (
-    RankInfo,
-    RegisterPush,
-)
+from pdrelay_connector.core.messages import RankInfo, RegisterPush
 from pdrelay_connector.core.push.part_writer import PartWriteId
 from pdrelay_connector.core.state_machine import transition
 from pdrelay_connector.core.transfer.remote_memory import RemoteRank
@@ -25,6 +22,8 @@ class ComputedBlocks(NamedTuple):
     groups: Sequence[Sequence[BlockId]]
     tokens: int  # how many are computed, from the first on
     last: bool  # the prompt is complete
+    # groups whose new blocks vLLM zeroes unless they are filled: all of each block is written
+    zeroed: Set[int] = frozenset()
 
 
 class TransferOver(NamedTuple):
@@ -69,6 +68,7 @@ class PromptBlocks:
     prompt: str | None
     attempt: int
     groups: list[list[BlockId]]
+    zeroed: Set[int]  # as in ComputedBlocks
     tokens: int = 0
     complete: bool = False
 

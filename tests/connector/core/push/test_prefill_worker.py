@@ -30,7 +30,7 @@ from pdrelay_connector.core.push.push_job import (
 from pdrelay_connector.core.session.scheduler_link import RETRY
 from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL
 from pdrelay_connector.io.in_memory import pieces_of
-from support.engines import BLOCK_SIZE, lent, rank_info
+from support.engines import BLOCK_SIZE, changed, lent, rank_info
 from support.recording_agent import RecordingAgent
 from support.recording_link import ConnectingLink
 
@@ -41,14 +41,14 @@ T, R, TIMEOUT = RequestId("t"), RequestId("d-a"), 20.0
 class Harness:
     """A writer, and everybody it talks to."""
 
-    def __init__(self, link=None, counters=None):
+    def __init__(self, link=None, counters=None, rank=rank_info("p", rank=1, ranks=2)):  # noqa: B008 (it is frozen)
         self.link, self.counters = link or ConnectingLink(), counters or Counters()
         self.mover, self.now = RecordingAgent(), 0.0
         self.writer = PushWriter(
             self.link,
             self.mover,
             self.counters,
-            rank_info("p", rank=1, ranks=2),
+            rank,
             scheduler_endpoint=HOME,
             token=b"token",
             timeout=TIMEOUT,
@@ -146,6 +146,23 @@ def test_a_write_is_counted_before_the_scheduler_receives_its_end():
     message, report = told_by_then[-1]
     assert message == PushWritten(D, R)
     assert ([sample.peer for sample in report.transfers], report.counters["pushes"]) == (["d"], 1)
+
+
+def test_all_of_a_block_is_written_where_vllm_would_zero_it():
+    """What it held before may be another group's bytes, which a kernel takes for NaN."""
+    whole = rank_info("p")
+    (region,) = whole.regions
+    rows = changed(region, count=2 * region.count, tokens=BLOCK_SIZE // 2, rows=2, row_stride=region.row_stride // 2)
+    sizes = {}
+    for zeroed in (frozenset(), frozenset({0})):
+        harness = Harness(rank=changed(whole, regions=(rows,)))
+        harness.hear(PeerMemory(D, changed(whole, agent=b"d", regions=(rows,)), "d"))
+        order = RegisterPush(R, T, None, (changed(lent(0, [5])[0], stop=1),))
+        harness.hear(StartPush(D, order))
+        harness.writer.add_computed(ComputedBlocks(T, None, 0, [[3]], 1, True, zeroed), now=0.0)
+        sizes[zeroed] = sum(int(length) for _, spans in harness.mover.posted for *_, length in spans)
+
+    assert sizes == {frozenset(): region.row_stride // 2, frozenset({0}): region.row_stride}
 
 
 def test_what_the_device_has_not_finished_is_not_written(harness):

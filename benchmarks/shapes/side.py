@@ -13,12 +13,9 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes.cases import CASES, MEMORY, TOKEN
-from pdrelay_connector.core.layout.transfer_plan import (
-    TokenRange,
-    check_shapes,
-    needed_ranks,
-    pull_route,
-)
+from pdrelay_connector.core.layout.shape_checks import check_shapes
+from pdrelay_connector.core.layout.source_ranks import needed_ranks
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, pull_route
 from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.core.ports import XferOutcome
 from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register

@@ -20,7 +20,8 @@ with warnings.catch_warnings():
 
 from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
-from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route, push_route
+from pdrelay_connector.core.layout.shape_checks import check_shapes
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, pull_route, push_route
 from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.core.ports import XferOutcome
 

@@ -7,6 +7,8 @@ import dataclasses
 import importlib
 import warnings
 
+from msgspec.structs import replace
+
 from pdrelay_connector.core.layout import transfer_plan
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.core.messages import RankInfo
@@ -131,23 +133,24 @@ def _without_rings(spans):
 
 
 def swap_heads_and_tokens_here(patch):
-    geometry = transfer_plan._geometry
+    of = transfer_plan.Side.of
 
-    def swapped(whose, region, *shard):
-        found = geometry(whose, region, *shard)
-        if whose != "our" or found.tokens * found.parts == 1:
-            return found
-        return found._replace(head_stride=region.token_stride, token_stride=region.head_stride)
+    def swapped(info, region, whose="our"):
+        side = of(info, region, whose)
+        if whose != "our" or region.tokens * region.parts == 1:
+            return side
+        shape = replace(side.shape, head_stride=region.token_stride, token_stride=region.head_stride)
+        return side._replace(shape=shape)
 
-    patch.setattr(transfer_plan, "_geometry", swapped)
+    patch.setattr(transfer_plan.Side, "of", swapped)
 
 
 def take_the_next_block(patch):
-    block_ids = transfer_plan._BlockGeometry.block_ids
+    block_ids = transfer_plan.Side.block_ids
     patch.setattr(
-        transfer_plan._BlockGeometry,
+        transfer_plan.Side,
         "block_ids",
-        lambda self, tokens, blocks: block_ids(self, tokens, blocks) % (self.blocks - 1) + (self.whose != "our"),
+        lambda self, tokens, blocks: block_ids(self, tokens, blocks) % (self.shape.blocks - 1) + (self.whose != "our"),
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pdrelay_connector.core.control import ControlPlane
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
-from pdrelay_connector.core.layout.transfer_plan import heads_of
+from pdrelay_connector.core.layout.source_ranks import heads_of
 from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.lease.kv_params import PushParams
 from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseTable

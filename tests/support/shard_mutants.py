@@ -7,6 +7,7 @@ from pdrelay_connector.core.layout import transfer_plan
 from pdrelay_connector.core.layout.shards import Shard
 
 PLAN = "pdrelay_connector.core.layout.transfer_plan"
+SOURCES = "pdrelay_connector.core.layout.source_ranks"
 
 
 def keep_one_token_in_turn(patch):
@@ -50,16 +51,16 @@ def round_a_part_down(patch):
 
 def read_of_one_rank(patch):
     """As of latent vectors that each rank has."""
-    patch.setattr(f"{PLAN}.shards_in_common", lambda number, here, part: range(part % number, part % number + 1))
+    patch.setattr(f"{SOURCES}.shards_in_common", lambda number, here, part: range(part % number, part % number + 1))
 
 
 def read_of_the_first_copies(patch):
-    patch.setattr(f"{PLAN}.shards_in_common", lambda number, here, part: range(min(number, 1)))
+    patch.setattr(f"{SOURCES}.shards_in_common", lambda number, here, part: range(min(number, 1)))
 
 
 def take_rows_where_parts_differ(patch):
     """As if a row of one side were one of the other."""
-    patch.setattr(f"{PLAN}._unit", lambda their, our: min(their.tokens, our.tokens) * our.covers)
+    patch.setattr(f"{PLAN}._unit", lambda their, our: min(their.shape.tokens, our.shape.tokens) * our.shape.covers)
 
 
 def take_places_for_tokens(patch):

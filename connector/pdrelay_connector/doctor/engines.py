@@ -10,7 +10,7 @@ import msgspec
 from pdrelay_connector.core.doctor.examination import shortened
 from pdrelay_connector.core.doctor.finding import Finding, refusal
 from pdrelay_connector.core.ids import Address, EngineId
-from pdrelay_connector.core.layout.transfer_plan import check_layers, check_shapes
+from pdrelay_connector.core.layout.shape_checks import check_layers, check_shapes
 from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
 from pdrelay_connector.core.session.handshake import HandshakeClient
 from pdrelay_connector.core.session.peers import mismatch

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from support import kinds_table
     from support.cache_kinds import Pair, Shape, push_at_once, stories
 
-from pdrelay_connector.core.layout.transfer_plan import check_shapes
+from pdrelay_connector.core.layout.shape_checks import check_shapes
 from pdrelay_connector.errors import IncompatiblePeer, UnsupportedCache
 from support.kinds_table import KINDS
 from support.story_seeds import SEEDS, story_marks

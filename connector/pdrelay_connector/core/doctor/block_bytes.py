@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pdrelay_connector.core.layout.transfer_plan import heads_of
+from pdrelay_connector.core.layout.source_ranks import heads_of
 from pdrelay_connector.errors import SettingsError
 
 BYTES_OF: Mapping[str, int] = {

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from pdrelay_connector.core.ids import BlockId
-from pdrelay_connector.core.layout.transfer_plan import TokenRange, shared_regions
+from pdrelay_connector.core.layout.source_ranks import shared_regions
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.messages import MAX_PART, RankInfo, Region
 
 # a part takes at most one such share of a staging buffer: several loads are under way at the same
@@ -37,9 +37,9 @@ def share_of(region: Region) -> int:
     return min(MAX_PART, max(1, (region.blocks - 1) // SHARE))
 
 
-def block_sizes(*ranks: RankInfo) -> dict[int, int]:
+def block_sizes(rank: RankInfo) -> dict[int, int]:
     """Return the tokens of a block, by KV cache group, for the groups of a rank's layers."""
-    return {region.group: region.block_size for rank in ranks for region in rank.regions}
+    return {region.group: region.block_size for region in rank.regions}
 
 
 def of_rank(token_ranges: Iterable[TokenRange], rank: RankInfo) -> list[TokenRange]:
@@ -83,14 +83,5 @@ def _pieces(
     start = whole.start
     while start < whole.stop:
         stop = min(whole.stop, (start // step + 1) * step)
-        remote = _blocks(whole.remote, whole.start, start, stop, their_block_size)
-        local = _blocks(whole.local, whole.start, start, stop, our_block_size)
-        yield whole._replace(start=start, stop=stop, remote=remote, local=local)
+        yield whole.part(start, stop, remote_size=their_block_size, local_size=our_block_size)
         start = stop
-
-
-def _blocks(
-    blocks: Sequence[BlockId], origin: int, start: int, stop: int, size: int
-) -> Sequence[BlockId]:
-    first = origin // size
-    return blocks[start // size - first : -(-stop // size) - first]

@@ -16,13 +16,9 @@ from math import lcm
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import BlockId, ConnId, EngineEndpoint, RequestId
 from pdrelay_connector.core.layout.parts import block_sizes, cut
-from pdrelay_connector.core.layout.transfer_plan import (
-    TokenRange,
-    check_shapes,
-    provides,
-    push_route,
-    shared_regions,
-)
+from pdrelay_connector.core.layout.shape_checks import check_shapes
+from pdrelay_connector.core.layout.source_ranks import shared_regions
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, push_route
 from pdrelay_connector.core.messages import (
     MAX_REASON,
     LentBlocks,
@@ -198,10 +194,9 @@ class PushWriter:
                 return
             peer.rank = theirs
             peer.block_sizes |= block_sizes(theirs)
-            if provides(self._own, theirs):
-                peer.remote_ranks[theirs.worker] = RemoteRank(
-                    self._transfer_agent.attach(theirs), push_route(self._own, theirs)
-                )
+            if route := push_route(self._own, theirs):
+                handle = self._transfer_agent.attach(theirs)
+                peer.remote_ranks[theirs.worker] = RemoteRank(handle, route)
         except ConnectorError as exc:
             self._counters.count("handshakes_failed")
             peer.objection = str(exc)
@@ -331,9 +326,12 @@ class PushWriter:
         token_ranges = [
             _state(group, lent, until, source.groups[group])
             if group in self._states
-            else _stretch(
-                group, lent, (start, until), source.groups[group], (sizes[group], theirs[group])
-            )._replace(whole=group in source.zeroed)
+            else _lent_tokens(group, lent, source, sizes[group]).part(
+                max(lent.start, start),
+                min(lent.stop, until),
+                remote_size=theirs[group],
+                local_size=sizes[group],
+            )
             for group, lent in enumerate(job.order.groups)
             if group in sizes and group in theirs  # a pipeline stage may have no layer of a group
         ]
@@ -399,20 +397,11 @@ class PushWriter:
             self._scheduler.send(event)
 
 
-def _stretch(
-    group: int,
-    lent: LentBlocks,
-    span: tuple[int, int],
-    blocks: Sequence[BlockId],
-    sizes: tuple[int, int],
-) -> TokenRange:
-    """Return a group's tokens to write, from one to another, with our blocks and theirs."""
-    start = max(lent.start, span[0])
-    stop = min(lent.stop, span[1])
-    ours, theirs = sizes
-    first = lent.start // theirs
-    remote = lent.blocks[start // theirs - first : -(-stop // theirs) - first]
-    return TokenRange(group, start, stop, remote, blocks[start // ours : -(-stop // ours)])
+def _lent_tokens(group: int, lent: LentBlocks, source: PromptBlocks, size: int) -> TokenRange:
+    """Return the tokens of a group for which blocks are lent; ``size``: tokens of our blocks."""
+    own = source.groups[group][lent.start // size :]
+    whole = group in source.zeroed
+    return TokenRange(group, lent.start, lent.stop, lent.blocks, own, whole)
 
 
 def _state(group: int, lent: LentBlocks, until: int, blocks: Sequence[BlockId]) -> TokenRange:

@@ -11,7 +11,7 @@ from typing import Final
 
 from pdrelay_connector.core.counters import UNREACHABLE, Counters
 from pdrelay_connector.core.ids import Address, ConnId, EngineId
-from pdrelay_connector.core.layout.transfer_plan import check_layers, check_shapes
+from pdrelay_connector.core.layout.shape_checks import check_layers, check_shapes
 from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
 from pdrelay_connector.core.ports import (
     ConnectFailed,

@@ -4,14 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pdrelay_connector.core.ids import EngineId
-from pdrelay_connector.core.layout.transfer_plan import (
-    Route,
-    Spans,
-    TokenRange,
-    check_shapes,
-    needed_ranks,
-    pull_route,
-)
+from pdrelay_connector.core.layout.shape_checks import check_shapes
+from pdrelay_connector.core.layout.source_ranks import needed_ranks
+from pdrelay_connector.core.layout.transfer_plan import Route, Spans, TokenRange, pull_route
 from pdrelay_connector.core.messages import RankInfo
 from pdrelay_connector.core.ports import TransferAgent
 from pdrelay_connector.errors import ConnectorError, IncompatiblePeer

@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrelay_connector.core.layout.transfer_plan import (
-    TokenRange,
-    check_shapes,
-    needed_ranks,
-    provides,
-    pull_route,
-    push_route,
-    runs_per_block,
-)
+from pdrelay_connector.core.layout.shape_checks import check_shapes
+from pdrelay_connector.core.layout.source_ranks import needed_ranks
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, pull_route, push_route, runs_per_block
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.errors import IncompatiblePeer
 from support.searching import examples
@@ -117,7 +111,7 @@ def check_move(p, d, start, stop, *, pull, seed=0, whole=False):
         for source in sources:
             ours, theirs = (target.info, source.info) if pull else (source.info, target.info)
             check_shapes(ours, theirs)
-            assert provides(source.info, target.info) == (source.rank in needed)
+            assert bool(push_route(source.info, target.info)) == (source.rank in needed)
             spans = (pull_route if pull else push_route)(ours, theirs).spans([token_range])
             assert not len(spans) or source.rank in needed
             for there, here, length in spans.tolist():

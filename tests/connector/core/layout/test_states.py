@@ -5,7 +5,8 @@ import pytest
 
 from pdrelay_connector.core.layout.cache_groups import CacheGroup, left_out_tokens, moved_tokens
 from pdrelay_connector.core.layout.parts import cut
-from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route
+from pdrelay_connector.core.layout.shape_checks import check_shapes
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, pull_route
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.errors import IncompatiblePeer
 from support.engines import changed, rank_info

@@ -9,18 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrelay_connector.core.layout.transfer_plan import (
-    TokenRange,
-    check_shapes,
-    head_sources,
-    heads_of,
-    merge,
-    needed_ranks,
-    provides,
-    pull_route,
-    push_route,
-    runs_per_block,
-)
+from pdrelay_connector.core.layout.shape_checks import check_shapes
+from pdrelay_connector.core.layout.source_ranks import heads_of, needed_ranks
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, merge, pull_route, push_route, runs_per_block
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.errors import IncompatiblePeer, ProtocolViolation
 from support.searching import examples
@@ -34,7 +25,6 @@ def fits(heads, ranks):
 
 
 MEETINGS = [(p, d, heads) for p in SIZES for d in SIZES for heads in SIZES if fits(heads, p) and fits(heads, d)]
-SHARDS = [(ranks, heads) for ranks in SIZES for heads in SIZES if fits(heads, ranks)]
 CUTS = [  # rows and tokens of a row, here and there
     (rows, tokens, rows_there, tokens_there)
     for rows in (1, 2, 3, 4)
@@ -240,7 +230,7 @@ def check_reached(world, reached):
     """Check that engines know beforehand whom they meet: with every group moved, just those that moved something."""
     sources, targets = ([side.info for side in sides] for sides in (world.sources, world.targets))
     needed = {(source.rank, target.rank) for target in targets for source in needed_ranks(target, sources)}
-    served = {(source.rank, target.rank) for source in sources for target in targets if provides(source, target)}
+    served = {(source.rank, target.rank) for source in sources for target in targets if push_route(source, target)}
     assert needed == served
     assert reached <= needed
     if all(group.start < group.stop for group in world.groups):
@@ -383,59 +373,6 @@ def test_a_huge_stretch_costs_nothing_before_its_blocks_are_counted():
     """A peer's numbers are only as good as the blocks it names."""
     with pytest.raises(ProtocolViolation, match="need 4398046511104 of the peer's blocks"):
         pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(0, 0, 1 << 46, [1], [1])])
-
-
-@pytest.mark.parametrize(("ranks", "ranks_here", "heads"), MEETINGS)
-def test_every_head_is_taken_once_from_a_rank_that_has_it(ranks, ranks_here, heads):
-    """And the ranks that keep the same head are asked equally often, or once less."""
-    asked = Counter()
-    for rank_here in range(ranks_here):
-        found = head_sources(heads, ranks, ranks_here, rank_here)
-        taken = [head for owner in found for head in range(owner.first, owner.last)]
-        assert taken == list(range(*heads_of(heads, ranks_here, rank_here)))
-        assert len({owner.rank for owner in found}) == len(found)
-        for rank, first, last in found:
-            kept = heads_of(heads, ranks, rank)
-            assert kept[0] <= first < last <= kept[1]
-        asked.update((head, owner.rank) for owner in found for head in range(owner.first, owner.last))
-    for head in range(heads):
-        loads = [
-            asked[head, rank]
-            for rank in range(ranks)
-            if heads_of(heads, ranks, rank)[0] <= head < heads_of(heads, ranks, rank)[1]
-        ]
-        assert max(loads) - min(loads) <= 1
-
-
-@pytest.mark.parametrize(("ranks", "heads"), SHARDS)
-def test_equal_engines_pair_up(ranks, heads):
-    """Each rank takes everything from the same rank: one peer to meet."""
-    for rank in range(ranks):
-        assert [owner.rank for owner in head_sources(heads, ranks, ranks, rank)] == [rank]
-
-
-@pytest.mark.parametrize(("ranks", "heads"), SHARDS)
-def test_heads_are_shared_out_as_vllm_does(ranks, heads):
-    """In equal parts, or one head for several ranks in a row."""
-    kept = [list(range(*heads_of(heads, ranks, rank))) for rank in range(ranks)]
-    once = [head for head in range(heads) for _ in range(max(ranks // heads, 1))]
-
-    assert [head for part in kept for head in part] == once
-    assert len({len(part) for part in kept}) == 1
-
-
-@pytest.mark.parametrize(("ranks", "heads"), [(3, 8), (8, 6), (4, 6)])
-def test_heads_that_cannot_be_shared_out_are_refused_with_both_numbers(ranks, heads):
-    """vLLM has no rule for it either."""
-    with pytest.raises(IncompatiblePeer, match=f"{heads} KV heads on {ranks} tensor-parallel ranks; one must be"):
-        heads_of(heads, ranks, 0)
-
-
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_that_its_engine_does_not_have_is_refused(rank):
-    """It would keep heads that do not exist."""
-    with pytest.raises(IncompatiblePeer, match=f"rank {rank} of an engine of 4 ranks"):
-        heads_of(8, 4, rank)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_connector.core.control import ControlPlane
-from pdrelay_connector.core.layout.transfer_plan import check_layers, needed_ranks
+from pdrelay_connector.core.layout.shape_checks import check_layers
+from pdrelay_connector.core.layout.source_ranks import needed_ranks
 from pdrelay_connector.core.lease.kv_params import PushParams
 from pdrelay_connector.core.messages import PushWritten
 from pdrelay_connector.core.results import LoadResult

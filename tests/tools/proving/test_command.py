@@ -37,6 +37,15 @@ def test_the_three_pages_have_the_findings(prove, fleet, tmp_path):
     assert {stat.S_IMODE(page.stat().st_mode) for page in pages} == {0o600}
 
 
+def test_a_report_that_cannot_be_written_takes_no_verdict_along(prove):
+    """The run may have taken ten minutes."""
+    found = prove("--only", "siblings", "--report", "/proc/page.md")
+
+    assert found.code == 2
+    assert found.said.out == "1 checks: 1 passed; 0 findings.\n"
+    assert "--report /proc/page.md cannot be written: " in found.said.err
+
+
 def test_words_of_engines_are_no_markup(prove, fleet, tmp_path):
     """Nobody trusts what an engine answers: not a browser, not a terminal."""
     fleet.d.inject(SimulatedFault(FaultKind.STATUS, body=EVIL))

@@ -201,6 +201,7 @@ def run(args: argparse.Namespace) -> int:
         # an engine may be frozen
         with on_end_signals(running.interrupt), _started(args) as children:
             report = asyncio.run(running.until_ended(_prove(args, checks, children)))
+        sys.stdout.write(f"{report.verdict}\n")
         for path in args.report:
             _write(path, report)
     except (ConfigError, CheckAborted, ChildFailed) as exc:
@@ -210,7 +211,6 @@ def run(args: argparse.Namespace) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("pdrelay prove: interrupted; no page was written\n")
         return COULD_NOT_RUN
-    sys.stdout.write(f"{report.verdict}\n")
     return report.exit_code
 
 

@@ -42,7 +42,7 @@ def test_a_report_that_cannot_be_written_takes_no_verdict_along(prove):
     found = prove("--only", "siblings", "--report", "/proc/page.md")
 
     assert found.code == 2
-    assert found.said.out == "1 checks: 1 passed; 0 findings.\n"
+    assert found.said.out == "1 check: 1 passed; 0 findings.\n"
     assert "--report /proc/page.md cannot be written: " in found.said.err
 
 

@@ -163,6 +163,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a row for each policy; return the exit code: 0, or 2 if there is nothing to replay."""
     try:
+        if args.plot is not None:
+            _write(args.plot, "")  # a replay may take minutes
         trace = _trace(args)
         decode_model = None if args.decode_engine is None else read_engine_model(args.decode_engine)
         odd_model = None if args.odd_engine is None else read_engine_model(args.odd_engine)

@@ -54,8 +54,12 @@ class RunReport:
         ]
         finding_count = sum(len(check.findings) for check in self.checks)
         parts = [f"{count} {state}" for state, count in counts if count]
-        findings = f"{finding_count} finding{'' if finding_count == 1 else 's'}"
-        return f"{len(self.checks)} checks: {', '.join(parts)}; {findings}."
+        checks = _counted(len(self.checks), "check")
+        return f"{checks}: {', '.join(parts)}; {_counted(finding_count, 'finding')}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def sign(state: CheckState) -> str:

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from pdrelay_connector.settings import Settings as ConnectorSettings
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.request_record import RequestOutcome
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 from pdrelay_proxy.known_settings import OPTIONS
 from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
 

@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.model import Api, GenerationRequest, LegOrder, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
@@ -19,7 +20,6 @@ from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import BadRequest, PathNotServed, ProxyError
 from pdrelay_proxy.features import feature_policies
 from pdrelay_proxy.features.pairs.core.pair_health import TRIAL_S
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings
 from support.bodies import BASE
 from support.scripted import Scripted, call, good_decode, params_of, prefilled, pulled_prefill, router_of

@@ -13,9 +13,9 @@ from typing import Final
 from pdrelay_proxy.building.engines import EngineSide, Fabric, build_engines
 from pdrelay_proxy.core.fleet.fleet_warnings import fleet_warnings, pair_differences
 from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.peer_metrics import read_failures, read_moved
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.features import pairs_within
-from pdrelay_proxy.features.pairs.core.peer_metrics import read_failures, read_moved
 from pdrelay_proxy.io.fair_timeout import FairTimeout
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.settings import Settings

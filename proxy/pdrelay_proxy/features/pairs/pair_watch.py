@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Final
 
+from pdrelay_proxy.core.fleet.peer_metrics import read_failures, read_moved, read_totals
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.features.pairs.core.peer_loads import PeerLoads
-from pdrelay_proxy.features.pairs.core.peer_metrics import read_failures, read_moved, read_totals
 from pdrelay_proxy.features.pairs.core.peer_rates import PeerRates
 from pdrelay_proxy.features.pairs.io.pair_notes import OURS, PairNotes
 

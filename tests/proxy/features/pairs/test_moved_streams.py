@@ -4,10 +4,10 @@ import asyncio
 import json
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.model import EngineResponse, Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.features.pairs.core.pair_health import PairState
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 from support.greedy import events, read
 from support.scripted import Scripted, call, params_of, prefilled, pulled_prefill, request_id, router_of, until
 

@@ -9,8 +9,8 @@ from typing import Final, TypeAlias
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, fit
 from pdrelay_proxy.core.fleet.fleet_models import first_of
 from pdrelay_proxy.core.fleet.member import Member
+from pdrelay_proxy.core.fleet.peer_metrics import Moved
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.features.pairs.core.peer_metrics import Moved
 
 OURS: Final = "pdrelay"
 _SHORTEST: Final = 128  # tokens of the prompt: a decode engine may count one less for each request

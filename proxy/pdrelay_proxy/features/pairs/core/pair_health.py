@@ -13,8 +13,8 @@ from typing import Final
 
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.core.fleet.pair_history import Pair, PairTrouble
+from pdrelay_proxy.core.fleet.peer_metrics import LASTING, PairFailure
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.features.pairs.core.peer_metrics import LASTING, PairFailure
 
 MOST: Final = 4096  # pairs that are remembered for their failures
 # Decode engines that avoid the same prefill engines are of one group

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from pdrelay_proxy.core.fleet.peer_metrics import FAILURES_BY_NAME, PairFailure, Totals
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.features.pairs.core.pair_health import OF_THE_PAIR
-from pdrelay_proxy.features.pairs.core.peer_metrics import FAILURES_BY_NAME, PairFailure, Totals
 
 _LOADED: Final = "loaded"
 

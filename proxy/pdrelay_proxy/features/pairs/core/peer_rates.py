@@ -9,8 +9,8 @@ carry may be more.
 from collections.abc import Mapping
 from typing import Final
 
+from pdrelay_proxy.core.fleet.peer_metrics import Moved
 from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.features.pairs.core.peer_metrics import Moved
 
 _LEAST_S: Final = 1e-6  # of transfers, from which on there is a rate
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.pair_history import Pair, PairHistory, PairTrouble
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, Role, RoutingHints
 from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
@@ -20,7 +21,6 @@ from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
 from pdrelay_proxy.features.pairs.core.pair_modes import PairModes
 from pdrelay_proxy.features.pairs.core.pair_trials import PairTrials
 from pdrelay_proxy.features.pairs.core.peer_loads import PeerNews
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 
 logger = logging.getLogger(__name__)
 OURS: Final = "pdrelay"  # an engine's metrics show which connector it has

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.pair_history import PairTrouble
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.features.pairs.core.pair_health import (
     MOST_SETS,
     OF_THE_PAIR,
@@ -17,7 +18,6 @@ from pdrelay_proxy.features.pairs.core.pair_health import (
     PairHealth,
     PairState,
 )
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 
 PAIR = ("prefill-0", "decode-0")
 MAX_REST_S = 100.0

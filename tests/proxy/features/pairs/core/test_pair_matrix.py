@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.features.pairs.core.pair_health import PairHealth
 from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
 from pdrelay_proxy.features.pairs.core.pair_modes import PairModes
 from pdrelay_proxy.features.pairs.core.pair_rows import pair_rows, worst_rows
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 
 A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
 

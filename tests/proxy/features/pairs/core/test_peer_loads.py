@@ -1,7 +1,7 @@
 """What is new in what decode engines show of their loads."""
 
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.features.pairs.core.peer_loads import PeerLoads
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 
 
 def test_a_first_look_tells_nothing():

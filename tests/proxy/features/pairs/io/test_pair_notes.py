@@ -7,6 +7,7 @@ import pytest
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
+from pdrelay_proxy.core.fleet.peer_metrics import PairFailure
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import ANY, EngineRole, LegOrder, RequestId, Role, RoutingHints
@@ -20,7 +21,6 @@ from pdrelay_proxy.core.routing.routing_parts import RoutingParts
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.features.pairs.core.pair_matrix import PairMatrix
 from pdrelay_proxy.features.pairs.core.peer_loads import PeerNews
-from pdrelay_proxy.features.pairs.core.peer_metrics import PairFailure
 from pdrelay_proxy.features.pairs.io.pair_notes import PairNotes
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.policies import fleet_of

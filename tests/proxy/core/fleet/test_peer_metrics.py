@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.pair_history import PairTrouble
-from pdrelay_proxy.features.pairs.core.peer_metrics import read_failures, read_moved, read_totals
+from pdrelay_proxy.core.fleet.peer_metrics import read_failures, read_moved, read_totals
 
 
 def loads(*lines):

@@ -4,7 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BYTES_MOVED = ("vllm:pdrelay_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
+from pdrelay_proxy.core.fleet.engine_metrics import metric_values
+
+BYTES_MOVED = (b"vllm:pdrelay_bytes_transferred_total", b"vllm:nixl_bytes_transferred_sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +29,9 @@ def parse_server_timing(header: str) -> dict[str, LegTiming]:
     return legs
 
 
-def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
-    """Sum the first of these metrics that a text has, over its labels; None: it has none, or one
-    that is no number.
-    """
+def metric_total(exposition: bytes, names: Sequence[bytes] = BYTES_MOVED) -> int | None:
+    """Sum the first of these metrics that a text has, over its labels; None: it has none."""
     for name in names:
-        pattern = re.compile(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
-        if values := pattern.findall(exposition):
-            try:
-                return int(sum(map(float, values)))
-            except (ValueError, OverflowError):  # also of NaN and infinity
-                return None
+        if values := metric_values(exposition, name):
+            return int(sum(values))
     return None

@@ -150,4 +150,4 @@ def test_server_timing_is_read_as_far_as_it_is_understood(header, legs):
 )  # fmt: skip
 def test_bytes_are_summed_over_labels(text, total):
     """Of the metric of whichever connector is there; ours may show both."""
-    assert metric_total(text) == total
+    assert metric_total(text.encode()) == total

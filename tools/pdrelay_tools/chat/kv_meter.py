@@ -11,7 +11,7 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_tools.http_server import HttpServer, open_transport
 from pdrelay_tools.served_by import metric_total
 
-_FINISHED: Final = ("vllm:request_success_total",)
+_FINISHED: Final = (b"vllm:request_success_total",)
 _TIMEOUT_S: Final = 2.0  # for the answers of all engines
 _WAIT_S: Final = 3.0  # an engine publishes what it counts a moment after its answer
 _POLL_S: Final = 0.1
@@ -86,9 +86,8 @@ class KvMeter:
             await transport.close()
         counts = dict[str, _Counts]()
         for name, reply in zip(names, replies, strict=True):
-            text = reply.body.decode(errors="replace")
-            moved = metric_total(text)
-            finished = metric_total(text, _FINISHED)
+            moved = metric_total(reply.body)
+            finished = metric_total(reply.body, _FINISHED)
             if not reply.failure() and moved is not None and finished is not None:
                 counts[name] = (moved, finished)
         return counts

@@ -76,6 +76,6 @@ def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:
     totals = list[int]()
     for url in urls:
         with suppress(httpx.TransportError):
-            total = metric_total(client.get(f"{url}/metrics").text)
+            total = metric_total(client.get(f"{url}/metrics").content)
             totals += [] if total is None else [total]
     return sum(totals) if totals else None

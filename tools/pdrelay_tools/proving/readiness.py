@@ -252,10 +252,9 @@ class _ReadinessCheck:
             peer: trouble.why or str(trouble.reason)
             for peer, trouble in read_failures(text).items()
         }
-        words = text.decode(errors="replace")
-        holdings = read_holdings(words)
+        holdings = read_holdings(text.decode(errors="replace"))
         loaded = None if holdings is None else holdings.loaded
-        counters = KvCounters(read_moved(text), metric_total(words), loaded)
+        counters = KvCounters(read_moved(text), metric_total(text), loaded)
         return _EngineMetrics(counters, failures, holdings, is_read)
 
     def _judge(

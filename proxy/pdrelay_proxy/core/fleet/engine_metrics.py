@@ -116,12 +116,12 @@ class ShownLoad:
 
 def shown_load(text: bytes, *, now: float) -> ShownLoad | None:
     """Read how busy an engine is, with all its ranks; None: it does not show its requests."""
-    running, waiting = (_gauge_values(text, name) for name in (_RUNNING, _WAITING))
+    running, waiting = (metric_values(text, name) for name in (_RUNNING, _WAITING))
     if not running:
         return None
-    usage = _gauge_values(text, _USAGE)
+    usage = metric_values(text, _USAGE)
     requests = int(min(1e9, fsum([*running, *waiting])))
-    preempted = fsum(_gauge_values(text, _PREEMPTED))
+    preempted = fsum(metric_values(text, _PREEMPTED))
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None, preempted)
 
 
@@ -147,8 +147,8 @@ def metric_lines(
         at = text.find(follows, at) + 1 or -1
 
 
-def _gauge_values(text: bytes, name: bytes) -> list[float]:
-    """Read the values of a gauge or a counter."""
+def metric_values(text: bytes, name: bytes) -> list[float]:
+    """Read the values of a gauge or a counter, but for those that are no finite numbers."""
     return [float(line["value"]) for line in metric_lines(text, name, _VALUE)]
 
 

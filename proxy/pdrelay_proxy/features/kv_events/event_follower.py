@@ -160,7 +160,9 @@ class KvEventFollower:
     async def _follow(self, name: InstanceId, instance: Instance) -> None:
         """Connect again and again, until cancelled."""
         failed = 0
+        loop = asyncio.get_running_loop()
         while True:
+            began = loop.time()
             came_up = self._followed[name].came_up
             came_up.clear()
             try:
@@ -170,7 +172,9 @@ class KvEventFollower:
                 reason = EndReason.INVALID
                 cause = "of a mistake in the router"
             following = self._followed[name]
-            failed = 0 if following.state is FollowState.FOLLOWING else failed + 1
+            was_up = following.state is FollowState.FOLLOWING
+            # one that tells its state and ends makes the router read all of it each time
+            failed = 0 if was_up and loop.time() - began >= _PAUSE_MOST_S else failed + 1
             self._count(name)
             self.index.forget(name)
             self.counts.disconnects[name, reason] += 1
@@ -186,8 +190,8 @@ class KvEventFollower:
                 if reason in _AFTER
                 else min(self.pause_s * 2 ** min(failed, 16), _PAUSE_MOST_S)
             )
-            if failed == 0:
-                # the connection was up, so this signal is older than its end
+            if was_up:
+                # this signal is older than the end of the connection
                 came_up.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause * (0.75 + self.chance() / 2)):

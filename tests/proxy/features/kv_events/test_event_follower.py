@@ -17,6 +17,7 @@ from pdrelay_proxy.features.kv_events.event_follower import KvEventFollower
 from pdrelay_proxy.io.probes.checks import HttpChecks
 from pdrelay_tools.simulated.engine import Sim
 from support.sim import serving, until_async
+from support.simulated_loop import in_simulated_time
 
 pytestmark = pytest.mark.edges
 
@@ -217,6 +218,30 @@ async def test_an_engine_that_ends_its_connection_is_asked_again_after_a_pause()
             await asyncio.sleep(0)
 
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("lasts_s", "least", "most"), [(0.0, 7, 9), (40.0, 8, 9)])
+def test_an_engine_that_ends_each_connection_is_asked_less_and_less_often(lasts_s, least, most):
+    """A version whose events are others: each time all of its cache was told, read and thrown away, twice a second."""
+
+    async def scene():
+        asked = []
+
+        class Frames(httpx.AsyncByteStream):
+            async def __aiter__(self):
+                for _ in range(int(lasts_s / 5) + 1):
+                    yield bytes(4)
+                    await asyncio.sleep(5.0 if lasts_s else 0.0)
+
+        async def answer(request):
+            asked.append(request)
+            return httpx.Response(200, stream=Frames())
+
+        async with following("h:1", transport=httpx.MockTransport(answer), pause_s=0.5):
+            await asyncio.sleep(120.0 if lasts_s == 0.0 else 8 * (lasts_s + 5.5))
+        return len(asked)
+
+    assert least <= in_simulated_time(scene())[1] <= most
 
 
 async def test_an_engine_that_falls_silent_is_left():

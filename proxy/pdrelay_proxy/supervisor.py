@@ -6,6 +6,7 @@ thread can be forked safely: this one starts none.
 """
 
 import asyncio
+import fcntl
 import gc
 import logging
 import os
@@ -74,13 +75,19 @@ def run(settings: Settings, serve: Serve) -> int:
 @contextmanager
 def _folder() -> Generator[str]:
     """Make a folder for this user alone, in which features have files for all workers."""
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="pdrelay-", ignore_cleanup_errors=True)
-    except OSError as exc:
-        raise ConfigError(
-            f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR"
-        ) from exc
-    with folder as name:
+    with ExitStack() as stack:
+        try:
+            name = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="pdrelay-", ignore_cleanup_errors=True)
+            )
+            handle = os.open(name, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            # systemd removes old files of /tmp, but none of a folder that is locked: tmpfiles.d(5)
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        except OSError as exc:
+            raise ConfigError(
+                f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR"
+            ) from exc
         yield name
 
 

@@ -1,5 +1,6 @@
 """Several routers on one port, started by one supervisor: what they share, and what becomes of one that dies."""
 
+import fcntl
 import json
 import os
 import re
@@ -91,6 +92,18 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def is_locked(folder):
+    """Tell whether systemd-tmpfiles leaves a folder alone: it cleans one that it can lock (tmpfiles.d(5))."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +236,7 @@ def test_sigterm_lets_the_streams_of_all_workers_finish(shared, slow_streams):
     workers, _, _ = shared
     body = BODY | {"max_tokens": 400, "stream": True}
     (store,) = workers.folder.glob("pdrelay-*")
+    assert is_locked(store)  # systemd removes old files of /tmp, and with them all engines that were added
     with ExitStack() as stack:
         clients = [stack.enter_context(workers.client(number)) for number in (0, 1)]
         answers = [stack.enter_context(client.stream("POST", PATH, json=body)) for client in clients]

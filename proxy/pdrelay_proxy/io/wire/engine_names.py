@@ -15,6 +15,7 @@ _PATIENCE_S: Final = 1.0  # wait for a name whose addresses are known
 # resolve every few seconds. Later the address may belong to another pod, which would get the
 # prompts and perhaps the key.
 _LAST_GOOD_S: Final = 60.0
+_KEPT_S: Final = 120.0  # that a name counts as late: health checks look it up more often
 _MOST: Final = 65_536  # names that are remembered
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,10 @@ class EngineNames:
         self._patience_s = patience_s
         self._known: dict[_Name, _LastGood] = {}
         self._lookups: dict[_Name, asyncio.Task[Sequence[str]]] = {}  # under way
-        self._late: set[_Name] = set()  # whose last lookup failed or is late
-        self._expired: set[_Name] = set()  # late names whose last good answer is too old
+        # whose last lookup failed or is late, and when, the oldest first
+        self._late: dict[_Name, float] = {}
+        # likewise: late names whose last good answer is too old
+        self._expired: dict[_Name, float] = {}
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
         """Return the addresses of a name; raises OSError: it has none, and had none of late."""
@@ -80,31 +83,40 @@ class EngineNames:
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[name] = _LastGood(addresses, asyncio.get_running_loop().time())
-            self._expired.discard(name)
-            if name in self._late:
-                self._late.remove(name)
-                if not self._late:
-                    logger.info("the names of engines resolve again")
+            self._expired.pop(name, None)
+            if self._late.pop(name, None) is not None and not self._late:
+                logger.info("the names of engines resolve again")
         elif name in self._known:
             self._is_late(name, str(error or "no address"))
 
     def _is_late(self, name: _Name, why: str) -> None:
-        if not self._late:
+        if _is_first(name, self._late):
             logger.warning(
                 "names of engines do not resolve (%s): their last good addresses are used for %g s",
                 why,
                 _LAST_GOOD_S,
             )
-        self._late.add(name)
 
     def _expire(self, name: _Name) -> None:
-        if not self._expired:
+        if _is_first(name, self._expired):
             text = (
                 "%s has not resolved for %g s: it is not connected to, as its address may be "
                 "another's by now"
             )
             logger.warning(text, name[0], _LAST_GOOD_S)
-        self._expired.add(name)
+
+
+def _is_first(name: _Name, others: dict[_Name, float]) -> bool:
+    """Add a name, and return whether there was none; those of engines that were removed are not
+    looked up any more, and are dropped.
+    """
+    now = asyncio.get_running_loop().time()
+    while others and now - next(iter(others.values())) > _KEPT_S:
+        del others[next(iter(others))]
+    is_first = not others
+    others.pop(name, None)
+    others[name] = now
+    return is_first
 
 
 def _is_old(answer: _LastGood) -> bool:

@@ -119,6 +119,39 @@ def test_the_last_good_addresses_are_used_for_a_minute(away, caplog):
     assert len([line for line in caplog.messages if "has not resolved for 60 s" in line]) == 1
 
 
+def test_a_name_that_went_with_its_engine_hides_no_later_outage(caplog):
+    """Nobody asks for it any more, so that it does not resolve again: each outage after that was without a word."""
+
+    async def scenario():
+        dns = Dns()
+        names = EngineNames(dns)
+        for name in ("gone", "p0"):
+            await names.resolve(name, 80)
+        dns.answer = DENIED
+        await advance(61)
+        with pytest.raises(socket.gaierror):
+            await names.resolve("gone", 80)
+        dns.answer = ["10.0.0.7"]
+        for _ in range(10):
+            await advance(30)
+            await names.resolve("p0", 80)
+        caplog.clear()
+        dns.answer = DENIED
+        await advance(50)
+        for _ in range(3):
+            await names.resolve("p0", 80)
+        await advance(11)
+        with pytest.raises(socket.gaierror):
+            await names.resolve("p0", 80)
+
+    in_simulated_time(scenario())
+
+    assert [line.partition(" (")[0] for line in caplog.messages] == [
+        "names of engines do not resolve",
+        "p0 has not resolved for 60 s: it is not connected to, as its address may be another's by now",
+    ]
+
+
 def test_each_good_answer_begins_the_minute_anew():
     """Health checks ask each few seconds, so a name is good for a minute after DNS was last well."""
 

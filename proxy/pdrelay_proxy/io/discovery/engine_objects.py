@@ -11,6 +11,7 @@ from pdrelay_proxy.errors import AddressError
 from pdrelay_proxy.io.discovery.reconciler import AT_ONCE, Reconciler
 
 logger = logging.getLogger(__name__)
+_LEFT_OUT: Final = "left out: %.1000s"  # an annotation, or an entry, may have a quarter of a MB
 _READ_AT_ONCE: Final = 200  # objects sorted in one step: less than a millisecond
 
 
@@ -42,7 +43,7 @@ class EngineObjects:
             if number % _READ_AT_ONCE == 0:
                 yield
         for text in sorted(errors - self._logged_errors):
-            logger.warning("left out: %s", text)
+            logger.warning(_LEFT_OUT, text)
         self._logged_errors = errors
         self._objects = dict(objects)
         self._named = named
@@ -90,7 +91,7 @@ class EngineObjects:
                 self._named.setdefault(new.key, {})[name] = new
             elif isinstance(new, AddressError) and str(new) not in self._logged_errors:
                 self._logged_errors.add(str(new))
-                logger.warning("left out: %s", new)
+                logger.warning(_LEFT_OUT, new)
             if number % _READ_AT_ONCE == 0:
                 yield
         order = sorted(keys, key=lambda key: bool(self._named.get(key)))

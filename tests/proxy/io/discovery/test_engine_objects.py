@@ -47,6 +47,8 @@ def test_a_bad_pod_that_changes_is_said_once(caplog):
         world.pods.changed({"x": AddressError(text)})
 
     assert [record.getMessage() for record in caplog.records] == ["left out: no port", "left out: no role"]
+    world.pods.changed({"x": AddressError("'" + "x" * 200_000 + "' is no mode")})
+    assert len(caplog.records[-1].getMessage()) < 1100
 
 
 async def test_a_view_of_pods_whose_task_is_cancelled_is_taken_in_as_a_whole():

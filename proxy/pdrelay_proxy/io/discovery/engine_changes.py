@@ -159,16 +159,21 @@ class EngineChanges:
         )
 
     async def _rewrite(self, member: Member, change: Callable[[Wanted], Wanted | None]) -> None:
-        """Change the entry of an engine, or drop it (None), if it is still there.
+        """Change what the store has of an engine, or drop it (None), if it is still there: one
+        entry, or those that somebody has written by hand.
 
         Raises UnknownInstance: another router has added another engine at its address since.
         """
-        key = key_of(member)
+        for entry_id in self._entries.names_at(key_of(member)):
+            await self._rewrite_entry(entry_id, member, change)
+
+    async def _rewrite_entry(
+        self, entry_id: str, member: Member, change: Callable[[Wanted], Wanted | None]
+    ) -> None:
         own = member.origin.wanted
-        entry_id = entry_name(key)
         for _ in range(_TRIES):  # other routers may change it at the same moment
             entry = self._entries.engine(entry_id)
-            if entry is None:
+            if entry is None or entry[1].key != key_of(member):
                 return
             text, engine = entry
             if own is not None and own.added and engine.added and own.added != engine.added:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Final
 
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Wanted
@@ -105,6 +105,10 @@ class EngineObjects:
     def heard(self) -> None:
         """Note that the latest view is still right."""
         self._reconciler.heard(self._source)
+
+    def names_at(self, key: Key) -> Sequence[str]:
+        """List the objects that are engines at an address."""
+        return [*self._named.get(key, ())]
 
     def _at(self, key: Key) -> Wanted | None:
         """Return the engine of an address. If two objects claim it: one that does not leave, else

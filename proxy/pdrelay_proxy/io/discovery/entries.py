@@ -1,11 +1,16 @@
 """Keeps the latest view of a store, and tells the reconciler its engines and their roles."""
 
 import asyncio
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Final
 
-from pdrelay_proxy.core.discovery.store_entries import Assignment, read_entry, shown_name
-from pdrelay_proxy.core.fleet.target import EngineSource, Wanted
+from pdrelay_proxy.core.discovery.store_entries import (
+    Assignment,
+    entry_name,
+    read_entry,
+    shown_name,
+)
+from pdrelay_proxy.core.fleet.target import EngineSource, Key, Wanted
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AddressError
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
@@ -31,6 +36,10 @@ class Entries:
         text = self._texts.get(name)
         entry = None if text is None else _entry(text)
         return (text, entry) if text is not None and isinstance(entry, Wanted) else None
+
+    def names_at(self, key: Key) -> Sequence[str]:
+        """List the names of the entries that may name an engine at an address."""
+        return [*dict.fromkeys((entry_name(key), *self._view.names_at(key)))]
 
     async def receive(self, entries: Mapping[str, str], /) -> None:
         """Take in all entries, or those of a later view, after the view that is being taken in.

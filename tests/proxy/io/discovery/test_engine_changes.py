@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdrelay_proxy.core.discovery.store_entries import (
-    read_entry,
-)
+from pdrelay_proxy.core.discovery.store_entries import entry_name, entry_of, read_entry
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.target import EngineSource, Target
+from pdrelay_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AlreadyKnown, CannotTurn, UnknownInstance
@@ -101,6 +99,28 @@ async def test_an_order_is_for_the_engine_of_its_id_and_not_for_the_next_one_at_
 
     assert store.entries == before
     assert world.there == other.there == [("decode-1", "d:80", HealthState.STARTING)]
+
+
+@pytest.mark.parametrize("order", ["remove", "drain"])
+async def test_an_order_changes_the_entry_of_its_engine_whatever_that_is_called(order):
+    """Somebody has written the file: the order was confirmed, and changed nothing, or another engine."""
+    world = World()
+    texts = {address: entry_of(Wanted(Role.DECODE, Target.parse(address))) for address in ("d:80", "e:80")}
+    await world.store.put("mine", texts["d:80"])
+    await world.store.put(entry_name(Key(Role.DECODE, "d:80")), texts["e:80"])
+    await world.store.put("again", texts["d:80"])
+    await ORDERS[order](world.changes, "decode-0")
+    world.reconcile()
+
+    left = [read_entry(text) for text in world.store._entries.values()]
+    assert [(one.target.address.authority, one.leaves) for one in left] == {
+        "remove": [("e:80", False)],
+        "drain": [("d:80", True), ("e:80", False), ("d:80", True)],
+    }[order]
+    assert world.there == [
+        *[("decode-0", "d:80", HealthState.DRAINING)] * (order == "drain"),
+        ("decode-1", "e:80", HealthState.STARTING),
+    ]
 
 
 async def test_an_engine_that_still_has_streams_is_not_confused_with_the_next_one_at_its_address():

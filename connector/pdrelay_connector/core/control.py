@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixLookup
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
 from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.deadlines import earliest
 from pdrelay_connector.core.ids import ConnId, RequestId
 from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.lease.lease_table import LeaseEnded
@@ -255,7 +256,7 @@ class ControlPlane:
         if self._prefix_lender is not None:
             dues.append(self._prefix_lender.advance(now=now))
         dues.append(self._doze(now))
-        return min((due for due in dues if due is not None), default=None)
+        return earliest(*dues)
 
     def take_results(self, *, now: float) -> list[ControlResult]:
         """Return the results: ended leases, handshakes, searches, and loads in push.

@@ -16,6 +16,11 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 FEW = 64  # entries that are never compacted
 
 
+def earliest(*dues: float | None) -> float | None:
+    """Return the earliest of some times; None, and infinity, stand for none."""
+    return min((due for due in dues if due is not None and due < inf), default=None)
+
+
 class Deadlines(Generic[KeyT]):
     """The deadline of each key (s, monotonic clock); one at infinity is none."""
 

@@ -47,6 +47,7 @@ The two ends of ``pdrelay doctor``, which are no engines, use RankMemory, Refusa
     either: Examination
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -589,6 +590,13 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     """Return the bytes of a message."""
     return _encoder.encode(message)
+
+
+def by_message(requests: Iterable[RequestId]) -> Iterator[tuple[RequestId, ...]]:
+    """Divide names into as many as one message may have."""
+    names = tuple(requests)
+    for start in range(0, len(names), MAX_IDS):
+        yield names[start : start + MAX_IDS]
 
 
 def fits(message: Message) -> bool:

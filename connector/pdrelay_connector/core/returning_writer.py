@@ -7,6 +7,7 @@ engines are the reader's, the one to our own scheduler is the writer's.
 
 from collections.abc import Callable
 
+from pdrelay_connector.core.deadlines import earliest
 from pdrelay_connector.core.ports import LinkEvent
 from pdrelay_connector.core.pull.decode_worker import PullReader
 from pdrelay_connector.core.pull.load import LoadOrder
@@ -55,8 +56,7 @@ class ReturningWriter:
 
     def advance(self, *, now: float) -> float | None:
         """Advance both; return when to be called again at the latest."""
-        dues = (self._writer.advance(now=now), self._reader.advance(now=now))
-        return min((due for due in dues if due is not None), default=None)
+        return earliest(self._writer.advance(now=now), self._reader.advance(now=now))
 
     def take_results(self) -> list[LoadResult | BlocksReleased]:
         """Return the reads that have ended since the last call."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from pdrelay_connector.core.addresses import is_elsewhere, plain_ip
 from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.deadlines import earliest
 from pdrelay_connector.core.ids import Address, ConnId, EngineId
 from pdrelay_connector.core.messages import (
     MAX_FRAME,
@@ -235,9 +236,8 @@ class SocketLink:
 
     def _bounded(self, timeout: float | None) -> float | None:
         """Return how long to wait at most, so that :meth:`_check_deadlines` runs in time."""
-        deadlines = (self._unauthenticated.deadline, self._clients.deadline, self._accept_at)
-        next_deadline = min(
-            (deadline for deadline in deadlines if deadline is not None), default=None
+        next_deadline = earliest(
+            self._unauthenticated.deadline, self._clients.deadline, self._accept_at
         )
         if next_deadline is None:
             return timeout

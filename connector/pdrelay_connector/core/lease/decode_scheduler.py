@@ -11,10 +11,10 @@ from math import inf
 from typing import Final, TypeAlias
 
 from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.deadlines import earliest
 from pdrelay_connector.core.ids import ConnId, EngineId, RequestId
 from pdrelay_connector.core.lease.kv_params import PullParams, PushParams
 from pdrelay_connector.core.messages import (
-    MAX_IDS,
     MAX_REASON,
     DropLeases,
     HeartbeatReply,
@@ -22,6 +22,7 @@ from pdrelay_connector.core.messages import (
     Objection,
     ReadsStarted,
     RenewLeases,
+    by_message,
 )
 from pdrelay_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
 from pdrelay_connector.core.results import HandshakeEnded, LeaseLost, PeerLost
@@ -232,10 +233,9 @@ class LeaseRenewer:
             self._send_heartbeat(engine, leases, now)
             peer = self._peers.get(engine)
             leases.beat_at = now + (self._interval if peer is None else self._interval_of(peer))
-        dues = [
-            leases.beat_at for leases in self._leases_by_engine.values() if leases.beat_at < inf
-        ]
-        return min([*dues, *([] if patience_ends is None else [patience_ends])], default=None)
+        return earliest(
+            patience_ends, *(leases.beat_at for leases in self._leases_by_engine.values())
+        )
 
     def _lose_patience(self, now: float) -> float | None:
         """Report peers that requests have waited for long enough; return when to check again."""
@@ -244,12 +244,7 @@ class LeaseRenewer:
         ]
         for peer in awaited:
             self._report(peer, now)
-        ends = [
-            peer.patience_ends
-            for peer in awaited
-            if peer.engine in self._awaited and peer.patience_ends < inf
-        ]
-        return min(ends, default=None)
+        return earliest(*(peer.patience_ends for peer in awaited if peer.engine in self._awaited))
 
     def _interval_of(self, peer: Peer) -> float:
         """Return the s between two heartbeats: P's leases may be shorter than ours, or longer."""
@@ -283,7 +278,7 @@ class LeaseRenewer:
     def _say(self, peer: Peer, leases: _EngineLeases) -> None:
         self._send_reads(peer, leases.to_read)
         for pulled, requests in self._divided(leases.to_drop, leases.to_drop.__getitem__):
-            for names in _in_pieces(requests):
+            for names in by_message(requests):
                 self._link.send(peer.conn, DropLeases(names, pulled))
 
     def _divided(
@@ -298,7 +293,7 @@ class LeaseRenewer:
             yield pulled, [request for request in names if is_pulled(request) == pulled]
 
     def _send_reads(self, peer: Peer, requests: Iterable[RequestId]) -> None:
-        for names in _in_pieces(requests):
+        for names in by_message(requests):
             self._link.send(peer.conn, ReadsStarted(names))
 
     def _clear_pending(self, engine: EngineId, leases: _EngineLeases) -> None:
@@ -307,21 +302,20 @@ class LeaseRenewer:
         leases.to_read.clear()
         self._prune(engine, leases)
 
-    def _on_leases_lost(self, conn: ConnId, requests: Iterable[RequestId]) -> None:
+    def _on_leases_lost(self, conn: ConnId, requests: Sequence[RequestId]) -> None:
         """Renew no more what P does not hold.
 
         The fence decides about a read that has begun; others must not begin.
         """
+        self._counters.count("leases_lost", len(requests))
         peer = self._peers.find(conn)
-        leases = self._leases_by_engine.get(peer.engine) if peer is not None else None
+        if peer is None or (leases := self._leases_by_engine.get(peer.engine)) is None:
+            return
         for request in requests:
-            self._counters.count("leases_lost")
-            for own in list(leases.by_remote.get(request, ())) if leases is not None else ():
+            for own in list(leases.by_remote.get(request, ())):
                 self._lost.append(LeaseLost(own))
-                if leases is not None:
-                    leases.remove(own)
-        if peer is not None and leases is not None:
-            self._prune(peer.engine, leases)
+                leases.remove(own)
+        self._prune(peer.engine, leases)
 
     def _report(self, peer: Peer | None, now: float) -> None:
         if peer is None or peer.engine not in self._awaited:
@@ -371,7 +365,7 @@ class LeaseRenewer:
     ) -> None:
         sent_names = 0
         for pulled, some in self._divided(requests, leases.is_pulled):
-            for names in _in_pieces(some):
+            for names in by_message(some):
                 self._link.send(peer.conn, RenewLeases(names, pulled))
                 sent_names += len(names)
         if sent_names and peer.unanswered_since is None:
@@ -381,10 +375,3 @@ class LeaseRenewer:
     def _prune(self, engine: EngineId, leases: _EngineLeases) -> None:
         if not leases.params and not leases.to_drop:
             self._leases_by_engine.pop(engine, None)
-
-
-def _in_pieces(requests: Iterable[RequestId]) -> Iterator[tuple[RequestId, ...]]:
-    """Divide names into pieces for one message each."""
-    names = tuple(requests)
-    for start in range(0, len(names), MAX_IDS):
-        yield names[start : start + MAX_IDS]

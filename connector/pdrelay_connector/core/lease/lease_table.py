@@ -65,6 +65,11 @@ class LeaseEnded(NamedTuple):
     request: RequestId
     reason: LeaseEvent
 
+    @property
+    def text(self) -> str:
+        """What peers are told of it."""
+        return f"its lease is over ({self.reason.name.lower().replace('_', ' ')})"
+
 
 # Whether two connections are of one engine, as far as both have proven who they are. A decode
 # engine has several: its scheduler renews, its workers say what they have read.

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdrelay_connector.core.counters import Counters
-from pdrelay_connector.core.deadlines import Deadlines
+from pdrelay_connector.core.deadlines import Deadlines, earliest
 from pdrelay_connector.core.ids import ConnId, RequestId
 from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
 from pdrelay_connector.core.messages import (
-    MAX_IDS,
     MAX_RANKS,
     DropLeases,
     FenceResult,
@@ -19,6 +18,7 @@ from pdrelay_connector.core.messages import (
     ReadDone,
     ReadsStarted,
     RenewLeases,
+    by_message,
     printable,
 )
 from pdrelay_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
@@ -128,10 +128,7 @@ class LeaseManager:
         self._release(self.leases.expire(now=now))
         for request in self._sums_due.take_due(now=now):
             self._give_up_sums(request, now)
-        return min(
-            (due for due in (self.leases.next_expiry(), self._sums_due.next()) if due is not None),
-            default=None,
-        )
+        return earliest(self.leases.next_expiry(), self._sums_due.next())
 
     def objected(self, conn: ConnId, reason: str) -> None:
         """A decode engine will load no KV of this engine."""
@@ -199,32 +196,31 @@ class LeaseManager:
         A decode engine may have begun to read, with its message still under way. Then the blocks
         are overwritten, and the fence discards the read: the lease ends before its ReadDone.
         """
-        lost: dict[ConnId, list[RequestId]] = {}
+        chosen: list[RequestId] = []
         for request, gain in candidates:
             if blocks <= 0:
                 break
             if (
-                request not in self.leases
-                or self.leases.is_read(request, now=now)
-                or is_busy(request)
+                request in self.leases
+                and not self.leases.is_read(request, now=now)
+                and not is_busy(request)
             ):
-                continue
-            if (holder := self.leases.holder(request)) is not None:
-                lost.setdefault(holder, []).append(request)
-            self._release([self.leases.end(request, LeaseEvent.REVOKED)])
-            blocks -= gain
-        for holder, requests in lost.items():
-            self.send_leases_lost(holder, requests)
+                chosen.append(request)
+                blocks -= gain
+        self._revoke(chosen)
 
     def revoke_all(self) -> None:
         """Revoke all leases, and notify their holders: reads in progress do not count."""
+        self._revoke(self.leases.requests)
+
+    def _revoke(self, requests: Iterable[RequestId]) -> None:
         lost: dict[ConnId, list[RequestId]] = {}
-        for request in self.leases.requests:
+        for request in requests:
             if (holder := self.leases.holder(request)) is not None:
                 lost.setdefault(holder, []).append(request)
             self._release([self.leases.end(request, LeaseEvent.REVOKED)])
-        for holder, requests in lost.items():
-            self.send_leases_lost(holder, requests)
+        for holder, theirs in lost.items():
+            self.send_leases_lost(holder, theirs)
 
     def finish(self, request: RequestId) -> None:
         """End a lease because all blocks are written to all engines that asked."""
@@ -262,10 +258,10 @@ class LeaseManager:
                 self._link.close(conn)  # not something a decode engine says after its Hello
                 self.on_connection_lost(conn)
 
-    def send_leases_lost(self, conn: ConnId, lost: Sequence[RequestId]) -> None:
+    def send_leases_lost(self, conn: ConnId, lost: Iterable[RequestId]) -> None:
         """Notify a decode engine that it has no lease of these requests."""
-        for start in range(0, len(lost), MAX_IDS):
-            self._link.send(conn, LeasesLost(tuple(lost[start : start + MAX_IDS])))
+        for names in by_message(lost):
+            self._link.send(conn, LeasesLost(names))
 
     def _on_read_done(self, conn: ConnId, done: ReadDone, now: float) -> None:
         if done.request not in self.leases:

@@ -27,12 +27,11 @@ from math import inf
 from typing import Final, NamedTuple
 
 from pdrelay_connector.core.counters import Counters
-from pdrelay_connector.core.deadlines import Deadlines
+from pdrelay_connector.core.deadlines import Deadlines, earliest
 from pdrelay_connector.core.ids import Address, ConnId, EngineId, RequestId
 from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from pdrelay_connector.core.messages import (
-    MAX_IDS,
     CancelPushes,
     HeartbeatReply,
     LentBlocks,
@@ -44,6 +43,7 @@ from pdrelay_connector.core.messages import (
     RankMemory,
     RankSums,
     RegisterPush,
+    by_message,
     fits,
 )
 from pdrelay_connector.core.ports import Link
@@ -250,12 +250,7 @@ class PushReceiver:
         elif peer.state is PeerState.CONNECTED:
             self._register(push, peer)
         elif peer.is_refused:
-            self._fail(
-                push,
-                "loads_failed_handshake",
-                f"{peer.address} was not met: {peer.reason}",
-                cause=peer.cause,
-            )
+            self._fail_unmet(push, peer)
 
     def stop(self, request: RequestId) -> None:
         """The request is aborted."""
@@ -304,12 +299,7 @@ class PushReceiver:
             if peer.state is PeerState.CONNECTED and push.state is ReceiveState.WAITING:
                 self._register(push, peer)
             elif peer.is_refused and push.state is ReceiveState.WAITING:
-                self._fail(
-                    push,
-                    "loads_failed_handshake",
-                    f"{peer.address} was not met: {peer.reason}",
-                    cause=peer.cause,
-                )
+                self._fail_unmet(push, peer)
             elif peer.state is PeerState.GONE:
                 self._on_peer_lost(push, peer, now)
 
@@ -333,8 +323,8 @@ class PushReceiver:
                 self._abort(
                     push, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s"
                 )
-        for peer in self._awaited_peers():
-            if now >= (peer.unanswered_since or 0.0) + self._peer_timeout:
+        for peer, answer_by in self._awaited_peers():
+            if now >= answer_by:
                 self._abort_all_of(peer)
         for request in self._contention_deadlines.take_due(now=now) if self._is_contended else ():
             reason = (
@@ -342,17 +332,12 @@ class PushReceiver:
                 f"of host memory"
             )
             self._abort(self._pushes[request], "loads_failed_staging", reason)
-        dues = [
+        return earliest(
             self._deadlines.next(),
             self._contention_deadlines.next() if self._is_contended else None,
-        ]
-        dues += [push.granted_by for push in self._pushes.values() if push.granted_by < inf]
-        dues += [
-            due
-            for peer in self._awaited_peers()
-            if (due := (peer.unanswered_since or 0.0) + self._peer_timeout) > now
-        ]
-        return min((due for due in dues if due is not None), default=None)
+            *(push.granted_by for push in self._pushes.values()),
+            *(answer_by for _, answer_by in self._awaited_peers() if answer_by > now),
+        )
 
     def _kept_waiting(self, now: float) -> list[_ExpectedPush]:
         """Return the pushes that failed ones have kept from their slots for too long.
@@ -371,10 +356,14 @@ class PushReceiver:
         """Whether a push waits for slots that others hold."""
         return self._staging_receiver is not None and bool(self._staging_receiver.slots.waiting)
 
-    def _awaited_peers(self) -> list[Peer]:
-        """Return the peers that owe us an answer, and write to us."""
+    def _awaited_peers(self) -> list[tuple[Peer, float]]:
+        """Return the peers that owe us an answer, and write to us, and by when they must answer."""
         peers = [self._peers.get(engine) for engine in self._by_engine]
-        return [peer for peer in peers if peer is not None and peer.unanswered_since is not None]
+        return [
+            (peer, peer.unanswered_since + self._peer_timeout)
+            for peer in peers
+            if peer is not None and peer.unanswered_since is not None
+        ]
 
     def _abort_all_of(self, peer: Peer) -> None:
         for request in list(self._by_engine.get(peer.engine, ())):
@@ -524,8 +513,8 @@ class PushReceiver:
                 push.on(ReceiveEvent.PEER_BACK)
                 self._clear_deadlines(push)
                 requests.append(push.order.request)
-        for start in range(0, len(requests), MAX_IDS):
-            self._link.send(peer.conn, CancelPushes(tuple(requests[start : start + MAX_IDS])))
+        for names in by_message(requests):
+            self._link.send(peer.conn, CancelPushes(names))
 
     def _judge_resets(self, peer: Peer, now: float) -> None:
         """Check whether an answer, or none, proves that a P has died whose connection was reset."""
@@ -588,6 +577,10 @@ class PushReceiver:
         """Clear all deadlines: only P's answer, or a copy's end, matters now."""
         self._deadlines.discard(push.order.request)
         self._contention_deadlines.discard(push.order.request)
+
+    def _fail_unmet(self, push: _ExpectedPush, peer: Peer) -> None:
+        reason = f"{peer.address} was not met: {peer.reason}"
+        self._fail(push, "loads_failed_handshake", reason, cause=peer.cause)
 
     def _fail(self, push: _ExpectedPush, counter: str, reason: str, *, cause: str = "") -> None:
         push.on(ReceiveEvent.FAILED)

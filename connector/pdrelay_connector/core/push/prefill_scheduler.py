@@ -137,8 +137,8 @@ class _DecodePeer:
     def can_lend(self, order: RegisterPush) -> bool:
         """Whether it can lend these blocks, too: it cannot lend a block twice."""
         return all(
-            self.lent[group] + len(lent.blocks) <= self.capacity.get(group, 0)
-            for group, lent in enumerate(order.groups)
+            self.lent[group] + blocks <= self.capacity.get(group, 0)
+            for group, blocks in _blocks(order).items()
         )
 
     def add_rank(self, rank: RankInfo) -> bool:
@@ -157,14 +157,17 @@ class _DecodePeer:
     def add(self, push: _Push) -> None:
         """Take a registration in."""
         self.pushes[push.order.reader] = push
-        self.lent.update({group: len(lent.blocks) for group, lent in enumerate(push.order.groups)})
+        self.lent.update(_blocks(push.order))
 
     def remove(self, push: _Push) -> None:
         """Forget one that is over."""
         del self.pushes[push.order.reader]
-        self.lent.subtract(
-            {group: len(lent.blocks) for group, lent in enumerate(push.order.groups)}
-        )
+        self.lent.subtract(_blocks(push.order))
+
+
+def _blocks(order: RegisterPush) -> dict[int, int]:
+    """Return how many blocks of each KV cache group are lent."""
+    return {group: len(lent.blocks) for group, lent in enumerate(order.groups)}
 
 
 class PushCoordinator:
@@ -233,8 +236,7 @@ class PushCoordinator:
             if released.request not in self._leased:
                 continue  # it was to be read
             self._leased.discard(released.request)
-            reason = released.reason.name.lower().replace("_", " ")
-            self._stop_all(released.request, f"its lease is over ({reason})", now, lease_lost=True)
+            self._stop_all(released.request, released.text, now, lease_lost=True)
 
     def give_up(self, reason: str, *, now: float) -> None:
         """Stop all pushes."""
@@ -317,7 +319,7 @@ class PushCoordinator:
                 push.order.request
             ):
                 self._note_interest([push.order.request], conn, now, wants=False)
-        self._send_to_workers(PeerGone(conn))
+        self._workers.send_all(PeerGone(conn))
 
     # ---- decode engines
 
@@ -392,52 +394,33 @@ class PushCoordinator:
         ]:
             self._link.close(earlier)
             self._lost(earlier, now)
-        engine = self._link.engine_of(conn)
-        peer = self._peers.setdefault(conn, _DecodePeer(engine))
-        memory = PeerMemory(conn, rank, engine or EngineId(""))
+        peer = self._peers.setdefault(conn, _DecodePeer(self._link.engine_of(conn)))
+        memory = self._memory(conn, rank)
         if fits(memory) and peer.add_rank(rank):
-            self._send_to_workers(memory)
+            self._workers.send_all(memory)
         else:
             self._counters.count("unknown_transfer_messages")
 
+    def _memory(self, conn: ConnId, rank: RankInfo) -> PeerMemory:
+        """Return what our workers are told of a decode engine's rank."""
+        return PeerMemory(conn, rank, self._link.engine_of(conn) or EngineId(""))
+
     def _register(self, conn: ConnId, order: RegisterPush, now: float) -> None:
         peer = self._peers.get(conn)
-        if peer is None or not peer.is_known:
-            self._link.send(
-                conn,
-                PushStopped(order.reader, "the memory of the decode engine's ranks is not known"),
-            )
-        elif order.reader in peer.pushes:
+        if peer is not None and order.reader in peer.pushes:
             self._counters.count("unknown_transfer_messages")
+        elif peer is None or not peer.is_known:
+            reason = "the memory of the decode engine's ranks is not known"
+            self._link.send(conn, PushStopped(order.reader, reason))
         elif order.request in self._over:
             self._counters.count("unknown_transfer_messages")
             self._link.send(conn, PushStopped(order.reader, f"transfer {order.request} is over"))
         elif self._is_foreign(order.request, conn):
-            self._link.send(
-                conn,
-                PushStopped(order.reader, f"transfer {order.request} is another decode engine's"),
-            )
-        elif not peer.can_lend(order):
+            reason = f"transfer {order.request} is another decode engine's"
+            self._link.send(conn, PushStopped(order.reader, reason))
+        elif reason := self._exceeded_limit(conn, order, peer):
             self._counters.count("pushes_refused")
-            self._link.send(
-                conn,
-                PushStopped(order.reader, "more blocks are registered than the decode engine has"),
-            )
-        elif len(peer.pushes) >= MAX_PUSHES_PER_PEER:
-            self._counters.count("pushes_refused")
-            self._link.send(
-                conn,
-                PushStopped(order.reader, f"{len(peer.pushes)} registrations of yours are open"),
-            )
-        elif self._open + len(self._draining) >= MAX_PUSHES:
-            self._counters.count("pushes_refused")
-            self._link.send(conn, PushStopped(order.reader, f"{MAX_PUSHES} registrations are open"))
-        elif not fits(StartPush(conn, order)):
-            self._counters.count("pushes_refused")
-            self._link.send(
-                conn,
-                PushStopped(order.reader, "it names more blocks than an order to a worker can"),
-            )
+            self._link.send(conn, PushStopped(order.reader, reason))
         else:
             peer.add(push := _Push(conn, order, set(self._workers.ranks)))
             self._open += 1
@@ -446,7 +429,19 @@ class PushCoordinator:
             if self._lease_manager.holds(order.request):
                 # it is this engine's from now on
                 self._lease_manager.renew(conn, (order.request,), now=now)
-            self._send_to_workers(StartPush(conn, order))
+            self._workers.send_all(StartPush(conn, order))
+
+    def _exceeded_limit(self, conn: ConnId, order: RegisterPush, peer: _DecodePeer) -> str:
+        """Return the limit that a registration would exceed, in words; empty: none."""
+        if not peer.can_lend(order):
+            return "more blocks are registered than the decode engine has"
+        if len(peer.pushes) >= MAX_PUSHES_PER_PEER:
+            return f"{len(peer.pushes)} registrations of yours are open"
+        if self._open + len(self._draining) >= MAX_PUSHES:
+            return f"{MAX_PUSHES} registrations are open"
+        if not fits(StartPush(conn, order)):
+            return "it names more blocks than an order to a worker can"
+        return ""
 
     def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:
         peer = self._peers.get(conn, _DecodePeer())
@@ -475,10 +470,8 @@ class PushCoordinator:
             return
         self._seen_ranks.add(hello.rank)
         for number, peer in self._peers.items():
-            for info in peer.ranks.values():
-                self._link.send(
-                    conn, PeerMemory(number, info, self._link.engine_of(number) or EngineId(""))
-                )
+            for rank in peer.ranks.values():
+                self._link.send(conn, self._memory(number, rank))
             # A rank that has said what became of its part must not write again: the others' word
             # may end the push.
             for push in [
@@ -529,11 +522,12 @@ class PushCoordinator:
                     draining.asker, PushStopped(event.reader, "the connection was lost")
                 )
 
-    def _stop(self, push: _Push, reason: str) -> None:
+    def _stop(self, push: _Push, reason: str, *, lease_lost: bool = False) -> None:
         if push.state is not PushState.OPEN:
             return
         push.on(PushEvent.STOPPED)
         push.reason = reason
+        push.lease_lost = lease_lost
         for rank in push.writing_ranks:
             self._workers.send(rank, StopPush(push.peer, push.order.reader))
         push.writing_ranks &= self._seen_ranks
@@ -571,12 +565,7 @@ class PushCoordinator:
         self._over.pop(request, None)
         self._over[request] = now + self._registration_timeout
         for push in list(self._by_request.get(request, {}).values()):
-            push.lease_lost = lease_lost and push.state is PushState.OPEN
-            self._stop(push, reason)
-
-    def _send_to_workers(self, message: Message) -> None:
-        for rank in self._workers.ranks:
-            self._workers.send(rank, message)
+            self._stop(push, reason, lease_lost=lease_lost)
 
 
 def _old(

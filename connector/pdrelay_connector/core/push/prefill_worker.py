@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 
 from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.deadlines import earliest
 from pdrelay_connector.core.ids import BlockId, ConnId, EngineEndpoint, RequestId
 from pdrelay_connector.core.layout.parts import block_sizes, cut
 from pdrelay_connector.core.layout.shape_checks import check_shapes
@@ -149,12 +150,11 @@ class PushWriter:
             self._on_part_ended(ended, now)
         for part in self._part_writer.overdue(now=now):
             self._stall(self._by_part[part])
-        dues = [
+        return earliest(
             call_at,
             now + POLL_INTERVAL if self._awaiting_device else None,
             self._part_writer.due(now=now),
-        ]
-        return min((due for due in dues if due is not None), default=None)
+        )
 
     def _on_scheduler_lost(self) -> None:
         """Handle the loss of our scheduler: the engine ends, or it reconnects and orders anew."""

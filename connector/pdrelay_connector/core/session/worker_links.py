@@ -47,6 +47,11 @@ class WorkerLinks:
         """Return which worker is behind a connection, or None."""
         return self._ranks.get(conn)
 
+    def send_all(self, message: Message) -> None:
+        """Send a message to all workers that are connected."""
+        for rank in self.ranks:
+            self.send(rank, message)
+
     def send(self, rank: int, message: Message) -> None:
         """Send a message to a worker if it is connected; if not, the caller sends it later."""
         if rank in self._conns:

@@ -47,8 +47,7 @@ class StagingReceiver:
         for some_slots, some_blocks in zip(_cut(slots), _cut(blocks), strict=True):
             order = CopyIn(next(self._numbers), some_slots, some_blocks)
             copies.unfinished[order.number] = order, set(self._workers.ranks)
-            for rank in self._workers.ranks:
-                self._workers.send(rank, order)
+            self._workers.send_all(order)
 
     def take_copied(self) -> list[tuple[RequestId, str]]:
         """Return the requests whose copies have all ended, each with a failure or ''."""

@@ -97,10 +97,9 @@ class StagingCoordinator:
     def released(self, ended: Iterable[LeaseEnded]) -> None:
         """Release the staged parts of leases that are over."""
         for released in ended:
-            reason = f"its lease is over ({released.reason.name.lower().replace('_', ' ')})"
             for key in list(self._by_request.get(released.request, ())):
                 for part in list(self._reads[key].parts.values()):
-                    self._end(part, reason)
+                    self._end(part, released.text)
                 self._forget(key)
         self._give_room()
 

@@ -6,7 +6,6 @@ Chosen once, when the connector is built.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from pdrelay_connector.core.control import ControlPlane
@@ -28,7 +27,6 @@ from pdrelay_connector.core.results import LoadResult
 from pdrelay_connector.errors import AdapterMismatch, InvalidKvParams, PromptMismatch
 from pdrelay_connector.shell.adapters import ADAPTERS
 from pdrelay_connector.shell.engine_config import EngineConfig
-from pdrelay_connector.shell.metadata import StepMetadata
 from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 
 ControlCommand: TypeAlias = Callable[[ControlPlane, float], None]
@@ -41,29 +39,27 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 class DecodeMode(Protocol):
     """One way to load KV. Everything runs on the engine thread."""
 
-    # loads that ended since the last step, for the workers to report to vLLM
-    arrived: list[LoadResult]
-
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams | PushParams:
         """Parse the kv_transfer_params; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
         ...
 
     def start(
-        self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
+        self,
+        request: Request,
+        source: PullParams | PushParams,
+        tokens: int,
+        external: int,
+        local: BlockTables,
     ) -> Sequence[int]:
-        """Order the load of ``external`` tokens before the last prompt token; return the blocks."""
+        """Order the load of the last ``external`` of so many ``tokens``; return the blocks."""
         ...
 
-    def abort(self, own: RequestId) -> None:
-        """Stop a load whose request has finished."""
+    def abort(self, own: RequestId) -> LoadResult | None:
+        """Stop a load whose request has finished; return its end if it had not begun."""
         ...
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
         """Handle the end of a load, as the workers have reported it."""
-        ...
-
-    def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return this step's metadata for the workers."""
         ...
 
 
@@ -77,8 +73,7 @@ class PullDecode:
         self._post = post
         self._signatures = signatures
         self._clock = clock
-        self._orders: list[LoadOrder] = []
-        self.arrived: list[LoadResult] = []
+        self._orders: list[LoadOrder] = []  # since the last step
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams:
         """Parse the params, and check that their blocks hold the KV of this prompt."""
@@ -114,7 +109,7 @@ class PullDecode:
 
     def _check_blocks(self, source: PullParams, prompt: int) -> None:
         groups = self._engine_config.groups
-        sizes = self._sizes(source)
+        sizes = self.sizes(source)
         if len(source.remote_block_ids) != len(groups) or len(sizes) != len(groups):
             raise InvalidKvParams(
                 f"{len(source.remote_block_ids)} KV cache groups are offered, this engine has "
@@ -142,33 +137,36 @@ class PullDecode:
     def _offered(self, source: PullParams, number: int, start: int, stop: int) -> Sequence[BlockId]:
         """Return P's blocks of these tokens. Of a state there is one, whatever P's block size."""
         blocks = source.remote_block_ids[number]
-        size = self._sizes(source)[number]
+        size = self.sizes(source)[number]
         return (
             blocks
             if self._engine_config.groups[number].state
             else blocks[start // size : -(-stop // size)]
         )
 
-    def _sizes(self, source: PullParams) -> Sequence[int]:
+    def sizes(self, source: PullParams) -> Sequence[int]:
         """Return P's block size for each group; by default ours."""
         return source.pdrelay_block_sizes or [
             group.block_size for group in self._engine_config.groups
         ]
 
     def start(
-        self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
+        self,
+        request: Request,
+        source: PullParams | PushParams,
+        tokens: int,
+        external: int,
+        local: BlockTables,
     ) -> Sequence[int]:
         """Order a read for the next step."""
         if not isinstance(source, PullParams):
             raise TypeError(f"a pull cannot load from {type(source).__name__}")
         token_ranges: list[TokenRange] = []
-        loaded = self._engine_config.loaded_tokens(request.num_prompt_tokens)
-        tokens = min(loaded, source.remote_num_tokens)  # fewer only from a prefix cache
         for number, group in enumerate(self._engine_config.groups):
             start, stop = group.missing_tokens(tokens + 1, external)
             if start < stop:
                 if group.frees_early:  # a kernel's blocks may be smaller, and ours must be whole
-                    unit = min(self._sizes(source)[number], group.block_size)
+                    unit = min(self.sizes(source)[number], group.block_size)
                     start = start // unit * unit
                 remote = self._offered(source, number, start, stop)
                 into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]
@@ -187,21 +185,20 @@ class PullDecode:
         )
         return [block for token_range in token_ranges for block in token_range.local]
 
-    def abort(self, own: RequestId) -> None:
+    def abort(self, own: RequestId) -> LoadResult | None:
         """Do nothing: the read ends by itself, and vLLM keeps the blocks until then."""
+        return None
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
         """Stop to renew the lease."""
         engine = source.remote_engine_id
         self._post(lambda control, _: control.lease_renewer.stop_renewing(own, engine))
 
-    def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return the orders since the last step, and the loads that failed before their start."""
+    def take_orders(self) -> list[LoadOrder]:
+        """Return the orders since the last call."""
         orders = self._orders
         self._orders = []
-        arrived = self.arrived
-        self.arrived = []
-        return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0, arrived=arrived)
+        return orders
 
 
 class PushDecode:
@@ -216,7 +213,6 @@ class PushDecode:
         self._offloaded = offloaded
         self._fenced: dict[RequestId, PushOrder] = {}  # loads that have not begun
         self._newly_fenced: list[RequestId] = []  # since the last step
-        self.arrived: list[LoadResult] = []
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PushParams:
         """Parse the address of the prefill engine. That engine compares the prompts' digests."""
@@ -226,11 +222,15 @@ class PushDecode:
         return source
 
     def start(
-        self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
+        self,
+        request: Request,
+        source: PullParams | PushParams,
+        tokens: int,
+        external: int,
+        local: BlockTables,
     ) -> Sequence[int]:
         """Register blocks at the prefill engine, which writes into them."""
         groups: list[LentBlocks] = []
-        tokens = self._engine_config.loaded_tokens(request.num_prompt_tokens)
         for group, blocks in zip(self._engine_config.groups, local, strict=True):
             start, stop = group.missing_tokens(tokens + 1, external)
             into = blocks[group.blocks_of(start, stop)] if start < stop else ()
@@ -261,24 +261,22 @@ class PushDecode:
         """Whether a load can begin only after the next step."""
         return bool(self._fenced)
 
-    def abort(self, own: RequestId) -> None:
+    def abort(self, own: RequestId) -> LoadResult | None:
         """Stop the prefill engine; vLLM keeps the blocks until workers report the load's end."""
-        if (order := self._fenced.pop(own, None)) is not None:
-            self._post(lambda control, _: control.lease_renewer.release(own, order.engine))
-            self.arrived.append(LoadResult(own, "the request was aborted"))
-        self._post(lambda control, _: control.push_receiver.stop(own))
+        if (order := self._fenced.pop(own, None)) is None:
+            self._post(lambda control, _: control.push_receiver.stop(own))
+            return None
+        self._post(lambda control, _: control.lease_renewer.release(own, order.engine))
+        return LoadResult(own, "the request was aborted")
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
         """Do nothing: the control thread has reported the end itself."""
 
-    def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return the ended pushes, which the workers report to vLLM, and those that may begin."""
-        arrived = self.arrived
-        self.arrived = []
+    def take_fenced(self) -> list[RequestId]:
+        """Return the loads that may begin when the workers have begun the next step."""
         fenced = self._newly_fenced
         self._newly_fenced = []
-        idle = output.total_num_scheduled_tokens == 0
-        return StepMetadata(arrived=arrived, idle=idle, fenced=fenced)
+        return fenced
 
 
 def _expecting(order: PushOrder) -> ControlCommand:

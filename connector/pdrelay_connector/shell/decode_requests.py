@@ -5,18 +5,17 @@ Everything here runs on the engine thread, which owns vLLM's block pool.
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from pdrelay_connector.core.addresses import is_own_host
 from pdrelay_connector.core.counters import CLOCK, LOADED, SECRET, UNREACHABLE, Counters
-from pdrelay_connector.core.ids import EngineId, RequestId
+from pdrelay_connector.core.ids import RequestId
 from pdrelay_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams, says_push
 from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import MAX_ID
@@ -36,18 +35,16 @@ from pdrelay_connector.shell.decode_modes import (
     Post,
     PullDecode,
     PushDecode,
-    digest,
 )
 from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.met_engines import MetEngines
 from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
 from pdrelay_connector.shell.offloaded_blocks import OffloadedBlocks
 from pdrelay_connector.shell.partial_blocks import PartialBlocks
+from pdrelay_connector.shell.quarantine import Quarantine
+from pdrelay_connector.shell.shared_prompts import SharedPrompts
 
 logger = init_logger("vllm.pdrelay")
-
-# engines, each of which restarts under another id; after that they are met as new ones
-MAX_KNOWN = 4096
-MAX_SHARED = 4096  # prompts whose later answers are known to need no load of their own
 
 _CAUSES: Final[Mapping[type[InvalidKvParams], str]] = {
     UnsignedKvParams: SECRET,
@@ -55,8 +52,6 @@ _CAUSES: Final[Mapping[type[InvalidKvParams], str]] = {
     ExpiredKvParams: CLOCK,
     AdapterMismatch: "adapter",
 }
-
-Prompt: TypeAlias = tuple[EngineId, RequestId]  # the prefill engine, and its name of the request
 
 
 @dataclass(slots=True)
@@ -70,16 +65,6 @@ class _RemotePrefill:
     loading: bool = False
     into: Sequence[int] = ()  # the blocks it is loaded into
     is_compared: bool = False  # by the workers, after a push: only then it counts as loaded
-
-
-@dataclass(slots=True)
-class _Quarantined:
-    """Blocks of a failed load, pinned until all ranks report that NIXL does not write into them."""
-
-    blocks: list[KVCacheBlock]
-    # by the workers, which report its end with a step; of a push the control thread does
-    is_read: bool
-    ranks: int = 0
 
 
 class DecodeRequests:
@@ -111,24 +96,18 @@ class DecodeRequests:
         self._live = live
         self._counters = counters
         self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
-        # who loads a prompt, or has loaded it (None)
-        self._loaders: dict[Prompt, Request | None] = {}
-        self._prompts: dict[RequestId, Prompt] = {}  # of the requests that are here
-        self._new_objections: list[EngineId] = []  # those since they were last taken
-        # engines that were found to differ, oldest first
-        self._differing: dict[EngineId, None] = {}
-        self._mended: list[EngineId] = []  # those of them that do not any more
-        # of each engine that was reached, whether its KV can be loaded
-        self._handshakes: dict[EngineId, HandshakeEnded] = {}
-        self._quarantined: dict[RequestId, _Quarantined] = {}
+        self._shared = SharedPrompts()
+        self.met = MetEngines()
+        self._quarantined = Quarantine(pool)
         self._partial = PartialBlocks(engine_config.groups)
+        # in push, of KV of earlier answers alone
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
-        self._mode: DecodeMode = self._pull_decode
-        # The same object as _mode, in push and auto. In push, KV of earlier answers alone is read.
         self._push_decode: PushDecode | None = None
         if mode.pushes:
-            self._mode = self._push_decode = PushDecode(engine_config, post, offloaded)
+            self._push_decode = PushDecode(engine_config, post, offloaded)
         self._chooses = mode is Mode.AUTO
+        # loads that ended since the last step, for the workers to report to vLLM
+        self._arrived: list[LoadResult] = []
         self._is_consumer = engine_config.is_consumer
         self._has_had_params = False
         self._has_named_alone = False  # a request without params, in the log
@@ -169,10 +148,11 @@ class DecodeRequests:
         except InvalidKvParams as exc:
             self._refuse(own, params, exc)
             return
-        if self._shares(request, source):
+        if self._shared.joins(request, source):
+            self._counters.count("loads_shared")
             return
         engine = source.remote_engine_id
-        handshake = self._handshakes.get(engine)
+        handshake = self.met.get(engine)
         is_handshake_over = handshake is not None
         self._remote_prefills[own] = _RemotePrefill(source, is_handshake_over)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
@@ -195,42 +175,26 @@ class DecodeRequests:
         self._on_skipped(own, cause)
 
     def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
-        return self._pull_decode if self._chooses and not says_push(params) else self._mode
+        if self._push_decode is None or (self._chooses and not says_push(params)):
+            return self._pull_decode
+        return self._push_decode
+
+    def _mode_of(self, source: PullParams | PushParams) -> DecodeMode:
+        if self._push_decode is None or isinstance(source, PullParams):
+            return self._pull_decode
+        return self._push_decode
 
     def begin_found(self, own: RequestId, params: PullParams) -> None:
         """Load a prompt's beginning, which a decode engine has leased us from its prefix cache."""
         self._remote_prefills[own] = _RemotePrefill(params, is_handshake_over=True)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, params, now=now))
 
-    def _shares(self, request: Request, source: PullParams | PushParams) -> bool:
-        """Tell whether another request here loads the same prompt: of n answers, one reads P's
-        blocks.
-
-        vLLM makes n requests of one (``vllm/v1/engine/parallel_sampling.py``), each with the same
-        params. P's lease ends with the first read, and the others find what it has loaded in the
-        prefix cache.
-        """
-        own = RequestId(request.request_id)
-        prompt = (source.remote_engine_id, source.remote_request_id)
-        self._prompts[own] = prompt
-        loader = self._loaders.get(prompt)
-        # In push P alone compares prompts: one that came with params of another loads nothing for
-        # the rightful one.
-        if prompt in self._loaders and (loader is None or _is_same_prompt(request, loader)):
-            self._counters.count("loads_shared")
-            return True
-        if len(self._loaders) >= MAX_SHARED:
-            self._loaders.pop(next(iter(self._loaders)))
-        self._loaders[prompt] = request
-        return False
-
     def _awaits_other(self, own: RequestId) -> bool:
         """Tell whether another request still loads this one's prompt.
 
         vLLM enters the blocks into its prefix cache when it takes the loader up again.
         """
-        prompt = self._prompts.get(own)
-        loader = None if prompt is None else self._loaders.get(prompt)
+        loader = self._shared.loader_of(own)
         return loader is not None and (
             RequestId(loader.request_id) in self._remote_prefills
             or loader.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -244,18 +208,7 @@ class DecodeRequests:
         an error. The loads of an engine that does not answer end so: the workers do not wait for it
         again.
         """
-        if ended.is_final:
-            if len(self._handshakes) >= MAX_KNOWN:
-                self._handshakes.clear()
-            if ended.objection and ended.engine not in self._differing:
-                self._new_objections.append(ended.engine)
-                self._differing[ended.engine] = None
-                if len(self._differing) > MAX_KNOWN:
-                    del self._differing[next(iter(self._differing))]
-            elif not ended.objection and ended.engine in self._differing:
-                del self._differing[ended.engine]
-                self._mended.append(ended.engine)
-            self._handshakes[ended.engine] = ended
+        self.met.add(ended)
         for own, remote_prefill in list(self._remote_prefills.items()):
             if (
                 remote_prefill.is_handshake_over
@@ -287,25 +240,9 @@ class DecodeRequests:
     def peer_changed(self, news: HandshakeEnded | PeerLost) -> None:
         """Handle the end of a handshake, or of a connection: then the next request reconnects."""
         if isinstance(news, PeerLost):
-            self._handshakes.pop(news.engine, None)
+            self.met.lose(news.engine)
         else:
             self.handshake_ended(news)
-
-    def forget_engines(self) -> None:
-        """Meet all engines anew: this one has slept, and its connections have ended."""
-        self._handshakes.clear()
-
-    def take_incompatible(self) -> list[str]:
-        """Return the engines that were found incompatible since the last call."""
-        engines = self._new_objections
-        self._new_objections = []
-        return [str(engine) for engine in engines]
-
-    def take_compatible(self) -> list[str]:
-        """Return the engines that became compatible since the last call, by a restart."""
-        engines = self._mended
-        self._mended = []
-        return [str(engine) for engine in engines]
 
     def _skip_incompatible(self, own: RequestId, handshake: HandshakeEnded) -> None:
         source = self._remote_prefills[own].source
@@ -364,7 +301,7 @@ class DecodeRequests:
             )
             self._on_skipped(own, UNREACHABLE)
             logger.warning("pdrelay: the load of %s failed: %s", own, failure)
-            self._mode.arrived.append(LoadResult(own, failure))
+            self._arrived.append(LoadResult(own, failure))
             engine = remote_prefill.source.remote_engine_id
             # no load of ours ends it
             self._post(lambda control, _: control.lease_renewer.release(own, engine))
@@ -372,8 +309,8 @@ class DecodeRequests:
         source = remote_prefill.source
         tables = blocks.get_block_ids()
         self._offloaded.allocated(tables)
-        remote_prefill.into = self._mode_of(source).start(request, source, external, tables)
         tokens = self._loaded_tokens(request, source)
+        remote_prefill.into = self._mode_of(source).start(request, source, tokens, external, tables)
         before = self._partial.loading(own, tables, tokens, external, self._sizes(source))
         if before < tokens:
             self._offloaded.leave_out(own, before)
@@ -384,10 +321,14 @@ class DecodeRequests:
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
-        metadata = self._mode.metadata(output)
-        if self._push_decode is not None:
-            metadata.orders = self._pull_decode.metadata(output).orders
-        return metadata
+        arrived = self._arrived
+        self._arrived = []
+        return StepMetadata(
+            self._pull_decode.take_orders(),
+            idle=output.total_num_scheduled_tokens == 0,
+            arrived=arrived,
+            fenced=self._push_decode.take_fenced() if self._push_decode is not None else [],
+        )
 
     def _loaded_tokens(self, request: Request, source: PullParams | PushParams) -> int:
         """Return up to which token the prompt comes from its engine."""
@@ -398,14 +339,7 @@ class DecodeRequests:
         """Return the tokens of P's blocks, of each KV cache group; nothing in push, where its
         workers tell ours.
         """
-        if not isinstance(source, PullParams):
-            return ()
-        return source.pdrelay_block_sizes or [
-            group.block_size for group in self._engine_config.groups
-        ]
-
-    def _mode_of(self, source: PullParams | PushParams) -> DecodeMode:
-        return self._pull_decode if isinstance(source, PullParams) else self._mode
+        return self._pull_decode.sizes(source) if isinstance(source, PullParams) else ()
 
     def loads_ended(self, requests: Iterable[str], failed: Container[str] = ()) -> None:
         """VLLM has received the end of these requests' loads from the workers
@@ -419,7 +353,7 @@ class DecodeRequests:
                 source = remote_prefill.source
                 self._mode_of(source).ended(own, source)
                 if request in failed:
-                    self._loads_nothing(own)
+                    self._shared.loads_nothing(own)
                     # everything was written, so a rank has found it wrong
                     if remote_prefill.is_compared:
                         self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id)
@@ -433,13 +367,13 @@ class DecodeRequests:
         own = RequestId(request.request_id)
         remote_prefill = self._remote_prefills.get(own)
         if remote_prefill is not None and remote_prefill.loading:
-            self._mode_of(remote_prefill.source).abort(own)  # its load ends in loads_ended()
+            ended = self._mode_of(remote_prefill.source).abort(own)
+            if ended is not None:  # other loads end by themselves, in loads_ended()
+                self._arrived.append(ended)
         elif remote_prefill is not None:
             self._release_lease(own)
         self._partial.over(own)
-        prompt = self._prompts.pop(own, None)
-        if prompt is not None and self._loaders.get(prompt) is request:
-            self._loaders[prompt] = None
+        self._shared.finished(request)
 
     def lease_lost(self, own: RequestId) -> None:
         """Handle a lost lease: the request computes its own prompt, unless its load has begun.
@@ -450,7 +384,7 @@ class DecodeRequests:
         if remote_prefill is None or remote_prefill.loading:
             return
         del self._remote_prefills[own]
-        self._loads_nothing(own)
+        self._shared.loads_nothing(own)
         self._counters.count("loads_skipped_lease_lost")
         logger.warning(
             "pdrelay: %s computes its own prompt: %s has ended its lease",
@@ -473,25 +407,15 @@ class DecodeRequests:
             and (remote_prefill := self._remote_prefills.get(result.request)) is not None
         ):
             remote_prefill.is_compared = True
-        self._push_decode.arrived.append(result)
+        self._arrived.append(result)
 
     def update_quarantine(self, news: QuarantineMetadata) -> None:
         """Pin blocks that NIXL may still write into, before vLLM frees them; unpin the others."""
-        pool = self._pool()
         for own in news.quarantined:
-            if own not in self._quarantined:
-                remote_prefill = self._remote_prefills[own]
-                blocks = [pool.blocks[block] for block in remote_prefill.into]
-                pool.touch(blocks)
-                self._quarantined[own] = _Quarantined(
-                    blocks, isinstance(remote_prefill.source, PullParams)
-                )
-            self._quarantined[own].ranks += 1
+            load = self._remote_prefills[own]
+            self._quarantined.begin(own, load.into, is_read=isinstance(load.source, PullParams))
         for own in news.released:
-            quarantined = self._quarantined[own]
-            quarantined.ranks -= 1
-            if not quarantined.ranks:
-                pool.free_blocks(reversed(self._quarantined.pop(own).blocks))
+            self._quarantined.end(own)
 
     def step_begun(self, fenced: Iterable[RequestId]) -> None:
         """The workers have begun the step in which these loads got their blocks."""
@@ -501,12 +425,12 @@ class DecodeRequests:
     @property
     def has_pending(self) -> bool:
         """Whether the workers must report ended pushes to vLLM in the next step."""
-        return self._push_decode is not None and bool(self._push_decode.arrived)
+        return self._push_decode is not None and bool(self._arrived)
 
     @property
     def awaits_quarantine(self) -> bool:
-        """Whether only a step can end a quarantine: workers report it with a step, for reads."""
-        return any(quarantined.is_read for quarantined in self._quarantined.values())
+        """Whether only a step can end a quarantine."""
+        return self._quarantined.awaits_step
 
     @property
     def loading(self) -> set[str]:
@@ -544,23 +468,10 @@ class DecodeRequests:
         """Current requests and quarantined blocks."""
         return {
             "requests_waiting_for_remote_kv": float(len(self._remote_prefills)),
-            "blocks_quarantined": float(
-                sum(len(quarantined.blocks) for quarantined in self._quarantined.values())
-            ),
+            "blocks_quarantined": float(sum(1 for _ in self._quarantined.blocks)),
         }
 
-    def _loads_nothing(self, own: RequestId) -> None:
-        """A request that was to load its prompt does not: no other waits for it."""
-        prompt = self._prompts.get(own)
-        loader = None if prompt is None else self._loaders.get(prompt)
-        if prompt is not None and loader is not None and loader.request_id == own:
-            del self._loaders[prompt]
-
     def _release_lease(self, own: RequestId) -> None:
-        self._loads_nothing(own)
+        self._shared.loads_nothing(own)
         engine = self._remote_prefills.pop(own).source.remote_engine_id
         self._post(lambda control, _: control.lease_renewer.release(own, engine))
-
-
-def _is_same_prompt(first: Request, second: Request) -> bool:
-    return digest(first, first.num_prompt_tokens) == digest(second, second.num_prompt_tokens)

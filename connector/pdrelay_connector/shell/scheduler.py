@@ -167,7 +167,7 @@ class PDRelayConnectorScheduler:
             self._prefills.engine = in_generation(
                 self._engine_config.engine, self._sleep.generation
             )
-            self._decodes.forget_engines()
+            self._decodes.met.lose_all()
             logger.info("pdrelay: engine %s is awake", self._prefills.engine)
         elif self._start_again is not None:
             return
@@ -375,8 +375,8 @@ class PDRelayConnectorScheduler:
         gauges = {**self._prefills.gauges, **self._decodes.gauges}
         changed = StatsReport(
             gauges=gauges if gauges != self._gauges else {},
-            incompatible=self._decodes.take_incompatible(),
-            compatible=self._decodes.take_compatible(),
+            incompatible=self._decodes.met.take_incompatible(),
+            compatible=self._decodes.met.take_compatible(),
         )
         self._gauges = gauges
         report = merge([self._control.take_report(), self._counters.take_report(), changed])

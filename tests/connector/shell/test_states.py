@@ -154,8 +154,9 @@ def loads(params, *, groups=ALIGNED, prompt=PROMPT, external=9, table=(11, 12, 1
     """Return what D reads for an offer."""
     d = PullDecode(engine(groups), lambda _: None, Signatures(lambda: ()), lambda: 0.0)
     asked = request(prompt, params=params)
-    d.start(asked, d.read(asked, params), external, [[21, 22, 23], list(table)])
-    (order,) = d.metadata(SimpleNamespace(total_num_scheduled_tokens=0)).orders
+    tokens = engine(groups).loaded_tokens(len(prompt))
+    d.start(asked, d.read(asked, params), tokens, external, [[21, 22, 23], list(table)])
+    (order,) = d.take_orders()
     return list(order.token_ranges)
 
 
@@ -203,8 +204,9 @@ def test_drafts_that_look_three_tokens_ahead_are_computed_by_d(groups):
     params = p.finish(asked, *table)
     d = PullDecode(engine(groups, lookahead=3), lambda _: None, Signatures(lambda: ()), lambda: 0.0)
     ours = request(params=params)
-    d.start(ours, d.read(ours, params), 8, [[21, 22, 23], [0, 12, 13]][: len(groups)])
-    (order,) = d.metadata(SimpleNamespace(total_num_scheduled_tokens=0)).orders
+    tokens = engine(groups, lookahead=3).loaded_tokens(ours.num_prompt_tokens)
+    d.start(ours, d.read(ours, params), tokens, 8, [[21, 22, 23], [0, 12, 13]][: len(groups)])
+    (order,) = d.take_orders()
 
     assert (asked.num_prompt_tokens, params["remote_num_tokens"]) == (8, 8)
     expected = [TokenRange(0, 0, 8, (1, 2), [21, 22]), TokenRange(1, 7, 8, (5,), [12])]
@@ -237,7 +239,7 @@ def test_in_push_d_lends_one_block_for_the_state():
     d = PushDecode(engine(), posted.append, OffloadedBlocks())
     where = {"remote_engine_id": "p", "remote_host": "10.0.0.2", "remote_port": 5600, "transfer_id": "t"}
     asked = request(params=where)
-    blocks = d.start(asked, d.read(asked, where), 9, [[21, 22, 23], [0, 0, 13]])
+    blocks = d.start(asked, d.read(asked, where), 9, 9, [[21, 22, 23], [0, 0, 13]])
     orders = []
     receiver = SimpleNamespace(expect=lambda order, now: orders.append(order))
     posted[0](SimpleNamespace(push_receiver=receiver), 0.0)

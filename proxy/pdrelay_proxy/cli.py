@@ -68,9 +68,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # (argparse's has overloads)
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Report an unknown flag first: argparse would take its value for a command, or miss a
-        required flag.
-        """
+        """Report an unknown flag first: argparse would take its value for a command."""
         self._check_flags(args or ())
         return super().parse_known_args(args, namespace or argparse.Namespace())
 

@@ -21,9 +21,7 @@ from pdrelay_proxy.settings import QueueOrder, Settings
 
 
 def check(settings: Settings) -> None:
-    """Raise ConfigError if the router would be open to others, or two settings contradict each
-    other.
-    """
+    """Raise ConfigError if the router would be open to others, or settings contradict others."""
     for check_settings in _checks():
         check_settings(settings)
 
@@ -76,9 +74,7 @@ def _check_workers_meet(settings: Settings) -> None:
 
 
 def check_admin_port(settings: Settings) -> None:
-    """Raise ConfigError if the admin port's settings contradict the main port's, or have no
-    port.
-    """
+    """Raise ConfigError if the admin port's settings contradict the main port's, or lack a port."""
     if settings.admin_port is None:
         if settings.admin_host:
             raise ConfigError(

@@ -31,9 +31,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class ReusedKv:
-    """The effect of ``reuse_kv`` on a setting of a feature, with a policy that uses engines'
-    caches.
-    """
+    """What ``reuse_kv`` does to a setting of a feature, with a policy that uses caches."""
 
     value: object  # the value that it gets, unless it is set
     unused: str  # the log's text about a router with its default
@@ -77,9 +75,7 @@ class Group:
         return field(default=default, metadata={"option": declared})
 
     def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
-        """Declare a secret, which comes from the environment alone: ps shows flags, and people
-        share files.
-        """
+        """Declare a secret, which the environment alone may have: ps shows flags."""
         option = Option(self, help, unset, chart=chart, environment=environment)
         return field(default=None, repr=False, metadata={"option": option})
 

@@ -117,9 +117,7 @@ class UnknownModel(ClientError): ...
 
 
 class Refused(ProxyError):
-    """An engine refused the request before any token; the client gets its error, in the shape of
-    its API.
-    """
+    """An engine refused the request before any token; the client gets its error."""
 
     def __init__(self, status: int, content_type: str, body: bytes) -> None:
         super().__init__(f"an engine refused the request with status {status}")
@@ -208,9 +206,7 @@ class AnswerRefused(EngineError): ...
 
 
 class ConnectionStale(EngineError):
-    """The engine has closed a reused connection; not ``was_sent``: it cannot have got the whole
-    request.
-    """
+    """The engine has closed a reused connection; not ``was_sent``: it had not the whole request."""
 
     def __init__(self, message: str, *, was_sent: bool = True) -> None:
         super().__init__(message)

@@ -97,9 +97,7 @@ class AdminListener:
         self._sockets = bound(self._host, settings.admin_port or 0, shared=False)
 
     async def listen(self, state: ServerState) -> Sequence[asyncio.Server]:
-        """Start listening; ``state`` is that of the main port's server, which ends the connections
-        of both.
-        """
+        """Start listening; ``state``: of the main port's server, which ends all connections."""
         self._config.load()
         loop = asyncio.get_running_loop()
         protocol_class = cast("Any", self._config.http_protocol_class)

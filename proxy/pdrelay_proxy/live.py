@@ -111,9 +111,7 @@ class Live:
 
 
 def _kept(name: str, new: T, known: T) -> T:
-    """Return the old content of a file that may be half written; io/reloads.py reads it once it is
-    complete.
-    """
+    """Return the old content of a file that may be half written (io/reloads.py)."""
     if new != known:
         text = (
             "%s has no line break at its end, or is being written: what was read before stays "
@@ -124,9 +122,7 @@ def _kept(name: str, new: T, known: T) -> T:
 
 
 def addresses_of(settings: Settings) -> _Addresses:
-    """Return the engines by host:port; raises AddressError, or ConfigError: one occurs twice under
-    one role.
-    """
+    """Return the engines by host:port; raises AddressError, or ConfigError: one is there twice."""
     targets: dict[Role, dict[str, Target]] = {role: {} for role in Role}
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for target in map(Target.parse, texts):

@@ -111,9 +111,7 @@ class Choices:
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
-    """Build the settings; raises ConfigError: the file cannot be read, or a value is not
-    allowed.
-    """
+    """Build the settings; raises ConfigError: a file cannot be read, or a value is wrong."""
     choices = choose(args)
     for sentence in choices.wrong.values():
         raise ConfigError(sentence)

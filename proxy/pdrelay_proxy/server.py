@@ -208,9 +208,7 @@ class _Process:
             self._hurry()
 
     def _on_reload(self) -> None:
-        """Apply the present settings; those that need a restart keep their values, and are
-        named.
-        """
+        """Apply the present settings; those that need a restart stay, and are named."""
         old = self._settings
         try:
             new, fixed = without_restart(old, self._read_settings())

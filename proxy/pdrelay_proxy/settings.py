@@ -42,9 +42,7 @@ CONNECTIONS: Final = 16384  # of clients, unless the operator sets a number
 
 
 class KvTransferMode(StrEnum):
-    """Who moves the KV cache: the prefill engine writes it (push), or the decode engine reads it
-    (pull).
-    """
+    """Who moves the KV cache: the prefill engine (push), or the decode engine (pull)."""
 
     AUTO = "auto"  # as each prefill engine reports in its answers
     PULL = "pull"  # always one leg after the other

@@ -44,9 +44,7 @@ Serve = Callable[[WorkerPlace], int]  # serves to the end as one worker, and ret
 
 
 def run(settings: Settings, serve: Serve) -> int:
-    """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise
-    ConfigError.
-    """
+    """Serve with several processes until a signal; return the exit code, or raise ConfigError."""
     # One that was started with it ignored would never learn how a worker ended (waitpid(2)).
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with ExitStack() as stack:
@@ -92,9 +90,7 @@ def _folder() -> Generator[str]:
 
 
 def _peer_socket() -> socket.socket:
-    """Bind a socket to a port that the system chooses; socket and port outlive the worker that uses
-    them.
-    """
+    """Bind a socket to a port that the system chooses; both outlive the worker that uses them."""
     peer_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     peer_socket.setblocking(False)  # noqa: FBT003
     peer_socket.bind((LOOPBACK, 0))
@@ -131,9 +127,7 @@ class _Worker:
         self.is_ready = await self._next_byte() == READY
 
     async def wait_ended(self) -> int:
-        """Wait until it has ended; return its exit code, or minus the number of the signal that
-        killed it.
-        """
+        """Wait until it has ended; return its exit code, or minus the signal that killed it."""
         while await self._next_byte():
             pass
         self.line.close()
@@ -212,9 +206,7 @@ class _Crew:
                 worker.signal(signal.SIGHUP)
 
     async def _keep_running(self, number: int, first: _Worker) -> int:
-        """Replace a worker of this number until all shall end; return the exit code of the last
-        one.
-        """
+        """Replace a worker of this number until all shall end; return the last exit code."""
         loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         worker = first

@@ -83,9 +83,7 @@ def _add_operators(app: FastAPI, routes: Routes, *, elsewhere: Sequence[BaseRout
 
 
 def _add(app: FastAPI, router: APIRouter) -> None:
-    """Add routes unchanged: ``include_router`` would rebuild each, with the models of its bodies
-    and answers.
-    """
+    """Add routes unchanged: ``include_router`` would rebuild each, with its models."""
     for route in router.routes:
         if isinstance(route, APIRoute):
             route.unique_id = operation_id(route)

@@ -247,9 +247,7 @@ def _request_scope(head: Head) -> dict[str, Any]:
 
 
 def path_of(target: bytes) -> str:
-    """Return the path in a request's target, without host, query and escapes; empty: there is
-    none.
-    """
+    """Return the path in a target, without host, query and escapes; empty: there is none."""
     try:
         path, _ = _parts_of(target)
     except httptools.HttpParserInvalidURLError:
@@ -258,8 +256,6 @@ def path_of(target: bytes) -> str:
 
 
 def _parts_of(target: bytes) -> tuple[bytes, bytes]:
-    """Return the path and the query in a request's target; a URL may end behind its host (RFC 9110,
-    4.2.3).
-    """
+    """Return the path and the query; a URL may end behind its host (RFC 9110, 4.2.3)."""
     url = httptools.parse_url(target)
     return url.path or b"/", url.query or b""

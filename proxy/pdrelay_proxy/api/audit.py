@@ -110,9 +110,7 @@ def _facts(
 
 
 def _text(facts: Mapping[str, object]) -> str:
-    """Return the facts in one line: text of a caller is quoted, and a line break in it is
-    escaped.
-    """
+    """Return the facts in one line: a caller's text is quoted, and its line breaks are escaped."""
     return " ".join(
         f"{name}={value!r}" if name in ("target", "why") else f"{name}={value}"
         for name, value in facts.items()

@@ -38,9 +38,7 @@ _OPEN: Final = frozenset(
 
 
 class AuthMiddleware:
-    """ASGI middleware. Once the router is asked to end, it closes connections behind their
-    answers.
-    """
+    """ASGI middleware. While the router ends, it closes connections behind their answers."""
 
     def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring, sites: Sites) -> None:
         self._app = app
@@ -105,7 +103,5 @@ class _ObservedSend:
 
 
 def is_open(path: str) -> bool:
-    """Return whether a path is served until the end, to every caller that passes its route's own
-    check.
-    """
+    """Return whether a path is served until the end, to callers that pass its route's check."""
     return path in _OPEN or is_for_operators(path)

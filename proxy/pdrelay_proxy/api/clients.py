@@ -111,9 +111,7 @@ class Clients:
                 del self._by_address[network]
 
     def refusal(self, fault: RefusalReason, network: str | None) -> TooManyConnections | None:
-        """Return the error for a connection over a limit; None: too many are over it to answer
-        them.
-        """
+        """Return the error for a connection over a limit; None: there are too many to answer."""
         bounds = self.bounds
         if _is_far_over(self._count, bounds.connections):
             return None

@@ -97,9 +97,7 @@ class _AsgiResponse:
         self._news = asyncio.Event()
 
     def hold_up_when_full(self, request: Request) -> None:
-        """Set the request to pause while the queue is full; it is built with this writer, so it
-        comes later.
-        """
+        """Have the request pause while the queue is full; it is built with this writer."""
         self._request = request
 
     def begin(

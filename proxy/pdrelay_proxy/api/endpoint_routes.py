@@ -142,9 +142,7 @@ def endpoint_routes(endpoints: ASGIApp, *, keys: tuple[Any, ...] = ()) -> list[E
 
 
 def is_endpoint(scope: Scope) -> bool:
-    """Return whether a request is for an endpoint, which requests/request.py checks and records
-    itself.
-    """
+    """Return whether a request is for an endpoint, which records itself."""
     return scope["path"] in ENDPOINTS and scope["method"] == "POST"
 
 
@@ -204,9 +202,7 @@ def _body(text: EndpointText, kind: EndpointKind) -> Part:
 
 
 def _events(text: EndpointText) -> Part:
-    """Return the schema of events; OpenAPI 3.2 has ``itemSchema`` for them, which generators for
-    3.1 refuse.
-    """
+    """Return the schema of events; generators for OpenAPI 3.1 refuse ``itemSchema`` of 3.2."""
     data: Part = {"type": "string"}
     if text.event:
         event_schema: Part = {

@@ -31,9 +31,7 @@ _MODELS: Final = (ErrorResponse, AnthropicErrorResponse, OperatorError)
 
 
 def error_answers(model: type[BaseModel], described: Mapping[int | str, str]) -> Answers:
-    """Return descriptions of answers, by status, with a model as body, which must be one of the
-    models here.
-    """
+    """Return descriptions of answers, by status, with a model of this module as body."""
     if model not in _MODELS:
         raise ValueError(
             f"{model.__name__} is not in the document: it must be one of the models of "

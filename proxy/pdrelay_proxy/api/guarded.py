@@ -352,9 +352,7 @@ class GuardedProtocol(asyncio.Protocol):
 
     @property
     def _is_next(self) -> bool:
-        """Whether another request may begin: the one before is answered, and the client reads its
-        answers.
-        """
+        """Whether another request may begin: all is answered, and the client reads its answers."""
         return self._is_idle and not self.flow.write_paused
 
     def default_lines(self) -> bytes:
@@ -408,9 +406,7 @@ class GuardedProtocol(asyncio.Protocol):
                 self.answered(keep_alive=exchange.keep_alive)
 
     def eof_received(self) -> None:
-        """Give the rest of a long answer to the transport, which is closed after this and writes
-        its buffer.
-        """
+        """Give the rest of a long answer to the transport, which writes it before it closes."""
         rest = self._unwritten
         self._unwritten = None
         if rest is not None:
@@ -519,9 +515,7 @@ class GuardedProtocol(asyncio.Protocol):
         self.between = False
 
     def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
-        """Answer a request that will not be served, if it has no answer yet, and read no more of
-        it.
-        """
+        """Answer a request that will not be served, if it has no answer, and read no more of it."""
         self._stop()
         self.clients.on_refused(fault)
         if self._unwritten is not None:  # half an answer leaves no place for an error

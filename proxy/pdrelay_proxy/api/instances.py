@@ -89,9 +89,7 @@ class InstanceAdmin:
     pair_history: PairHistory = field(default_factory=PairHistory)
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
-        """Describe engines; to a joining host without sentences, which may name engines of
-        others.
-        """
+        """Describe engines; to a joining host without sentences, which may name others' engines."""
         rows = [self._row(member, self.clock(), _NONE_LONE) for member in members]
         if host is not None:
             rows = [row.model_copy(update={"why": "", "warning": None}) for row in rows]
@@ -117,9 +115,7 @@ class InstanceAdmin:
         }
 
     def pieces(self, lone: Mapping[InstanceId, str] = _NONE_LONE) -> Iterator[bytes]:
-        """Describe all engines in JSON, in pieces of some engines each: ten thousand take
-        megabytes.
-        """
+        """Describe all engines in JSON, in pieces: ten thousand engines take megabytes."""
         before = b'{"instances":['
         members = self.registry.members()
         for start in range(0, len(members), _ROWS_AT_ONCE):
@@ -195,9 +191,7 @@ class InstanceAdmin:
         ]
 
     def check_movable(self, members: Sequence[Member], host: str | None) -> None:
-        """Raise HTTPException if the engines' streams cannot move, or the caller may not move
-        them.
-        """
+        """Raise HTTPException if streams cannot move, or the caller may not move them."""
         if host is not None:
             raise HTTPException(403, _NO_MOVE)
         if not self.moves_streams:
@@ -213,9 +207,7 @@ class InstanceAdmin:
                 )
 
     def members_named(self, named: InstanceName) -> Sequence[Member]:
-        """Return the named engines; raises UnknownInstance, or AddressError: the address is
-        invalid.
-        """
+        """Return the named engines; raises UnknownInstance, or AddressError."""
         if named.id is not None:
             return [self.registry.member(InstanceId(named.id))]
         if named.type is None or named.instance is None:

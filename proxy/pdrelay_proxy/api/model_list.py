@@ -160,9 +160,7 @@ class ModelCatalog:
         return self._registry.models.names.difference(*known)
 
     async def _request_some(self, engines: Sequence[Instance]) -> EngineResponse | None:
-        """Return the first list of some engines; otherwise another answer of one of them; None:
-        none answers.
-        """
+        """Return the first list of some engines, else another answer; None: none answers."""
         other_answer: EngineResponse | None = None
         waiting = list(engines)
         asking = set[asyncio.Task[EngineResponse | None]]()

@@ -75,9 +75,7 @@ def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = EVERYON
 
 
 def content_policy(html: str) -> str:
-    """Allow a page only its own style, its own script, its inline icon, and requests to its own
-    origin.
-    """
+    """Allow a page its own style, script and icon, and requests to its own origin."""
     digests = {kind: hashlib.sha256(text.encode()).digest() for kind, text in _INLINE.findall(html)}
     sources = {
         kind: f"'sha256-{base64.b64encode(digest).decode()}'" for kind, digest in digests.items()

@@ -49,9 +49,7 @@ def probe_routes(
         response_model_exclude_none=True,
     )
     async def health() -> FleetHealth:
-        """Tell whether there is an engine of each role, and what is wrong with the fleet as a
-        whole.
-        """
+        """Tell whether there is an engine of each role, and what is wrong with the fleet."""
         for role in Role:
             fleet.usable(role)
         return FleetHealth(status="ok", warnings=list(warnings.texts) or None)
@@ -62,9 +60,7 @@ def probe_routes(
         responses=error_answers(ErrorResponse, {503: "Send requests elsewhere", **ANY_ROUTE}),
     )
     async def ready() -> Health:
-        """Tell whether requests should be sent here: it knows its engines, and is not about to
-        end.
-        """
+        """Tell whether requests should be sent here: engines are known, and it does not end."""
         if lifetime.stage is not Stage.SERVING:
             raise ClosingDown("the router is about to end", retry_after_s=1)
         if missing := discovery.missing:

@@ -103,9 +103,7 @@ def build_fleet(
     clock: Callable[[], float],
     added: Sequence[RoutingParts],
 ) -> LiveFleet:
-    """Build the fleet from which requests choose their engines; ``added``: by features. Raises
-    ConfigError.
-    """
+    """Build the fleet that requests choose from; ``added``: by features. Raises ConfigError."""
     # Routers that know of each other do not all begin with the same engine.
     first_engine = random.randrange(_FIRST_ENGINES) if engines.has_other_routers else 0
     return fleet_of(

@@ -143,9 +143,7 @@ def _counters(engines: EngineSide, fleet: LiveFleet) -> Counters:
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
-    """Return the salts that keep clients apart in the engines' prefix caches; raises
-    ConfigError.
-    """
+    """Return what keeps clients apart in engines' prefix caches; raises ConfigError."""
     wanted = settings.cache_salt_per_key
     if wanted is False:
         return None

@@ -142,9 +142,7 @@ def _key_routes(
 
 
 def _has_open_admin_port(settings: Settings) -> bool:
-    """Return whether clients are known by certificates alone, which the admin port does not ask
-    for.
-    """
+    """Return whether clients are known by certificates alone, which the admin port ignores."""
     return (
         settings.admin_port is not None
         and settings.tls_client_ca is not None

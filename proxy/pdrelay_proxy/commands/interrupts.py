@@ -12,9 +12,7 @@ INTERRUPTED: Final = 130  # exit code, as shells have it for Ctrl-C
 
 @contextmanager
 def ctrl_c_ends_at_once() -> Generator[None]:
-    """End at once on Ctrl-C: modules being loaded would print tracebacks, and some would
-    continue.
-    """
+    """End at once on Ctrl-C: modules that are being loaded would print tracebacks."""
     # the parent process has Ctrl-C ignored
     is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     if is_ignored or threading.current_thread() is not threading.main_thread():

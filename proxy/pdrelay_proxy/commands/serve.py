@@ -122,9 +122,7 @@ def _own_settings(
 
 
 def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> int:
-    """Serve in this process, alone or as one of several workers; raises ConfigError and
-    AlreadyKnown.
-    """
+    """Serve in this process, alone or as a worker; raises ConfigError and AlreadyKnown."""
     with ctrl_c_ends_at_once():
         from pdrelay_proxy import server  # noqa: PLC0415 (errors of settings are reported without it)
         from pdrelay_proxy.app import build  # noqa: PLC0415

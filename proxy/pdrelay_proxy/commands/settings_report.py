@@ -65,9 +65,7 @@ def find_faults(args: argparse.Namespace) -> Sequence[str]:
 
 
 def settings_text(choices: Choices) -> str:
-    """Return the settings in the format of their file, with the source of each as a comment; never
-    a secret.
-    """
+    """Return the settings in their file's format, each with its source; never a secret."""
     settings = choices.settings()
     lines = list[str]()
     group = ""
@@ -100,9 +98,7 @@ def _names(sentence: str, setting: str) -> bool:
 
 
 def _fault_of_building(settings: Settings, config: str | None) -> Sequence[str]:
-    """Build the router, which starts nothing, to find faults that show only then: a missing extra,
-    a policy.
-    """
+    """Build the router, which starts nothing, to find faults that show only then."""
     from pdrelay_proxy.app import build  # noqa: PLC0415 (it takes a second, and most faults show without it)
 
     try:

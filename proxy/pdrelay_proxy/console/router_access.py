@@ -79,9 +79,7 @@ class AccessKey:
 
 
 def read_access(args: argparse.Namespace) -> tuple[str, AccessKey, ssl.SSLContext]:
-    """Return the router's URL without a slash at its end, the key, and the TLS context for its
-    certificate.
-    """
+    """Return the router's URL, without a slash at its end, the key, and the TLS context."""
     url = server_url(args.router)
     secure = url.startswith("https://")
     for_https = ("ca", "pin", "server_name", "client_cert", "client_key")

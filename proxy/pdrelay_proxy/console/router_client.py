@@ -32,9 +32,7 @@ class CommandFailed(Exception):
 def run_command(
     name: str, args: argparse.Namespace, answer: "Callable[[RouterClient], str]"
 ) -> int:
-    """Print a command's answer; return the exit code: 0 done, 1 failed, 2 the request was
-    invalid.
-    """
+    """Print an answer; return the exit code: 0 done, 1 failed, 2 a wrong request."""
     try:
         with RouterClient(args) as router:
             sys.stdout.write(printable(_read(router, answer)))
@@ -61,9 +59,7 @@ class RouterClient:
     """A client of the admin routes. httpx is imported here alone in the console."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Read flags and environment; raises ConfigError: no key, a wrong file, or flags that
-        conflict.
-        """
+        """Read flags and environment; raises ConfigError: no key, a wrong file, or a conflict."""
         self.url, key, tls = read_access(args)
         headers = {
             b"x-api-key": key.text.encode(errors="surrogateescape"),

@@ -18,9 +18,7 @@ def printable(text: str) -> str:
 
 
 def in_lines(value_read: Any) -> Any:  # noqa: ANN401 (any JSON)
-    """Return JSON without line breaks in any of its strings: one in a cell would look like a new
-    row.
-    """
+    """Return JSON without line breaks in its strings: one would look like a new row."""
     match value_read:
         case str():
             return one_line(value_read)
@@ -46,9 +44,7 @@ def widths_of(rows: Sequence[Sequence[str]]) -> Sequence[int]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows, whose first one has the column names, with columns as wide as their widest
-    cell.
-    """
+    """Format rows, the first of which has the column names, with columns of equal widths."""
     widths = widths_of(rows)
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -26,7 +26,5 @@ class ClientIds:
 
 
 def client_id(header: bytes) -> str | None:
-    """Return the id in a client's X-Request-Id; None: it is too long or odd for headers and
-    logs.
-    """
+    """Return the id in a client's X-Request-Id; None: it is too long or odd."""
     return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None

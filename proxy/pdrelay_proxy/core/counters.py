@@ -55,9 +55,7 @@ HANDOFF: Final[tuple[float, ...]] = (
 
 
 class Histogram:
-    """Values by size. ``counts`` has one more entry than ``bounds``, for values above all of
-    them.
-    """
+    """Values by size. ``counts`` has one more entry than ``bounds``: what is above all of them."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -156,15 +154,11 @@ class Counters:
     handoff: Histogram = field(default_factory=lambda: Histogram(HANDOFF))
 
     def label(self, path: str) -> str:
-        """Return a path with counters of its own, or ``other``: clients can send any number of
-        paths.
-        """
+        """Return a path with counters of its own, or ``other``: clients send any path."""
         return path if path in self.paths else OTHER
 
     def answer_times(self, instance: Instance) -> Histogram:
-        """Return the histogram of the time to an engine's whole answer (prefill) or first event
-        (decode).
-        """
+        """Return the times to an engine's whole answer (prefill) or first event (decode)."""
         by_role = self.prefill_times if instance.role is Role.PREFILL else self.decode_ttft
         return by_role.histogram((instance.id,))
 

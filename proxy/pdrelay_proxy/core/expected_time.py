@@ -70,9 +70,7 @@ class ExpectedTime:
         return {name: round(value * 1e3, 1) for name, value in seconds.items()}
 
     def followed_by(self, decode: "ExpectedTime") -> "ExpectedTime":
-        """Return the terms of a pair: these of the prefill engine, ``decode`` of the decode
-        engine.
-        """
+        """Return the terms of a pair: these are the prefill engine's, ``decode`` the other's."""
         return ExpectedTime(
             tokens=self.tokens,
             queue_s=self.queue_s,
@@ -85,9 +83,7 @@ class ExpectedTime:
         )
 
     def __str__(self) -> str:
-        """Return the terms in milliseconds, and the hits in tokens, of the prefill and of the
-        decode engine.
-        """
+        """Return the terms in milliseconds, and the hits of both engines in tokens."""
         times = (
             self.queue_s * 1e3,
             self.prefill_s * 1e3,

@@ -9,9 +9,7 @@ S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class Releases(Protocol):
-    """Learns whether a prefill engine has freed blocks that no engine will read; neither waits nor
-    raises.
-    """
+    """Learns whether a prefill engine has freed unread blocks; neither waits nor raises."""
 
     def released(self, prefill: Instance, /, *, freed: bool) -> None:
         """``freed``: it has freed them. Otherwise they stay pinned until their lease ends."""

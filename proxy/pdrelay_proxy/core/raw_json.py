@@ -32,9 +32,7 @@ class OtherJson(NotJson):
 
 
 def decode(data: bytes | msgspec.Raw, expected: type[T]) -> T:
-    """Decode JSON into a type; raises OtherJson (another type), or NotJson (invalid, or nested too
-    deeply).
-    """
+    """Decode JSON into a type; raises OtherJson (another type), or NotJson (invalid, too deep)."""
     decoder = _DECODERS.get(expected)
     if decoder is None:
         decoder = _DECODERS[expected] = msgspec.json.Decoder(expected)
@@ -130,9 +128,7 @@ def _encode_long(fields: Fields, last: str, value: msgspec.Raw) -> Pieces:
 
 
 def _encode_shared(fields: Fields, last: str, shared: Sequence[str]) -> Pieces:
-    """Return an object with its short values first, then the shared ones, and ``last`` at the
-    end.
-    """
+    """Return an object: short values first, then the shared ones, and ``last`` at the end."""
     long = [name for name in (*shared, last) if name in fields]
     short = {name: raw for name, raw in fields.items() if name not in long}
     begin = msgspec.json.encode(short)[:-1] + b"," if short else b"{"

@@ -79,9 +79,7 @@ class RollingSeries:
         return tuple(self._sum(first, first + step_s) for first in range(end - SPAN_S, end, step_s))
 
     def last(self, seconds: int, *, now: float) -> Bin:
-        """Return the last seconds as one bin, including the present second; at most
-        :data:`SPAN_S`.
-        """
+        """Return the last seconds as one bin, with the present one; at most :data:`SPAN_S`."""
         end = int(now) + 1
         return self._sum(end - seconds, end)
 

@@ -226,9 +226,7 @@ class RequestRecord:
         )
 
     def id_headers(self) -> dict[str, str]:
-        """Return the headers with the request's id: the client's own, if it has one, and the
-        router's.
-        """
+        """Return the headers with the request's ids: the client's, if it has one, and ours."""
         if self.client_id is None:
             return {"x-request-id": self.request_id}
         return {"x-request-id": self.client_id, "x-pdrelay-request-id": self.request_id}

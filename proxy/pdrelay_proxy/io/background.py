@@ -24,9 +24,7 @@ async def meanwhile(work: Awaitable[object]) -> AsyncGenerator[asyncio.Future[ob
 async def repeatedly(
     every_s: float, act: Callable[[], Awaitable[None]], log: logging.Logger, trouble: str
 ) -> None:
-    """Do something every ``every_s`` seconds; a bug in it is logged, and does not end that for
-    good.
-    """
+    """Do something every ``every_s`` seconds; a bug in it is logged, and ends nothing."""
     while True:
         await asyncio.sleep(every_s)
         try:

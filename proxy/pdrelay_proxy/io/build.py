@@ -45,9 +45,7 @@ def find_build() -> Build:
 
 
 def find_commit(package: Path) -> str | None:
-    """Return the commit of a package: of its checkout, of its wheel, or of the URL that pip
-    installed it from.
-    """
+    """Return the commit of a package: of its checkout, its wheel, or the URL of pip."""
     checkout = package.parents[1]
     if (checkout / ".git").exists():
         return _commit_of_checkout(checkout)

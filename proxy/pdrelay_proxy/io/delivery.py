@@ -19,9 +19,7 @@ class Delivery(NamedTuple):
 
 
 def delivery(sock: socket.socket | None) -> Delivery | None:
-    """Return how far the written bytes have come; None: the system does not tell, or the socket is
-    closed.
-    """
+    """Return how far the written bytes have come; None: unknown, or the socket is closed."""
     if sock is None or not hasattr(socket, "TCP_INFO"):
         return None
     with suppress(OSError, ValueError, struct.error):
@@ -45,9 +43,7 @@ def has_unread(transport: asyncio.Transport) -> bool:
 
 
 def bytes_taken(transport: asyncio.Transport) -> int | None:
-    """Return how many bytes the other end has taken; None: none is left for it, or the system does
-    not tell.
-    """
+    """Return how many bytes the other end has taken; None: all, or that is not known."""
     delivered = delivery(transport.get_extra_info("socket"))
     if delivered is None or (delivered.is_all and not transport.get_write_buffer_size()):
         return None

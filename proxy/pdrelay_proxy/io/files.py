@@ -116,9 +116,7 @@ def admin_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def of_admin_port(settings: Settings) -> Settings:
-    """Return the same files without the authorities: the admin port asks clients for no
-    certificate.
-    """
+    """Return the same without the authorities: the admin port asks for no certificates."""
     return replace(settings, tls_client_ca=None)
 
 

@@ -173,9 +173,7 @@ class _Line(Generic[T]):
 
 
 def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
-    """Return the handler of this process's log, if no record can go elsewhere and nothing filters
-    records.
-    """
+    """Return this process's handler, if records go nowhere else and nothing filters them."""
     handlers = logger.root.handlers
     handler = handlers[0] if len(handlers) == 1 else None
     if (
@@ -194,9 +192,7 @@ def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
 
 
 class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
-    """Writes a line at once, but the lines of a batch together: a system call costs as much as ten
-    lines.
-    """
+    """Writes the lines of a batch together: a system call costs as much as ten lines."""
 
     def __init__(self, stream: TextIO | LogWriter | PromptWriter | None = None) -> None:
         super().__init__(sys.stderr if stream is None else stream)
@@ -246,9 +242,7 @@ class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
                 self.handleError(logging.makeLogRecord({"msg": lines}))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's)
-        """Report a line that could not be built in the log itself: standard error may have no
-        reader.
-        """
+        """Report a line that could not be built in the log: standard error may be closed."""
         if isinstance(self.stream, LogWriter):
             self.stream.write(
                 f"a line of {record.name} could not be written:\n{traceback.format_exc()}"

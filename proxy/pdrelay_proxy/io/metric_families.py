@@ -112,8 +112,6 @@ def gauge_families(
 
 
 def parts_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Cut into parts; an empty sequence is one empty part, so that its family still has a
-    heading.
-    """
+    """Cut into parts; of an empty sequence one, so that its family has a heading."""
     for start in range(0, max(1, len(items)), size):
         yield items[start : start + size]

@@ -142,9 +142,7 @@ def _joined(
 
 
 class _Collector:
-    """Builds metrics from the numbers, in the order in which an operator reads them; None: a
-    pause.
-    """
+    """Builds metrics from the numbers, in an operator's order; None: a pause."""
 
     def __init__(
         self,

@@ -73,9 +73,7 @@ class FileReloads:
             yield
 
     async def check_files(self) -> None:
-        """Read again what has changed since the last check; a file system that hangs does not stop
-        the router.
-        """
+        """Read again what has changed; a file system that hangs does not stop the router."""
         settings = self.settings()
         now = await asyncio.to_thread(stamps_of, settings)
         if settings is not self.settings():
@@ -144,9 +142,7 @@ class FileReloads:
         self.join_key.change(join)
 
     def _check_unchanged(self, settings: Settings, names: tuple[str, ...]) -> None:
-        """Raise ConfigError if a file was written while it was read: the next check reads it
-        again.
-        """
+        """Raise ConfigError if a file was written meanwhile: the next check reads it again."""
         now = stamps_of(settings)
         if any(now.get(name) != self._seen.get(name) for name in names):
             raise ConfigError("it was written meanwhile")
@@ -165,9 +161,7 @@ def key_stamps(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
 
 
 def half_written(settings: Settings, stamps: Mapping[str, tuple[str, _Stamp]]) -> frozenset[str]:
-    """Return the settings whose key files lack the last line break, or have changed since these
-    stamps.
-    """
+    """Return settings whose key files are incomplete, or have changed since these stamps."""
     now = key_stamps(settings)
     return frozenset(
         name

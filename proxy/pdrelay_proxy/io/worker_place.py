@@ -66,16 +66,12 @@ def received(line: socket.socket) -> bytes | None:
 
 
 def admin_port_of(settings: Settings, number: int) -> int | None:
-    """Return the admin port of a worker: one after the other, unless the system chooses them
-    (0).
-    """
+    """Return the admin port of a worker: one after the other; 0: the system chooses."""
     return settings.admin_port + number if settings.admin_port else settings.admin_port
 
 
 def limits_of_each(settings: Settings) -> str:
-    """Name the limits that hold for each worker, so all workers together may reach a multiple of
-    them.
-    """
+    """Name the limits of each worker: all together may reach a multiple of them."""
     limits = {name: getattr(settings, name) for name in _LIMITS_OF_EACH}
     return ", ".join([f"{name} {limit}" for name, limit in limits.items() if limit is not None])
 

@@ -138,9 +138,7 @@ class Attempt(LegOwner):
         return None if decode is None else decode.fault
 
     def note_read(self, lent_by: PrefillLeg) -> None:
-        """Note whether a decode engine may have come for the blocks of a prefill: then the two
-        settle it.
-        """
+        """Note whether a decode engine may have come for a prefill's blocks: the two settle it."""
         decode = self.decode
         if decode is not None and (decode.complete or decode.may_be_read):
             lent_by.is_read = True
@@ -304,9 +302,7 @@ class Attempt(LegOwner):
     # ---- time
 
     def check_deadlines(self, now: float, *, paused: bool) -> None:
-        """Fail each leg that has taken too long; ``paused``: the engine of the stream has to
-        wait.
-        """
+        """Fail each leg that has taken too long; ``paused``: the stream's engine has to wait."""
         decode = self.decode
         if self.is_streaming and decode is not None and (decode.heard or paused):
             decode.heard = False

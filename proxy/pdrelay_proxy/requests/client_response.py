@@ -283,9 +283,7 @@ class ClientResponse:
         )
 
     def _trouble(self, troubles: Mapping[Pair, PairTrouble]) -> str:
-        """Return why the request's decode engine does not load KV of its prefill engine, as it
-        showed last.
-        """
+        """Return why the decode engine loads no KV of its prefill engine, as it showed last."""
         record = self._life.record
         if record.prefill is None or record.decode is None:
             return ""

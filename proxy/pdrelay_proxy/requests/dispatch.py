@@ -103,9 +103,7 @@ class Dispatch(Answering):
             self._attempt.resume()
 
     def check_deadlines(self, now: float, /) -> None:
-        """Fail a leg that has taken too long; a client that reads slowly is not held against the
-        engine.
-        """
+        """Fail a leg that has taken too long, unless the client is slow to read."""
         if self._attempt is not None:
             self._attempt.check_deadlines(now, paused=self._client.is_paused)
 
@@ -120,9 +118,7 @@ class Dispatch(Answering):
     # ---- tries
 
     async def answer(self, terms: Terms) -> None:
-        """Try until an engine has given the whole answer; raises ProxyError: the error for the
-        client.
-        """
+        """Try until an engine has given the whole answer; raises ProxyError for the client."""
         failed: LegFailed | None = None
         life = self._life
         while True:
@@ -227,9 +223,7 @@ class Dispatch(Answering):
         return None
 
     def _hand_over(self, attempt: Attempt, leg: PrefillLeg, decode: Instance) -> bool:
-        """Make the decode leg's body of the prefill engine's answer; True: that answer is all the
-        client gets.
-        """
+        """Make the decode leg's body of the answer; True: the client gets that answer alone."""
         opening = leg.stream_opening
         life = self._life
         if opening is None:

@@ -71,18 +71,14 @@ class EngineChoice:
             listener.slot_held(decode, self._request)
 
     def usable(self, role: Role) -> Sequence[Instance]:
-        """List the engines of a role that may get the request now, or the rest of its stream, if
-        any.
-        """
+        """List the engines of a role that may get the request, or its rest, now."""
         try:
             return self.fleet.with_files(self.fleet.usable(role), self.plan.files)
         except NoInstance:
             return ()
 
     def route(self, reason: SingleEngineReason | None) -> Route:
-        """Choose the engines; ``reason``: why one must serve the request, if something of the
-        request says so.
-        """
+        """Choose the engines; ``reason``: what of the request says that it must be one."""
         record = self._record
         plan = self.plan
         chosen = route(

@@ -102,9 +102,7 @@ def error_answer(
 
 
 def last_event(error: Exception, path: str) -> bytes:
-    """Return the event that tells a client's library that the stream has failed, in the words of
-    its API.
-    """
+    """Return the event that says in the API's words that a stream has failed."""
     if isinstance(error, Refused):  # its status comes too late
         words = words_of(error.body) or str(error)
         return b"\n" + error_event(path, error.status, words)

@@ -75,9 +75,7 @@ class RequestHead:
         headers: Sequence[tuple[bytes, bytes]],
         shown: Mapping[bytes, bytes] | None = None,
     ) -> None:
-        """``shown``: the headers by name, of several with one name the first; None: they are looked
-        at here.
-        """
+        """``shown``: the headers by name, of several the first; None: they are made here."""
         self.path = path
         self.caller = ANYBODY  # the name of the client's key, once the head is judged
         # of the body, once the head is judged; None: it is not compressed
@@ -216,9 +214,7 @@ class Intake:
             check_media(fields, hosts, may_have_ids=not is_kept_apart)
 
     def limits_media(self) -> bool:
-        """Tell whether engines may fetch media from some hosts only; keys may come with a
-        SIGHUP.
-        """
+        """Tell whether engines may fetch media from some hosts only, with the present keys."""
         if self.media_hosts:
             return ANY_HOST not in self.media_hosts
         return self.keyring.keys is not None or self.settings.tls_client_ca is not None

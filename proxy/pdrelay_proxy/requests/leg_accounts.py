@@ -93,9 +93,7 @@ class LegAccounts:
     def _time_tokens(
         self, leg: DecodeLeg, path: str, last_token_at: float | None, now: float
     ) -> None:
-        """Have the reads of a stream timed; one that goes on for another has been quiet since that
-        one's last.
-        """
+        """Have a stream's reads timed; one that goes on for another has been quiet since."""
         name = None if self.fleet.stepped is None else leg.instance.id
         gaps = leg.gaps = self.telemetry.gaps(path, name)
         leg.read_at = now

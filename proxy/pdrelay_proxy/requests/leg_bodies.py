@@ -101,9 +101,7 @@ def decode_body(
 
 
 class LegBodies:
-    """Takes from prefill engines' answers what they are good for, and learns where the engines
-    are.
-    """
+    """Takes what is of use from prefill engines' answers, and learns where they are."""
 
     __slots__ = ("_learned", "_looking_back", "_models", "_policy", "_replaced")
 
@@ -196,9 +194,7 @@ class LegBodies:
         return self._models.get(prefill)
 
     def learn_model(self, prefill: InstanceId, answer: bytes) -> str:
-        """Return the model that an engine has made an answer with; raises NoModelName: it does not
-        say.
-        """
+        """Return the model of an engine's answer; raises NoModelName: it does not say."""
         named = maybe(answer, NamedAnswer)
         if named is None or not named.model:
             raise NoModelName(f"{prefill} answered without the name of its model")

@@ -48,9 +48,7 @@ _NO_HEAD: Final = RequestHead("", ())
 
 
 class RequestOwner(ABC):
-    """What a request belongs to: it serves the request, and looks after it while it is under
-    way.
-    """
+    """What a request belongs to: it serves the request, and looks after it meanwhile."""
 
     __slots__ = ("claims", "services")
 
@@ -99,9 +97,7 @@ class Request(PartRequest):
         record: PromptRecord | None = None,
         plan: RequestPlan | None = None,
     ) -> None:
-        """``headers`` and ``shown`` as in RequestHead; ``record`` and ``plan``: of a part of a
-        request.
-        """
+        """``headers``, ``shown``: as in RequestHead; ``record``, ``plan``: of a part of one."""
         services = owner.services
         head = self._head = RequestHead(path, headers, shown)
         span: RequestSpan | None = None
@@ -323,9 +319,7 @@ class Request(PartRequest):
     def _claimed(
         self, claim: Claim, plan: RequestPlan, ticket: Ticket, settings: Settings
     ) -> ClaimedAnswer | None:
-        """Return what answers a request that a feature has claimed; None: one engine gets all of
-        it.
-        """
+        """Return what answers a request that a feature has claimed; None: one engine does."""
         reason = (
             SingleEngineReason.UNKNOWN_MODEL  # each part would learn its own
             if plan.learns_model
@@ -419,9 +413,7 @@ class Request(PartRequest):
         return services.intake.plan(head, body, fields, tokens), len(body)
 
     async def _read_long(self) -> tuple[RequestPlan, int]:
-        """Do the same for a long body, or a compressed one, in a thread: other requests do not
-        wait.
-        """
+        """Do the same in a thread: others need not wait for a long or compressed body."""
         services = self._services
         head = self._head
         counts_tokens = services.gate.admission.counts_tokens

@@ -32,9 +32,7 @@ class ClientConnection(Protocol):
         ...
 
     def write_long(self, head: bytes, body: bytes) -> None:
-        """Write a head, and a long body as the client reads it; what is not written yet is
-        charged.
-        """
+        """Write a head, and a long body as the client reads it; what waits is charged."""
         ...
 
     def answered(self, *, keep_alive: bool) -> None:
@@ -62,9 +60,7 @@ class ResponseWriter(Protocol):
 
     @property
     def relay(self) -> Callable[[bytes], object] | None:
-        """Writes a chunk of a stream as an engine has framed it, behind the first piece; None: use
-        ``write``.
-        """
+        """Writes a chunk as an engine has framed it, behind the first piece; None: ``write``."""
         ...
 
     def write(self, piece: bytes, /) -> None:
@@ -72,9 +68,7 @@ class ResponseWriter(Protocol):
         ...
 
     def end(self, piece: bytes = b"", /) -> None:
-        """Write the last piece of a stream, if there is one, and its end; nothing behind a whole
-        body.
-        """
+        """Write the last piece of a stream, and its end; nothing behind a whole body."""
         ...
 
     def close(self) -> None:

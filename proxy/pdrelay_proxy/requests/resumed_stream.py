@@ -133,9 +133,7 @@ class ResumedStream:
         return False
 
     def _why_broken(self, error: ProxyError) -> EngineError:
-        """Return why the stream broke off; raise the error for the client if there is no stream to
-        continue.
-        """
+        """Return why the stream broke off; raise the client's error if it had not begun."""
         state = self._life.state
         is_shown = state is RequestState.STREAMING or state is RequestState.CONTINUING
         if is_shown and isinstance(error, EngineError):
@@ -170,9 +168,7 @@ class ResumedStream:
         return [encode(fields)]
 
     def _set_aside(self, failure: Failure) -> RetryAttempts:
-        """Put the leg that broke off among the retries; return those of the next engine, which is
-        another one.
-        """
+        """Put the leg that broke off among the retries; return those of the rest."""
         record = self._life.record
         failed = record.decode
         record.set_aside(Role.DECODE, failure)

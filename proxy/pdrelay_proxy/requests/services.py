@@ -56,9 +56,7 @@ class Spans(Protocol):
 
 
 class Sender(Protocol):
-    """Sends legs, and has each told of its response; the calls return at once
-    (io/wire/leg_sender.py).
-    """
+    """Sends legs, which hear of their responses; the calls return at once."""
 
     def send(
         self,

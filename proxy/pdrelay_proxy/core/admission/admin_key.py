@@ -42,9 +42,7 @@ class AdminKey:
 
 
 def fingerprint(key: bytes) -> str:
-    """Return what distinguishes keys in a log, and reveals nothing of a key that cannot be
-    guessed.
-    """
+    """Return what tells keys apart in a log, and reveals nothing of one that is not weak."""
     return f"sha256:{hashlib.sha256(key).hexdigest()[:8]}"
 
 

@@ -229,9 +229,7 @@ class Admission:
             self._evict(last, TicketEvent.REFUSE, Refusal(Limit.QUEUE, _RETRY_LATER_S), now)
 
     def poll(self) -> Sequence[Ticket]:
-        """Return the tickets that were admitted, refused or expired while they waited, in that
-        order.
-        """
+        """Return the tickets that were admitted, refused or expired meanwhile, in that order."""
         if not self.news:
             return []
         changed = self.news

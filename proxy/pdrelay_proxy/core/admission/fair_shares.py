@@ -80,9 +80,7 @@ class FairShares:
             self._last = self._served[key]
 
     def next(self, priority: int) -> Ticket:
-        """Return the first request of the least served key, of those of a priority; of equal keys,
-        the first.
-        """
+        """Return the first request of a priority's least served key; of equal ones, the first."""
         lanes = self._waiting[priority]
         served = self._served
         key = min(lanes, key=served.__getitem__)

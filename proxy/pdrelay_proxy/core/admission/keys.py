@@ -85,9 +85,7 @@ class Keys:
         )
 
     def owner(self, key: bytes) -> str | None:
-        """Return the owner of a key; None: it is wrong. A wrong key takes as long as a right
-        one.
-        """
+        """Return the owner of a key; None: it is wrong, which takes as long to find."""
         digest = hashlib.sha256(key).digest()
         owner = None
         for known_digest, name in self.owners.items():

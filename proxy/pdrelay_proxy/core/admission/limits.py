@@ -20,9 +20,7 @@ class Limit(StrEnum):
 
     @property
     def is_the_keys(self) -> bool:
-        """Whether it is a limit of the key, which its owner can respect, not of the whole
-        router.
-        """
+        """Whether it is a limit of the key, which its owner can respect, not of the router."""
         return self in (Limit.KEY_CONCURRENCY, Limit.KEY_RATE, Limit.KEY_TOKENS)
 
 
@@ -51,9 +49,7 @@ class TokenBucket:
         return seconds if seconds > _EPSILON else 0.0
 
     def charge(self, rate: float, *, now: float, count: int = 1) -> None:
-        """Take a token that is there, or several, which may not be, for requests of another
-        router.
-        """
+        """Take a token that is there, or several for another router, which may not be."""
         self._full_at = max(self._full_at, now) + count / rate
 
 

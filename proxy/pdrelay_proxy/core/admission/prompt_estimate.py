@@ -116,9 +116,7 @@ class _Media:
 
 
 def _items(value: msgspec.Raw) -> Sequence[msgspec.Raw]:
-    """Return the items of a list of objects or lists, or the one object; nothing for strings and
-    numbers.
-    """
+    """Return the items of a list of objects or lists, or the one object; else nothing."""
     view = memoryview(value)
     if view[0] == _BRACE:
         return [value]

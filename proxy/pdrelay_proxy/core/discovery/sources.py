@@ -177,9 +177,7 @@ class Sources:
 
 
 def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, dict[Key, Wanted]]:
-    """Index engines by address, in steps. Of two at one address, the one that stays counts, else
-    the later.
-    """
+    """Index engines by address, in steps: of two, the one that stays, else the later."""
     leaving = dict[Key, Wanted]()
     staying = dict[Key, Wanted]()
     for number, engine in enumerate(engines, start=1):

@@ -69,9 +69,7 @@ class EngineCapabilities:
         return replace(self, **changed) if changed else self
 
     def updated(self, newer: "EngineCapabilities") -> "EngineCapabilities":
-        """Return these facts, as far as no newer ones were found; an empty text is none, but for
-        NO_SLICE.
-        """
+        """Return these facts but for newer ones; an empty text is none, but for NO_SLICE."""
         found = {
             name: fact
             for name in _FACTS
@@ -123,9 +121,7 @@ without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
 
 
 def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
-    """Tell whether two engines can share a request; that both serve its LoRA adapter is looked at
-    elsewhere.
-    """
+    """Tell whether two engines can share a request, whatever their LoRA adapters."""
     return prefill.engine_id not in (decode.incompatible or ()) and agree(
         compared(prefill), compared(decode)
     )
@@ -153,9 +149,7 @@ def have_common_model(first: EngineCapabilities, second: EngineCapabilities) -> 
 def _have_common_name(
     first: str | frozenset[str] | None, second: str | frozenset[str] | None
 ) -> bool:
-    """Tell whether two base models are one: each may have several names (``--served-model-name a
-    b``).
-    """
+    """Tell whether two base models are one: each may have several names."""
     if not isinstance(first, frozenset) or not isinstance(second, frozenset):
         return True
     return not first.isdisjoint(second)

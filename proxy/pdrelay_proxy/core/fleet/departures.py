@@ -43,9 +43,7 @@ class Departures:
             _say_drained(member, drain)
 
     def retire(self, name: InstanceId, *, now: float) -> None:
-        """Send it nothing new, and forget it as soon as it has nothing left; raises
-        UnknownInstance.
-        """
+        """Send it nothing new, and forget it once it has nothing left; raises UnknownInstance."""
         self.drain(name, now=now)
         self._table.member(name).retires = True
         self._table.lineup.count += 1
@@ -100,9 +98,7 @@ class Departures:
         self.moving.pop(member.instance.id, None)
 
     def _move_if_asked(self, member: Member, drain: Drain) -> None:
-        """Have its streams move as long as its turn, or whoever has drained it by hand, wants
-        that.
-        """
+        """Have its streams move for as long as its turn, or an operator, wants that."""
         drain.moves = drain.moves_by_hand or member.leaves_decode
         if drain.moves:
             self.moving[member.instance.id] = None
@@ -230,9 +226,7 @@ class Departures:
         return None
 
     def _last_of(self, member: Member, before: EngineRole, to: EngineRole) -> str | None:
-        """Say which role no other engine serves of those that one leaves; None: each has
-        another.
-        """
+        """Say which of the roles that one leaves no other serves; None: each has another."""
         for role in Role:
             if to.serves(role) or not before.serves(role):
                 continue

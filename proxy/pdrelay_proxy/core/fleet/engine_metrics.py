@@ -93,9 +93,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
 
 
 def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
-    """Read which prefill engines a decode engine has met and cannot load from, by their engine
-    ids.
-    """
+    """Read the engine ids of the prefill engines that a decode engine cannot load from."""
     lines = [
         line["labels"]
         for line in metric_lines(text, _REFUSED)
@@ -171,9 +169,7 @@ def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
 
 
 def received(exposition: bytes, rank: int | None = None) -> float | None:
-    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not
-    compute.
-    """
+    """Read how many prompt tokens an engine, or one of its ranks, did not compute."""
     values = list[float]()
     for line in metric_lines(exposition, _SOURCES):
         if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank):

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class FailureRatio:
-    """How many of the latest requests may fail before an engine is ejected, if they do not fail in
-    a row.
-    """
+    """How many of the latest requests may fail, not in a row, before an engine is ejected."""
 
     share: float = 0.5
     window_s: float = 30.0
@@ -32,9 +30,7 @@ class FailureWindow:
     _newer: _Counts = field(default_factory=_Counts)
 
     def count(self, *, failed: bool, now: float, legs: int = 1, is_new: bool = True) -> None:
-        """Take in how one leg ended, or several alike; not ``is_new``: it was counted as a good one
-        before.
-        """
+        """Count legs that ended alike; not ``is_new``: they were counted as good ones before."""
         if now - self._begun >= self.seconds / 2:
             self._shift(now)
         newer = self._newer

@@ -78,9 +78,7 @@ class FleetModels:
         return first_of(self.names, frozenset[str]().union(*adapters))
 
     def shared(self, facts: EngineCapabilities) -> EngineCapabilities:
-        """Return facts with what follows from them; they name the sets of models that other engines
-        name, too.
-        """
+        """Return facts with what follows from them; engines share equal sets of models."""
         facts = facts.in_one_line()
         # that of our connector tells models apart better
         root = facts.root if facts.fingerprint is None else None
@@ -118,7 +116,5 @@ def first_of(models: Set[str], last: Set[str] = frozenset()) -> str:
 
 
 def clipped(name: str) -> str:
-    """Return as much of a model's name as a message has room for: a client, or an engine, may write
-    megabytes.
-    """
+    """Return as much of a model's name as a message has room for."""
     return name if len(name) <= _NAME_MOST else name[:_NAME_MOST] + "..."

@@ -66,9 +66,7 @@ def fleet_warnings(registry: Registry) -> Sequence[FleetWarning]:
 
 
 def _of_kv_roles(members: Sequence[Member]) -> Sequence[FleetWarning]:
-    """Say which engines were started for the other role (``kv_role`` in
-    vllm:pdrelay_connector_info).
-    """
+    """Say which engines were started for the other role, by their ``kv_role``."""
     wrong = {role: _useless_as(role, members) for role in _USELESS_AS}
     swapped = ": prefill and decode engines seem to be swapped" if all(wrong.values()) else ""
     warnings = list[FleetWarning]()

@@ -199,9 +199,7 @@ class EngineHealth:
         return 0.0 if self.state is _HALF_OPEN else None
 
     def may_serve(self, *, now: float) -> bool:
-        """Tell whether it may get a request; a broken engine that has rested becomes one that is
-        tried.
-        """
+        """Tell whether it may get a request; one that has rested is tried from now on."""
         if self.state is _EJECTED and now >= self._rested_at:
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
         if self.state is _HALF_OPEN:
@@ -218,9 +216,7 @@ class EngineHealth:
             self.changes.count += 1
 
     def claimed(self, request: RequestId) -> None:
-        """A request is here; the first one that comes while the engine is to be tried is its
-        trial.
-        """
+        """A request is here; the first one to come to an engine that is tried is its trial."""
         if self.state is _HALF_OPEN and (self.trial is None or self.trial.request is None):
             self.trial = _Trial(self.since, request)
             self.changes.count += 1
@@ -343,9 +339,7 @@ class EngineHealth:
         self._silent_since = None
 
     def missed(self, reason: str, *, now: float, silent: bool = True) -> None:
-        """It has not answered a probe as it should (``silent``: not at all); ``reason`` in
-        words.
-        """
+        """It has missed a probe (``silent``: it has not answered at all); ``reason`` in words."""
         if not silent:
             self.heard()
         elif self._silent_since is None:
@@ -363,9 +357,7 @@ class EngineHealth:
             self._break(reason, now)
 
     def silent_s(self, *, now: float) -> float:
-        """Return for how long it has answered no probe at all; 0: it has answered the last one,
-        well or badly.
-        """
+        """Return for how long it has answered no probe, not even badly; 0: it has."""
         return 0.0 if self._silent_since is None else now - self._silent_since
 
     def drain(self, *, now: float, why: str = "is to be drained") -> None:

@@ -82,9 +82,7 @@ class Load:
 
 
 def read_report(header: bytes) -> NamedMetrics | None:
-    """Read the value of an ``endpoint-load-metrics`` header; None if it is not one that we
-    understand.
-    """
+    """Read the value of an ``endpoint-load-metrics`` header; None: it is another one."""
     if len(header) > _MOST_BYTES or not header.startswith(_PREFIX):
         return None
     report = maybe(header[len(_PREFIX) :], OrcaReport)

@@ -78,9 +78,7 @@ def lone_engines_in_steps(
 
 
 def lone_kinds_in_steps(registry: Registry, avoided: AvoidedBy) -> Generator[None, None, LoneKinds]:
-    """Sort engines that may serve, in steps of a millisecond or so: sorting thousands of them takes
-    longer.
-    """
+    """Sort engines that may serve, in steps of a millisecond or so."""
     members = registry.members()
     decodes = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):

@@ -94,9 +94,7 @@ class MemberTable:
         ]
 
     def others(self, member: Member, role: Role) -> Sequence[Member]:
-        """List the other engines of a role; those that serve none of an engine's models are no
-        others.
-        """
+        """List the other engines of a role that may serve a model of this one."""
         own = member.facts.models
         return [
             other

@@ -62,9 +62,7 @@ class PairHistory:
     def reader_to_try(
         self, _lender: Instance, _decode: Sequence[Instance], /, *, now: float
     ) -> Instance | None:
-        """Return one of some decode engines that is to try to read from one that a stream
-        leaves.
-        """
+        """Return the decode engine that is to try to read from one that a stream leaves."""
         del now
         return None
 

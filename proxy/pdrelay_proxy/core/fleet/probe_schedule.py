@@ -58,9 +58,7 @@ _WHOLE_SOONEST: Final = 0.5
 
 
 def keeps_blocks(member: Member) -> bool:
-    """Tell whether an engine is asked what it keeps for decode engines, and not whether it
-    lives.
-    """
+    """Tell whether an engine is asked what it keeps for decode engines, not whether it lives."""
     return member.life.state is HealthState.DRAINING and member.as_role(Role.PREFILL) is not None
 
 
@@ -72,15 +70,11 @@ class OtherProbes(Protocol):
         ...
 
     def missed_at(self, name: InstanceId, /) -> float | None:
-        """Return since when another router says that an engine does not answer it; None: none says
-        so.
-        """
+        """Return since when an engine does not answer another router; None: it answers all."""
         ...
 
     def is_second_miss(self, name: InstanceId, /, *, begun: float) -> bool:
-        """Return whether a failed probe counts as a second failure, because another router reported
-        the first.
-        """
+        """Return whether a failed probe is the second, for another router has reported one."""
         ...
 
     def note(self, name: InstanceId, /, *, is_missing: bool) -> None:
@@ -206,9 +200,7 @@ class ProbeSchedule:
             probe.slow_failures = probe.slow_failures + 1 if is_slow else 0
 
     def _pause(self, member: Member) -> float | None:
-        """Return the seconds from the beginning of one probe to the next; None: it is not
-        probed.
-        """
+        """Return the seconds from one probe's beginning to the next; None: it is not probed."""
         probe = self._probes[member.instance.id]
         back_off = (
             min(_AWAY_MOST_S, _AWAY_S * 2.0 ** min(probe.slow_failures - 1, 10))
@@ -230,9 +222,7 @@ class ProbeSchedule:
         return max(least if self._away_s <= _AWAY_S else self._away_s, back_off)
 
     def _living_pause(self, member: Member, probe: _ProbeState) -> float:
-        """Return the pause of one that has answered its last probe; a request that it has answered
-        is as good.
-        """
+        """Return the pause of one that answers probes, or requests, which is as good."""
         pause = self._interval_s * probe.stretch
         if not member.life.is_well:
             return pause

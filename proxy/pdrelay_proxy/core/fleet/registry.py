@@ -31,9 +31,7 @@ class Registry:
     def __init__(
         self, settings: Settings | None = None, pairs_within: PairsWithin = lambda _slice: None
     ) -> None:
-        """``pairs_within``: what the partners of an engine of a slice must have, too; None: any
-        will do.
-        """
+        """``pairs_within``: what the partners of an engine of a slice must have; None: nothing."""
         self._settings = settings or Settings()
         self._pairs_within = pairs_within
         table = self._table = MemberTable()
@@ -61,9 +59,7 @@ class Registry:
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
-        """Start to route to an engine, or one rank of it, under a new id; raises AlreadyKnown for
-        its role.
-        """
+        """Route to an engine, or one rank of it, under a new id; raises AlreadyKnown."""
         self._table.check_new(role, address, rank)
         name = self._table.new_id(role)
         instance = Instance(name, role, address, rank)
@@ -80,9 +76,7 @@ class Registry:
     def add_target(
         self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND
     ) -> Sequence[Instance]:
-        """Start to route to an engine, or to each of its data-parallel ranks; raises
-        AlreadyKnown.
-        """
+        """Route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
         within = self._pairs_within(target.slice)
         facts = EngineCapabilities(
             mode=target.mode, revision=target.revision, slice=target.slice, pairs_within=within
@@ -100,9 +94,7 @@ class Registry:
                 self.lineup.count += 1
 
     def is_given(self, address: Address) -> bool:
-        """Tell whether the settings or a pod name what is at an address; what was added by hand is
-        not given.
-        """
+        """Tell whether the settings or a pod name what is at an address, not an operator."""
         return any(
             member.origin.source is not EngineSource.STORE for member in self._table.at(address)
         )
@@ -120,9 +112,7 @@ class Registry:
         self._left(name)
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
-        """Let the engines that are drained now be so, and return them; those that retire are
-        forgotten.
-        """
+        """Return the engines that are drained now; those that retire are forgotten."""
         drained = self.departures.settle(patience_s=patience_s, now=now)
         for member in self.members():
             if member.retires and member.life.state is HealthState.DRAINED:
@@ -205,9 +195,7 @@ class Registry:
         return EngineCapabilities() if member is None else member.facts
 
     def learn(self, name: InstanceId, facts_found: EngineCapabilities) -> None:
-        """Take in facts; what is not known, and what is said of an engine that was removed, changes
-        nothing.
-        """
+        """Take in facts; unknown ones, and those of a removed engine, change nothing."""
         if (member := self.get(name)) is not None:
             facts = self.models.shared(member.facts.updated(facts_found))
             if facts != member.facts:

@@ -85,9 +85,7 @@ class UsableEngines:
 
     @property
     def steady_until(self) -> float:
-        """When the passing of time may change which engines are usable; infinity: only what is
-        counted does.
-        """
+        """When time may change which engines are usable; infinity: only what is counted does."""
         version, until = self._steady
         if version != self._changes.count:
             known = [

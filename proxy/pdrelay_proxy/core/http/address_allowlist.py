@@ -87,9 +87,7 @@ def is_ip(host: str) -> bool:
 
 
 def plain_ip(text: str) -> _Ip:
-    """Parse an IP address; ::ffff:127.0.0.1 becomes 127.0.0.1 (RFC 4291, 2.5.5.2). Raises
-    ValueError.
-    """
+    """Parse an IP address; ::ffff:127.0.0.1 is 127.0.0.1 (RFC 4291, 2.5.5.2). Raises ValueError."""
     ip = ip_address(text)
     return (ip.ipv4_mapped or ip) if isinstance(ip, IPv6Address) else ip
 

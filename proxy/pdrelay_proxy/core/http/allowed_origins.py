@@ -42,9 +42,7 @@ class AllowedOrigins:
         return (allowed, readable) if self._is_any else (allowed, readable, (b"vary", b"Origin"))
 
     def permission(self, headers: Headers, method: bytes) -> Headers | None:
-        """Return the headers of the answer to a preflight; None: the page may not send the
-        request.
-        """
+        """Return the headers of the answer to a preflight; None: the page may not send it."""
         origin = first_header(headers, b"origin")
         if origin is None or not (self._is_any or origin.lower() in self._origins):
             return None

@@ -189,9 +189,7 @@ def _next(token: re.Pattern[bytes], text: bytes, offset: int) -> re.Match[bytes]
 
 
 def _end_of_string(text: bytes, offset: int) -> int:
-    """Return the place behind the closing quote of a string whose first character is at
-    ``offset``.
-    """
+    """Return the place behind a string whose first character is at ``offset``."""
     while offset < len(text):
         match = _IN_STRING.match(text, offset, offset + _STEP)
         end = offset if match is None else match.end()

@@ -117,9 +117,7 @@ def check_form(boundary: bytes, body: bytes) -> str | None:
 
 
 def _text(value: bytes) -> str | None:
-    """Return a value as an engine reads it; None: it is empty, or not UTF-8, which the engine
-    refuses.
-    """
+    """Return a value as an engine reads it; None: it is empty, or not UTF-8."""
     try:
         return value.decode() or None
     except UnicodeDecodeError:
@@ -127,9 +125,7 @@ def _text(value: bytes) -> str | None:
 
 
 def _check_head(body: bytes, offset: int) -> tuple[int, bytes]:
-    """Check the head of the part that begins at ``offset``; return where its value begins, and its
-    name.
-    """
+    """Check the head of the part at ``offset``; return where its value begins, and its name."""
     end = offset + HEAD_MOST
     name = None
     while not body.startswith(b"\r\n", offset):

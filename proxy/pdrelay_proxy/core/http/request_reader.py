@@ -58,9 +58,7 @@ class RequestReader:
         return 0 if self._chunks is None else self._chunks.line_size
 
     def target(self, data: bytes = b"") -> bytes:
-        """Return the target in the beginning of a head; ``data``: its bytes, if none came
-        before.
-        """
+        """Return the target in the beginning of a head; ``data``: all there is of that."""
         return target_in(self._head or data)
 
     def drop_head(self) -> None:

@@ -72,9 +72,7 @@ def parse(body: bytes) -> Fields:
 
 
 def _otherwise_encoded(body: bytes, error: NotJson | UnicodeDecodeError) -> Fields:
-    """Parse a body that is not an object in UTF-8; raises BadRequest: it is none in another
-    encoding, either.
-    """
+    """Parse a body in another encoding than UTF-8; raises BadRequest: it is no object in any."""
     text = _in_utf8(body)
     if text is None:
         raise _not_an_object(error) from error

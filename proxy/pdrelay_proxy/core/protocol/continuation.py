@@ -36,9 +36,7 @@ class Continuation(Protocol):
         ...
 
     def gap(self) -> bytes:
-        """Return what must precede the next event, if the event before was cut off behind one of
-        its lines.
-        """
+        """Return what must precede the next event, if the last one was cut off in the middle."""
         ...
 
     def again(self) -> Fields | None:
@@ -54,9 +52,7 @@ class Continuation(Protocol):
         ...
 
     def ending(self) -> bytes | None:
-        """Return the rest of a stream that broke off behind its last token; None: a token is
-        missing.
-        """
+        """Return the rest of a stream that broke off behind its last token; None: it did not."""
         ...
 
 

@@ -62,9 +62,7 @@ def solo_reason(api: Api, fields: Fields) -> SingleEngineReason | None:
 
 
 def may_share(api: Api, fields: Fields) -> bool:
-    """Return whether a request for n answers could be split, if decode engines can share a load
-    among them.
-    """
+    """Return whether a request for n answers can be split where engines share a load."""
     relevant = {name: raw for name, raw in fields.items() if name in _RELEVANT[api]}
     return _odd_reason(api, relevant, shares=True) is None
 
@@ -97,9 +95,7 @@ def _with_sampling(values: _Values) -> _Values:
 
 
 def _value(text: bytes) -> _Json:
-    """Decode a value; one that cannot be decoded, or is too long, becomes "?", which is plain for
-    no field.
-    """
+    """Decode a value; "?", which is plain for no field: it cannot be decoded, or is long."""
     if len(text) > _VALUE_MOST:
         return "?"
     if text.isdigit() and len(text) < _LONG:
@@ -111,9 +107,7 @@ def _value(text: bytes) -> _Json:
 
 
 def _is_one_prompt(raw: msgspec.Raw | None) -> bool:
-    """Return whether this is one prompt (text, or a list of token ids), without decoding a long
-    list of ids.
-    """
+    """Return whether this is one prompt: text, or token ids, which are not decoded."""
     if raw is None:
         return True  # the engine refuses it, or finds the prompt elsewhere (see prompt_embeds)
     view = memoryview(raw)
@@ -207,9 +201,7 @@ def _chat_fits(values: _Values) -> bool:
 
 
 def _is_refined_well(values: _Values) -> bool:
-    """Return whether logprobs is set if one of its two refinements is: vLLM refuses them without
-    it.
-    """
+    """Return whether logprobs is set if its refinements are: vLLM refuses them without."""
     has_refinements = values.get("top_logprobs") or values.get("logprob_token_ids")
     return not has_refinements or values.get("logprobs") not in (None, False)
 
@@ -219,9 +211,7 @@ def _stream_options_fit(values: _Values) -> bool:
 
 
 def _sampling_fits(values: _Values) -> bool:
-    """Return whether the sampling parameters, which are required, have a minimum of tokens below
-    the maximum.
-    """
+    """Return whether there are sampling parameters, whose limits do not cross."""
     minimum = values.get(f"{SAMPLING}.min_tokens", 0)
     maximum = values.get(f"{SAMPLING}.max_tokens")
     if not isinstance(values.get(SAMPLING), dict) or not _stream_options_fit(values):

@@ -62,9 +62,7 @@ def words_of(error: bytes) -> str | None:
 
 
 def body_shape(body: bytes) -> BodyShape:
-    """Return the shape of an answer's body; vLLM up to 0.10 wrote its errors without an ``error``
-    around them.
-    """
+    """Return the shape of an answer's body; vLLM up to 0.10 wrote errors without ``error``."""
     fields = maybe(body, Fields)
     if fields is None:
         return BodyShape.OTHER if body.strip() else BodyShape.EMPTY

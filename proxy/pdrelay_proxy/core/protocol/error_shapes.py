@@ -40,9 +40,7 @@ _WORDS_MOST: Final = 2000  # characters of an engine's message that are put into
 
 
 def is_for_operators(path: str) -> bool:
-    """Return whether a path checks the operator's key itself, and answers in FastAPI's own
-    format.
-    """
+    """Return whether a path checks the operator's key itself, and answers as FastAPI does."""
     return path in ("/status", "/instances", "/pairs") or path.startswith(
         ("/instances/", "/requests/")
     )
@@ -120,9 +118,7 @@ def _of_responses(_: int, message: str, kind: str) -> dict[str, object]:
 
 
 def _words(fields: Fields) -> str | None:
-    """Return the message in an error of another shape: vLLM's 401, an older vLLM's error, FastAPI's
-    own.
-    """
+    """Return the message in another shape: vLLM's 401, an older vLLM's error, FastAPI's own."""
     for name in ("error", "message", "detail"):
         text = maybe(fields.get(name, NULL), str)
         if text is not None:

@@ -36,9 +36,7 @@ def arrival(end: bytes) -> Arrival:
 
 
 def cached_share(end: bytes) -> float | None:
-    """Return the share of its prompt that an engine had in its cache, by the end of its answer;
-    None: unknown.
-    """
+    """Return the share of its prompt that an engine had cached, by its answer's end."""
     counts = _token_counts(end)
     return None if counts is None or not counts[1] else counts[0] / counts[1]
 

@@ -77,9 +77,7 @@ _NAMES: Final[Mapping[Api, str]] = {
 
 
 def known_as(api: Api, request: RequestId) -> str:
-    """Return the name under which vLLM's engines know a request, without the suffixes that
-    differ.
-    """
+    """Return the name by which vLLM's engines know a request, without their suffixes."""
     return _NAMES[api].format(request)
 
 

@@ -163,9 +163,7 @@ class Replay:
         return b"".join(shown)
 
     def gap(self) -> bytes:
-        """Return what must precede the next event, if the event before was cut off behind one of
-        its lines.
-        """
+        """Return what must precede the next event, if the last one was cut off in the middle."""
         inside = self._inside
         self._inside = False
         return b"\n" if inside else b""
@@ -209,9 +207,7 @@ class Replay:
         return Rest(fields | left, raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
-        """Return the rest of a stream that broke off behind its last token; None: a token is
-        missing.
-        """
+        """Return the rest of a stream that broke off behind its last token; None: it did not."""
         if not self._finished:
             return None
         options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
@@ -302,9 +298,7 @@ class Replay:
         return bool(not self._resumed or new_text or is_last)
 
     def _seems_whole(self, text: str) -> bool:
-        """Return whether no parser holds back the end of this token's text, judging by its last
-        character.
-        """
+        """Return whether no parser holds back the end of this text, by its last character."""
         last = text[-1]
         return self._keeps_no_letter if last.isascii() and last.isalpha() else last.isalnum()
 
@@ -363,9 +357,7 @@ def _is_neutral(api: Api, name: str, value: msgspec.Raw, fields: Fields) -> bool
 
 
 def _is_text_only(messages: msgspec.Raw) -> bool:
-    """Return whether all messages are plain texts: others are rendered again, and the ids
-    ignored.
-    """
+    """Return whether all messages are plain texts: ids are ignored where others are rendered."""
     if len(memoryview(messages)) > _MESSAGES_MOST:
         return False
     return maybe(messages, list[PlainMessage]) is not None

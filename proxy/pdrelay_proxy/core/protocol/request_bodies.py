@@ -76,9 +76,7 @@ _SAMPLED_ONCE: Final[Fields] = dict.fromkeys(("max_tokens", "min_tokens"), _ONE)
 
 
 def named(api: Api, fields: Fields, request: RequestId) -> Fields:
-    """Give both legs the router's id of the request, in APIs where engines do not take it from
-    X-Request-Id.
-    """
+    """Name a request by the router's id where engines do not take it from X-Request-Id."""
     return fields | {"request_id": text(f"resp_{request}")} if api is _RESPONSES else fields
 
 
@@ -114,9 +112,7 @@ def decode_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
 
 
 def decode_fields(fields: Fields, kv_params: msgspec.Raw) -> Fields:
-    """Return the decode leg's fields: the client's request, and the location of its prompt's KV
-    cache.
-    """
+    """Return the decode leg's fields: the client's, and where its prompt's KV cache is."""
     return fields | {"kv_transfer_params": kv_params}
 
 

@@ -56,9 +56,7 @@ _WHOLE: Final = frozenset({MESSAGE_STOP, COMPLETED})
 
 
 def error_status(data: bytes) -> int | None:
-    """Return the HTTP status that an error event names (500 without one); None for any other
-    event.
-    """
+    """Return the HTTP status of an error event (500 if it names none); None: it is another."""
     # a name may be in escapes
     if data.find(b'"error"') < 0 and (_BACKSLASH not in data or data.find(b"\\u") < 0):
         return None
@@ -73,9 +71,7 @@ def error_status(data: bytes) -> int | None:
 
 
 def first_data(piece: bytes) -> bytes | None:
-    """Return the data of the first event, if a stream begins with its whole line; None: see
-    ``Beginning``.
-    """
+    """Return the data of a first event that begins with its line; None: see ``Beginning``."""
     end = piece.find(b"\n") if piece[: len(_DATA)] == _DATA else -1
     if end < 0 or (_RETURN in piece and piece.find(b"\r", 0, end) >= 0):
         return None
@@ -103,9 +99,7 @@ class Beginning:
         return len(self.received) - self._at
 
     def feed(self, piece: bytes) -> bytes | None:
-        """Read a piece; return the data of the first event, or None while its line is
-        incomplete.
-        """
+        """Read a piece; return the data of the first event, once its line is complete."""
         text = self.received
         text += piece
         if self._at == 0 and text.startswith(_BOM):
@@ -224,9 +218,7 @@ class WholeLines:
         return (rest if complete else b""), complete
 
     def _has_data(self) -> bool:
-        """Tell whether the last passed event has data: it does not end with the line of its
-        name.
-        """
+        """Tell whether the last event has data: it does not end with the line of its name."""
         lines = self._last.rstrip(b"\r\n")
         return not lines.startswith(_EVENT, lines.rfind(b"\n") + 1)
 
@@ -258,9 +250,7 @@ class WholeLines:
             raise given_up(self._engine)
 
     def _note_events(self, passing: bytes) -> bytes:
-        """Take in lines that are not one event's data; return them without comments at their
-        end.
-        """
+        """Take in lines that are not one event's data; return them without last comments."""
         if (
             _V in passing
             and passing.find(_EVENT) >= 0

@@ -30,9 +30,7 @@ class Opening(ABC):
 
     @abstractmethod
     def decode_fields(self, fields: Fields, params: msgspec.Raw) -> Fields:
-        """Return what a decode engine is asked that reads the blocks; ``fields`` are those for a
-        whole answer.
-        """
+        """Return what a decode engine is asked; ``fields``: those for a whole answer."""
 
     @abstractmethod
     def continuation(self, *, can_resume: bool) -> Continuation:

@@ -49,9 +49,7 @@ _AROUND: Final = ("response", "message")  # members of events that have a usage 
 
 
 def prompt_tokens(answer: bytes) -> int | None:
-    """Return the prompt's tokens in an answer, or in the data of one event; None: it has no
-    number.
-    """
+    """Return the prompt's tokens in an answer, or in one event's data; None: unknown."""
     parsed = maybe(answer, UsageAnswer)
     if parsed is None:
         return None
@@ -153,9 +151,7 @@ def _has_nothing_for(answer: bytes, cache_fields: Fields) -> bool:
 
 
 def _changed(fields: Fields, cache_fields: Fields) -> msgspec.Raw | None:
-    """Return the usage of an object with these cache fields; None: it has none, or says the
-    same.
-    """
+    """Return an object's usage with these cache fields; None: it has none, or the same."""
     usage = maybe(fields.get("usage", NULL), Fields)
     if not usage:
         return None

@@ -41,9 +41,7 @@ class AloneBound:
         clock: Callable[[], float],
         spares: Callable[[Instance, RoutingHints], bool] | None = None,
     ) -> None:
-        """``spares``: tells by measured times whether no stream would wait too long; None: bytes
-        alone decide.
-        """
+        """``spares``: tells by measured times whether streams wait too long; None: bytes decide."""
         self._registry = registry
         self._clock = clock  # seconds; the one of the fleet
         self._spares = spares

@@ -93,9 +93,7 @@ class Candidates:
         )
 
     def narrowed(self, hints: RoutingHints, *, may_be_alone: bool) -> Narrowed:
-        """Return what they come down to for a request; raises UnknownModel, BadRequest or
-        NoInstance.
-        """
+        """Return what they come down to; raises UnknownModel, BadRequest or NoInstance."""
         key = self._key(hints.model, hints.rank)
         narrowed = self.narrowed_by_key.get(key)
         if narrowed is None:
@@ -162,9 +160,7 @@ class Candidates:
         return Narrowed(paired_prefill, paired_decode, decode, all_fit, fits, division)
 
     def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> Grouping:
-        """Sort engines into groups by pairs that rest, too: all that fit do, and no engine may
-        serve alone.
-        """
+        """Sort engines into groups by pairs that rest, too, if no engine may serve alone."""
         if not may_be_alone:
             grouping = group_engines(prefill, decode, self._facts_without_rests)
             if grouping.pairs:

@@ -162,9 +162,7 @@ def _decode_kinds(facts: Sequence[EngineCapabilities]) -> Sequence[_Decodes]:
 def _prefill_kinds(
     engines: Sequence[Instance], facts: Sequence[EngineCapabilities], decodes: Sequence[_Decodes]
 ) -> Sequence[_Prefills]:
-    """Sort prefill engines by kind; one that a decode engine refuses or rests with is a kind of its
-    own.
-    """
+    """Sort prefill engines by kind; one that a decode engine avoids is its own kind."""
     refused = {name for kind in decodes for name in kind.refused}
     resting = {name for kind in decodes for name in kind.resting}
     by_key = dict[tuple[Compared, str | None, InstanceId | None], _Prefills]()
@@ -211,9 +209,7 @@ def _parts(
 
 
 def _agreeing(prefills: Sequence[_Prefills], known: Compared) -> tuple[Sequence[_Prefills], int]:
-    """List the kinds of prefill engines whose facts agree with some; say how many facts were
-    compared.
-    """
+    """List the prefill kinds whose facts agree with some; say how many were compared."""
     agree_with = dict[Compared, bool]()
     for kind in prefills:
         if kind.known not in agree_with:
@@ -248,9 +244,7 @@ def _listed(
 
 
 def _counts(parts: Sequence[_Part]) -> Sequence[float]:
-    """Divide each kind of prefill engines among the parts that it fits, in proportion to their
-    decode engines.
-    """
+    """Divide prefill kinds among the parts they fit, in proportion to decode engines."""
     sizes = [sum([len(kind.places) for kind in part.kinds]) for part in parts]
     wanted = dict[int, int]()  # by the place of the first engine
     for part, size in zip(parts, sizes, strict=True):
@@ -304,9 +298,7 @@ def _bounded(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
 
 
 def _named_apart(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
-    """Number the groups whose names are the same: they differ in which engines have refused each
-    other.
-    """
+    """Number the groups of one name: their engines have refused different others."""
     seen = Counter[str]()
     named = list[CompatibleGroup]()
     for group in groups:

@@ -67,9 +67,7 @@ class KnownCaches(Protocol):
         ...
 
     def tokens_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
-        """Return how many tokens of the prompt each engine has by its own events, of those that
-        tell.
-        """
+        """Return how many tokens of the prompt engines have, by their own events."""
         ...
 
     def sources_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, str]:

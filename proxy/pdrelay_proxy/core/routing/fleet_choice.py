@@ -105,9 +105,7 @@ class FleetChoice:
         return others
 
     def check_path(self, path: str, hints: RoutingHints) -> None:
-        """Accept a path that an engine may have; raises PathNotServed: each has said that it has no
-        such path.
-        """
+        """Accept a path that an engine may have; raises PathNotServed: all have denied it."""
         self.missing.check(path, hints, now=self._clock())
 
     def offering(self, path: str, among: Sequence[Instance], /) -> Sequence[Instance]:

@@ -34,9 +34,7 @@ _MOST_CREDITS: Final = 4096  # groups: there is one for each slice
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """A part of the traffic: requests of two engines of a group, or of one of its decode engines
-    alone.
-    """
+    """A part of the traffic: requests of two of a group's engines, or of one alone."""
 
     group: CompatibleGroup
     alone: bool
@@ -211,9 +209,7 @@ def _beyond_one(count: int) -> int:
 
 
 class GroupTurns:
-    """Chooses a share of the traffic for each request; over any many requests in a row each gets
-    its weight.
-    """
+    """Chooses a share for each request; of many in a row, each gets its weight."""
 
     def __init__(self, turn: int = 0, credit: Mapping[str, float] | None = None) -> None:
         self._turn = turn

@@ -53,6 +53,4 @@ class LegListener:
         """No leg of the request is at the engine any more."""
 
     def stepped(self, decode: InstanceId, gaps: list[float], /) -> None:
-        """The streams of a decode engine got their tokens so many seconds apart, in the last
-        moment.
-        """
+        """The streams of a decode engine lately got their tokens so many seconds apart."""

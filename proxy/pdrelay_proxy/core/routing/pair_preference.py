@@ -30,9 +30,7 @@ class PairPreference:
         return ()
 
     def nearest(self, _engine: Instance, others: Sequence[Instance], /) -> Sequence[Instance]:
-        """Leave those of some engines that had better be the partner of one; all of them, if none
-        is.
-        """
+        """Leave those of some engines that are better partners of one; none is: leave all."""
         return others
 
     def reason(self, _prefill: Instance, _decode: Instance, _hints: RoutingHints, /) -> str | None:

@@ -55,9 +55,7 @@ class _CacheHolders:
         self._prompt = hints.prompt
 
     def pop(self, among: Among, hints: RoutingHints) -> Among:
-        """Return those of some engines, once, if it was this prompt (or the request is sent
-        again).
-        """
+        """Return those of some engines, once, if it was this prompt, or a repeated request."""
         if self._prompt is not hints.prompt:
             return ()
         engines = self._engines
@@ -68,9 +66,7 @@ class _CacheHolders:
 
 @dataclass(frozen=True, slots=True)
 class PairSelector:
-    """Narrows the engines down to those that serve the model and fit together, and lets a choice
-    choose.
-    """
+    """Narrows engines down to those that serve a model and fit; a choice chooses of them."""
 
     registry: Registry
     groups: GroupChoice
@@ -165,9 +161,7 @@ class PairSelector:
         return candidates
 
     def choose(self, decode: Among, hints: RoutingHints = ANY, /) -> Instance:
-        """Return the engine that serves the request, or its decode leg, alone; raises what ``pair``
-        raises.
-        """
+        """Return the engine of a request, or of its decode leg, alone; raises as ``pair``."""
         rates = self._rates_alone(hints)
         among = self.groups.within_bound(self._alone(decode, hints), rates, hints)
         return self.groups.alone(self._holders.pop(among, hints) or among, rates, hints)
@@ -231,9 +225,7 @@ class PairSelector:
         )
 
     def _alone(self, decode: Among, hints: RoutingHints) -> Among:
-        """List the engines of which one may serve the request alone; one that waits for its trial
-        gets it.
-        """
+        """List the engines of which one may serve alone; one that waits for its trial does."""
         trying, well = self._sorted(serving(self.registry, decode[0].role, decode, hints))
         return trying[:1] if trying and not (hints.again and well) else well
 

@@ -60,18 +60,14 @@ class HolderPolicy(Protocol):
 
 
 class WeighingPolicy(PairPolicy, Protocol):
-    """A choice that knows what each engine would take for a request, and so whether it is worth two
-    of them.
-    """
+    """A choice that knows what engines would take, and so whether one is faster than two."""
 
     def take_expected(self, hints: RoutingHints, /) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's."""
         ...
 
     def alone(self, prefill: Among, decode: Among, hints: RoutingHints, /) -> bool:
-        """Tell whether the decode engine that ``choose`` returns next is expected to be faster than
-        any pair.
-        """
+        """Tell whether the engine that ``choose`` returns next is faster than any pair."""
         ...
 
 

@@ -11,9 +11,7 @@ class PromptMatches(Protocol):
     """What engines have in their caches, now, as far as is known."""
 
     def matched(self, instance: Instance, hints: RoutingHints, /, *, is_there: bool = False) -> int:
-        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does
-        not count.
-        """
+        """Return how many bytes of the prompt it has; ``is_there``: none that are on their way."""
         ...
 
     def matches(

@@ -13,13 +13,9 @@ class PromptIdReader:
     """
 
     def wants_ids(self, call: GenerationRequest, hints: RoutingHints, /) -> bool:
-        """Tell whether an engine shall tell the ids of a prompt: a prefill leg is about to be
-        sent.
-        """
+        """Tell whether a prefill engine shall tell the ids of a prompt that it gets next."""
         del call, hints
         return False
 
     def ids_told(self, hints: RoutingHints, answer: TokensAnswer | None, /) -> None:
-        """A prefill engine has answered that was asked for them; None: the answer cannot be
-        read.
-        """
+        """A prefill engine that was asked has answered; None: its answer cannot be read."""

@@ -95,9 +95,7 @@ class PromptMemory:
     def answered(
         self, engine: InstanceId, blocks: PromptBlocks, answer: int, *, now: float
     ) -> None:
-        """An engine has decoded a prompt, and answered with so many bytes: both are in its
-        cache.
-        """
+        """An engine has decoded a prompt: this and so many bytes of answer are in its cache."""
         self.changes += 1
         if not blocks.names:
             return
@@ -160,9 +158,7 @@ class PromptMemory:
         now: float,
         is_there: bool = False,
     ) -> int:
-        """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does
-        not count.
-        """
+        """Return how many bytes of a prompt it has; ``is_there``: none that are on their way."""
         oldest = now - self._lifetime_s
         if since > oldest:  # noqa: PLR1730 (as above)
             oldest = since

@@ -110,9 +110,7 @@ def choose_decode(
     tries: RetryAttempts,
     among: Sequence[Instance],
 ) -> Instance:
-    """Choose the engine of a decode leg, or of a request that one engine serves; raises as
-    ``route``.
-    """
+    """Choose the engine of a decode leg, or of a whole request; raises as ``route``."""
     if path in fleet.missing.denials:
         among = fleet.offering(path, among) or among
     among = tries.among(among)

@@ -38,9 +38,7 @@ class SessionIds:
     fields: Sequence[tuple[str, str]]  # a field of the body, and one in it; empty: the field itself
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """``names``: headers, and fields of the body as ``body:conversation_id`` or
-        ``body:metadata.thread``.
-        """
+        """``names``: headers, and fields of the body (``body:metadata.thread``)."""
         headers = [name.lower() for name in names if not name.startswith(OF_BODY)]
         fields = [name.removeprefix(OF_BODY) for name in names if name.startswith(OF_BODY)]
         object.__setattr__(self, "headers", tuple(name.encode() for name in (*headers, *HEADERS)))

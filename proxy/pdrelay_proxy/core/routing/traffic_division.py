@@ -61,9 +61,7 @@ def _shares(grouping: Grouping, preference: PairPreference | None, *, may_be_alo
 
 
 def _is_mixed(grouping: Grouping, facts: Facts) -> bool:
-    """Tell whether two engines differ in more than their slice, and not only because their pair
-    rests.
-    """
+    """Tell whether engines differ in more than their slice, and not as a pair that rests."""
     prefill = [*grouping.unpaired_prefill, *(group.prefill[0] for group in grouping.pairs)]
     sides = prefill, [group.decode[0] for group in grouping.groups]
     kinds = [{without_slice(facts(engine)) for engine in side} for side in sides]

@@ -62,9 +62,7 @@ class TransferNaming(msgspec.Struct):
 
 
 class KvParams(TransferNaming, kw_only=True):
-    """The parameters without which a decode engine dies, as they are in the answers of vLLM
-    0.32.
-    """
+    """The parameters without which a decode engine dies, as vLLM 0.32 answers them."""
 
     do_remote_prefill: bool
     remote_engine_id: _Text
@@ -115,9 +113,7 @@ class TokensAnswer(msgspec.Struct):
 
 
 class Coordinates(msgspec.Struct, frozen=True):
-    """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are
-    missing or odd.
-    """
+    """Where a decode engine finds the prefill engine; vLLM dies of missing or odd ones."""
 
     remote_engine_id: _Text
     remote_host: _Text
@@ -143,9 +139,7 @@ class PromptUsage(Usage):
 
 
 class UsageInside(msgspec.Struct):
-    """The last event of /v1/responses has its answer inside, and the first one of /v1/messages its
-    message.
-    """
+    """/v1/responses has its answer in the last event, /v1/messages its message in the first."""
 
     usage: Usage | None = None
 

@@ -26,9 +26,7 @@ _TRIES: Final = 5  # to change an entry that other routers change, too
 
 
 class NotManagedHere(Exception):
-    """The operator's request is another system's to decide; the message says whose, and what can be
-    done.
-    """
+    """The operator's request is for another system; the message says for which."""
 
 
 class EngineChanges:

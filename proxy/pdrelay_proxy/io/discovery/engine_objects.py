@@ -73,9 +73,7 @@ class EngineObjects:
     def changed_in_steps(
         self, objects: Mapping[str, Wanted | AddressError | None]
     ) -> Generator[None]:
-        """Take in changed objects in steps, first the addresses that lost their engine: they make
-        room.
-        """
+        """Take in changed objects in steps, those first that make room at an address."""
         keys = dict[Key, None]()
         for number, (name, new) in enumerate(objects.items(), start=1):
             old = self._objects.pop(name, None)
@@ -111,9 +109,7 @@ class EngineObjects:
         return [*self._named.get(key, ())]
 
     def _at(self, key: Key) -> Wanted | None:
-        """Return the engine of an address. If two objects claim it: one that does not leave, else
-        the latest.
-        """
+        """Return the engine of an address: of two, one that does not leave, else the latest."""
         named = self._named.get(key)
         if not named:
             self._named.pop(key, None)

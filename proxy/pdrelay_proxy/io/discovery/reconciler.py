@@ -101,9 +101,7 @@ class Reconciler:
         self._compared = changes  # later changes are compared the next time
 
     def _compare(self, keys: Iterable[Key]) -> None:
-        """Compare the wanted engines at some addresses with the present ones, and carry out the
-        difference.
-        """
+        """Carry out the difference between the wanted and the present engines at addresses."""
         present = self._registry.members_at(keys)
         self._carry_out(self.sources.desired_at(keys), present)
         if EngineSource.STORE not in self.sources.missing:  # until then roles are not known

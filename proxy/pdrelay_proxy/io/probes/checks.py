@@ -123,9 +123,7 @@ class HttpChecks:
             )
 
     async def touch(self, instance: Instance) -> None:
-        """Ask whether it lives, without a key; raises ProbeFailed: it does not answer, or is a
-        router.
-        """
+        """Ask whether it lives, without a key; raises ProbeFailed: it does not, or is a router."""
         async with self._connected() as transport:
             await self._get(transport, instance, "/health", bare=True)
 
@@ -254,9 +252,7 @@ def _lack(error: BaseException) -> OSError | None:
 
 
 def _check_coding(response: httpx.Response, path: str) -> None:
-    """Refuse a body that would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110,
-    8.4).
-    """
+    """Refuse a compressed body: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
     coding = str(response.headers.get("content-encoding", "")).strip().lower()
     if coding not in ("", "identity"):
         raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")

@@ -22,7 +22,5 @@ class MetricsListener(Protocol):
         ...
 
     def round_over(self) -> Sequence[Instance]:
-        """All have been read; list prefill engines that may have been restarted, under other
-        ids.
-        """
+        """All have been read; return prefill engines that may have restarted under new ids."""
         ...

@@ -117,9 +117,7 @@ class _Sockets(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectError(str(exc)) from exc
 
     async def _connected(self, host: str, port: int) -> "_Stream":
-        """Connect to the host, or to the first that takes connections of the addresses that were
-        looked at.
-        """
+        """Connect to the host, or to the first of its checked addresses that accepts."""
         address = Address("http" if self._tls is None else "https", host, port)
         ips = () if self._guard is None else await self._guard.ips_of(address)
         for ip in ips[:-1]:
@@ -169,7 +167,5 @@ class _Stream(httpcore.AsyncNetworkStream):
         return self  # it began so
 
     def get_extra_info(self, info: str) -> object:
-        """Answer what httpcore asks before the next request: whether the engine has closed
-        meanwhile.
-        """
+        """Say before the next request whether the engine has closed meanwhile (httpcore asks)."""
         return self._reader.at_eof() if info == "is_readable" else None

@@ -124,9 +124,7 @@ class Prober:
         return self._schedule.begin_due(due, now=self._clock())
 
     async def _log_changes(self) -> None:
-        """Log what has changed since the last glance; each look at thousands of engines is a step
-        of its own.
-        """
+        """Log what has changed; thousands of engines are looked at in steps."""
         self._log_states()
         await asyncio.sleep(0)
         if self._compared != self._registry.changes.count:
@@ -160,9 +158,7 @@ class Prober:
         self._logged_states = states
 
     def _log_differences(self) -> None:
-        """Log, once, each two engines that cannot share requests; of engines that are alike, the
-        first.
-        """
+        """Log once which engines cannot share requests; of engines alike, the first."""
         differences = pair_differences(self._registry.members())
         new = [
             (pair, why) for pair, why in differences.items() if self._differences.get(pair) != why

@@ -43,9 +43,7 @@ def fields(record: RequestRecord) -> dict[str, object]:
 
 
 def text(record: RequestRecord) -> str:
-    """Return the same as a line for people; a line break in a path or an error stays on its
-    line.
-    """
+    """Return the same as one line for people, whatever a path or an error has in it."""
     prefill = record.prefill
     decode = record.decode
     path = record.path

@@ -62,9 +62,7 @@ class CacheLearning(LegListener):
         self.left(decode, request)
 
     def answered(self, decode: Instance, hints: RoutingHints, record: RequestRecord, /) -> None:
-        """Note that the engine keeps prompt and answer, or that it has not kept what it was chosen
-        for.
-        """
+        """Note that the engine keeps prompt and answer, or has not kept what it should have."""
         if not self._remembers:
             return
         if record.single_reason in _BY_CACHE and record.cached is not None:

@@ -57,9 +57,7 @@ class Caches:
         self._latest: _Matches | None = None  # of the prompt whose engines are chosen
 
     def matched(self, instance: Instance, hints: RoutingHints, /, *, is_there: bool = False) -> int:
-        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does
-        not count.
-        """
+        """Return how many bytes of the prompt it has; ``is_there``: none that are on their way."""
         return self.matches((instance,), hints, is_there=is_there)[0]
 
     def matches(
@@ -129,9 +127,7 @@ class Caches:
         return coming if coming > size else size, source
 
     def tokens_by_engine(self, hints: RoutingHints, /) -> Mapping[InstanceId, int]:
-        """Return how many tokens of the prompt each engine has by its own reports, of those that
-        tell.
-        """
+        """Return how many tokens of the prompt engines have, by their own reports."""
         reports = self._recent(hints).reports
         if reports is None:
             return {}

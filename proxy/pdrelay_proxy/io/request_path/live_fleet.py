@@ -53,9 +53,7 @@ class Loads:
         return 0.0 if member is None else member.load.score(self._clock())
 
     def kv_usage(self, instance: Instance) -> float | None:
-        """Return the share of an engine's KV cache that is in use, as it showed last; None: not
-        known.
-        """
+        """Return the share of an engine's KV cache in use, as it showed last; None: unknown."""
         member = self._find(instance.id)
         return None if member is None else member.load.kv_usage(now=self._clock())
 
@@ -107,9 +105,7 @@ class LiveFleet(FleetChoice):
 
     @property
     def bounds(self) -> Counter[Key]:
-        """The counter of prompts that decode engines leave to others for the sake of their
-        streams.
-        """
+        """Counts the prompts that decode engines leave to others, to spare their streams."""
         return Counter() if self.pairs.bound is None else self.pairs.bound.counts
 
     def tell_load_changes(self, hear: Callable[[InstanceId], None]) -> None:
@@ -121,9 +117,7 @@ class LiveFleet(FleetChoice):
         self._load_changed = hear
 
     def serves(self, role: Role, address: Address, facts: EngineCapabilities) -> None:
-        """Take in what is known of an engine that was added just now: its first probe is still to
-        come.
-        """
+        """Take in what is known of an engine that was just added, and not probed."""
         for instance in self.known(role):
             if instance.address == address:
                 self.registry.learn(instance.id, facts)
@@ -145,9 +139,7 @@ class LiveFleet(FleetChoice):
         return self.registry.fitting(lender, decode) if tries is None else (tries,)
 
     def nearest(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """Leave the decode engines that had better be a prefill engine's partner: all of them fit
-        it.
-        """
+        """Leave the decode engines that are a prefill engine's best partners."""
         return decode if self.preference is None else self.preference.nearest(prefill, decode)
 
     def took_over(self, prefill: Instance, decode: Instance, hints: RoutingHints, /) -> None:
@@ -156,9 +148,7 @@ class LiveFleet(FleetChoice):
             self.preference.note(prefill, decode, hints.once_more())
 
     def takes_chat_ids(self, decode: Instance) -> bool:
-        """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is
-        exact.
-        """
+        """Tell whether a decode engine takes a chat's prompt as ids, where that is exact."""
         member = self.registry.get(decode.id)
         return member is not None and takes_chat_ids(member.facts.version)
 

@@ -53,9 +53,7 @@ _FAILED: Final[Mapping[Failure, str]] = {
 
 
 def log_calls() -> DeferredCalls:
-    """Return what collects calls for later; the lines that a batch of them logs are written
-    together.
-    """
+    """Return what collects calls for later, and writes the lines of a batch together."""
     return DeferredCalls(lines_together)
 
 
@@ -183,9 +181,7 @@ class Telemetry:
         self.transfers_expected[decode] += 1
 
     def gaps(self, path: str, instance: InstanceId | None = None) -> list[float]:
-        """Return what takes the seconds between two reads of a stream of this path; see
-        ``count_gaps``.
-        """
+        """Return what takes the seconds between a stream's reads; see ``count_gaps``."""
         label = self._counters.label(path)
         gaps = self._gaps.get((label, instance))
         if gaps is None:
@@ -194,9 +190,7 @@ class Telemetry:
         return gaps
 
     def count_gaps(self) -> None:
-        """Put the times between reads into their histograms: many at once cost a fraction of each
-        at its read.
-        """
+        """Put the times between reads into histograms: many at once cost a fraction."""
         self._count_gaps(self._gaps.items())
 
     def _count_gaps(

@@ -36,9 +36,7 @@ class Owner(Protocol):
 
 
 class Peer:
-    """What the pool keeps of one address: idle connections, the last used one at the end, and
-    request heads.
-    """
+    """What the pool keeps of an address: idle connections, the last used last, and heads."""
 
     __slots__ = ("address", "heads", "idle", "is_forgotten", "responses")
 
@@ -143,9 +141,7 @@ class Connection:
             self._transport.resume_reading()
 
     def give_up(self, error: EngineError) -> bool:
-        """Close it, and fail an unanswered request with this error; return whether there was
-        one.
-        """
+        """Close it, and fail its request, if there is one; return whether there was."""
         reply = self._reply
         if reply is None or reply.complete or reply.error is not None:
             return False
@@ -228,9 +224,7 @@ class Connection:
             self.abort()
 
     def eof_received(self) -> None:
-        """Note that the engine sends no more: that ends a response without a length, and breaks off
-        any other.
-        """
+        """Note that the engine sends no more: only a response without a length is whole."""
         reply = self._reply
         if reply is None or reply.complete:
             self._drop_unsolicited()

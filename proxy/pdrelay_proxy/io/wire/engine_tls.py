@@ -42,9 +42,7 @@ class EngineTls:
     __slots__ = ("context", "failures", "server_name")
 
     def __init__(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
-        """``server_name``: the name in every engine's certificate; None: the host of its
-        address.
-        """
+        """``server_name``: the name in all certificates; None: the host of each address."""
         self.context = context
         self.server_name = server_name
         self.failures: Counter[tuple[str, ...]] = Counter()  # by instance and TlsFailure

@@ -41,9 +41,7 @@ class LegSender:
         body: Pieces,
         content_type: bytes = _JSON,
     ) -> None:
-        """Post the pieces of a body. ``request`` is an id that the router made, so it needs no
-        check.
-        """
+        """Post the pieces of a body; ``request`` is the router's own id: it needs no check."""
         peer = self._pool.peer(instance)
         heads = peer.heads
         if headers or self._outbound.has_keys:

@@ -115,9 +115,7 @@ class Pool:
             raise _not_opened(instance, exc, self._tls) from exc
 
     def put_back(self, connection: Connection) -> None:
-        """Keep a connection for the next request, or close it, for instance if its answer is not
-        complete.
-        """
+        """Keep a connection for the next request, or close it if its answer is incomplete."""
         if (
             self._closing is not None
             or self.idle >= IDLE_MOST
@@ -208,9 +206,7 @@ class Pool:
             await asyncio.sleep(_FREEING_S if is_freed else _LACKING_S)
 
     def _close_idle(self, count: int) -> bool:
-        """Close up to ``count`` connections, the longest idle first; return whether there was
-        one.
-        """
+        """Close up to ``count`` connections, the longest idle first; return whether any was."""
         idle = [connection for peer in self._peers.values() for connection in peer.idle[:count]]
         idle.sort(key=lambda connection: connection.heard_at)
         for connection in idle[:count]:

@@ -56,9 +56,7 @@ class Heads:
         return beginning + lines + own_lines.encode("ascii")
 
     def _lines(self, headers: Headers) -> bytes:
-        """Return the lines of a client's headers; many clients send the same key with each
-        request.
-        """
+        """Return the lines of a client's headers; clients send the same ones each time."""
         lines = self._known.get(headers)
         if lines is None:
             lines = lines_of(headers)

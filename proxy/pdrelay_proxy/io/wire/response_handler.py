@@ -79,9 +79,7 @@ class ResponseHandler(ABC):
         """A piece of the body has come; ``last``: no more will, and ``end`` follows at once."""
 
     def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:  # noqa: ARG002 (for subclasses that pass it on)
-        """A piece of the body has come as one chunk; ``chunk``: the same bytes with the chunk's
-        size.
-        """
+        """A piece of the body has come as one chunk; ``chunk``: its bytes with the size."""
         self.arrived(piece)
 
     def arrived_whole(self, content_type: bytes, body: bytes) -> None:

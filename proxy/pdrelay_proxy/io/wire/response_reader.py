@@ -119,9 +119,7 @@ class ResponseReader:
             self.keeps = False
 
     def close(self) -> None:
-        """Let go of the parser: the two refer to each other, and would wait for the garbage
-        collector.
-        """
+        """Let go of the parser: the two refer to each other."""
         if hasattr(self, "_parser"):
             del self._parser
 

@@ -14,9 +14,7 @@ READ_MOST: Final = 4 * 1024 * 1024
 
 
 class WholeAnswer(ResponseHandler):
-    """``answer`` is done when the response is complete; it raises EngineError if the engine breaks
-    off.
-    """
+    """``answer`` is done when the response is complete; it raises EngineError."""
 
     __slots__ = ("_load", "_pieces", "_size", "_status", "_type", "answer")
 

@@ -41,9 +41,7 @@ class Prefix:
     def holding(
         self, among: Sequence[Instance], hints: RoutingHints, least: int, bound: AloneBound, /
     ) -> Holding:
-        """Return the engines with the most of a prompt, of those that lack fewer bytes and may
-        compute these.
-        """
+        """Return the engines with the most of a prompt that may compute the rest of it."""
         near = self._not_overloaded(among)
         size = hints.blocks.size
         sizes = self._caches.matches(near, hints, is_there=True)

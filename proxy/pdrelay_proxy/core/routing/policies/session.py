@@ -30,8 +30,6 @@ class Session:
 
 
 def _bid(instance: Instance, session: bytes) -> bytes:
-    """Hash by the address and not by the id, which another router may have given to another
-    engine.
-    """
+    """Hash by the address: another router may have given the id to another engine."""
     name = f"{instance.address.authority}#{instance.rank}".encode()
     return blake2b(session, key=blake2b(name, digest_size=16).digest(), digest_size=8).digest()

@@ -45,6 +45,7 @@ from pdrelay_proxy.core.protocol.client_body import parse
 from pdrelay_proxy.core.routing.explain import Explainer, Explanation
 from pdrelay_proxy.core.routing.pair_preference import PairPreference
 from pdrelay_proxy.core.routing.routing_hints import hints_of_call, rank_of
+from pdrelay_proxy.core.steps import portions
 from pdrelay_proxy.errors import (
     AddressError,
     AlreadyKnown,
@@ -118,12 +119,9 @@ class InstanceAdmin:
         """Describe all engines in JSON, in pieces: ten thousand engines take megabytes."""
         before = b'{"instances":['
         members = self.registry.members()
-        for start in range(0, len(members), _ROWS_AT_ONCE):
+        for portion in portions(members, _ROWS_AT_ONCE):
             now = self.clock()
-            rows = [
-                self._row(member, now, lone).model_dump_json()
-                for member in members[start : start + _ROWS_AT_ONCE]
-            ]
+            rows = [self._row(member, now, lone).model_dump_json() for member in portion]
             yield before + ",".join(rows).encode()
             before = b","
         yield b"]}" if members else before + b"]}"

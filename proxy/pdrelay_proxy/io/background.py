@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeAlias
+
+from pdrelay_proxy.core.steps import finish
 
 # a context of its own for each start of the server
 Running: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
@@ -31,3 +33,12 @@ async def repeatedly(
             await act()
         except Exception:
             log.exception(trouble)
+
+
+async def finish_in_any_case(steps: Generator[None]) -> None:
+    """Run steps, with other tasks in between; a task that is cancelled runs the others at once."""
+    try:
+        for _ in steps:
+            await asyncio.sleep(0)
+    finally:
+        finish(steps)

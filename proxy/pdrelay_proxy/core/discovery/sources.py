@@ -10,6 +10,7 @@ from typing import Final
 
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Wanted
+from pdrelay_proxy.core.steps import portions
 
 # engines of one source; more are left out, and logged, until others have gone
 MAX_ENGINES: Final = 50_000
@@ -81,8 +82,7 @@ class Sources:
                 yield ()
         applied = dict[Key, Wanted]()
         for keys in (gone, differing):
-            for begin in range(0, len(keys), _APPLIED_AT_ONCE):
-                step_keys = keys[begin : begin + _APPLIED_AT_ONCE]
+            for step_keys in portions(keys, _APPLIED_AT_ONCE):
                 # the first step, or a step after ``change``
                 if self.views[source].engines is not applied:
                     applied = dict(self.views[source].engines)

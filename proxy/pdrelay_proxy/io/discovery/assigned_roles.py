@@ -10,6 +10,7 @@ from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key
 from pdrelay_proxy.core.model import EngineRole
+from pdrelay_proxy.core.steps import portions
 
 logger = logging.getLogger(__name__)
 # a source that was silent for longer may be out of date; a watch that works is heard sooner
@@ -41,17 +42,16 @@ class AssignedRoles:
         self.assignments = assignments
         if self._begins:
             # engines that come with the view serve their role from the beginning
-            members = self._registry.members()
-            for begin in range(0, len(members), _AT_ONCE):
-                self.change(members[begin : begin + _AT_ONCE])
+            for members in portions(self._registry.members(), _AT_ONCE):
+                self.change(members)
                 yield
         yield from view
         if not self._begins:
             changed = [
                 key for key in {**before, **assignments} if before.get(key) != assignments.get(key)
             ]
-            for begin in range(0, len(changed), _AT_ONCE):
-                self.change(self._registry.members_at(changed[begin : begin + _AT_ONCE]))
+            for keys in portions(changed, _AT_ONCE):
+                self.change(self._registry.members_at(keys))
                 yield
         self._begins = False
 

@@ -1,13 +1,13 @@
 """Keeps the objects of one source, and tells the reconciler which engines they are."""
 
-import asyncio
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import Final
 
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Wanted
-from pdrelay_proxy.core.steps import finish
+from pdrelay_proxy.core.steps import finish, portions
 from pdrelay_proxy.errors import AddressError
+from pdrelay_proxy.io.background import finish_in_any_case
 from pdrelay_proxy.io.discovery.reconciler import AT_ONCE, Reconciler
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,7 @@ class EngineObjects:
 
         One view at a time, and ``changed`` waits for it.
         """
-        steps = self.view_in_steps(objects)
-        try:
-            for _ in steps:
-                await asyncio.sleep(0)
-        finally:
-            finish(steps)  # also if the task is cancelled: the next view may never come
+        await finish_in_any_case(self.view_in_steps(objects))  # the next view may never come
 
     def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
         """Take in some objects that have changed; None: the object is gone, or no engine.
@@ -94,10 +89,8 @@ class EngineObjects:
                 yield
         order = sorted(keys, key=lambda key: bool(self._named.get(key)))
         # also if no address changed: the source was heard
-        for begin in range(0, len(order), AT_ONCE) or (0,):
-            self._reconciler.change(
-                self._source, {key: self._at(key) for key in order[begin : begin + AT_ONCE]}
-            )
+        for portion in [*portions(order, AT_ONCE)] or [()]:
+            self._reconciler.change(self._source, {key: self._at(key) for key in portion})
             yield
 
     def heard(self) -> None:

@@ -11,8 +11,8 @@ from pdrelay_proxy.core.discovery.store_entries import (
     shown_name,
 )
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Wanted
-from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.errors import AddressError
+from pdrelay_proxy.io.background import finish_in_any_case
 from pdrelay_proxy.io.discovery.engine_objects import EngineObjects
 from pdrelay_proxy.io.discovery.reconciler import Reconciler
 
@@ -50,13 +50,8 @@ class Entries:
         async with self._lock:
             while (latest := self._waiting) is not None:
                 self._waiting = None
-                steps = self.view_in_steps(latest)
-                try:
-                    for _ in steps:
-                        await asyncio.sleep(0)
-                finally:
-                    # if the task is cancelled, finish the view: the store would not send it again
-                    finish(steps)
+                # the store would not send it again
+                await finish_in_any_case(self.view_in_steps(latest))
 
     def view_in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
         """Take in all entries in steps. Of what may be thousands, only changed ones are parsed."""

@@ -9,6 +9,7 @@ from pdrelay_proxy.core.discovery.sources import Freshness, Sources, key_of
 from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Wanted
+from pdrelay_proxy.core.steps import portions
 from pdrelay_proxy.errors import AlreadyKnown
 from pdrelay_proxy.io.background import Running
 from pdrelay_proxy.io.discovery.assigned_roles import AssignedRoles
@@ -86,17 +87,15 @@ class Reconciler:
         if self._compared == changes:
             return
         seen = set[Key]()
-        members = self._registry.members()
         # first, because an engine that goes makes room for another
-        for begin in range(0, len(members), AT_ONCE):
-            keys = {key_of(member) for member in members[begin : begin + AT_ONCE]}
+        for members in portions(self._registry.members(), AT_ONCE):
+            keys = {key_of(member) for member in members}
             self._compare(keys)
             seen |= keys
             yield
         for view in self.sources.views.values():
-            rest = [key for key in view.engines if key not in seen]
-            for begin in range(0, len(rest), AT_ONCE):
-                self._compare(rest[begin : begin + AT_ONCE])
+            for others in portions([key for key in view.engines if key not in seen], AT_ONCE):
+                self._compare(others)
                 yield
         self._compared = changes  # later changes are compared the next time
 

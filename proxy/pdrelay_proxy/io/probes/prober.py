@@ -14,6 +14,7 @@ from pdrelay_proxy.core.fleet.member import Member
 from pdrelay_proxy.core.fleet.probe_schedule import OtherProbes, ProbeSchedule, keeps_blocks
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Instance, InstanceId
+from pdrelay_proxy.core.steps import portions
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed, ProbeNotMade
 from pdrelay_proxy.settings import Settings
@@ -118,9 +119,9 @@ class Prober:
         members = self._registry.members()
         self._schedule.know(members)
         due = list[tuple[float, Member]]()
-        for first in range(0, len(members), _SEEN_AT_ONCE):
+        for portion in portions(members, _SEEN_AT_ONCE):
             await asyncio.sleep(0)
-            due += self._schedule.due(members[first : first + _SEEN_AT_ONCE], now=self._clock())
+            due += self._schedule.due(portion, now=self._clock())
         return self._schedule.begin_due(due, now=self._clock())
 
     async def _log_changes(self) -> None:

@@ -18,6 +18,7 @@ from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from pdrelay_proxy.core.recent_stats import RecentStats
 from pdrelay_proxy.core.request_record import RequestOutcome, RequestRecord, Retry
+from pdrelay_proxy.core.steps import portions
 from pdrelay_proxy.io.logs import dropped_lines, lines_together
 from pdrelay_proxy.io.request_path.access_log import log_requests
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
@@ -126,9 +127,8 @@ class Telemetry:
         What happens between two steps may be missing: the next scrape has it.
         """
         self.later.settle()
-        gaps = list(self._gaps.items())
-        for start in range(0, len(gaps), _ENGINES_AT_ONCE):
-            self._count_gaps(gaps[start : start + _ENGINES_AT_ONCE])
+        for gaps in portions(list(self._gaps.items()), _ENGINES_AT_ONCE):
+            self._count_gaps(gaps)
             yield
         self._add_up_requests()
         return self._counters

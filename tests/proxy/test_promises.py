@@ -22,7 +22,7 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.model import GenerationRequest, Role
 from pdrelay_proxy.features.why.settings import WhySettings
-from pdrelay_proxy.io.logs import FACTS
+from pdrelay_proxy.io.log_formats import FACTS
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
 from support.certificates import Authority

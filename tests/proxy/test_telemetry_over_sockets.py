@@ -6,7 +6,7 @@ import logging
 import httpx
 import pytest
 
-from pdrelay_proxy.io.logs import JsonFormatter
+from pdrelay_proxy.io.log_formats import JsonFormatter
 from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import cluster, until
 

@@ -19,7 +19,7 @@ from pdrelay_proxy import listeners
 from pdrelay_proxy.app import Router, build
 from pdrelay_proxy.building.engines import Fabric
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.io.logs import FACTS
+from pdrelay_proxy.io.log_formats import FACTS
 from pdrelay_proxy.settings import Settings
 from support.reciting import Act, Cast, Heard, reciting
 

@@ -10,7 +10,8 @@ import pytest
 
 from pdrelay_proxy.core.model import InstanceId, RequestId
 from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
-from pdrelay_proxy.io.logs import FACTS, BatchingHandler, JsonFormatter, TextFormatter, lines_together, note
+from pdrelay_proxy.io.log_formats import FACTS, JsonFormatter, TextFormatter
+from pdrelay_proxy.io.logs import BatchingHandler, lines_together, note
 from pdrelay_proxy.io.request_path.access_log import LOG, log_requests
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pdrelay_proxy.io import logs
-from pdrelay_proxy.io.logs import FACTS, JsonFormatter, TextFormatter
+from pdrelay_proxy.io.log_formats import FACTS, JsonFormatter, TextFormatter
 from pdrelay_proxy.settings import LogFormat
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.errors import EngineError
-from pdrelay_proxy.io.logs import FACTS
+from pdrelay_proxy.io.log_formats import FACTS
 from pdrelay_proxy.settings import Settings
 from support.greedy import events
 from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of, until

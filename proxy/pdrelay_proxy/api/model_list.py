@@ -239,6 +239,7 @@ def _cards(answer: EngineResponse) -> list[tuple[str, msgspec.Raw]] | None:
     """Return the ids and descriptions in a list; None: it is not such a list."""
     try:
         cards = decode(answer.body, _ModelList).data if answer.status == 200 else None
+        answer.body.decode()  # of what is not read, which the list of all has, too
         return None if cards is None else [(decode(card, ModelCard).id, card) for card in cards]
-    except NotJson:
+    except (NotJson, UnicodeDecodeError):
         return None

@@ -82,6 +82,14 @@ async def test_a_refusal_is_an_answer():
     assert (await models(Engines(a=refusal, p=listing("m")), prefill="p", decode="a").listing()).status == 200
 
 
+async def test_one_list_that_is_no_text_leaves_that_of_the_others_readable():
+    """Clients would get none: JSON is UTF-8 (RFC 8259, 8.1), also where the router reads no more than names."""
+    odd = EngineResponse(200, "application/json", b'{"data":[{"id":"m","root":null,"path":"/mod\xe8les"}]}')
+    answer = await models(Engines(a=odd, p=listing("other")), prefill="p", decode="a").listing()
+
+    assert [card["id"] for card in json.loads(answer.body)["data"]] == ["other"]
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [

@@ -7,6 +7,8 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+# of one batch: a frame is as long as that of the shortest; of 16 MiB of nils there would be a GB
+EVENTS_MOST: Final = 2**18
 HASH_MOST: Final = 64  # bytes of a hash; vLLM's have 32 (SHA-256) or 16 (xxHash)
 # An int with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES.
 BlockHash: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=HASH_MOST)] | int
@@ -62,5 +64,5 @@ class KvEventBatch(msgspec.Struct, array_like=True):
     """The events that one rank published at once, not decoded yet."""
 
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=EVENTS_MOST)]
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=4095)] | None = None

@@ -12,7 +12,7 @@ from pdrelay_proxy.features.kv_events.core.event_stream import (
     read_event,
 )
 from pdrelay_proxy.features.kv_events.errors import BadKvEvents
-from pdrelay_proxy.features.kv_events.event_schemas import AllBlocksCleared, BlockRemoved, BlockStored
+from pdrelay_proxy.features.kv_events.event_schemas import EVENTS_MOST, AllBlocksCleared, BlockRemoved, BlockStored
 
 STORED = {"type": "BlockStored", "block_hashes": [b"a"], "token_ids": [1, 2], "block_size": 2}
 
@@ -100,6 +100,15 @@ def test_a_batch_of_another_shape_is_refused(bad):
     """Types are strict."""
     with pytest.raises(BadKvEvents):
         read_batch(msgspec.msgpack.encode(bad))
+
+
+def test_a_batch_of_nothing_but_events_is_refused_before_it_is_taken_apart():
+    """A frame of nils made 16 million objects, in a GB and most of a second."""
+    most = b"\x93" + msgspec.msgpack.encode(1.0) + b"\xdd"
+    whole = most + EVENTS_MOST.to_bytes(4, "big") + b"\xc0" * (EVENTS_MOST + 1)
+    assert len(read_batch(whole).events) == EVENTS_MOST
+    with pytest.raises(BadKvEvents, match=f"of length <= {EVENTS_MOST}"):
+        read_batch(most + (EVENTS_MOST + 1).to_bytes(4, "big") + b"\xc0" * (EVENTS_MOST + 2))
 
 
 def test_events_are_read_by_their_types():

@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
-from typing import Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias, TypeVar
 
 import httpx
 import msgspec
@@ -42,6 +42,7 @@ _REFUSED: Final = f"[Errno {errno.ECONNREFUSED}]"
 _NO_ROUTE: Final = frozenset(
     {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 )
+_MOST_MODELS: Final = 65_536  # of one engine, adapters among them: each list of engines names them
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
 
@@ -71,7 +72,7 @@ class ProbeNotMade(ProbeFailed):
 
 
 class _ModelCards(msgspec.Struct):
-    data: list[ModelCard]
+    data: Annotated[list[ModelCard], msgspec.Meta(max_length=_MOST_MODELS)]
 
 
 class _Version(msgspec.Struct):

@@ -124,6 +124,7 @@ def caused_by(error):
         # what is kept of it would fill the log, and each list of engines
         ({"/version": (200, f'{{"version": "{"1" * 4097}"}}')}, "answers something else than vLLM does", False),
         ({"/v1/models": (200, f'{{"data": [{{"id": "{"m" * 4097}"}}]}}')}, "of length <= 4096 - at `$.data", False),
+        ({"/v1/models": (200, '{"data": [' + '{"id": "m"},' * 65_536 + '{"id": "m"}]}')}, "of length <= 65536", False),
         ({"/v1/models": (200, "x" * (8 * 1024 * 1024 + 1))}, "answers /v1/models without end", False),
     ],
 )

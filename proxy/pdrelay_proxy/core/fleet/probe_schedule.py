@@ -179,7 +179,9 @@ class ProbeSchedule:
 
         It does unless the engine has answered all along, for then it is the same process.
         """
-        probe = self._probes[member.instance.id]
+        probe = self._probes.get(member.instance.id)
+        if probe is None:  # it was forgotten when its probe was about to begin
+            return False
         if (
             member.life.state is HealthState.HEALTHY
             and member.life.misses == 0

@@ -250,3 +250,14 @@ def test_a_ready_pod_without_requests_is_probed_seldom():
         2 * INTERVAL_S < min(pauses(fleet, idle.instance.id)) <= max(pauses(fleet, idle.instance.id)) < 3 * INTERVAL_S
     )
     assert max(pauses(fleet, busy.instance.id)) < INTERVAL_S
+
+
+def test_an_engine_that_is_removed_as_its_probe_begins_is_no_mistake():
+    """Its probe waited for a place, and other probes end in the same moment as the next glance."""
+    fleet = Fleet(1)
+    (member,) = next_to_probe(fleet.schedule, fleet.members, 0.0)
+    fleet.schedule.know([])
+
+    assert not fleet.schedule.is_whole(member, now=0.0)
+    fleet.schedule.ended(member.instance.id, failed=False, now=0.1)
+    assert next_to_probe(fleet.schedule, fleet.members, 0.2) == [member]

@@ -89,6 +89,8 @@ class Live:
     def _exchange(self, before: _Addresses, after: _Addresses) -> None:
         for role in Role:
             gone = {authority for authority, _ in before[role].items() - after[role].items()}
+            for authority in gone:
+                self.registry.unclaim(role, authority)
             # also engines whose role has changed: the settings name their declared role
             for member in self.registry.members():
                 engine = member.instance
@@ -104,7 +106,7 @@ class Live:
                     added = self.registry.add_target(role, target, now=self.clock())
                 except AlreadyKnown as exc:  # an operator added it before, or it is a pod
                     logger.info("%s", exc)
-                    self.registry.claim(role, authority)
+                    self.registry.claim(role, target)
                 else:
                     for instance in added:
                         logger.info("%s is at %s", instance.id, target.address.url)

@@ -1,6 +1,7 @@
 """Which engines exist, and what is known of each: one record, which dies in one line."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -17,6 +18,7 @@ from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, 
 from pdrelay_proxy.core.fleet.twins import Twins, twin_key
 from pdrelay_proxy.core.fleet.usable_engines import UsableEngines
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.errors import AlreadyKnown
 from pdrelay_proxy.settings import Settings
 
 _STAYING: Final = SERVING | {HealthState.EJECTED}  # those that are not on their way out
@@ -45,6 +47,7 @@ class Registry:
         # why decode engines load no KV of prefill engines, as they show it now
         self.troubles: Final = dict[Pair, PairTrouble]()
         self._usable: Final = UsableEngines(table, self.twins)
+        self._claims: Final = dict[Key, Target]()  # that wait for their place
         self._hear_left: Final = list[Callable[[InstanceId], None]]()
 
     # ---- which engines there are
@@ -86,12 +89,38 @@ class Registry:
             for rank in target.ranks
         ]
 
-    def claim(self, role: Role, authority: str) -> None:
-        """Keep what is at an address whatever discovery says of it: the settings name it."""
-        for member in self.members_at([Key(role, authority)]):
-            if not member.retires:
-                member.origin = BY_HAND
-                self.lineup.count += 1
+    def claim(self, role: Role, target: Target) -> None:
+        """Keep what is at an address whatever discovery says of it: the settings name it.
+
+        Where an engine of the other pool serves the role now, the claim waits until it does not.
+        """
+        key = Key(role, target.address.authority)
+        self._claims[key] = target
+        self._keep_claimed(key)
+
+    def unclaim(self, role: Role, authority: str) -> None:
+        """Wait no more: the settings do not name it any longer."""
+        self._claims.pop(Key(role, authority), None)
+
+    def add_claimed(self, *, now: float) -> Sequence[Instance]:
+        """Add the engines whose place is free by now."""
+        added = list[Instance]()
+        for key, target in tuple(self._claims.items()):
+            if not self._keep_claimed(key):
+                with suppress(AlreadyKnown):
+                    added += self.add_target(key.role, target, now=now)
+                    del self._claims[key]
+        return added
+
+    def _keep_claimed(self, key: Key) -> bool:
+        """Return whether an engine is there that discovery may not take away any more."""
+        present = [member for member in self.members_at([key]) if not member.retires]
+        for member in present:
+            member.origin = BY_HAND
+            self.lineup.count += 1
+        if present:
+            del self._claims[key]
+        return bool(present)
 
     def is_given(self, address: Address) -> bool:
         """Tell whether the settings or a pod name what is at an address, not an operator."""

@@ -86,6 +86,9 @@ class Reconciler:
         )
         if self._compared == changes:
             return
+        for instance in self._registry.add_claimed(now=self.clock()):
+            logger.info("%s is at %s (settings)", instance.id, instance.address.url)
+            self.roles.begin(self._registry.member(instance.id))
         seen = set[Key]()
         # first, because an engine that goes makes room for another
         for members in portions(self._registry.members(), AT_ONCE):

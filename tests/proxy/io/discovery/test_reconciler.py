@@ -12,9 +12,9 @@ from pdrelay_proxy.core.discovery.store_entries import (
 )
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
-from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.model import EngineRole, Role
 from pdrelay_proxy.core.steps import finish
-from support.discovery_world import A, B, D, E, World, stored
+from support.discovery_world import A, B, D, E, World, stored, turn_now
 
 
 def test_what_the_settings_name_is_left_alone():
@@ -30,10 +30,28 @@ def test_an_engine_that_the_settings_claim_stays_when_its_pod_goes():
     """SIGHUP named it after it was found."""
     world = World()
     world.see(A)
-    world.registry.claim(Role.PREFILL, "a:80")
+    world.registry.claim(Role.PREFILL, A.target)
     world.see()
 
     assert world.there == [("prefill-0", "a:80", HealthState.STARTING)]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+async def test_an_engine_of_the_settings_comes_when_another_leaves_its_place(is_named):
+    """SIGHUP named as prefill what an operator had added as decode, and turned: it would be back with a restart."""
+    world = World("other:80")
+    await world.changes.add(Role.DECODE, Target.parse("d:80"))
+    await turn_now(world, "decode-1", EngineRole.PREFILL)
+    world.registry.claim(Role.PREFILL, Target.parse("d:80"))
+    world.reconcile()
+    assert [name for name, *_ in world.there] == ["decode-0", "decode-1"]
+    if not is_named:
+        world.registry.unclaim(Role.PREFILL, "d:80")
+    await world.changes.remove("decode-1")
+    world.reconcile()
+    world.see()  # it is of no source
+
+    assert [name for name, *_ in world.there] == ["decode-0", *["prefill-0"] * is_named]
 
 
 def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it():

@@ -1,5 +1,6 @@
 """``GET /requests/NAME``: what happened to a request, for operators (docs/why.md)."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Final
 
@@ -77,10 +78,13 @@ def request_routes(
                 f"There is no request {name!r} among those under way and the last {kept_count} that are "
                 f"over",
             )
-        shown = [
-            await _shown(record, state, timelines, asks_engines=engines)
-            for record, state in matches[:_MOST]
-        ]
+        # together: an engine that hangs is waited for once
+        shown = await asyncio.gather(
+            *[
+                _shown(record, state, timelines, asks_engines=engines)
+                for record, state in matches[:_MOST]
+            ]
+        )
         return RequestTimelines(requests=shown, omitted=len(matches) - len(shown))
 
     return router

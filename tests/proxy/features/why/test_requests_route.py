@@ -143,6 +143,28 @@ async def test_operators_need_no_key_of_a_client(tmp_path):
     assert (response.status_code, status) == (200, 200)
 
 
+async def test_requests_of_one_name_are_asked_for_together():
+    """A client that tries again names both alike. An engine that hangs may take all the time that a command waits."""
+    engines = sims()
+    sim = engines["p0"]
+    both = asyncio.Barrier(2)
+
+    async def slow(request):
+        if "/v1/pdrelay/requests/" in str(request.url):
+            await both.wait()
+        return await httpx.ASGITransport(sim).handle_async_request(request)
+
+    async with router(engines | {"p0": slow}, replace(OPEN, health_check_timeout_s=1.0)) as client:
+        for _ in range(2):
+            await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "chat-17"})
+        status, found = await ask(client, "chat-17")
+
+    assert (status, len(found["requests"])) == (200, 2)
+    assert [request["notes"][0].partition(", ")[0] for request in found["requests"]] == [
+        "prefill-0: it keeps no timelines: add pdrelay_timelines to its VLLM_PLUGINS (docs/why.md)"
+    ] * 2
+
+
 @pytest.mark.parametrize("answer", [b"[]", b'{"requests": 1}', b'{"requests": [{"events": [{"step": 1}]}]}', b"{"])
 async def test_an_engine_that_answers_nonsense_is_named(answer):
     """The router's own rows are shown all the same."""

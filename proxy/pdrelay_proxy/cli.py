@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -111,6 +112,9 @@ class _ShowVersion(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # an engine's words may have letters that the terminal's encoding has not
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             return _run(arguments)

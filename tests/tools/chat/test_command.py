@@ -229,26 +229,47 @@ def test_engines_that_never_end_an_answer_hold_nothing_up(monkeypatch):
         assert meter.moved(["prefill-0"]).startswith("unknown (the engines have no metric")
 
 
-class InterruptedEngine(CountingEngine):
-    """A router, too. While it is asked whether it has counted a request, Ctrl-C is pressed, once."""
+class ServingEngine(CountingEngine):
+    """A router, too."""
+
+    words = "Yes."
 
     def do_GET(self):
-        if self.path == "/v1/models":
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"data": [{"id": "m"}]}')
-            return
-        if type(self).looks >= 2 and self.key.acquire(blocking=False):
-            os.kill(os.getpid(), signal.SIGINT)
-        with suppress(OSError):  # the command has hung up
+        if self.path != "/v1/models":
             super().do_GET()
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}]}')
 
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))
         self.send_response(200)
         self.send_header("server-timing", 'prefill;desc="prefill-0", decode;desc="decode-0"')
         self.end_headers()
-        self.wfile.write(b'data: {"choices": [{"delta": {"content": "Yes."}}]}\n\ndata: [DONE]\n\n')
+        event = {"choices": [{"delta": {"content": self.words}}]}
+        self.wfile.write(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+
+
+def test_a_letter_that_the_terminal_has_not_fails_no_answer(chat, monkeypatch):
+    """A model answers in any language."""
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    with serving(type("Engine", (ServingEngine,), {"words": "Łódź é"})) as url:
+        code, *_ = chat("One?", url=url)
+
+    assert code == 0
+    assert screen.buffer.getvalue().startswith("?ód? é\n".encode("latin-1"))
+
+
+class InterruptedEngine(ServingEngine):
+    """While it is asked whether it has counted a request, Ctrl-C is pressed, once."""
+
+    def do_GET(self):
+        if type(self).looks >= 2 and self.key.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+        with suppress(OSError):  # the command has hung up
+            super().do_GET()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from pdrelay_tools.local.model import (
     VOCABULARY,
     TinyModel,
     ensure_model,
-    is_complete,
 )
 
 
@@ -85,14 +84,13 @@ def test_an_older_model_is_replaced(tmp_path):
     ensure_model(tmp_path / "tiny", TinyModel(seed=7))
 
     assert ensure_model(tmp_path / "tiny")
-    assert is_complete(tmp_path / "tiny", TinyModel())
+    assert not ensure_model(tmp_path / "tiny")
 
 
 def test_a_broken_fingerprint_is_an_incomplete_model(tmp_path):
     """A full disk leaves such files."""
     (tmp_path / FINGERPRINT).write_text('{"versi')
 
-    assert not is_complete(tmp_path, TinyModel())
     assert ensure_model(tmp_path)
 
 
@@ -117,7 +115,7 @@ def test_whoever_comes_second_keeps_the_first_ones_files(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", rename_too_late)
 
     assert ensure_model(tmp_path / "tiny")
-    assert is_complete(tmp_path / "tiny", TinyModel())
+    assert not ensure_model(tmp_path / "tiny")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 

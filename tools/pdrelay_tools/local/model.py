@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pdrelay_tools.local.bf16_file import Bf16Tensor, write_bf16_file
-from pdrelay_tools.local.made_folder import is_made, make_once, write_json
+from pdrelay_tools.local.made_folder import make_once, write_json
 
 VERSION = 1  # raised whenever the same parameters would give different files
 
@@ -77,11 +77,6 @@ def ensure_model(directory: Path, model: TinyModel | None = None) -> bool:
     """
     model = model or TinyModel()
     return make_once(directory, _fingerprint(model), lambda staging: _write(staging, model))
-
-
-def is_complete(directory: Path, model: TinyModel) -> bool:
-    """Tell whether the directory holds a model of these parameters and this version."""
-    return is_made(directory, _fingerprint(model))
 
 
 def _write(directory: Path, model: TinyModel) -> None:

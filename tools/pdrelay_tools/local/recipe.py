@@ -1,7 +1,6 @@
 """The arguments and the environment of a vLLM engine on a CPU."""
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,18 +133,7 @@ def with_plugins(inherited: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, "VLLM_PLUGINS": ",".join(names)} if names else dict(inherited)
 
 
-def shell_line(spec: EngineSpec) -> str:
-    """Return the shell command that starts such an engine with any build of vLLM."""
-    side = (
-        [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
-    )
-    plugins = [f"VLLM_PLUGINS={','.join(named)}"] if (named := plugins_of(spec)) else []
-    return " ".join(
-        [*plugins, *side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])]
-    )
-
-
-def plugins_of(spec: EngineSpec) -> list[str]:
+def _plugins_of(spec: EngineSpec) -> list[str]:
     """Return what `VLLM_PLUGINS` must name; empty: it need not be set.
 
     vLLM loads a plugin of endpoints only if the variable names it, and then no other that it does
@@ -249,7 +237,7 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
             # A client that reaches UCX's TCP port can read and write the engine's memory. Our
             # connector binds UCX itself; vLLM's own lets it listen on every interface.
             own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
-    if named := plugins_of(spec):
+    if named := _plugins_of(spec):
         inherited_plugins = filter(None, inherited.get("VLLM_PLUGINS", "").split(","))
         own["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*inherited_plugins, *named]))
     # These variables of the caller would win over the arguments, and over TMPDIR.

@@ -30,7 +30,6 @@ class Holdings:
     tables: tuple[tuple[str, float], ...]  # pdrelay's tables that are not empty
     # tokens of prompts that came from another engine; None: it does not count them
     loaded: float | None
-    computed: float | None  # and that it computed itself
     block_size: int | None  # tokens
     blocks: int | None  # of the whole cache
 
@@ -83,7 +82,6 @@ def read_holdings(exposition: str) -> Holdings | None:
         requests=sum(totals.get(name, 0.0) for name in _QUEUES),
         tables=tables,
         loaded=totals.get(f"{_BY_SOURCE}|external_kv_transfer"),
-        computed=totals.get(f"{_BY_SOURCE}|local_compute"),
         block_size=block_size,
         blocks=blocks,
     )

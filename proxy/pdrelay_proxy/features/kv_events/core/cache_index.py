@@ -9,7 +9,7 @@ each group.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Final, TypeAlias
+from typing import Final
 
 from pdrelay_proxy.core.fleet.health import ChangeCount
 from pdrelay_proxy.core.model import InstanceId
@@ -42,8 +42,6 @@ _STATE: Final = "mamba"
 _NO_PREFIX: Final = frozenset({"cross_attention", "encoder_only_attention"})  # no part of a hit
 # vLLM's BlockPool writes GPU on every platform; other media are other tiers
 _HERE: Final = frozenset({None, "GPU"})
-
-CachedTokens: TypeAlias = Mapping[tuple[InstanceId, int], int]  # tokens by engine and rank
 
 
 class IndexCounts:
@@ -362,15 +360,6 @@ class CacheIndex:
                 return None
             common = cached if common is None else common_part(common, cached)
         return common
-
-    def cached_tokens(self, prompt: TokenPrompt, lora: str | None = None) -> CachedTokens:
-        """Return how many tokens of a prompt each known rank of each engine has cached."""
-        return {
-            (name, number): rank.cached(prompt, lora)
-            for name, engine in self._engines.items()
-            for number, rank in engine.ranks.items()
-            if rank.is_whole and not rank.is_unclear
-        }
 
 
 def _is_here(medium: str | None, locality: str | None) -> bool:

@@ -86,72 +86,69 @@ async def run_checks(
 
 async def _run_check(bench: Bench, check: Check, began: float) -> CheckReport:
     start = now()
-    before = bench.requests
-    uncompared = bench.uncompared
-    if (missing := _missing(bench, check)) or (missing := _no_time(bench, check, start - began)):
+    began_s = start - began
+    if skipped := _missing(bench, check) or _no_time(bench, check, began_s):
         return CheckReport(
             check.name,
             check.group,
             check.about,
             CheckState.SKIPPED,
-            start - began,
-            0.0,
-            0,
-            reason=missing,
+            began_s=began_s,
+            seconds=0.0,
+            requests=0,
+            reason=skipped,
         )
-    state = CheckState.PASSED
-    reason = ""
-    result = CheckResult()
-    try:
-        async with asyncio.timeout(
-            max(check.seconds, bench.limits.seconds - (start - began)) + bench.limits.request_s
-        ):
-            result = await check.run(bench)
-    except CheckSkipped as exc:
-        state = CheckState.SKIPPED
-        reason = str(exc)
-    except (CheckAborted, DeedFailed) as exc:
-        state = CheckState.ABORTED
-        reason = str(exc)
-    except TimeoutError:
-        state = CheckState.ABORTED
-        reason = f"it took more than {now() - start:.0f} s"
-    if state is CheckState.PASSED and (missed := bench.uncompared - uncompared):
-        state = CheckState.ABORTED
-        reason = (
-            f"{missed} of {bench.requests - before} answers were compared with nothing, as the "
-            f"reference did not "
-        )
-        reason += f"answer: {bench.unanswered}"
+    before = bench.requests
+    left_s = max(check.seconds, bench.limits.seconds - began_s)
+    state, reason, result = await _outcome(bench, check, left_s + bench.limits.request_s)
     ended = now()
     dead = await _dead(bench)
     if dead:
-        bench.down = f"{dead[0].evidence.partition(':')[0]} is down since the check {check.name}"
-    findings = [*result.findings, *dead]
+        bench.down = f"{next(iter(dead))} is down since the check {check.name}"
     bound_s = bench.limits.idle_s if result.idle_s is None else result.idle_s
-    idle = await wait_idle(
-        bench,
-        ended,
-        began=start,
-        bound_s=bound_s,
-        dead={finding.evidence.partition(":")[0] for finding in dead},
+    idle = await wait_idle(bench, ended, began=start, bound_s=bound_s, dead=dead)
+    findings = (
+        *result.findings,
+        *(Finding(FindingName.ENGINE_DOWN, f"{name}: {why}") for name, why in dead.items()),
+        *idle.findings,
     )
-    findings += idle.findings
-    if findings:
-        state = CheckState.FAILED
     return CheckReport(
         name=check.name,
         group=check.group,
         about=check.about,
-        state=state,
-        began_s=start - began,
+        state=CheckState.FAILED if findings else state,
+        began_s=began_s,
         seconds=now() - start,
         requests=bench.requests - before,
-        findings=tuple(findings),
+        findings=findings,
         notes=tuple(result.notes),
         reason=reason,
         idle_s=idle.seconds,
     )
+
+
+async def _outcome(
+    bench: Bench, check: Check, most_s: float
+) -> tuple[CheckState, str, CheckResult]:
+    """Run a check; return how it ended, why if it did not pass, and its result."""
+    requests = bench.requests
+    uncompared = bench.uncompared
+    try:
+        async with asyncio.timeout(most_s):
+            result = await check.run(bench)
+    except CheckSkipped as exc:
+        return CheckState.SKIPPED, str(exc), CheckResult()
+    except (CheckAborted, DeedFailed) as exc:
+        return CheckState.ABORTED, str(exc), CheckResult()
+    except TimeoutError:
+        return CheckState.ABORTED, f"it took more than {most_s:.0f} s", CheckResult()
+    if missed := bench.uncompared - uncompared:
+        reason = (
+            f"{missed} of {bench.requests - requests} answers were compared with nothing, as the "
+            f"reference did not answer: {bench.unanswered}"
+        )
+        return CheckState.ABORTED, reason, result
+    return CheckState.PASSED, "", result
 
 
 def _missing(bench: Bench, check: Check) -> str:
@@ -177,13 +174,14 @@ def _no_time(bench: Bench, check: Check, spent_s: float) -> str:
     )
 
 
-async def _dead(bench: Bench) -> list[Finding]:
+async def _dead(bench: Bench) -> dict[str, str]:
+    """Return the servers that do not answer their health check, and why."""
     servers = [*bench.engines, *([bench.router] if bench.router is not None else [])]
     replies = await asyncio.gather(
         *(server.get("/health", timeout_s=_HEALTH_S) for server in servers)
     )
-    return [
-        Finding(FindingName.ENGINE_DOWN, f"{server.name}: {reply.failure()}")
+    return {
+        server.name: reply.failure()
         for server, reply in zip(servers, replies, strict=True)
         if reply.failure()
-    ]
+    }

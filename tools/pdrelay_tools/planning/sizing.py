@@ -13,6 +13,7 @@ from math import ceil, inf, isfinite, sqrt
 from typing import Final
 
 from pdrelay_proxy.settings import PolicyName
+from pdrelay_tools.percentile import percentile
 from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.queueing import (
     MOST_SKEWED,
@@ -352,7 +353,7 @@ def observed(quantity: str, values: list[float]) -> Spread:
         _positive(f"every {quantity} length", value)
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
-    return Spread(mean, variance / mean**2, sorted(values)[ceil(0.95 * len(values)) - 1])
+    return Spread(mean, variance / mean**2, percentile(sorted(values), 95))
 
 
 def _check_traffic(traffic: Traffic, aims: Aims) -> None:

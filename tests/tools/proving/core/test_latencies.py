@@ -1,15 +1,11 @@
-"""Percentiles of what clients see."""
+"""What clients see of a load."""
 
-from pdrelay_tools.proving.core.latencies import latencies, percentile
+from pdrelay_tools.proving.core.latencies import in_ms, latencies
 
 
-def test_percentiles_are_values_that_occurred():
-    """The nearest rank: no value between two others is made up."""
-    values = [float(number) for number in range(1, 101)]
-
-    assert [percentile(values, percent) for percent in (0, 1, 50, 90, 99, 100)] == [1.0, 1.0, 50.0, 90.0, 99.0, 100.0]
-    assert percentile([7.0], 99) == 7.0
-    assert percentile([], 50) is None
+def test_no_values_have_no_percentiles():
+    """A load whose requests have all failed."""
+    assert in_ms([]) == "- / - / -"
 
 
 def test_streams_become_figures():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from pdrelay_proxy.core.model import Role
+from pdrelay_tools.percentile import percentile
 from pdrelay_tools.planning.replay.simulation import Replayed, Served
 from pdrelay_tools.planning.replay.traces import NoReplay
 
@@ -62,10 +63,10 @@ def summarise(replayed: Replayed, targets: Targets) -> Summary:
         policy=replayed.policy,
         requests=requests,
         seconds=seconds,
-        ttft_p50=_quantile(ttft, 0.5),
-        ttft_p95=_quantile(ttft, 0.95),
-        ttft_p99=_quantile(ttft, 0.99),
-        later_ttft_p50=_quantile(later, 0.5) if later else None,
+        ttft_p50=percentile(ttft, 50),
+        ttft_p95=percentile(ttft, 95),
+        ttft_p99=percentile(ttft, 99),
+        later_ttft_p50=percentile(later, 50) if later else None,
         itl_p50=_weighted_quantile(gaps, 0.5) if gaps else None,
         itl_p99=_weighted_quantile(gaps, 0.99) if gaps else None,
         prefill_hits=_hits(replayed, Role.PREFILL),
@@ -81,11 +82,6 @@ def summarise(replayed: Replayed, targets: Targets) -> Summary:
             log.busy_s for role, log in replayed.engines if role is Role.DECODE
         ),
     )
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that so many are not above; the values are sorted."""
-    return values[max(0, -int(-share * len(values) // 1) - 1)]
 
 
 def _weighted_quantile(values: Sequence[tuple[float, int]], share: float) -> float:

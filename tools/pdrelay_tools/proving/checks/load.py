@@ -7,7 +7,7 @@ from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.proving.bench import Bench, now
 from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
-from pdrelay_tools.proving.core.latencies import Latencies, latencies, percentile
+from pdrelay_tools.proving.core.latencies import Latencies, in_ms, latencies
 from pdrelay_tools.proving.core.question import Question, Shape
 from pdrelay_tools.proving.core.reply import together
 from pdrelay_tools.proving.services import Service
@@ -82,13 +82,7 @@ def _sentence(figures: Latencies) -> str:
         f"{figures.requests} requests, {_AT_ONCE} at a time, {figures.tokens_per_second:.0f} "
         f"tokens/s"
     ]
-    for name, values in (("TTFT", figures.ttft), ("ITL", figures.itl)):
-        shown = [percentile(values, percent) for percent in (50, 90, 99)]
-        parts.append(
-            f"{name} "
-            + " / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in shown)
-            + " ms"
-        )
+    parts += [f"TTFT {in_ms(figures.ttft)} ms", f"ITL {in_ms(figures.itl)} ms"]
     return f"{figures.label}: {'; '.join(parts)} (p50 / p90 / p99)"
 
 

@@ -98,3 +98,8 @@ class CheckReport:
     notes: tuple[str, ...] = ()
     reason: str = ""  # of SKIPPED and ABORTED
     idle_s: float | None = None  # from its last request until no block was held; None: not known
+
+    @property
+    def details(self) -> str:
+        """What a page says of it beside its numbers."""
+        return "; ".join(filter(None, (self.reason, *self.notes)))

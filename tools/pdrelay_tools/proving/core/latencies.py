@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pdrelay_tools.percentile import percentile
+
 PERCENTILES: Final = (50, 90, 99)
 
 
@@ -38,9 +40,12 @@ def latencies(
     return Latencies(label, tuple(ttft), tuple(itl), len(streams) + failed, failed, seconds, tokens)
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """Return the smallest value that so many percent do not exceed; None: there are no values."""
-    if not ordered:
-        return None
-    place = -(-len(ordered) * percent // 100)  # nearest rank
-    return ordered[max(0, min(len(ordered), int(place)) - 1)]
+def percentiles(ordered: Sequence[float]) -> dict[int, float | None]:
+    """Return the PERCENTILES of sorted values; None: there are no values."""
+    return {percent: percentile(ordered, percent) if ordered else None for percent in PERCENTILES}
+
+
+def in_ms(ordered: Sequence[float]) -> str:
+    """Write the PERCENTILES of sorted seconds."""
+    values = percentiles(ordered).values()
+    return " / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in values)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdrelay_tools.proving.core.finding import CheckReport
-from pdrelay_tools.proving.core.latencies import PERCENTILES, Latencies, percentile
+from pdrelay_tools.proving.core.latencies import Latencies, in_ms
 from pdrelay_tools.proving.core.run_report import RunReport, plain, sign
 from pdrelay_tools.proving.report import plots
 
@@ -64,12 +64,11 @@ def _checks(checks: Sequence[CheckReport]) -> list[str]:
     rows: list[str] = []
     for check in checks:
         idle = "" if check.idle_s is None else f"{check.idle_s:.1f} s"
-        details = "; ".join([*([check.reason] if check.reason else []), *check.notes])
         rows.append(
             f"<tr><td>{_escaped(check.group)}<td>{_escaped(check.name)}<td "
             f'class="{check.state}">{sign(check.state)}'
             f"<td>{check.requests}<td>{check.seconds:.1f} s<td>{idle}<td>{_escaped(check.about)}"
-            + (f"<br><small>{_escaped(details)}</small>" if details else "")
+            + (f"<br><small>{_escaped(check.details)}</small>" if check.details else "")
         )
     return [
         "<h2>Checks</h2>",
@@ -80,20 +79,11 @@ def _checks(checks: Sequence[CheckReport]) -> list[str]:
 def _loads(loads: Sequence[Latencies]) -> list[str]:
     if not loads:
         return []
-    rows: list[str] = []
-    for load in loads:
-        cells = [
-            _escaped(load.label),
-            str(load.requests),
-            str(load.failed),
-            f"{load.tokens_per_second:.0f}",
-        ]
-        for values in (load.ttft, load.itl):
-            percentiles = (percentile(values, percent) for percent in PERCENTILES)
-            cells.append(
-                " / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in percentiles)
-            )
-        rows.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
+    rows = [
+        f"<tr><td>{_escaped(load.label)}<td>{load.requests}<td>{load.failed}"
+        f"<td>{load.tokens_per_second:.0f}<td>{in_ms(load.ttft)}<td>{in_ms(load.itl)}"
+        for load in loads
+    ]
     head = (
         "",
         "requests",
@@ -102,13 +92,8 @@ def _loads(loads: Sequence[Latencies]) -> list[str]:
         "TTFT ms, p50 / p90 / p99",
         "ITL ms, p50 / p90 / p99",
     )
-    ttft, itl = (
-        {load.label: plots.shares(values) for load, values in pairs}
-        for pairs in (
-            [(load, load.ttft) for load in loads],
-            [(load, load.itl) for load in loads],
-        )
-    )
+    ttft = {load.label: plots.shares(load.ttft) for load in loads}
+    itl = {load.label: plots.shares(load.itl) for load in loads}
     return [
         "<h2>Load</h2>",
         *_table(head, rows),

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from pdrelay_tools.proving.core.latencies import PERCENTILES, Latencies, percentile
+from pdrelay_tools.proving.core.latencies import Latencies, percentiles
 from pdrelay_tools.proving.core.run_report import RunReport
 
 
@@ -40,7 +40,7 @@ def write_json(report: RunReport) -> str:
 
 def _load(load: Latencies) -> dict[str, object]:
     times = {
-        name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+        name: {f"p{percent}": value for percent, value in percentiles(values).items()}
         for name, values in (("ttft_s", load.ttft), ("itl_s", load.itl))
     }
     counts: dict[str, object] = {

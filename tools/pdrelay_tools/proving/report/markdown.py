@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from pdrelay_tools.proving.core.latencies import PERCENTILES, percentile
+from pdrelay_tools.proving.core.latencies import PERCENTILES, in_ms
 from pdrelay_tools.proving.core.run_report import RunReport, plain, sign
 
 
 def write_markdown(report: RunReport) -> str:
     """Return the page."""
     lines = [f"# pdrelay prove: {_cell(report.subject)}", "", f"**{report.verdict}**", ""]
-    lines += [f"- Compared with: {_cell(report.reference)}"]
     lines += [
-        f"- {report.when}, {report.seconds:.0f} s, pdrelay {report.version}, seed {report.seed}"
+        f"- Compared with: {_cell(report.reference)}",
+        f"- {report.when}, {report.seconds:.0f} s, pdrelay {report.version}, seed {report.seed}",
     ]
     lines += [f"- {_cell(note)}" for note in report.notes]
     lines += ["", "## Findings", ""]
@@ -30,7 +30,7 @@ def write_markdown(report: RunReport) -> str:
             str(check.requests),
             f"{check.seconds:.1f} s",
             "" if check.idle_s is None else f"{check.idle_s:.1f} s",
-            "; ".join([check.about, *([check.reason] if check.reason else []), *check.notes]),
+            "; ".join(filter(None, (check.about, check.details))),
         )
         for check in report.checks
     ]
@@ -42,30 +42,22 @@ def write_markdown(report: RunReport) -> str:
             "",
             *_table(("", "requests", "failed", "tokens/s", "TTFT ms", "ITL ms"), _loads(report)),
         ]
-        lines += ["", f"Times: {', '.join(f'p{percent}' for percent in PERCENTILES)}."]
+        lines += ["", f"Times: {' / '.join(f'p{percent}' for percent in PERCENTILES)}."]
     return "\n".join(lines) + "\n"
 
 
 def _loads(report: RunReport) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for load in report.loads:
-        times = [
-            ", ".join(
-                "-" if (value := percentile(values, percent)) is None else f"{value * 1e3:.1f}"
-                for percent in PERCENTILES
-            )
-            for values in (load.ttft, load.itl)
-        ]
-        rows.append(
-            (
-                load.label,
-                str(load.requests),
-                str(load.failed),
-                f"{load.tokens_per_second:.0f}",
-                *times,
-            )
+    return [
+        (
+            load.label,
+            str(load.requests),
+            str(load.failed),
+            f"{load.tokens_per_second:.0f}",
+            in_ms(load.ttft),
+            in_ms(load.itl),
         )
-    return rows
+        for load in report.loads
+    ]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

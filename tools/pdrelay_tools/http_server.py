@@ -1,4 +1,4 @@
-"""A server under test: sends requests, bounds answers, hangs up. httpx stops here."""
+"""A client of one server: sends requests, bounds answers, hangs up. httpx stops here."""
 
 import asyncio
 import ssl
@@ -65,16 +65,11 @@ class HttpServer:
         request_id: str | None = None,
     ) -> Reply:
         """Post a body and read the whole answer; does not raise: errors are in the reply."""
-        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        headers = {
-            "content-type": "application/json",
-            **({} if request_id is None else {"x-request-id": request_id}),
-        }
-        return await self._exchange("POST", path, content, headers, timeout_s)
+        return await self._exchange("POST", path, body, timeout_s, request_id=request_id)
 
     async def get(self, path: str, *, timeout_s: float) -> Reply:
         """Get a path."""
-        return await self._exchange("GET", path, b"", {}, timeout_s)
+        return await self._exchange("GET", path, b"", timeout_s)
 
     async def leave(
         self,
@@ -86,24 +81,26 @@ class HttpServer:
         request_id: str | None = None,
     ) -> Reply:
         """Post a body and hang up after so many seconds, or as soon as so many events came."""
-        headers = {
-            "content-type": "application/json",
-            **({} if request_id is None else {"x-request-id": request_id}),
-        }
         return await self._exchange(
-            "POST", path, msgspec.json.encode(body), headers, after_s, after_events=after_events
+            "POST", path, body, after_s, after_events=after_events, request_id=request_id
         )
 
     async def _exchange(
         self,
         method: str,
         path: str,
-        content: bytes,
-        headers: Mapping[str, str],
+        body: Mapping[str, object] | bytes,
         timeout_s: float,
         *,
         after_events: int | None = None,
+        request_id: str | None = None,
     ) -> Reply:
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        headers = dict(self._headers)
+        if method == "POST":
+            headers["content-type"] = "application/json"
+        if request_id is not None:
+            headers["x-request-id"] = request_id
         sent_at = time.monotonic()
         received = bytearray()
         times = list[float]()
@@ -117,7 +114,7 @@ class HttpServer:
                     method,
                     self.url + path,
                     content=content,
-                    headers=self._headers | dict(headers),
+                    headers=headers,
                     extensions=self._extensions,
                 ) as response,
             ):

@@ -3,9 +3,9 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from pdrelay_tools.http_reply import Reply
 from pdrelay_tools.http_server import HttpServer
@@ -24,6 +24,7 @@ _SAFETY: Final = 4.0  # the few questions of calibrate() do not show the largest
 _SLOW: Final = 10.0  # times the reference: more than concurrent requests explain
 _METRICS_S: Final = 10.0
 _REFERENCE_AT_ONCE: Final = 4
+_T = TypeVar("_T")
 
 
 class CheckSkipped(Exception):
@@ -110,15 +111,9 @@ class Bench:
             question, timeout_s=self.limits.request_s, after_s=after_s, after_events=after_events
         )
 
-    async def ask_all(self, questions: Sequence[Question], *, at_once: int) -> list[Reply]:
+    async def ask_all(self, questions: Sequence[Question], *, most: int) -> list[Reply]:
         """Ask the service many questions, so many at a time."""
-        slots = asyncio.Semaphore(at_once)
-
-        async def in_slot(question: Question) -> Reply:
-            async with slots:
-                return await self.ask(question)
-
-        return list(await asyncio.gather(*map(in_slot, questions)))
+        return await at_once(most, self.ask, questions)
 
     async def right_answer(self, question: Question) -> Answer | None:
         """Return the reference's answer, which is asked once; None: none (see ``unanswered``)."""
@@ -143,19 +138,13 @@ class Bench:
 
     async def right_answers(self, questions: Sequence[Question]) -> list[Answer | None]:
         """Return the reference's answers to many questions."""
-        slots = asyncio.Semaphore(_REFERENCE_AT_ONCE)
-
-        async def in_slot(question: Question) -> Answer | None:
-            async with slots:
-                return await self.right_answer(question)
-
-        return list(await asyncio.gather(*map(in_slot, questions)))
+        return await at_once(_REFERENCE_AT_ONCE, self.right_answer, questions)
 
     async def compare(
-        self, questions: Sequence[Question], *, at_once: int = 1, may_fail: bool = False
+        self, questions: Sequence[Question], *, most: int = 1, may_fail: bool = False
     ) -> list[Finding]:
-        """Ask the service and the reference, and return what differs."""
-        replies = await self.ask_all(questions, at_once=at_once)
+        """Ask the service and the reference, and return what differs; ``most``: at a time."""
+        replies = await self.ask_all(questions, most=most)
         return await self.judge(questions, replies, may_fail=may_fail)
 
     async def judge(
@@ -166,18 +155,12 @@ class Bench:
         ``may_fail``: an error is as good as the right answer.
         """
         right = await self.right_answers(questions)
-        if self.reference is not None:
-            judged = zip(questions, replies, right, strict=True)
-            self.uncompared += sum(
-                is_uncompared(question, reply, answer) for question, reply, answer in judged
-            )
-        findings = [
-            finding
-            for question, reply, answer in zip(questions, replies, right, strict=True)
-            for finding in findings_of(question, reply, answer, self.tolerance, may_fail=may_fail)
-        ]
-        if not may_fail:
-            for question, reply in zip(questions, replies, strict=True):
+        findings = list[Finding]()
+        for question, reply, answer in zip(questions, replies, right, strict=True):
+            if self.reference is not None:
+                self.uncompared += is_uncompared(question, reply, answer)
+            findings += findings_of(question, reply, answer, self.tolerance, may_fail=may_fail)
+            if not may_fail:
                 findings += self.slow(f"{question}", reply, self._took_s.get(repr(question)))
         return together(findings, len(questions))
 
@@ -246,6 +229,19 @@ async def _answer(reference: Service, question: Question, limits: Limits) -> Ans
         raise CheckAborted(
             f"the reference {reference.name} does not answer ({question}): {exc}"
         ) from exc
+
+
+async def at_once(
+    most: int, ask: Callable[[Question], Awaitable[_T]], questions: Sequence[Question]
+) -> list[_T]:
+    """Ask many questions, so many at a time; return the answers in their order."""
+    slots = asyncio.Semaphore(most)
+
+    async def in_slot(question: Question) -> _T:
+        async with slots:
+            return await ask(question)
+
+    return list(await asyncio.gather(*map(in_slot, questions)))
 
 
 def new_prompts(seed: int) -> Prompts:

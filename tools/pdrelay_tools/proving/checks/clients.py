@@ -69,7 +69,7 @@ def _long(bench: Bench, length: int) -> Question:
 async def refused(bench: Bench) -> CheckResult:
     """Ask for too many tokens: the decode engine refuses a request that has been prefilled."""
     questions = [Question(Shape.IDS, bench.prompts.ids(150), max_tokens=_MANY) for _ in range(4)]
-    replies = await bench.ask_all(questions, at_once=2)
+    replies = await bench.ask_all(questions, most=2)
     findings = [
         finding for reply in replies for finding in _nonsense_findings("a billion tokens", reply)
     ]

@@ -1,10 +1,10 @@
 """Load: TTFT and ITL of the service, and of the single engine."""
 
-import asyncio
+from functools import partial
 from typing import Final
 
 from pdrelay_tools.http_reply import Reply
-from pdrelay_tools.proving.bench import Bench, now
+from pdrelay_tools.proving.bench import Bench, at_once, now
 from pdrelay_tools.proving.check import Check, CheckResult
 from pdrelay_tools.proving.core.finding import Finding, FindingName
 from pdrelay_tools.proving.core.latencies import Latencies, in_ms, latencies
@@ -44,13 +44,7 @@ async def load(bench: Bench) -> CheckResult:
 
 
 async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding], list[Reply]]:
-    slots = asyncio.Semaphore(_AT_ONCE)
     began = now()
-
-    async def in_slot(question: Question) -> Reply:
-        async with slots:
-            return await service.ask(question, timeout_s=bench.limits.request_s)
-
     questions = [
         Question(
             Shape.IDS,
@@ -62,7 +56,8 @@ async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding]
         )
         for number in range(_REQUESTS)
     ]
-    replies = await asyncio.gather(*map(in_slot, questions))
+    ask = partial(service.ask, timeout_s=bench.limits.request_s)
+    replies = await at_once(_AT_ONCE, ask, questions)
     seconds = now() - began
     good = [reply for reply in replies if not reply.failure()]
     # the last event is [DONE]

@@ -12,7 +12,7 @@ _SIBLINGS = 16
 async def burst(bench: Bench) -> CheckResult:
     """Send many different prompts at once."""
     questions = bench.prompts.mixed(_BURST, longest=min(400, bench.longest))
-    return CheckResult(await bench.compare(questions, at_once=_BURST))
+    return CheckResult(await bench.compare(questions, most=_BURST))
 
 
 async def siblings(bench: Bench) -> CheckResult:
@@ -22,7 +22,7 @@ async def siblings(bench: Bench) -> CheckResult:
         Question(Shape.IDS, shared + bench.prompts.ids(5 + 7 * number))
         for number in range(_SIBLINGS)
     ]
-    return CheckResult(await bench.compare(questions, at_once=_SIBLINGS))
+    return CheckResult(await bench.compare(questions, most=_SIBLINGS))
 
 
 async def waves(bench: Bench) -> CheckResult:
@@ -34,7 +34,7 @@ async def waves(bench: Bench) -> CheckResult:
             Question(Shape.IDS, bench.prompts.ids(20 + 17 * number), stream=True)
             for number in range(10)
         ]
-        replies += await bench.ask_all(wave, at_once=len(wave))
+        replies += await bench.ask_all(wave, most=len(wave))
         questions += wave
     return CheckResult(await bench.judge(questions, replies))
 

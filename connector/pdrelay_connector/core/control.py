@@ -147,9 +147,9 @@ class ControlPlane:
         if self._push_coordinator is not None and pushed:
             self._push_coordinator.granted(request, now=now)
 
-    def abandon(self, request: RequestId) -> None:
-        """End a lease whose blocks no engine will read."""
-        self.lease_manager.drop((request,))
+    def abandon(self, requests: Sequence[RequestId]) -> None:
+        """End leases whose blocks no engine will read."""
+        self.lease_manager.drop(requests)
 
     def revoke(self, candidates: Sequence[RevocableLease], blocks: int, *, now: float) -> None:
         """Revoke unread leases in the given order until so many blocks are free."""

@@ -132,8 +132,8 @@ class PrefillRequests:
         if transfer is None or not self._engine_config.is_producer:
             return
         self._counters.count("transfers_abandoned")
-        if (lease := self._transfers.abandon(transfer)) is not None:
-            self._post(lambda control, _: control.abandon(lease))
+        if leases := self._transfers.abandon(transfer):
+            self._post(lambda control, _: control.abandon(leases))
 
     def considered(self, request: Request, computed: int) -> None:
         """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
@@ -182,7 +182,7 @@ class PrefillRequests:
         if (lease := self._new_leases.get(own)) is not None:
             self._counters.count("prefills_spoilt")
             logger.warning("pdrelay: lease of %s is revoked: it has bad KV", own)
-            self._post(lambda control, _: control.abandon(lease))
+            self._post(lambda control, _: control.abandon((lease,)))
 
     def step_ended(self) -> None:
         """VLLM has handled all results of a step, and clients are about to get theirs."""

@@ -21,30 +21,34 @@ class TransferNames:
     """
 
     def __init__(self) -> None:
-        self._leases: dict[str, RequestId] = {}
+        # of one, unless a router has used its name again, or for all prompts of one request
+        self._leases: dict[str, dict[RequestId, None]] = {}
         self._transfers: dict[RequestId, str] = {}
         self._abandoned: dict[str, None] = {}  # oldest first
 
     def lend(self, transfer: str, lease: RequestId) -> None:
         """The blocks of a transfer are leased."""
-        self._leases[transfer] = lease
+        self._leases.setdefault(transfer, {})[lease] = None
         self._transfers[lease] = transfer
 
     def ended(self, lease: RequestId) -> None:
         """A lease is over."""
         transfer = self._transfers.pop(lease, None)
-        # not if another lease came by the same name
-        if transfer is not None and self._leases[transfer] == lease:
+        if transfer is None:
+            return
+        leases = self._leases[transfer]
+        del leases[lease]
+        if not leases:
             del self._leases[transfer]
 
-    def abandon(self, transfer: str) -> RequestId | None:
-        """Return the lease of an abandoned transfer; remember a transfer that has none yet."""
+    def abandon(self, transfer: str) -> tuple[RequestId, ...]:
+        """Return the leases of an abandoned transfer; remember a transfer that has none yet."""
         if transfer in self._leases:
-            return self._leases[transfer]
+            return tuple(self._leases[transfer])
         self._abandoned[transfer] = None
         if len(self._abandoned) > MAX_ABANDONED:
             del self._abandoned[next(iter(self._abandoned))]
-        return None
+        return ()
 
     def take_abandoned(self, transfer: str) -> bool:
         """Return whether a transfer, computed just now, was abandoned, and forget it."""

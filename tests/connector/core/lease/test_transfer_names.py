@@ -14,10 +14,10 @@ def test_a_lease_is_found_by_its_transfer_until_it_ends():
     """Whoever abandons it later finds none."""
     names = TransferNames()
     names.lend("t", A)
-    assert names.abandon("t") == A
+    assert names.abandon("t") == (A,)
     names.ended(A)
 
-    assert names.abandon("t") is None
+    assert names.abandon("t") == ()
     names.ended(B)  # one without a name
 
 
@@ -28,15 +28,28 @@ def test_the_second_lease_of_a_name_outlives_the_first():
     names.lend("t", B)
     names.ended(A)
 
-    assert names.abandon("t") == B
+    assert names.abandon("t") == (B,)
     names.ended(B)
-    assert names.abandon("t") is None
+    assert names.abandon("t") == ()
+
+
+def test_leases_of_one_name_end_in_any_order_and_all_of_them_are_found():
+    """One completion request with several prompts names one transfer for all of them."""
+    names = TransferNames()
+    for lease in (A, B):
+        names.lend("t", lease)
+    assert names.abandon("t") == (A, B)
+    names.ended(B)
+    assert names.abandon("t") == (A,)
+    names.ended(A)
+
+    assert names.abandon("t") == ()
 
 
 def test_an_abandoned_transfer_is_known_when_it_is_computed():
     """Once: what is remembered for ever would be a leak."""
     names = TransferNames()
-    assert names.abandon("t") is None
+    assert names.abandon("t") == ()
 
     assert [names.take_abandoned("t"), names.take_abandoned("t"), names.take_abandoned("u")] == [True, False, False]
 

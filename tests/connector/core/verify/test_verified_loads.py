@@ -122,7 +122,7 @@ def test_a_lease_that_ends_before_its_checksums_are_there_has_not_held():
     story.world.p.is_busy = True
     story.begin()
     story.run()
-    story.world.p.control.abandon("p-a")
+    story.world.p.control.abandon(("p-a",))
     story.run()
 
     assert "lease" in story.failure

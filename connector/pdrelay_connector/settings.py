@@ -263,6 +263,11 @@ def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:
 
     The error names their source (``where``), and never the secrets.
     """
+    # encode() would raise an error that has the text
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise SettingsError(
+            f"{where} is not UTF-8; it must be text, such as what 'openssl rand -hex 32' prints"
+        )
     secrets = tuple(line.strip().encode() for line in text.splitlines() if line.strip())
     if len(secrets) > MOST_SECRETS:
         raise SettingsError(
@@ -340,7 +345,9 @@ def _backends(key: str, value: object) -> tuple[Backend, ...]:
     if isinstance(value, Mapping):
         entries = cast("Mapping[object, object]", value)
     elif isinstance(value, (list, tuple)):
-        entries = {name: {} for name in cast("Sequence[object]", value)}
+        names = cast("Sequence[object]", value)
+        if all(isinstance(name, str) for name in names):
+            entries = {name: {} for name in names}
     backends = tuple(
         Backend(str(name), _parameters(key, name, parameters))
         for name, parameters in entries.items()

@@ -70,6 +70,14 @@ def test_a_secret_that_can_be_guessed_or_one_too_many_is_refused_without_showing
     assert secret not in str(caught.value)
 
 
+def test_a_secret_that_is_no_text_is_refused_and_no_cause_of_the_error_shows_it():
+    """Reporters of errors print the values of each: Python's own error of encoding has all of the text."""
+    with pytest.raises(SettingsError, match=f"{SECRET_VARIABLE} is not UTF-8; it must be text") as caught:
+        read_settings({}, {SECRET_VARIABLE: "x" * 20 + "\udcff"})
+
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("given", "environment", "sentence"),
     [
@@ -82,6 +90,7 @@ def test_a_secret_that_can_be_guessed_or_one_too_many_is_refused_without_showing
         ({"backends": []}, {}, "a list of NIXL's backends"),
         ({"backends": "UCX"}, {}, "a list of NIXL's backends"),
         ({"backends": [1]}, {}, "a list of NIXL's backends"),
+        ({"backends": [{"UCX": {}}]}, {}, "a list of NIXL's backends"),
         ({"backends": {"UCX": 4}}, {}, "it must map names to texts or numbers"),
         ({"backends": {"UCX": {"num_workers": []}}}, {}, "it must map names to texts or numbers"),
     ],

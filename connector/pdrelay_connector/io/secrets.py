@@ -26,8 +26,7 @@ def read_secret_file(path: str) -> tuple[bytes, ...]:
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE + 1)
-        text = data.decode()
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError) as exc:  # ValueError: no file can have this name
         raise SettingsError(
             f"{SECRET_FILE_VARIABLE} names {path!r}, which cannot be read: {exc}"
         ) from exc
@@ -35,7 +34,8 @@ def read_secret_file(path: str) -> tuple[bytes, ...]:
         raise SettingsError(
             f"{path} is larger than {MAX_FILE} bytes; it must have one or two lines, a secret each"
         )
-    secrets = parse_secrets(text, path)
+    # what is not UTF-8 becomes half surrogate pairs, which it refuses
+    secrets = parse_secrets(data.decode(errors="surrogateescape"), path)
     if not secrets:
         raise SettingsError(f"{path} has no secret; it must have one or two lines, a secret each")
     return secrets

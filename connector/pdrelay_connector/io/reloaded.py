@@ -44,7 +44,7 @@ class ReloadedFiles(Generic[ValueT]):
         return self._value
 
     def _has_changed(self) -> bool:
-        """Whether a file has another date, size or inode than when it was read."""
+        """Whether a file has another inode, size or date of change than when it was read."""
         if not self._paths or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_AGAIN
@@ -61,4 +61,5 @@ def _identity(path: str) -> object:
         stat = Path(path).stat()
     except OSError as exc:
         return exc.errno
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    # a new owner or mode, too: what could not be read may be readable now
+    return stat.st_ino, stat.st_size, stat.st_ctime_ns

@@ -280,6 +280,20 @@ def test_secrets_are_read_again_when_their_file_changes(tmp_path, monkeypatch):
     assert seen == [(OLD,), (NEW, OLD), (NEW, OLD), (NEW, OLD), (NEW, OLD), (NEW,)]
 
 
+def test_secrets_are_read_again_when_only_the_owner_mode_or_content_of_their_file_has_changed(tmp_path, monkeypatch):
+    """A file that could not be read gets its mode afterwards, and rsync sets the date of what it has written."""
+    monkeypatch.setattr(reloaded, "LOOK_AGAIN", 0.0)
+    path = tmp_path / "secret"
+    path.write_bytes(OLD)
+    date = path.stat().st_mtime_ns
+    source = secrets_in_force(Settings(secret_file=str(path)))
+    path.write_bytes(NEW)
+    os.utime(path, ns=(date, date))
+
+    assert len(OLD) == len(NEW)
+    assert source() == (NEW,)
+
+
 @pytest.mark.parametrize("text", [None, b"", b"short", b"x" * 5000, b"\xff" * 20])
 def test_a_secret_file_that_cannot_be_used_stops_the_start(tmp_path, text):
     """Fail closed: an engine without its secret must not run as if there were none."""
@@ -287,8 +301,9 @@ def test_a_secret_file_that_cannot_be_used_stops_the_start(tmp_path, text):
     if text is not None:
         path.write_bytes(text)
 
-    with pytest.raises(SettingsError, match="secret"):
+    with pytest.raises(SettingsError, match="secret") as caught:
         secrets_in_force(Settings(secret_file=str(path)))
+    assert isinstance(caught.value.__cause__, OSError | None)  # another may have the secret
 
 
 def authority_in(folder):

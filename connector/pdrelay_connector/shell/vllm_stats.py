@@ -133,7 +133,7 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             [*self._labelnames, "peer", "outcome", "reason"],
             multiprocess_mode="mostrecent",
         )
-        # the outcomes shown, by the labels of an engine
+        # the failures shown, by the labels of an engine, which self._failing has, too
         self._failures: dict[tuple[str, ...], str] = {}
         self._incompatible_names = PeerNames(self._incompatible)
         self._failing_names = PeerNames(self._peer_loads)
@@ -217,6 +217,8 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
             first = next(iter(self._failing))
             for outcome in self._failing.pop(first):
                 self._peer_loads.remove(*first, outcome)
+            if first in self._failures:  # its later loads are not looked at
+                self._hide_failure(first)
 
     def _show_failure(
         self, labels: tuple[str, ...], failure: str | None, *, has_loaded: bool
@@ -231,8 +233,6 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
         if failure is not None:
             self._failures[labels] = failure
             self._peer_failure.labels(*labels, failure, FAILURES.get(failure, "")).set(1)
-        if len(self._failures) > PEERS_MOST:
-            self._hide_failure(next(iter(self._failures)))
 
     def _hide_failure(self, labels: tuple[str, ...]) -> None:
         """Show a failure no longer.

@@ -280,6 +280,16 @@ def test_reasons_are_shown_of_few_engines(metrics):
     assert (peer_failure("p0", "secret"), peer_failure("p1", "secret")) == (None, 1)
 
 
+def test_of_too_many_failing_engines_the_same_ones_keep_their_counts_and_their_reasons(metrics):
+    """A reason without counts would stay when the engine works again: its loads are not looked at."""
+    for name in (*(f"p{number}" for number in range(PEERS_MOST)), "p0", "q"):
+        report = StatsReport(peer_loads={name: {"secret": 1}}, failures={name: "secret"})
+        metrics.observe(PDRelayStats.from_report(report).data)
+
+    assert (peer_failure("p0", "secret"), peer_loads("p0", "secret")) == (1, 2)
+    assert (peer_failure("p1", "secret"), peer_loads("p1", "secret")) == (None, None)
+
+
 def test_prefill_engines_that_failed_long_ago_are_shown_no_more(metrics):
     """Each restarts under another id."""
     for number in range(PEERS_MOST + 1):

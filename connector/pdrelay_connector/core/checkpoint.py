@@ -34,13 +34,14 @@ _OTHER_KEYS: Final = frozenset(
 )  # fmt: skip
 _METADATA: Final = "__metadata__"  # the header's only entry that is no tensor
 
-_Offset: TypeAlias = Annotated[int, Meta(ge=0)]
+# beyond it, systems and MessagePack have no numbers
+_Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class _Entry(msgspec.Struct, frozen=True):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[_Offset, _Offset]
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
 
 
 class Tensor(NamedTuple):
@@ -83,7 +84,8 @@ def read_header(header: bytes, file: int) -> list[Tensor]:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop(_METADATA, None)
         tensors = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
-    except (msgspec.MsgspecError, ValueError) as exc:  # ValueError: text that is not UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        # ValueError: text that is not UTF-8
         raise UnreadableCheckpoint(f"its safetensors header is not valid: {exc}") from exc
     begin = LENGTH_BYTES + len(header)
     return [

@@ -76,11 +76,16 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as opened:
             content = json.loads(opened.read(MOST_JSON))
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise UnreadableCheckpoint(f"{file} cannot be read: {exc}") from exc
     if not isinstance(content, dict):
         raise UnreadableCheckpoint(f"{file} is no JSON object")
-    return cast("dict[str, Any]", content)
+    entries = cast("dict[str, Any]", content)
+    try:
+        "".join(entries).encode()
+    except UnicodeEncodeError as exc:  # half a surrogate pair is valid JSON but not text
+        raise UnreadableCheckpoint(f"{file} has a name that is no text: {exc}") from exc
+    return entries
 
 
 def stamp_of(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:

@@ -103,8 +103,8 @@ ADAPTERS: Final = AdapterIdentities()  # of this process, where it is a schedule
 
 
 def _read(folder: Path) -> str:
-    files = [file for name in _WEIGHTS if (file := folder / name).is_file()][:1]
     try:
+        files = [file for name in _WEIGHTS if (file := folder / name).is_file()][:1]
         config = {
             name: value
             for name, value in read_json(folder / _CONFIG).items()
@@ -113,7 +113,7 @@ def _read(folder: Path) -> str:
         return digest_of(
             sorted((name, repr(value)) for name, value in config.items()), [("", _bytes_of(files))]
         )
-    except UnreadableCheckpoint as exc:
+    except (UnreadableCheckpoint, OSError) as exc:
         return f"of {folder}, not read: {exc}"
 
 

@@ -30,9 +30,12 @@ def commit_of(model: ModelConfig) -> str:
 
 def local_folder(name: str, revision: str | None, cache: str | None) -> Path | None:
     """Return a model's or adapter's folder on this machine: a path, or a snapshot of the hub."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return path.absolute()
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path.absolute()
+    except (OSError, RuntimeError):  # it may not be looked at, or "~" is no user's
+        return None
     try:
         return Path(
             snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)

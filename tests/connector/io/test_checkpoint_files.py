@@ -104,6 +104,37 @@ def test_a_file_that_is_none_is_an_error_of_ours(tmp_path):
         read_json(tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{"dtype": "U8", "shape": [8], "data_offsets": [9223372036854775807, 9223372036854775815]}',
+        '{"dtype": "U8", "shape": [8], "data_offsets": [18446744073709551615, 0]}',
+        '{"dtype": "U8", "shape": [18446744073709551616], "data_offsets": [0, 8]}',
+        '{"dtype": "U8", "shape": [-1], "data_offsets": [0, 8]}',
+        "[" * 100_000 + "]" * 100_000,
+    ],
+    ids=["far", "farther", "large", "negative", "deep"],
+)
+def test_a_header_beyond_all_numbers_is_an_error_of_ours(tmp_path, entry):
+    """An adapter's files are read when a request names it: no file may end the engine."""
+    header = f'{{"w": {entry}}}'.encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+    with pytest.raises(UnreadableCheckpoint, match="safetensors header is not valid"):
+        digest_weights([file])
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"\\ud800": 1}'], ids=["deep", "no text"])
+def test_a_configuration_beyond_what_can_be_encoded_is_an_error_of_ours(tmp_path, text):
+    """For the same reason."""
+    file = tmp_path / "adapter_config.json"
+    file.write_text(text)
+
+    with pytest.raises(UnreadableCheckpoint, match=r"adapter_config\.json"):
+        read_json(file)
+
+
 def test_the_files_are_those_that_vllm_loads(tmp_path):
     """A repository has more: consolidated copies, pickles, what training has left, and parts that its index omits."""
     for name in ("a.safetensors", "b.safetensors", "pytorch_model.bin", "training_args.bin"):

@@ -123,5 +123,18 @@ def test_files_that_cannot_be_read_are_known_by_their_place(tmp_path):
     assert fresh(tmp_path / "a") == fresh(tmp_path / "a") != fresh(tmp_path / "b")
 
 
+def test_a_path_that_the_system_refuses_to_look_at_is_known_by_its_place(tmp_path):
+    """A stale mount, or a folder that is closed to us, must not end the engine for a request of its adapter."""
+    folder = tmp_path  # its own name is as long as a path may be, and those of its files are longer
+    while (rest := 4090 - len(str(folder))) > 1:
+        folder /= "x" * min(rest - 1, 200)
+    folder.mkdir(parents=True)
+    nameless = AdapterIdentities().identity_of(request("x" * 300))
+
+    assert "not read" in fresh(folder)
+    assert "not read" in nameless
+    assert "not read" in AdapterIdentities().identity_of(request("~no-such-user/adapter"))
+
+
 def replace_weights(folder, other):
     (other / "adapter_model.safetensors").rename(folder / "adapter_model.safetensors")

@@ -29,7 +29,7 @@ from pdrelay_connector.core.returning_writer import ReturningWriter
 from pdrelay_connector.core.session.handshake import ProcessRole, badge_of
 from pdrelay_connector.core.session.peers import PeerTable
 from pdrelay_connector.core.sleep import Sleep, SleepEvent, SleepState, in_generation
-from pdrelay_connector.core.staging.host_buffer import HostBuffer
+from pdrelay_connector.core.staging.host_buffer import HostBuffer, OwnerT
 from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.core.staging.worker import StagingWorker
 from pdrelay_connector.core.verify.comparison import compare, count, sums_of
@@ -180,30 +180,40 @@ class PDRelayConnectorWorker:
             memory.gigabytes, memory.kind, " (staging)" if self._engine_config.staging_blocks else "",
             runs_per_block(producer.info),
         )  # fmt: skip
+        self._start_transfers(memory, self._handshake)
+        self._start_stager(memory, self._handshake)
+
+    def _start_transfers(self, memory: RegisteredMemory, handshake: RankHandshake) -> None:
+        """Start the thread that makes all calls of NIXL from here on; it is bound to the device.
+
+        Where an engine writes what it computes, and reads KV of earlier answers, one thread does
+        both.
+        """
+        mode = self._settings.mode
+        writes = mode.pushes and self._engine_config.is_producer
+        reads = (mode.pulls and self._engine_config.is_consumer) or (
+            writes and bool(self._engine_config.prefix_hash)
+        )
+        if not (writes or reads):
+            return
+        link = self._link()
         remote_agents = RemoteAgents(memory.agent)
         movers = [
             NixlTransferAgent(memory.agent, memory.kind, memory.number, remote_agents)
             for _ in range(2)
         ]
-        mode = self._settings.mode
-        pulls = mode is Mode.PULL
-        reads = mode.pulls and self._engine_config.is_consumer
-        writes = mode.pushes and self._engine_config.is_producer
-        if writes and (reads or self._engine_config.prefix_hash):
-            self._start_returning_writer(movers, memory, fingerprint, self._handshake.token)
-        elif writes:
-            self._start_writer(movers[0], producer, self._handshake.token)
-        elif reads:
-            self._start_reader(movers[0], consumer, fingerprint)
-        if pulls and self._engine_config.is_producer and producer.buffer is not None:
-            self._start_stager(
-                producer.buffer, WorkerHello(producer.info.worker, self._handshake.token)
+        writer = self._writer(link, movers[0], memory.producer, handshake.token) if writes else None
+        reader = (
+            self._reader(link, movers[1], memory.consumer, handshake.fingerprint) if reads else None
+        )
+        if writer is not None and reader is not None:
+            self._runner = self._push_writer = self._transfer_thread(
+                ReturningWriter(writer, reader), link, self._after_turn
             )
-        elif not pulls and self._engine_config.is_consumer and consumer.buffer is not None:
-            self._start_stager(
-                consumer.buffer,
-                WorkerHello(consumer.info.worker, self._handshake.token, receives_pushes=True),
-            )
+        elif writer is not None:
+            self._push_writer = self._transfer_thread(writer, link, lambda _: None)
+        elif reader is not None:
+            self._runner = self._transfer_thread(reader, link, self._after_turn)
 
     def _make_agent(self, kind: MemoryKind, device: torch.device) -> Any:
         unpinned = UNPINNED if self._engine_config.sleeps else {}
@@ -365,13 +375,6 @@ class PDRelayConnectorWorker:
             if runner is not None:  # one that reads and writes is stopped twice
                 runner.stop()
 
-    def _start_reader(
-        self, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint
-    ) -> None:
-        link = self._link()
-        reader = self._reader(link, mover, memory, fingerprint)
-        self._runner = self._transfer_thread(reader, link, self._after_turn)
-
     def _reader(
         self,
         link: SocketLink,
@@ -383,9 +386,7 @@ class PDRelayConnectorWorker:
         peers = PeerTable(link, fingerprint, self._counters, retry_after=settings.retry_after)
         staging: HostBuffer[RequestId] | None = None
         if memory.buffer is not None:
-            staging = HostBuffer(
-                Slots[RequestId](memory.buffer.slots), self._copier(memory.buffer, link)
-            )
+            staging = self._host_buffer(memory.buffer, link)
         return PullReader(
             link,
             self._recovering(mover, self._counters),
@@ -397,29 +398,9 @@ class PDRelayConnectorWorker:
             cache=self._registered.cache,
         )
 
-    def _start_writer(self, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> None:
-        link = self._link()
-        writer = self._writer(link, mover, memory, token)
-        self._push_writer = self._transfer_thread(writer, link, lambda _: None)
-
-    def _start_returning_writer(
-        self,
-        movers: Sequence[NixlTransferAgent],
-        memory: RegisteredMemory,
-        fingerprint: Fingerprint,
-        token: bytes,
-    ) -> None:
-        """Write what this engine computes, and read KV of earlier answers, on one thread."""
-        link = self._link()
-        writer = self._writer(link, movers[0], memory.producer, token)
-        reader = self._reader(link, movers[1], memory.consumer, fingerprint)
-        runner = self._transfer_thread(ReturningWriter(writer, reader), link, self._after_turn)
-        self._runner = self._push_writer = runner
-
     def _transfer_thread(
         self, core: CoreT, link: SocketLink, after_turn: Callable[[CoreT], None]
     ) -> Runner[CoreT]:
-        """Start the thread that makes all calls of NIXL from here on; it is bound to the device."""
         begin = binding(self._registered.device)
         runner = Runner("pdrelay-transfer", core, link, after_turn, begin=begin)
         runner.start()
@@ -431,9 +412,7 @@ class PDRelayConnectorWorker:
         timeout = self._settings.transfer_timeout
         staging: HostBuffer[PartWriteId] | None = None
         if memory.buffer is not None:
-            staging = HostBuffer(
-                Slots[PartWriteId](memory.buffer.slots), self._copier(memory.buffer, link)
-            )
+            staging = self._host_buffer(memory.buffer, link)
         counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         return PushWriter(
             link,
@@ -452,19 +431,26 @@ class PDRelayConnectorWorker:
         timeout = self._settings.transfer_timeout
         return RecoveringAgent(mover, self._registered.replacement, counters, timeout=timeout)
 
-    def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
+    def _start_stager(self, memory: RegisteredMemory, handshake: RankHandshake) -> None:
+        """Start what copies for other engines, if any: P in pull, D in push."""
+        receives_pushes = self._settings.mode is not Mode.PULL
+        role = memory.consumer if receives_pushes else memory.producer
+        if role.buffer is None:  # not this engine's role, or without host memory
+            return
         link = self._link()
-        counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         stager = StagingWorker(
             link,
-            self._copier(buffer, link),
-            counters,
+            self._copier(role.buffer, link),
+            ForwardingCounters(self._forward, keeps_events=self._has_timelines),
             scheduler_endpoint=self._scheduler,
-            hello=hello,
+            hello=WorkerHello(role.info.worker, handshake.token, receives_pushes),
         )
         runner = Runner("pdrelay-stager", stager, link)
         self._copy_runners.append(runner)
         runner.start()
+
+    def _host_buffer(self, buffer: StagingBuffer, link: SocketLink) -> HostBuffer[OwnerT]:
+        return HostBuffer(Slots[OwnerT](buffer.slots), self._copier(buffer, link))
 
     def _copier(self, buffer: StagingBuffer, link: SocketLink) -> ThreadCopier:
         copier = self._registered.copier(buffer, link.wake)

@@ -4,7 +4,7 @@ belong to.
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixLookup
 from pdrelay_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
@@ -59,6 +59,12 @@ ASLEEP = (
 )
 
 
+class _Part(Protocol):
+    def advance(self, *, now: float) -> float | None:
+        """Do what is due; return when to be called again at the latest, None for never."""
+        ...
+
+
 class ControlPlane:
     """Connections that we opened belong to the decode role, all others to the prefill role.
 
@@ -101,6 +107,16 @@ class ControlPlane:
         self._staging_receiver = staging_receiver
         self._prefix_finder = prefix_finder
         self._prefix_lender = prefix_lender
+        parts = (
+            lease_manager,
+            lease_renewer,
+            push_coordinator,
+            staging_coordinator,
+            push_receiver,
+            prefix_finder,
+            prefix_lender,
+        )
+        self._parts: Sequence[_Part] = [part for part in parts if part is not None]
         self._takes_reads = takes_reads or prefix_lender is not None
         self._peers = peers
         self._has_numbers = has_numbers
@@ -154,10 +170,6 @@ class ControlPlane:
     def revoke(self, candidates: Sequence[RevocableLease], blocks: int, *, now: float) -> None:
         """Revoke unread leases in the given order until so many blocks are free."""
         self.lease_manager.revoke(candidates, blocks, now=now, is_busy=self._is_busy)
-
-    def revoke_all(self) -> None:
-        """Revoke all leases, also those that are being read or written: their KV is void."""
-        self.lease_manager.revoke_all()
 
     def fall_asleep(self, *, until: float) -> None:
         """Begin nothing, and end what is under way: the engine's memory is about to go away.
@@ -240,23 +252,8 @@ class ControlPlane:
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""
-        dues = [
-            self.lease_manager.advance(now=now),
-            self.lease_renewer.advance(now=now),
-            self._publish(now),
-        ]
-        if self._push_coordinator is not None:
-            self._push_coordinator.advance(now=now)
-        if self._staging_coordinator is not None:
-            dues.append(self._staging_coordinator.advance(now=now))
-        if self._push_receiver is not None:
-            dues.append(self._push_receiver.advance(now=now))
-        if self._prefix_finder is not None:
-            dues.append(self._prefix_finder.advance(now=now))
-        if self._prefix_lender is not None:
-            dues.append(self._prefix_lender.advance(now=now))
-        dues.append(self._doze(now))
-        return earliest(*dues)
+        dues = [part.advance(now=now) for part in self._parts]
+        return earliest(*dues, self._publish(now), self._doze(now))
 
     def take_results(self, *, now: float) -> list[ControlResult]:
         """Return the results: ended leases, handshakes, searches, and loads in push.

@@ -146,7 +146,7 @@ class PDRelayConnectorScheduler:
         self._prefills.release_preempted(self._live)
         if leases := self._prefills.leases:
             logger.info("pdrelay: the prefix cache is reset: %d leases are revoked", leases)
-            self._control.post(lambda control, _: control.revoke_all())
+            self._control.post(lambda control, _: control.lease_manager.revoke_all())
         for _ in range(MAX_RESET_WAITS):
             self.handle_results()
             if not self._prefills.leases:

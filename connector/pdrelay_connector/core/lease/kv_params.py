@@ -118,12 +118,8 @@ def parse_push_params(params: Mapping[str, Any], own: str) -> PushParams:
 
     ``own`` is vLLM's id of the request on this engine.
     """
-    try:
-        parsed = _convert({k: v for k, v in params.items() if k != "remote_request_id"}, PushParams)
-        f"{parsed.remote_engine_id}{parsed.transfer_id}{parsed.remote_host}".encode()
-    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
-        # half a surrogate pair is valid JSON but not text
-        raise InvalidKvParams(f"kv_transfer_params: {exc}") from exc
+    named = {name: value for name, value in params.items() if name != "remote_request_id"}
+    parsed = _parse(named, PushParams, "remote_engine_id", "remote_host", "transfer_id")
     if params.get("transfer_mode", "push") != "push":
         raise InvalidKvParams(
             f"kv_transfer_params: transfer_mode is {params['transfer_mode']!r}, this engine takes "
@@ -163,21 +159,17 @@ def common_id(own: str) -> str:
 
 def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
     """Parse P's params of a pull; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
-    try:
-        parsed = _convert(params, PullParams)
-        texts = (
-            parsed.remote_engine_id,
-            parsed.remote_request_id,
-            parsed.remote_host,
-            parsed.pdrelay_prompt,
-            parsed.pdrelay_adapter,
-            parsed.transfer_id,
-            parsed.pdrelay_host,
-        )
-        "".join(text for text in texts if text is not None).encode()
-    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
-        # half a surrogate pair is valid JSON but not text
-        raise InvalidKvParams(f"kv_transfer_params: {exc}") from exc
+    parsed = _parse(
+        params,
+        PullParams,
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_host",
+        "pdrelay_prompt",
+        "pdrelay_adapter",
+        "transfer_id",
+        "pdrelay_host",
+    )
     if parsed.transfer_mode != "pull":
         raise InvalidKvParams(
             f"kv_transfer_params: transfer_mode is {parsed.transfer_mode!r}, this engine reads "
@@ -191,6 +183,18 @@ def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
         raise InvalidKvParams(
             f"kv_transfer_params: remote_block_ids names no block, or more than {MAX_BLOCKS}"
         )
+    return parsed
+
+
+def _parse(params: Mapping[str, Any], kind: type[_Params], *texts: str) -> _Params:
+    """Parse params; ``texts`` are the fields that go into messages, logs and digests."""
+    try:
+        parsed = _convert(params, kind)
+        for name in texts:
+            # half a surrogate pair is valid JSON but not text
+            (getattr(parsed, name) or "").encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+        raise InvalidKvParams(f"kv_transfer_params: {exc}") from exc
     return parsed
 
 

@@ -210,7 +210,7 @@ class LeaseManager:
         self._revoke(chosen)
 
     def revoke_all(self) -> None:
-        """Revoke all leases, and notify their holders: reads in progress do not count."""
+        """Revoke all leases, also those that are being read or written: their KV is void."""
         self._revoke(self.leases.requests)
 
     def _revoke(self, requests: Iterable[RequestId]) -> None:

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any, Final, cast
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.api.clients import Bounds, Clients
 from pdrelay_proxy.api.guarded import connection_class
 from pdrelay_proxy.api.unread_answers import UnreadAnswers
 from pdrelay_proxy.app import Router
+from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
 from pdrelay_proxy.io.listening import bound, url_of
 from pdrelay_proxy.settings import CONNECTIONS, Settings
@@ -58,13 +60,33 @@ def main_config(
     """Return uvicorn's configuration for the main port."""
     tls = router.tls
     return uvicorn.Config(
-        router.app,
+        _failing_in_a_sentence(router.app),
         host=settings.host,
         port=settings.port,
         http=main_protocol(router, settings, write_timeout_s=write_timeout_s),
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         **_common(keepalive_s),
     )
+
+
+def _failing_in_a_sentence(app: ASGIApp) -> ASGIApp:
+    """Have the log say in a sentence which setting keeps the router from starting; Starlette sends
+    uvicorn the traceback.
+    """
+    mark = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await app(scope, receive, send)
+            return
+
+        async def send_short(message: Message) -> None:
+            _, found, sentence = message.get("message", "").rpartition(f"\n{mark}")
+            await send({**message, "message": sentence.strip()} if found else message)
+
+        await app(scope, receive, send_short)
+
+    return run
 
 
 class AdminListener:

@@ -291,6 +291,20 @@ def test_the_log_begins_with_what_runs_and_every_line_is_the_routers_own(start):
     assert re.search(r"INFO pdrelay_proxy.server running on http://127\.0\.0\.1:\d+\n", process.said)
 
 
+def test_a_taken_port_for_other_routers_is_one_sentence(tmp_path):
+    """It is opened when the server starts: a traceback in one long line said so, and no reason."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        words = ("--decode", "a:1", "--peers", "127.0.0.1:9", "--peer-port", port)
+        process = Process(tmp_path / "router.log", *words, env={"PDRELAY_PEER_SECRET": "of these routers"})
+        code = process.child.wait(timeout=60)
+
+    assert code != 0
+    assert "(peer_port) cannot be opened: it is taken, or not permitted\n" in process.said
+    assert "Traceback" not in process.said
+
+
 def test_a_taken_port_is_one_sentence(tmp_path):
     """With the exit code of a setting that is wrong: a supervisor need not try again."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -94,8 +94,9 @@ class RouterPeers(asyncio.DatagramProtocol):
                 transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=listen)
         except OSError as exc:
             host, port = listen if isinstance(listen, tuple) else listen.getsockname()
+            reason = exc.strerror or "it is taken, or not permitted"  # uvloop says none
             raise ConfigError(
-                f"the UDP port {port} of {host} (peer_port) cannot be opened: {exc.strerror}"
+                f"the UDP port {port} of {host} (peer_port) cannot be opened: {reason}"
             ) from exc
         self._transport = transport
         try:

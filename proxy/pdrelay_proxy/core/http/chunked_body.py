@@ -34,6 +34,7 @@ class ChunkedBody:
         "_in_trailers",
         "_left",
         "_pending",
+        "_searched",
         "_size",
         "is_over",
         "rest",
@@ -44,6 +45,7 @@ class ChunkedBody:
         self.rest = b""  # the bytes behind the body, once it is over
         self._left = 0  # bytes of the chunk still to come, with its CR LF
         self._pending = b""  # a line that is not complete
+        self._searched = 0  # bytes of incomplete trailers that were looked at
         self._extensions = 0  # bytes
         self._count = 0  # chunks
         self._size = 0  # bytes of the chunks whose sizes have come
@@ -136,17 +138,18 @@ class ChunkedBody:
         if data.startswith(b"\r\n"):
             end = 0
         else:
-            end = data.find(b"\r\n\r\n", 0, HEAD_MOST)
+            end = data.find(b"\r\n\r\n", max(0, self._searched - 3), HEAD_MOST)
             if end < 0 and len(data) >= HEAD_MOST:
                 raise HeadTooLarge(
                     f"the trailers have more than {HEAD_MOST} bytes, the most this router takes"
                 )
             if end < 0:
-                if BARE_LINE_FEED.search(data):
+                if BARE_LINE_FEED.search(data, max(0, self._searched - 1)):
                     raise BadFraming(
                         "a line of the trailers ends with a line feed alone: end each with CR LF"
                     )
                 self._pending = data
+                self._searched = len(data)
                 return
             lines = data[:end].split(b"\r\n")
             if len(lines) > LINES_MOST:

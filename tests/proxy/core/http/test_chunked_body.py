@@ -1,5 +1,7 @@
 """Where chunked bodies end; what a real router does of it is in test_front_door.py."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,18 @@ def test_a_chunked_body_means_the_same_however_it_is_cut(wire, places):
 def test_extensions_and_trailers_are_dropped():
     """And what follows is the next request's."""
     assert read([b"3;a=b\r\nabc\r\n0\r\nHost: y\r\n\r\nnext"]) == (b"abc", b"next")
+
+
+def test_trailers_that_come_byte_by_byte_take_no_longer_the_more_of_them_there_are():
+    """Looked at from their beginning with each byte, 64 KiB of them held up all requests for ten seconds."""
+    chunks = ChunkedBody()
+    chunks.feed(b"0\r\nA: ")
+    began = time.process_time()
+
+    for _ in range(60_000):
+        chunks.feed(b"x")
+
+    assert time.process_time() - began < 2
 
 
 def chunks_of(size, count):

@@ -141,6 +141,17 @@ def test_other_content_types_do_not_reach_a_browser(stage, status, content_type)
         assert "decode-0 answered with the content type" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("status", [600, 999])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_status_that_no_answer_can_have_is_the_engines_failure(stage, path, status):
+    """RFC 9110, 15: those from 600 on are none. The client has to have an answer all the same."""
+    stage.says = whole(b'{"error":{"message":"no"}}', status=status)
+
+    answer = stage.post(path)
+
+    assert answer.status_code == 502
+
+
 def test_an_error_keeps_its_words_and_not_its_type(stage):
     """The body is JSON, so it is declared as that."""
     stage.says = whole(b'{"error":{"message":"no <b>","kv_transfer_params":{"a":1}}}', b"text/html", 400)

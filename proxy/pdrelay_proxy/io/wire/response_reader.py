@@ -161,7 +161,7 @@ class ResponseReader:
         """Decide how the answer ends (RFC 9112, 6.3); refuse it if that is not clear."""
         status = self._parser.get_status_code()
         version = self._parser.get_http_version()
-        if status == 101 or not 100 <= status < 1000:
+        if status == 101 or not 100 <= status < 600:  # RFC 9110, 15
             self._refuse(f"status {status:03}")
         if version not in ("1.1", "1.0"):
             self._refuse(f"version {version}")

@@ -60,9 +60,11 @@ class Traces:
 
     def request(self, record: RequestRecord, headers: Headers) -> "TracedRequest":
         """Open the span of a request, as a child of the client's if it has one."""
-        parent = _CONTEXT.extract(
-            {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-        )
+        carrier: dict[str, list[str]] = {}
+        for header_name, value in headers:
+            if header_name in _NAMES:
+                carrier.setdefault(header_name.decode(), []).append(value.decode("latin-1"))
+        parent = _CONTEXT.extract(carrier)
         path = record.path
         name = f"POST {path}" if path in self._paths else "request"
         attributes = {"url.path": path, "pdrelay.request_id": record.request_id}

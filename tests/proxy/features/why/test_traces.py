@@ -211,6 +211,16 @@ async def test_an_engine_is_told_of_its_own_leg_and_not_of_the_clients_span(span
     assert entry.headers["tracestate"] == "a=b"
 
 
+async def test_an_engine_gets_each_of_a_clients_tracestate_headers(spans):
+    """RFC 9110, 5.3: several of one name are one list, and without spans the engine has it whole."""
+    engines = sims()
+    headers = httpx.Headers([*HEADERS.items(), ("tracestate", "a=b"), ("tracestate", "c=d")])
+    await served(spans, engines, headers=headers)
+
+    (entry,) = engines["d0"].log
+    assert entry.headers["tracestate"] == "a=b,c=d"
+
+
 async def test_the_span_of_a_leg_says_where_it_went_and_what_came_back(spans):
     """And when the head of the answer was there."""
     await served(spans, sims())

@@ -110,7 +110,8 @@ def test_parameters_of_the_transfer_never_reach_a_client(stage, path, where):
 def test_nor_with_the_last_event_of_a_stream(stage, path):
     """There they are in vLLM 0.33; whatever the network makes of the line."""
     last = {"/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}.get(path)
-    data = json.dumps({"id": "x", "response": {"kv_transfer_params": PARAMS}, "kv_transfer_params": PARAMS}).encode()
+    said = {"id": "x", "response": {"kv_transfer_params": PARAMS}, "kv_transfer_params": PARAMS}
+    data = json.dumps(said, separators=(",", ":")).encode()  # as vLLM writes it
     event = (b"event: %b\n" % last if last else b"") + b"data: " + data + b"\n\n"
     done = b"" if last else b"data: [DONE]\n\n"
     at = event.index(b"transfer")

@@ -5,13 +5,14 @@ engine of 0.32; from 0.33 on they are in the last event of a stream, too. A line
 costs one search.
 """
 
+import json
 import re
 from typing import Final
 
 import msgspec
 
 from pdrelay_proxy.core.protocol.object_scan import without_name
-from pdrelay_proxy.core.raw_json import Fields, NotJson, decode, encode, maybe
+from pdrelay_proxy.core.raw_json import NotJson, decode, maybe, value_at
 from pdrelay_proxy.errors import AnswerRefused, EngineError
 
 # JSON, streams, audio; texts of transcriptions; and the bytes of /pooling
@@ -35,8 +36,12 @@ _LETTER_V: Final = 118  # the rarest letter of that name
 # of that name: no engine escapes these
 _LETTER: Final = re.compile(rb"\\u00(?:5[Ff]|6[0-9A-Fa-f]|7[0-6])")
 _DATA: Final = b"data:"
-# levels of objects and arrays that are decoded one by one: deeper ones are scanned
-_DEEP: Final = 32
+_QUOTED: Final = b'"kv_transfer_params"'
+# such a letter as an escape, and no backslash that is escaped itself
+_ESCAPED: Final = re.compile(rb"(?<!\\)(?:\\\\)*" + _LETTER.pattern)
+_COMMA: Final = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
+_WHITESPACE: Final = b" \t\r\n"
+_DECODER: Final = json.JSONDecoder(strict=False)  # it says where a value ends
 
 
 def media_type(content_type: bytes) -> bytes:
@@ -80,7 +85,7 @@ def clean_answer(engine: str, content_type: bytes, body: bytes) -> bytes:
     if not may_name_params(body) or media_type(content_type) != _JSON:
         return body
     try:
-        return _without(body, 0)
+        return _without(body)
     except NotJson as exc:
         raise AnswerRefused(
             f"{engine} answered with kv_transfer_params in something that is not JSON"
@@ -117,7 +122,7 @@ def _clean_line(engine: str, line: bytes) -> bytes:
     text = line[len(_DATA) :].strip()
     if line.startswith(_DATA) and text.startswith(b"{"):
         try:
-            return b"data: " + _without(text, 0) + b"\n"
+            return b"data: " + _without(text) + b"\n"
         except NotJson:
             pass  # as below
     raise AnswerRefused(
@@ -125,31 +130,44 @@ def _clean_line(engine: str, line: bytes) -> bytes:
     )
 
 
-def _without(text: bytes, depth: int) -> bytes:
-    """Return a JSON value without the parameters, however deep they are; all other values stay as
-    they were written.
+def _without(text: bytes) -> bytes:
+    """Return JSON without the parameters, however deep they are; all else stays as it was written.
 
-    A body of 64 MiB that has them once must not hold up all requests: values without them are not
-    decoded.
+    Raises NotJson.
+
+    A client can have megabytes of JSON repeated in its answer, and they must not hold up all
+    requests: nothing is decoded but the parameters themselves.
     """
-    if not may_name_params(text):
-        return text
-    if depth > _DEEP:
-        return without_name(text, _NAME)
-    first = text.lstrip(b" \t\r\n")[:1]
-    try:
-        if first == b"{":
-            fields: Fields = decode(text, Fields)
-            fields.pop(_NAME, None)
-            return encode(
-                {
-                    name: msgspec.Raw(_without(bytes(value), depth + 1))
-                    for name, value in fields.items()
-                }
-            )
-        if first == b"[":
-            items = decode(text, list[msgspec.Raw])
-            return b"[%b]" % b",".join([_without(bytes(item), depth + 1) for item in items])
-    except NotJson:  # it may be nested deeper than msgspec reads
-        return without_name(text, _NAME)
-    return text
+    if _ESCAPED.search(text) is None:
+        try:
+            decode(text, msgspec.Raw)
+            return _cut(text)
+        except (ValueError, RecursionError):
+            pass  # no JSON, or nested deeper, or with longer numbers, than parsers read
+    return without_name(text, _NAME)
+
+
+def _cut(text: bytes) -> bytes:
+    """Cut the parameters out of JSON whose names have no escapes."""
+    characters = ""
+    kept: list[bytes] = []
+    end = 0  # of what is kept or cut so far
+    at = text.find(_QUOTED)
+    while at >= 0:
+        begin = value_at(text, at + len(_QUOTED))
+        if begin < 0 or text[at - 1] == _BACKSLASH:  # a value, or the end of another name
+            at = text.find(_QUOTED, at + 1)
+            continue
+        # a character for each byte, whatever it is
+        characters = characters or text.decode("latin-1")
+        value_end: int = _DECODER.raw_decode(characters, begin)[1]
+        before = text[end:at].rstrip(_WHITESPACE)
+        if before.endswith(b","):
+            kept.append(before[:-1])
+            end = value_end
+        else:  # the first member: the comma behind it goes, too
+            kept.append(text[end:at])
+            comma = _COMMA.match(text, value_end)
+            end = value_end if comma is None else comma.end()
+        at = text.find(_QUOTED, end)
+    return b"".join([*kept, text[end:]])

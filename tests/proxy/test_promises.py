@@ -155,7 +155,7 @@ PARTS = (
     "Request",
     "HttpResponse",
     "RequestRecord",
-    "Plan",
+    "RequestPlan",
     "GenerationRequest",
 )  # of a request
 PARTS += ("PrefillLeg", "DecodeLeg")

@@ -47,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for verb, text in changes.items():
         verb_parser = verbs.add_parser(verb, help=text)
-        verb_parser.add_argument(
-            "id",
-            nargs="+",
-            metavar="ID",
-            help="id of an engine, such as decode-0 (see list), or its HOST:PORT",
-        )
+        _add_ids(verb_parser)
         verb_parser.set_defaults(verb=_change, name=verb)
         if verb == "drain":
             verb_parser.add_argument(
@@ -60,33 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 action="store_true",
                 help="move their streams to other engines (docs/moving-streams.md)",
             )
-            verb_parser.add_argument(
-                "--wait",
-                type=seconds_or_none,
-                default=0.0,
-                metavar="S",
-                help="seconds to wait until they are drained (default: 0)",
-            )
+            _add_wait(verb_parser, "they are drained")
     turn = verbs.add_parser(
         "turn", help="change the role of engines without a restart (they need kv_role kv_both)"
     )
-    turn.add_argument(
-        "id",
-        nargs="+",
-        metavar="ID",
-        help="id of an engine, such as decode-0 (see list), or its HOST:PORT",
-    )
+    _add_ids(turn)
     turn.add_argument("to", choices=["prefill", "decode", "both"], help="new role")
     turn.add_argument(
         "--force", action="store_true", help="change it even if no other engine serves the old role"
     )
-    turn.add_argument(
-        "--wait",
-        type=seconds_or_none,
-        default=0.0,
-        metavar="S",
-        help="seconds to wait until they serve the new role (default: 0)",
-    )
+    _add_wait(turn, "they serve the new role")
     turn.set_defaults(verb=_turn)
     explain = verbs.add_parser(
         "explain", help="show which engines a request would go to, and what each would get"
@@ -106,6 +84,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             # a flag without a value behind the verb keeps its value before the verb
             flag.default = argparse.SUPPRESS
     parser.set_defaults(run=run)
+
+
+def _add_ids(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "id",
+        nargs="+",
+        metavar="ID",
+        help="id of an engine, such as decode-0 (see list), or its HOST:PORT",
+    )
+
+
+def _add_wait(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--wait",
+        type=seconds_or_none,
+        default=0.0,
+        metavar="S",
+        help=f"seconds to wait until {what} (default: 0)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,29 +125,35 @@ def _add(router: RouterClient, args: argparse.Namespace) -> str:
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:
     options = {"move": True} if getattr(args, "move", False) else {}
-    answers = [
-        router.request(f"/instances/{args.name}", {**_named(router, name), **options})
-        for name in args.id
-    ]
-    rows = [row for answer in answers for row in answer["instances"]]
-    if getattr(args, "wait", 0):
-        rows = _wait(router, args.id, args.wait, lambda row: row["state"] == "drained")
-    return _shown({"instances": rows}, args)
+    return _carried_out(router, args, args.name, options, lambda row: row["state"] == "drained")
 
 
 def _turn(router: RouterClient, args: argparse.Namespace) -> str:
     options = {"to": args.to, "force": args.force}
+    return _carried_out(
+        router,
+        args,
+        "turn",
+        options,
+        lambda row: row["role"] == args.to and row["turns_to"] is None,
+    )
+
+
+def _carried_out(
+    router: RouterClient,
+    args: argparse.Namespace,
+    verb: str,
+    options: Mapping[str, object],
+    is_done: Callable[[Json], bool],
+) -> str:
+    """Change the named engines, wait until that is done, if that is asked for, and show them."""
     answers = [
-        router.request("/instances/turn", {**_named(router, name), **options}) for name in args.id
+        router.request(f"/instances/{verb}", {**_named(router, name), **options})
+        for name in args.id
     ]
     rows = [row for answer in answers for row in answer["instances"]]
-    if args.wait:
-        rows = _wait(
-            router,
-            args.id,
-            args.wait,
-            lambda row: row["role"] == args.to and row["turns_to"] is None,
-        )
+    if getattr(args, "wait", 0):
+        rows = _wait(router, args.id, args.wait, is_done)
     return _shown({"instances": rows}, args)
 
 
@@ -210,6 +213,11 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
     )
     if args.json:
         return json.dumps(answer) + "\n"
+    return _explained(answer)
+
+
+def _explained(answer: Json) -> str:
+    """Write an explanation for people."""
     bodies = [(leg, answer.pop(f"{leg}_body", None)) for leg in ("prefill", "decode")]
     answer = in_lines(answer)
     lines = [

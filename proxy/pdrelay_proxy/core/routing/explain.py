@@ -111,7 +111,7 @@ class Explainer:
         may_be_alone = self.settings().decode_only_fallback
         reason = (
             SingleEngineReason.UNKNOWN_MODEL
-            if self.model_of_unnamed is not None and model_of(call.fields) is None
+            if self._is_unnamed(call)
             else claimed.single_reason(fleet, may_be_alone=may_be_alone)
         )
         if reason is not None:
@@ -133,6 +133,10 @@ class Explainer:
             return call, call.api in TELLS_MODEL
         fields = with_model(call.api, call.fields, model)
         return GenerationRequest(call.api, fields, call.headers, call.rank), True
+
+    def _is_unnamed(self, call: GenerationRequest) -> bool:
+        """Tell whether an engine has to say which model a request means."""
+        return self.model_of_unnamed is not None and model_of(call.fields) is None
 
     def _explain_one(
         self, fleet: FleetChoice, call: GenerationRequest, reason: SingleEngineReason | None
@@ -175,11 +179,7 @@ class Explainer:
             None if chosen.mode is TransferMode.PULL else self.learned.coordinates(prefill.id)
         )
         model = None
-        learns_model = (
-            self.model_of_unnamed is not None
-            and model_of(call.fields) is None
-            and call.api in TELLS_MODEL
-        )
+        learns_model = self._is_unnamed(call) and call.api in TELLS_MODEL
         if learns_model and coordinates is not None:
             model = self.model_of(prefill.id)
             if model is None:

@@ -12,7 +12,6 @@ from pdrelay_proxy.api.request_context import id_headers, note_fault
 from pdrelay_proxy.core.protocol.error_shapes import error_text, is_for_operators
 from pdrelay_proxy.errors import ProxyError, forget_frames
 from pdrelay_proxy.requests.error_body import JSON, error_answer
-from pdrelay_proxy.settings import OverloadStatus
 
 
 def install(app: FastAPI) -> None:
@@ -22,13 +21,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-def response_to(
-    error: Exception, scope: Scope, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
-) -> Response:
+def response_to(error: Exception, scope: Scope) -> Response:
     """Return the whole answer to an error, and note the error in the request's log line."""
     note_fault(scope, error)
     forget_frames(error)
-    answer = error_answer(error, scope["path"], overload)
+    answer = error_answer(error, scope["path"])
     headers = {"content-type": answer.content_type, **answer.headers}
     return Response(answer.body, answer.status, headers)
 

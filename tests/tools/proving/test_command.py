@@ -138,6 +138,15 @@ def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number, i
     assert time.monotonic() - began < 50  # the command that freezes has not run to its end
 
 
+@pytest.mark.parametrize("value", ["0", "-16", "x", "99999999999"])
+def test_a_block_has_tokens(capsys, value):
+    """Prompts of fewer than no token are refused by every engine, which would be a finding."""
+    with pytest.raises(SystemExit):
+        main(["prove", f"--block-size={value}"])
+
+    assert "is not a number of tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", ["0", "1", "-1", "-4711", "x", "99999999999"])
 def test_only_one_process_is_signalled(capsys, value):
     """0 and negative numbers are groups, and -1 is all processes of the user: SIGKILL would end them."""

@@ -54,7 +54,7 @@ _POLL_S: Final = 0.5
 _QUICK_S: Final = 10.0  # for health checks and lists of models
 _DEFAULT_BLOCK: Final = 16  # tokens; vLLM's own default, where engines do not say
 _GRACE_S: Final = 30.0
-_PID_DIGITS: Final = 7  # Linux has at most 2**22
+_DIGITS: Final = 7  # of a block size, and of a process id: Linux has at most 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
     add_time("--lease-seconds", default=limits.lease_s, help=text)
     text = "--block-size of the engines (default: what their metrics say, else 16)"
-    add("--block-size", type=int, metavar="TOKENS", help=text)
+    add("--block-size", type=_block_size, metavar="TOKENS", help=text)
     add("--seed", type=int, metavar="N", help="seed of the prompts (default: a new one each time)")
     text = "run only this check or group (see --list); repeat it for more"
     add_list("--only", metavar="NAME", help=text)
@@ -417,9 +417,15 @@ def _write(path: str, report: RunReport) -> None:
         raise ConfigError(f"--report {path} cannot be written: {exc.strerror}") from exc
 
 
+def _block_size(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens: write one above 0")
+
+
 def _pid(text: str) -> int:
     """Parse the id of one process: signals to 0, -1 and -N go to many (kill(2))."""
-    if text.isascii() and text.isdigit() and len(text) <= _PID_DIGITS and int(text) > 1:
+    if text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text) > 1:
         return int(text)
     raise argparse.ArgumentTypeError(
         f"{text!r} is not the number of an engine's process: write one above 1"

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Final, NoReturn
 
@@ -112,6 +113,8 @@ class _ShowVersion(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not sys.stdout:  # the shell has closed it (>&-)
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (to the end)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # an engine's words may have letters that the terminal's encoding has not
         sys.stdout.reconfigure(errors="replace")
@@ -119,8 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(arguments)
         finally:
-            if sys.stdout:  # None: the shell has closed it (>&-)
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         # `head` has read enough; without this the interpreter would flush the rest, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -211,6 +211,14 @@ def test_a_reader_that_has_enough_gets_no_traceback(unbuffered):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_command_may_have_no_output():
+    """`pdrelay up >&-`, as a supervisor starts it."""
+    command = ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, "-m", "pdrelay_proxy.cli", "prove", "--list"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def run_with(before, *argv):
     """Run the command in a process in which something is done first."""
     code = f"import os, signal, sys\n{before}\nfrom pdrelay_proxy.cli import main; sys.exit(main())"

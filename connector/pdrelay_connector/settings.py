@@ -253,8 +253,7 @@ def _mode_of_name(connector: str, chosen: object) -> Mode:
         return Mode.AUTO
     raise SettingsError(
         f"kv_connector is {connector!r} and kv_connector_extra_config['mode'] is {str(chosen)!r}; "
-        f"the name means "
-        f"{named.value!r}, so leave mode out or use another name"
+        f"the name means {named.value!r}, so leave mode out or use another name"
     )
 
 
@@ -278,8 +277,7 @@ def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:
         if len(secret) < SHORTEST_SECRET:
             raise SettingsError(
                 f"{where} has a secret of {len(secret)} bytes; it must have at least "
-                f"{SHORTEST_SECRET}, such as what "
-                "'openssl rand -hex 32' prints"
+                f"{SHORTEST_SECRET}, such as what 'openssl rand -hex 32' prints"
             )
     return secrets
 

@@ -146,8 +146,7 @@ def check_open(host: str, secrets: tuple[bytes, ...], settings: Settings) -> Non
         return
     raise SettingsError(
         f"--host is {host!r}, which other machines may reach, and there is no secret; name the "
-        f"engines' with "
-        "--secret-file or PDRELAY_CONNECTOR_SECRET_FILE"
+        "engines' with --secret-file or PDRELAY_CONNECTOR_SECRET_FILE"
     )
 
 

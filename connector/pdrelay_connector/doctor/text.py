@@ -43,8 +43,7 @@ def engine_text(facts: EngineFacts) -> str:
     )
     shape = (
         f"{facts.stages} stages of {facts.ranks} ranks, {facts.layers} regions of {facts.blocks} "
-        f"blocks of "
-        f"{facts.block_size} tokens in {facts.memory}"
+        f"blocks of {facts.block_size} tokens in {facts.memory}"
     )
     return f"{head}reachable, TLS 1.3, secret proven by both\n  {shortened(values)}\n  {shape}"
 

@@ -66,9 +66,8 @@ def open_connection(
         if local_only and is_elsewhere(reached, own):
             raise IncompatiblePeer(
                 f"{peer} is on another machine, and this engine's NIXL listens on loopback only; "
-                f"set "
-                "VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this machine "
-                "at"
+                "set VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this "
+                "machine at"
             )
         encrypted = _encrypt(sock, peer, tls, deadline)
         certificate = digest_of(encrypted.peer_certificate())
@@ -108,8 +107,7 @@ def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> T
         if isinstance(exc, ssl.SSLError):
             raise IncompatiblePeer(
                 f"{peer} does not accept our TLS 1.3 ({exc.reason}): an older engine, another "
-                f"service, or one that "
-                "requires a client certificate (tls_cert)",
+                "service, or one that requires a client certificate (tls_cert)",
                 "certificate",
             ) from exc
         raise Unreachable(f"no handshake with {peer}: {_reason_of(exc)}") from exc

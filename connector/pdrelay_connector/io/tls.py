@@ -63,8 +63,7 @@ def _make(settings: Settings) -> Contexts:
     except (OSError, ValueError) as exc:
         raise SettingsError(
             f"tls_cert {settings.tls_cert!r} and tls_key {settings.tls_key!r} cannot be used: "
-            f"{exc}; they must be PEM "
-            "files that belong together, the key without a passphrase"
+            f"{exc}; they must be PEM files that belong together, the key without a passphrase"
         ) from exc
     return Contexts(server, client, digest_of(certificate))
 

@@ -79,9 +79,8 @@ class AdapterIdentities:
             self._changed.add(key)
             logger.warning(
                 "pdrelay: the adapter %s at %s was %s and is %s now: no KV of it is handed over or "
-                "loaded any more, "
-                "because this engine may have blocks of both; load changed weights from another "
-                "path",
+                "loaded any more, because this engine may have blocks of both; load changed "
+                "weights from another path",
                 adapter.lora_name,
                 adapter.lora_path,
                 entry.identity,

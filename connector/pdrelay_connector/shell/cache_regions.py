@@ -90,8 +90,7 @@ def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: 
     if cache.shape[:3] != (blocks, 1, 1) or cache.stride(3) != 1:
         raise UnsupportedCache(
             f"layer {name} keeps its states with shape {tuple(cache.shape)} and strides "
-            f"{cache.stride()}; expected is "
-            f"one row in one piece for each of the {blocks} blocks"
+            f"{cache.stride()}; expected is one row in one piece for each of the {blocks} blocks"
         )
     return _state_region(name, cache, engine_config, cache.shape[3], (0, 0))
 
@@ -105,10 +104,9 @@ def _ring(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: i
     if cache.dim() != 4 or cache.shape[0] != blocks or extent != cache[0].numel():
         raise UnsupportedCache(
             f"layer {name} keeps a ring with shape {tuple(cache.shape)} and strides "
-            f"{cache.stride()}; expected are the "
-            f"4 dimensions blocks ({blocks}), heads, tokens and content, each block in one piece: "
-            f"with several heads "
-            "use a KV cache layout that ends with HNC or NHC"
+            f"{cache.stride()}; expected are the 4 dimensions blocks ({blocks}), heads, tokens and "
+            "content, each block in one piece: with several heads use a KV cache layout that ends "
+            "with HNC or NHC"
         )
     strides = cache.stride(1) if cache.shape[1] > 1 else 0, cache.stride(2)
     return _state_region(name, cache, engine_config, extent, strides)
@@ -195,9 +193,8 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
     if cache.dim() != 4 or cache.shape[0] % blocks or (cache.shape[3] > 1 and cache.stride(3) != 1):
         raise UnsupportedCache(
             f"layer {name} has shape {tuple(cache.shape)} and strides {cache.stride()}; expected "
-            f"are the 4 dimensions "
-            f"rows (a multiple of the {blocks} blocks), heads, tokens and content, the last in one "
-            f"piece"
+            f"are the 4 dimensions rows (a multiple of the {blocks} blocks), heads, tokens and "
+            "content, the last in one piece"
         )
     count, heads, tokens, content = cache.shape
     item = cache.element_size()
@@ -209,8 +206,7 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
     if rows * tokens * covers != block_size:
         raise UnsupportedCache(
             f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; expected "
-            f"is one for each "
-            f"{covers} of them"
+            f"is one for each {covers} of them"
         )
     return Region(
         layer=name,

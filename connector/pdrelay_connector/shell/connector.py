@@ -151,10 +151,8 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         if not ours:
             raise UnsupportedCache(
                 "another connector describes this engine's memory to peers; MultiConnector passes "
-                "on what its first "
-                "connector with such a description says, so only one of NixlConnector, "
-                "PDRelayConnector and the like "
-                "can be in it"
+                "on what its first connector with such a description says, so only one of "
+                "NixlConnector, PDRelayConnector and the like can be in it"
             )
         if self._fingerprint is None:  # after a sleep the files may be those of another model
             self._fingerprint = with_model(common_fingerprint(ours), self._vllm_config)

@@ -129,10 +129,8 @@ class DecodeRequests:
             self._has_named_alone = True
             logger.info(
                 "pdrelay: %s came without kv_transfer_params, and others came with them: this "
-                "engine computes its "
-                "prompt. Its router serves it by one engine, or loses the params. This is said "
-                "once; "
-                "vllm:pdrelay_requests_without_kv_params counts them",
+                "engine computes its prompt. Its router serves it by one engine, or loses the "
+                "params. This is said once; vllm:pdrelay_requests_without_kv_params counts them",
                 request.request_id,
             )
 
@@ -229,10 +227,8 @@ class DecodeRequests:
         self._has_named_own_host = True
         logger.warning(
             "pdrelay: engine %s says that it is at %s, which is this machine, and it is not there. "
-            "If it is on another "
-            "machine, set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address at which this one "
-            "reaches it. This is said "
-            "once",
+            "If it is on another machine, set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address at "
+            "which this one reaches it. This is said once",
             source.remote_engine_id,
             source.address,
         )

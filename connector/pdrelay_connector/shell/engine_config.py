@@ -316,8 +316,7 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     if has_state and getattr(config.cache_config, "use_kda_recoverssm", False):
         raise UnsupportedCache(
             "use_replayssm is on with drafts for KDA layers (RecoverSSM), whose records beside the "
-            "cache do not move: "
-            "start without --use-replayssm"
+            "cache do not move: start without --use-replayssm"
         )
     if config.model_config.enable_sleep_mode and not vllm_versions.FOLLOWS_SLEEP:
         raise UnsupportedCache(
@@ -385,8 +384,7 @@ def _check_group(group: KVCacheGroupSpec) -> None:
         if isinstance(spec, AttentionSpec) and vllm_versions.tokens_per_entry(spec) < 1:
             raise UnsupportedCache(
                 f"{layer} keeps several entries for a token (tokens_per_state is "
-                f"{spec.tokens_per_state}); one entry "
-                "for one or more tokens is supported"
+                f"{spec.tokens_per_state}); one entry for one or more tokens is supported"
             )
     if group.host_resident:
         raise UnsupportedCache(
@@ -403,8 +401,7 @@ def _check_told_what_is_loaded(layer: str, what: str) -> None:
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         raise UnsupportedCache(
             f"{layer} keeps {what}, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a "
-            f"load fills, or "
-            "computes them anew: models with it need vLLM 0.32 or later"
+            "load fills, or computes them anew: models with it need vLLM 0.32 or later"
         )
 
 
@@ -414,14 +411,12 @@ def _check_state(layer: str, spec: MambaSpec) -> None:
     if spec.mamba_cache_mode not in MAMBA_CACHE_MODES:
         raise UnsupportedCache(
             f"{layer} keeps a state and mamba_cache_mode is {spec.mamba_cache_mode}, which vLLM "
-            f"0.32 does not have any "
-            "more: start with --mamba-cache-mode align"
+            "0.32 does not have any more: start with --mamba-cache-mode align"
         )
     if len(spec.shapes) > MAX_STATE_TENSORS:
         raise UnsupportedCache(
             f"{layer} keeps a state of {len(spec.shapes)} tensors; a convolution's and a recurrent "
-            f"one are supported, "
-            "without the inputs that ReplaySSM or RecoverSSM keep beside them"
+            "one are supported, without the inputs that ReplaySSM or RecoverSSM keep beside them"
         )
 
 

@@ -103,8 +103,7 @@ class KVEventService:
         for endpoint in source.exposures:
             self._warn(
                 f"KV events contain prompts, and {endpoint} is open to others without a key: use "
-                f"an ipc:// endpoint in "
-                "a directory of mode 0700 (--kv-events-config)"
+                "an ipc:// endpoint in a directory of mode 0700 (--kv-events-config)"
             )
         self.hub.add_rank(rank, self._groups)
         following = follow(source, partial(self._publish, rank), partial(self._forget, rank))
@@ -142,8 +141,7 @@ class KVEventService:
 def _open_directory(endpoint: str) -> str:
     return (
         f"KV events contain prompts, and others than this user may reach {endpoint}: put it into a "
-        f"directory of this "
-        "user's with mode 0700 (--kv-events-config)"
+        "directory of this user's with mode 0700 (--kv-events-config)"
     )
 
 

@@ -37,8 +37,7 @@ _NO_EVENTS = (
 _NO_SOURCES = "vLLM says where its KV events are from 0.31 on, and this engine is older"
 _NO_KEY = (
     "KV events contain prompts: this engine serves them with an API key (--api-key or "
-    "VLLM_API_KEY), or where it "
-    "listens on loopback only (--host 127.0.0.1)"
+    "VLLM_API_KEY), or where it listens on loopback only (--host 127.0.0.1)"
 )
 _TOO_MANY = f"{MAX_READERS} connections read this engine's KV events, and there may not be more"
 

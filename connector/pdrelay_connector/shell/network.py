@@ -49,10 +49,8 @@ def check_side_channel(settings: Settings) -> None:
         return
     raise SettingsError(
         f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}, which other machines may reach, and "
-        f"there is no secret; "
-        "set PDRELAY_CONNECTOR_SECRET, the same on all engines ('openssl rand -hex 32' prints "
-        "one), or "
-        "allow_open_side_channel to true"
+        "there is no secret; set PDRELAY_CONNECTOR_SECRET, the same on all engines ('openssl rand "
+        "-hex 32' prints one), or allow_open_side_channel to true"
     )
 
 
@@ -69,8 +67,7 @@ def reach_remarks(settings: Settings) -> list[str]:
         reason = f"{DEVICES_VARIABLE} is {LOOPBACK!r}"
     return [
         f"KV is loaded from engines of this machine only, because {reason} and NIXL listens on "
-        f"loopback; prefill "
-        "engines elsewhere will be refused"
+        "loopback; prefill engines elsewhere will be refused"
     ]
 
 

@@ -300,8 +300,7 @@ class PrefillRequests:
         self._has_named_role = True
         logger.warning(
             "pdrelay: %s is not handed over: this engine's kv_role is kv_consumer; prefill engines "
-            "need kv_producer or "
-            "kv_both. This is said once",
+            "need kv_producer or kv_both. This is said once",
             request.request_id,
         )
 

@@ -150,8 +150,7 @@ class PDRelayConnectorWorker:
             if time.monotonic() >= give_up_at:
                 raise ConnectorError(
                     "this rank cannot let go of its memory: an engine that hangs may still read it "
-                    "or write into it; "
-                    "try again later (vllm:pdrelay_blocks_quarantined)"
+                    "or write into it; try again later (vllm:pdrelay_blocks_quarantined)"
                 )
             time.sleep(LOOK_EVERY)
 

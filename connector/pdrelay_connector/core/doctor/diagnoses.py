@@ -46,10 +46,9 @@ def _data_plane(facts: PairFacts) -> Iterator[Finding]:
             yield Finding(
                 "data-plane",
                 f"NIXL at {own_host} moves nothing to or from {other_host}: {failed[0].failure}",
-                f"open the TCP ports of UCX of {other_host} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes "
-                f"them; "
-                f"UCX_NET_DEVICES is {chosen}), or set UCX_NET_DEVICES to an interface that this "
-                f"network leads to",
+                f"open the TCP ports of UCX of {other_host} in firewalls (UCX_TCP_PORT_RANGE=N-M "
+                f"fixes them; UCX_NET_DEVICES is {chosen}), or set UCX_NET_DEVICES to an interface "
+                "that this network leads to",
             )
 
 
@@ -136,11 +135,9 @@ def _rdma(facts: PairFacts) -> Iterator[Finding]:
         yield Finding(
             "tcp-despite-rdma",
             f"both ends have active RDMA ports ({', '.join((*facts.here.rdma, *there.rdma))}) and "
-            f"UCX uses "
-            f"{', '.join(used)}",
+            f"UCX uses {', '.join(used)}",
             "set UCX_TLS=rc,ud,self,sm,cuda_copy,cuda_ipc at both, and UCX_NET_DEVICES, if you set "
-            "it, to those ports; "
-            "containers need /dev/infiniband and an unlimited memlock",
+            "it, to those ports; containers need /dev/infiniband and an unlimited memlock",
         )
 
 
@@ -178,8 +175,7 @@ def _directions(facts: PairFacts) -> Iterator[Finding]:
             f"bytes go from {source} to {target} at {fast:.3g} GB/s and the other way at "
             f"{slow:.3g} GB/s at best",
             f"mend the slow direction (routes, duplex, shaping, NIC), or let {source} prefill and "
-            f"{target} decode: "
-            "KV goes that way in pull and in push, so mode does not change it",
+            f"{target} decode: KV goes that way in pull and in push, so mode does not change it",
         )
 
 
@@ -197,8 +193,7 @@ def _clock(facts: PairFacts) -> Iterator[Finding]:
     yield Finding(
         "clock",
         f"the clock of {there} is {abs(seconds):.3f} s {order} that of {here} (to within "
-        f"{facts.clock.error:.3f} s), "
-        f"and {state} {CLOCK_SKEW:g} s",
+        f"{facts.clock.error:.3f} s), and {state} {CLOCK_SKEW:g} s",
         "let NTP (chrony, systemd-timesyncd) set both clocks",
     )
 
@@ -242,8 +237,7 @@ def _mtu(facts: PairFacts) -> Iterator[Finding]:
     yield Finding(
         "mtu",
         f"the MTU is {facts.here.mtu} at {facts.here.host} ({facts.here.interface}) and "
-        f"{there.mtu} at {there.host} "
-        f"({there.interface})",
+        f"{there.mtu} at {there.host} ({there.interface})",
         "set one MTU on both interfaces and on every switch between them (ip link set DEVICE mtu "
         "N)",
     )
@@ -258,8 +252,7 @@ def _registration(facts: PairFacts) -> Iterator[Finding]:
             yield Finding(
                 "registration",
                 f"registering memory takes {per_gigabyte:.3g} s for each GB at {end.host}, so an "
-                f"engine with a cache "
-                f"of 64 GB starts {64 * per_gigabyte:.0f} s later",
+                f"engine with a cache of 64 GB starts {64 * per_gigabyte:.0f} s later",
                 "raise memlock (ulimit -l unlimited), use huge pages, and look for other load on "
                 "that machine",
             )

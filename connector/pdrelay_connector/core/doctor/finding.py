@@ -44,8 +44,7 @@ REFUSALS: Final[Sequence[_Refused]] = (
         "does not answer here (any more)",
         "other-process",
         "dial a waiting pdrelay doctor (port 5690), or name the engine as ENGINE_ID@HOST:PORT with "
-        "its present id "
-        "(label engine_id of its metric vllm:pdrelay_connector_info)",
+        "its present id (label engine_id of its metric vllm:pdrelay_connector_info)",
     ),
     _Refused(
         "this engine does not listen there",

@@ -28,9 +28,8 @@ def diagnose_router(times: RouterTimes) -> list[Finding]:
             Finding(
                 "lease-handoff",
                 f"a lease lasts {times.lease:g} s, and the router may hand a request over "
-                f"{handoff:g} s "
-                f"after its prefill, which leaves less than {DECODE_STEP:g} s to a step of the "
-                f"decode engine",
+                f"{handoff:g} s after its prefill, which leaves less than {DECODE_STEP:g} s to a "
+                "step of the decode engine",
                 f"set kv_lease_duration to {DECODE_STEP / (1 - HANDOFF_SHARE):g} or more",
             )
         )
@@ -39,8 +38,7 @@ def diagnose_router(times: RouterTimes) -> list[Finding]:
             Finding(
                 "slow-handoffs",
                 f"the router took longer than {times.slow:g} s for {times.slow_handoffs} of "
-                f"{times.handoffs} "
-                f"hand-overs, and a lease lasts {times.lease:g} s",
+                f"{times.handoffs} hand-overs, and a lease lasts {times.lease:g} s",
                 "give the router more CPU (--workers) or set kv_lease_duration higher",
             )
         )

@@ -107,9 +107,8 @@ def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
     if our.state and (our.head_stride, our.token_stride) != (their.head_stride, their.token_stride):
         yield (
             f"the heads and tokens of its state are {their.head_stride} and {their.token_stride} "
-            f"bytes apart, of ours "
-            f"{our.head_stride} and {our.token_stride}; they must be equal: use the same KV cache "
-            f"layout"
+            f"bytes apart, of ours {our.head_stride} and {our.token_stride}; they must be equal: "
+            "use the same KV cache layout"
         )
 
 

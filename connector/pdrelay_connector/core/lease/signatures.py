@@ -66,8 +66,7 @@ class Signatures:
         if offer.pdrelay_signature is None or offer.pdrelay_expires_at is None:
             raise UnsignedKvParams(
                 f"the offer of {offer.remote_request_id} is not signed; PDRELAY_CONNECTOR_SECRET "
-                f"is set here, "
-                f"and must be set on engine {offer.remote_engine_id}, too"
+                f"is set here, and must be set on engine {offer.remote_engine_id}, too"
             )
         if not _is_signed(secrets, offer, offer.pdrelay_signature):
             raise _refusal(secrets, offer, offer.pdrelay_signature)
@@ -102,8 +101,7 @@ def _refusal(
         )
     return ForgedKvParams(
         f"the signature of the offer of {offer.remote_request_id} is wrong; it was changed on its "
-        f"way, "
-        f"or PDRELAY_CONNECTOR_SECRET of engine {offer.remote_engine_id} differs"
+        f"way, or PDRELAY_CONNECTOR_SECRET of engine {offer.remote_engine_id} differs"
     )
 
 

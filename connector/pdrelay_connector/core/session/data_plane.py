@@ -53,9 +53,8 @@ def choose_devices(
         if not allow_open and (wide := _wide(chosen)) is not None:
             raise SettingsError(
                 f"{DEVICES_VARIABLE} is {chosen!r}: with {wide!r} NIXL would listen on all "
-                f"interfaces, and whoever "
-                f"reaches it reads and writes this engine's memory; name the devices, or set "
-                f"{ALLOW} to true"
+                "interfaces, and whoever reaches it reads and writes this engine's memory; name "
+                f"the devices, or set {ALLOW} to true"
             )
         return None
     if allow_open:
@@ -63,9 +62,8 @@ def choose_devices(
     if is_wildcard(host):
         raise SettingsError(
             f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}: NIXL would listen on all interfaces, and "
-            f"whoever reaches it "
-            f"reads and writes this engine's memory; set it to one address of this machine, or "
-            f"{ALLOW} to true"
+            "whoever reaches it reads and writes this engine's memory; set it to one address of "
+            f"this machine, or {ALLOW} to true"
         )
     return ",".join(_devices(host, read_interfaces()))
 
@@ -88,8 +86,7 @@ def _devices(host: str, machine: NetworkInterfaces) -> list[str]:
     if not own:
         raise SettingsError(
             f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, and no interface of this machine has the "
-            f"address "
-            f"{machine.address!r} that leads there; set it to an address of this machine"
+            f"address {machine.address!r} that leads there; set it to an address of this machine"
         )
     if is_loopback(machine.address):
         return own  # the network cards have no business with it

@@ -187,9 +187,8 @@ class HandshakeServer:
         if not self._is_ours(message, arrival.reached):
             return Refusal(
                 f"you dialled {message.host}:{message.port} and reached {message.reached}, this "
-                f"engine does not listen "
-                "there; set VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach it "
-                "at"
+                "engine does not listen there; set VLLM_NIXL_SIDE_CHANNEL_HOST to the address that "
+                "other engines reach it at"
             )
         proof = (
             _prove(matching, _ProofLabel.SERVER, arrival.nonce, message, arrival.certificate)

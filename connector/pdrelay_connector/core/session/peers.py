@@ -328,8 +328,7 @@ def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
             verb, others = ("are", "ours are") if name == "weights" else ("is", "ours is")
             return (
                 f"it serves another model, or another revision of it: its {name} {verb} {their!r}, "
-                f"{others} {our!r}; "
-                "they must be equal"
+                f"{others} {our!r}; they must be equal"
             )
         return f"its {name.replace('_', ' ')} is {their!r}, ours is {our!r}; they must be equal"
     return None

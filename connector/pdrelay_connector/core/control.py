@@ -1,6 +1,4 @@
-"""The control thread of a scheduler process: passes the events of its link to the objects they
-belong to.
-"""
+"""The control thread of a scheduler process: each event of its link goes to one object."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -184,9 +182,7 @@ class ControlPlane:
         self.lease_renewer.give_up()
 
     def _doze(self, now: float) -> float | None:
-        """Close all connections as soon as nothing uses this engine's memory; return when to look
-        again.
-        """
+        """Close all connections once nothing uses this engine's memory; return when to look."""
         if self._sleep.state is not SleepState.FALLING_ASLEEP:
             return None
         reason = "this engine goes to sleep"

@@ -2,45 +2,51 @@
 
 A connection is TLS 1.3. The decode engine (D) opens it, the prefill engine (P) accepts it::
 
-    P: Challenge             D: Hello             P: ServerProof and Welcome, or Refusal
+    P: Challenge
+    D: Hello
+    P: ServerProof and Welcome, or Refusal
 
 Both modes then use::
 
-    D: RenewLeases           P: LeasesLost for those that P does not hold; also sent unasked when P
-    revokes a lease D: DropLeases D: Objection, once, if P's fingerprint or shapes differ
+    D: RenewLeases         P: LeasesLost, for those not held; also when P revokes one
+    D: DropLeases
+    D: Objection           once, if P's fingerprint or shapes differ
 
 Pull::
 
     D: ReadsStarted
-    D: ReadDone              P: FenceResult
+    D: ReadDone            P: FenceResult
 
 Push::
 
-    D: RenewLeases           P: HeartbeatReply
-    D: RankMemory, once for each rank
-    D: RegisterPush          P: PushDone, or PushStopped; PushStalled may come first
-    D: CancelPushes          P: PushStopped
+    D: RenewLeases         P: HeartbeatReply
+    D: RankMemory          once for each rank
+    D: RegisterPush        P: PushDone, or PushStopped; PushStalled may come first
+    D: CancelPushes        P: PushStopped
 
 A request is named by P's id of it in pull. In push D speaks first, so there the name is the
 transfer id that both engines have from the router. P's workers write, and open a connection to
 their own scheduler for that::
 
-    worker: WorkerHello      scheduler: PeerMemory, StartPush, StopPush, PeerGone
+    worker: WorkerHello    scheduler: PeerMemory, StartPush, StopPush, PeerGone
     worker: PushWritten, PushAborted, WriteStalled
 
 A decode engine whose prefix cache P may read (``return_kv``) says where it listens. P then is the
 client, and reads the blocks as D does in pull, whatever the mode. An engine that has not said so is
 not asked::
 
-    D: Reachable, over the connection that D opened P: FindPrefix            D: PrefixFound P:
-    RenewLeases, ReadsStarted, ReadDone, DropLeases     D: LeasesLost, FenceResult; in push
-    HeartbeatReply
+    D: Reachable           over the connection that D opened
+    P: FindPrefix          D: PrefixFound
+    P: RenewLeases, ReadsStarted, ReadDone, DropLeases
+                           D: LeasesLost, FenceResult; in push HeartbeatReply
 
 Where KV goes through host memory (staging), D reads in parts, and workers connect to their own
 scheduler in pull, too::
 
-    D: StagePart, from every rank     P: PartStaged, or PartRefused
-    scheduler: CopyOut, CopyIn        worker: CopyEnded
+    D: StagePart           from every rank
+                           P: PartStaged, or PartRefused
+    scheduler: CopyOut, CopyIn
+                           worker: CopyEnded
 
 The two ends of ``pdrelay doctor``, which are no engines, use RankMemory, Refusal and::
 
@@ -83,9 +89,8 @@ MAX_DIGEST = 64  # characters of a prompt's digest
 MAX_REASON = 2048  # characters that say why a push stopped
 MAX_SUMS = 256  # sampled blocks of one request
 MAX_SUMMED = 64  # workers whose sums one PushDone carries: it fits into MAX_FRAME
-# s
-SHORTEST_LEASE = 0.5
-LONGEST_LEASE = 1e9
+SHORTEST_LEASE = 0.5  # s
+LONGEST_LEASE = 1e9  # s
 MAX_SHAPE = 64  # characters of a digest
 MAX_EXAMINATION = 1 << 17  # bytes that one message of pdrelay doctor carries
 
@@ -122,13 +127,13 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """One layer's cache on one rank: ``count`` rows of ``heads`` x ``tokens`` entries of ``parts``
-    x ``width`` bytes.
+    """One layer's cache on one rank, or the K or the V of it.
 
-    An entry is what is kept of one token, or of ``covers`` tokens, and one head: K and V side by
-    side, or one of them, as a kernel likes it. A row is what the kernel calls a block: vLLM's block
-    ``b`` is the rows from ``b * rows`` on. Layouts differ in the strides, which are bytes. Of a row
-    that is ``opaque``, the kernel alone knows which byte belongs to whom. A ``state`` is one entry
+    It is ``count`` rows of ``heads`` x ``tokens`` entries of ``parts`` x ``width`` bytes. An entry
+    is what is kept of one token, or of ``covers`` tokens, and one head: K and V side by side, or
+    one of them, as a kernel likes it. A row is what the kernel calls a block: vLLM's block ``b`` is
+    the rows from ``b * rows`` on. Layouts differ in the strides, which are bytes. Of a row that is
+    ``opaque``, the kernel alone knows which byte belongs to whom. A ``state`` is one entry
     of a block, however many tokens it covers; its strides say how it is ordered. Where ``shards``
     ranks divide a context among them, each keeps ``interleave`` tokens in turn
     (``layout/shards.py``).
@@ -225,11 +230,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     # one for each secret
     proofs: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=2)]
     badge: Annotated[bytes, Meta(max_length=64)] = b""  # of a worker: known to its scheduler, too
-    # hashes of
+    # hashes of the badges of a scheduler's workers
     workers: Annotated[
         tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=MAX_RANKS)
     ] = ()
-    # the badges of a scheduler's workers
 
 
 class ServerProof(msgspec.Struct, frozen=True, tag="server_proof"):
@@ -375,9 +379,7 @@ class RankMemory(msgspec.Struct, frozen=True, tag="rank_memory"):
 
 
 class LentBlocks(msgspec.Struct, frozen=True):
-    """Blocks for the prompt's tokens from ``start`` to ``stop``; ``start`` lies in the first
-    block.
-    """
+    """Blocks for the prompt's tokens from ``start``, which is in the first block, to ``stop``."""
 
     start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
     stop: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]

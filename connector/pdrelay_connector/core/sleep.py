@@ -57,9 +57,7 @@ class Sleep:
 
 
 def in_generation(engine: EngineId, generation: int) -> EngineId:
-    """Return the id of an engine in one of its generations; in the first it is the configured
-    one.
-    """
+    """Return the id of an engine in a generation; in the first, the configured one."""
     return EngineId(f"{engine}_gen{generation}") if generation else engine
 
 

@@ -135,9 +135,7 @@ class _Follower:
                 await self._replay(start)
 
     async def _replay(self, start: int) -> None:
-        """Ask for all batches from this one on; the answer may be empty, cut short, or never
-        come.
-        """
+        """Ask for all batches from this one on; the answer may be cut short, or never come."""
         if self._source.replay_endpoint is not None:
             # A socket for each request: what is left of an earlier answer is no part of a later
             # one.

@@ -9,9 +9,7 @@ BuilderT = TypeVar("BuilderT")
 
 
 def building_engine() -> EngineCore | None:
-    """Return the engine whose scheduler gets the connector; None: something else builds it, as
-    tests do.
-    """
+    """Return the engine whose scheduler gets the connector; None in a worker, or in tests."""
     return builder_of(EngineCore)
 
 

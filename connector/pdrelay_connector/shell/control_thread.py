@@ -140,9 +140,7 @@ class ControlThread:
             self._runner.stop()
 
     def post(self, command: Command[ControlPlane]) -> None:
-        """Run a command on the thread; raises :exc:`~pdrelay_connector.errors.ConnectorError` if it
-        has died.
-        """
+        """Run a command on the thread; raises ``ConnectorError`` if it has died."""
         if self._runner is None:
             raise RuntimeError(
                 "vLLM scheduled a request before it passed the workers' handshake metadata"

@@ -332,9 +332,7 @@ class DecodeRequests:
         return min(end, source.remote_num_tokens) if isinstance(source, PullParams) else end
 
     def _sizes(self, source: PullParams | PushParams) -> Sequence[int]:
-        """Return the tokens of P's blocks, of each KV cache group; nothing in push, where its
-        workers tell ours.
-        """
+        """Return the tokens of P's blocks by group; none in push, where workers exchange them."""
         return self._pull_decode.sizes(source) if isinstance(source, PullParams) else ()
 
     def loads_ended(self, requests: Iterable[str], failed: Container[str] = ()) -> None:

@@ -136,9 +136,7 @@ class PushProgress:
         return frozenset(filled)
 
     def _before(self, filled: frozenset[int], table: Sequence[Sequence[int]], computed: int) -> int:
-        """Return how many of the ``computed`` tokens lie in blocks before the first one that is
-        filled now.
-        """
+        """Return how many ``computed`` tokens are in blocks before the first that is filled now."""
         for blocks, group in zip(table, self._groups, strict=True):
             if group.state:
                 continue

@@ -142,9 +142,7 @@ class Probe:
         return self._post(1, SMALLEST)
 
     def _grow(self, ended: XferEnded) -> None:
-        """Double the descriptors until a transfer takes long; only transfers of the last number
-        count.
-        """
+        """Double the descriptors until a transfer takes long; earlier numbers do not count."""
         most = min(MOST_DESCRIPTORS, self._memory.bytes // self._size)
         if ended.seconds < STEADY and self._count < most:
             self._count = min(2 * self._count, most)

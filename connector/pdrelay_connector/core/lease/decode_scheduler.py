@@ -163,9 +163,7 @@ class LeaseRenewer:
         self._prune(engine, leases)
 
     def give_up(self) -> None:
-        """Drop all leases: this engine goes to sleep, and its requests compute their own prompts
-        when it wakes.
-        """
+        """Drop all leases: this engine sleeps, and then its requests compute their own prompts."""
         for engine, leases in list(self._leases_by_engine.items()):
             for request in list(leases.params):
                 self._lost.append(LeaseLost(request))

@@ -377,9 +377,7 @@ class PullReader:
         )
 
     def _time_out(self, load: Load, now: float) -> None:
-        """Abort a load; if it was reading or waiting for the fence result, its peer hangs:
-        disconnect.
-        """
+        """Abort a load, and disconnect a peer that hangs in the middle of it."""
         peer = self._peers.get(load.order.engine)
         if load.state is LoadState.WAITING and now < load.deadline:
             reason = f"{load.order.address} was not met: it does not answer, and did not before"

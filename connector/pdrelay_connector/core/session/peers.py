@@ -26,7 +26,7 @@ from pdrelay_connector.errors import IncompatiblePeer
 # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
 QUIET = 1800.0
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
-# S that requests wait for a peer that did not answer before: a handshake takes milliseconds, and
+# s that requests wait for a peer that did not answer before: a handshake takes milliseconds, and
 # one that hangs its whole timeout. The attempt goes on without them.
 PATIENCE = 0.5
 MAX_SILENT = 1024  # peers remembered for not having answered

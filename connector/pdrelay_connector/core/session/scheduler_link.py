@@ -14,9 +14,7 @@ RETRY = 0.2  # s between attempts: our own scheduler starts to listen after us
 
 
 class SchedulerLink:
-    """The scheduler's orders hold until the connection is lost; it repeats them after a
-    reconnection.
-    """
+    """The scheduler's orders hold until the connection is lost; over the next it repeats them."""
 
     def __init__(self, link: Link, scheduler_endpoint: EngineEndpoint, hello: WorkerHello) -> None:
         self._link = link

@@ -253,7 +253,7 @@ class StagingCoordinator:
             _remove(self._by_conn, conn, key)
 
     def _end(self, part: StagedPart, reason: str) -> None:
-        """End a part; ranks that still wait for it get the reason ``why``."""
+        """End a part; ranks that still wait for it hear why."""
         order = part.order
         if part.state is not PartState.STAGED:
             for conn in part.ranks.values():

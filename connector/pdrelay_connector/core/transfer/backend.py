@@ -21,7 +21,7 @@ from pdrelay_connector.core.state_machine import transition
 # a network, a peer.
 MAX_REBUILDS: Final = 3
 PERIOD: Final = 600.0  # s
-# S between a failure and the next try: the side channel of a peer that has ended closes meanwhile,
+# s between a failure and the next try: the side channel of a peer that has ended closes meanwhile,
 # and NIXL has a moment to close the old connection (ai-dynamo/nixl#2109).
 PAUSE: Final = 0.1
 

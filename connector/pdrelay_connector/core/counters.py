@@ -224,7 +224,7 @@ COUNTERS = {
     "registrations": "Push: requests for which decode engines lent blocks to write into.",
     "pushes": "Push: requests whose KV was written completely, counted on each rank.",
     "pushes_aborted": "Push: requests whose KV was not written completely, counted on each rank.",
-    "pushes_refused": "Push: registrations refused because too many were open.",
+    "pushes_refused": "Push: registrations refused: too many, or too many blocks.",
     "transfers_abandoned": (
         "Prefills whose client left before the router had their answer: their blocks are freed."
     ),

@@ -48,6 +48,7 @@ class StagingReceiver:
             order = CopyIn(next(self._numbers), some_slots, some_blocks)
             copies.unfinished[order.number] = order, set(self._workers.ranks)
             self._workers.send_all(order)
+        self._finish_if_copied(request)
 
     def take_copied(self) -> list[tuple[RequestId, str]]:
         """Return the requests whose copies have all ended, each with a failure or ''."""
@@ -99,11 +100,15 @@ class StagingReceiver:
             copies.failure = copies.failure or reason
             if not copies.unfinished[number][1]:
                 del copies.unfinished[number]
-            if not copies.unfinished:
-                del self._pending_copies[request]
-                self._copied_in.append((request, copies.failure))
+            self._finish_if_copied(request)
             return
         self._counters.count("unknown_transfer_messages")
+
+    def _finish_if_copied(self, request: RequestId) -> None:
+        copies = self._pending_copies[request]
+        if not copies.unfinished:
+            del self._pending_copies[request]
+            self._copied_in.append((request, copies.failure))
 
 
 def _cut(groups: BlocksByGroup) -> Iterator[tuple[tuple[BlockId, ...], ...]]:

@@ -227,6 +227,17 @@ def test_a_long_prompt_is_copied_in_as_many_orders_as_one_message_may_name():
     assert harness.turn() == [LoadResult(A, "")]
 
 
+def test_a_push_that_brings_nothing_is_copied_at_once(harness):
+    """A chunk may begin behind the prompt, and then no group lacks a block: no worker would ever report its end."""
+    harness.expect(A, ())
+    harness.connect()
+    harness.hear(PushDone(A, held=True))
+
+    assert harness.turn() == [LoadResult(A, "")]
+    assert harness.take_sent(CopyIn) == []
+    assert harness.is_clean()
+
+
 def test_a_worker_that_comes_back_hears_what_it_owes(harness):
     """Its connection was lost, not its life; what it has answered, it is not asked again."""
     harness.expect()

@@ -101,6 +101,10 @@ BAD = [
     ("tests.seconds", -1),
     ("tests.apiKey", "hunter2"),  # a secret, not its name
     ("fullnameOverride", "PDRelay"),
+    ("fullnameOverride", "7b"),  # a Service's name begins with a letter
+    ("router.image.repository", "registry.example.com/pdrelay/router:0.1.0"),  # its tag is router.image.tag
+    ("engine.image.repository", "https://registry.example.com/pdrelay/engine"),
+    ("prefill.image.repository", "registry.example.com/Engine"),
     ("model.aliases", ["--api-key"]),
     ("prefill.minReadySeconds", -1),
     ("router.minReadySeconds", "10"),
@@ -409,7 +413,7 @@ def selectors_of(objects):
     return [(o, o["spec"]["selector"]) for o in kind(objects, "Deployment")]
 
 
-NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", fullmatch=True)
+NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,24}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?)?", fullmatch=True)
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -417,7 +421,7 @@ FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthC
 @given(first=NAMES, second=NAMES | st.just("pdrelay"), nested=st.booleans())
 def test_two_releases_in_one_namespace_share_nothing(first, second, nested):
     """Neither a name nor a pod, also when one is called as the other's objects are."""
-    second = f"{first[:20]}-pdrelay-router".replace("--", "-") if nested else second
+    second = f"{first[:20].rstrip('-.')}-pdrelay-router" if nested else second
     if first == second:
         return
     one, two = (Chart().objects(ci=None, release=release) for release in (first, second))
@@ -438,6 +442,14 @@ def test_a_name_that_looks_like_something_else_stays_a_name(word):
     assert complaints(objects) == []
     assert {o["metadata"]["labels"]["app.kubernetes.io/instance"] for o in objects} == {word}
     assert {o["metadata"]["namespace"] for o in objects} == {word}
+
+
+def test_releases_whose_names_differ_by_a_dot_or_a_first_digit_share_nothing():
+    """Helm takes any of them; a Service takes neither a dot nor a digit at the beginning."""
+    named = [Chart().objects(release=release) for release in ("a.b", "a-b", "1a", "r1a")]
+
+    assert [complaints(one) for one in named] == [[], [], [], []]
+    assert len({ident(o) for one in named for o in one}) == sum(map(len, named))
 
 
 def test_a_release_called_as_the_chart_keeps_a_short_name():

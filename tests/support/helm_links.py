@@ -4,7 +4,7 @@ import re
 
 from support.helm_objects import COMPONENT, PROBES, WORKLOADS, ident, kind, matches, pods
 
-NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # a Service's (RFC 1035); the others' may begin with a digit
 
 
 def names(objects):

@@ -25,14 +25,16 @@ replace.) */}}
 {{- end -}}
 {{- end -}}
 
-{{/* Names: <release>-<chart>, so that no two releases meet; long ones end with a hash. Objects add at most 23 characters. */}}
+{{/* Names: <release>-<chart>, so that no two releases meet. Objects add at most 23 characters. A Service's name has no dot and begins with a
+letter, which a release's need not: such names, and long ones, end with a hash. */}}
 {{- define "pdrelay.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := .Values.fullnameOverride | default (ternary $name (printf "%s-%s" .Release.Name $name) (eq .Release.Name $name)) -}}
-{{- if gt (len $full) 40 -}}
-{{- $full = printf "%s-%s" ($full | trunc 31 | trimSuffix "-") (sha256sum $full | trunc 8) -}}
+{{- $plain := regexReplaceAll "^([0-9])" $full "r${1}" | replace "." "-" -}}
+{{- if or (gt (len $plain) 40) (ne $plain $full) -}}
+{{- $plain = printf "%s-%s" ($plain | trunc 31 | trimSuffix "-") (sha256sum $full | trunc 8) -}}
 {{- end -}}
-{{- $full -}}
+{{- $plain -}}
 {{- end -}}
 
 {{/* dict root component: what selectors look at. No version, no revision: those change. A release may be called y, or 123. */}}

@@ -15,6 +15,7 @@ from support.helm_chart import CASES, CHART, HELMS, Chart, Refused, default
 from support.helm_checks import complaints
 from support.helm_objects import container, engine_pods, ident, kind, matches, pods, pool, router, templates
 from support.helm_pods import drains
+from support.helm_schemas import wrong
 
 pytestmark = pytest.mark.processes
 
@@ -176,6 +177,16 @@ CONTRADICTIONS = [
     ),
     ({"router": {"tls": {"clientCaSecretName": "ca"}}}, "needs router.tls.secretName"),
     ({"router": {"terminationGracePeriodSeconds": 60}}, "its drain takes up to 145 s"),
+    ({"router": {"strategy": {"rollingUpdate": {"maxSurge": 0}}}}, "no pod could be replaced"),
+    (
+        {"decode": {"strategy": {"rollingUpdate": {"maxSurge": "0%", "maxUnavailable": 0}}}},
+        "decode.strategy: maxSurge and maxUnavailable are both 0",
+    ),
+    (
+        {"engine": {"kind": "LeaderWorkerSet", "strategy": {"rollingUpdate": {"maxSurge": 1}}}},
+        "it has type and rollingUpdateConfiguration",
+    ),
+    ({"prefill": {"kind": "LeaderWorkerSet", "strategy": {"type": "Recreate"}}}, "prefill.strategy.type is Recreate"),
     ({"router": {"discovery": {"enabled": False}}}, "would know no engine"),
     ({"router": {"autoscaling": {"min": 5, "max": 4}}}, "above max"),
     ({"prefill": {"terminationGracePeriodSeconds": 30}}, "its drain takes up to 360 s"),
@@ -436,10 +447,18 @@ def test_two_releases_in_one_namespace_share_nothing(first, second, nested):
 @pytest.mark.parametrize("word", ["y", "off", "null", "123", "1e3", "0x1f"])
 def test_a_name_that_looks_like_something_else_stays_a_name(word):
     """YAML reads a bare y as true and 123 as a number, and Kubernetes then refuses the label."""
-    values = {"nameOverride": word, "prefill": {"apiKey": {"secretName": word, "key": word}}}
+    classes = {"priorityClassName": word}
+    values = {
+        "nameOverride": word,
+        "ingress": {"enabled": True, "className": word},
+        "router": {"apiKeys": {"secretName": word}, **classes},
+        "engine": {**classes, "schedulerName": word, "runtimeClassName": word},
+        "prefill": {"apiKey": {"secretName": word, "key": word}, "colocate": {"enabled": True, "topologyKey": word}},
+    }
     objects = Chart().objects(values, ci="2p4d", release=word, namespace=word)
 
     assert complaints(objects) == []
+    assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
     assert {o["metadata"]["labels"]["app.kubernetes.io/instance"] for o in objects} == {word}
     assert {o["metadata"]["namespace"] for o in objects} == {word}
 
@@ -545,6 +564,31 @@ def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
     assert len(set(found)) == len(found)
     assert {revision(Chart(), values) for values in ALONE} == {found[0]}
     assert revision(Chart(), {"revision": "mine", **MUST_FIT[0]}) == "mine"
+
+
+def test_routers_may_all_be_replaced_at_once():
+    """Kubernetes refuses Recreate beside rollingUpdate, which the chart's default has."""
+    assert router(Chart().objects({"router": {"strategy": {"type": "Recreate"}}}))["spec"]["strategy"] == {
+        "type": "Recreate"
+    }
+
+
+def test_a_router_asks_for_no_more_cpu_than_it_may_have():
+    """A limit alone is the request as well, as for any container; the API refuses a request above it."""
+    less = Chart().objects({"router": {"resources": {"limits": {"cpu": "500m"}}}})
+    resources = container(templates(router(less))[0])["resources"]
+
+    assert "cpu" not in resources["requests"]
+    assert resources["limits"]["cpu"] == "500m"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_container_of_the_chart_has_limits_where_nobody_can_set_them(case):
+    """A namespace whose quota counts limits refuses a pod with a container that has none."""
+    small = [c for _, _, spec in pods(default(case)) for c in spec.get("initContainers", ()) if c["name"] == "kv-events"]
+    small += [container(o) for o in kind(default(case), "Pod")]
+
+    assert [c["name"] for c in small if c["resources"]["limits"].keys() != {"cpu", "memory", "ephemeral-storage"}] == []
 
 
 def test_a_router_asks_for_a_core():

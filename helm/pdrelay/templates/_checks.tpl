@@ -5,6 +5,7 @@
 {{- include "pdrelay.check.drawn" . -}}
 {{- include "pdrelay.check.policies" . -}}
 {{- include "pdrelay.check.texts" . -}}
+{{- include "pdrelay.check.strategy" (dict "name" "router" "kind" "Deployment" "strategy" $v.router.strategy) -}}
 {{- if and (eq $v.router.store.type "memory") (or (gt (int $v.router.replicas) 1) (ne $v.router.autoscaling.type "none")) -}}
 {{- fail "router.store.type is memory, which is one router's own: write kubernetes or redis, or router.replicas: 1 without autoscaling" -}}
 {{- end -}}
@@ -148,6 +149,7 @@
 {{- end -}}
 {{- end -}}
 {{- if $p.enabled -}}
+{{- include "pdrelay.check.strategy" (dict "name" $role "kind" $p.kind "strategy" $p.strategy) -}}
 {{- if and (ne $p.kind "LeaderWorkerSet") (gt (int $p.nodes) 1) -}}
 {{- fail (printf "%s.nodes is %d, but %s.kind is %s: only a LeaderWorkerSet has several pods for one engine" $role (int $p.nodes) $role $p.kind) -}}
 {{- end -}}
@@ -278,6 +280,22 @@
 {{- if gt (int .) 65535 -}}
 {{- fail (printf "%s: its ports reach %d, above 65535" $.role (int .)) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict name kind strategy: a workload's; both kinds have another. */}}
+{{- define "pdrelay.check.strategy" -}}
+{{- $rolling := get (dict "Deployment" "rollingUpdate" "LeaderWorkerSet" "rollingUpdateConfiguration") .kind -}}
+{{- range without (keys .strategy) "type" $rolling -}}
+{{- fail (printf "%s.strategy has %s, which a %s does not: it has type and %s" $.name . $.kind $rolling) -}}
+{{- end -}}
+{{- $type := get .strategy "type" | default "RollingUpdate" -}}
+{{- if not (or (eq $type "RollingUpdate") (and (eq $type "Recreate") (eq .kind "Deployment"))) -}}
+{{- fail (printf "%s.strategy.type is %s, which a %s does not have: write RollingUpdate" .name $type .kind) -}}
+{{- end -}}
+{{- $least := get .strategy $rolling | default dict -}}
+{{- if and (eq $type "RollingUpdate") (has (get $least "maxSurge" | toString) (list "0" "0%")) (has (get $least "maxUnavailable" | toString) (list "0" "0%")) -}}
+{{- fail (printf "%s.strategy: maxSurge and maxUnavailable are both 0, so no pod could be replaced: write one of them above" .name) -}}
 {{- end -}}
 {{- end -}}
 

@@ -67,7 +67,7 @@
 - --enable-expert-parallel
 {{- end }}
 - --dtype
-- {{ $v.model.dtype }}
+- {{ $v.model.dtype | quote }}
 {{- with $v.model.maxLength }}
 - --max-model-len
 - {{ include "pdrelay.argument" . | quote }}
@@ -389,7 +389,7 @@ spec:
   {{- end }}
   {{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}
   {{- with index $p $key }}
-  {{ $key }}: {{ . }}
+  {{ $key }}: {{ . | quote }}
   {{- end }}
   {{- end }}
   {{- with $p.nodeSelector }}
@@ -409,7 +409,7 @@ spec:
       preferredDuringSchedulingIgnoredDuringExecution:
         - weight: 50
           podAffinityTerm:
-            topologyKey: {{ $p.colocate.topologyKey }}
+            topologyKey: {{ $p.colocate.topologyKey | quote }}
             labelSelector:
               matchLabels:
                 {{- include "pdrelay.selector" (dict "root" .root "component" (ternary "decode" "prefill" (eq .role "prefill"))) | nindent 16 }}
@@ -433,7 +433,7 @@ spec:
       command: [mkdir, -p, -m, "0700", /run/pdrelay/kv-events]
       resources:
         requests: {cpu: 10m, memory: 16Mi, ephemeral-storage: 1Mi}
-        limits: {memory: 64Mi, ephemeral-storage: 16Mi}
+        limits: {cpu: 100m, memory: 64Mi, ephemeral-storage: 16Mi}
       securityContext:
         {{- toYaml $p.securityContext | nindent 8 }}
       volumeMounts:

@@ -170,9 +170,10 @@
 {{- end }}
 {{- end -}}
 
-{{/* A router fills a core at most, so that is what is asked for; an HPA compares with it. */}}
+{{/* A router fills a core at most, so that is what is asked for, or what it may have; an HPA compares with it. */}}
 {{- define "pdrelay.router.resources" -}}
 {{- $given := .Values.router.resources -}}
-{{- $requests := merge (dict) ($given.requests | default dict) (dict "cpu" "1") -}}
+{{- $core := hasKey ($given.limits | default dict) "cpu" | ternary dict (dict "cpu" "1") -}}
+{{- $requests := merge (dict) ($given.requests | default dict) $core -}}
 {{- merge (dict "requests" $requests) $given | toYaml -}}
 {{- end -}}

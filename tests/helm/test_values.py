@@ -178,6 +178,7 @@ CONTRADICTIONS = [
     ({"router": {"tls": {"clientCaSecretName": "ca"}}}, "needs router.tls.secretName"),
     ({"router": {"terminationGracePeriodSeconds": 60}}, "its drain takes up to 145 s"),
     ({"router": {"strategy": {"rollingUpdate": {"maxSurge": 0}}}}, "no pod could be replaced"),
+    ({"engine": {"extraEnv": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}, "has A twice"),
     (
         {"decode": {"strategy": {"rollingUpdate": {"maxSurge": "0%", "maxUnavailable": 0}}}},
         "decode.strategy: maxSurge and maxUnavailable are both 0",
@@ -564,6 +565,26 @@ def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
     assert len(set(found)) == len(found)
     assert {revision(Chart(), values) for values in ALONE} == {found[0]}
     assert revision(Chart(), {"revision": "mine", **MUST_FIT[0]}) == "mine"
+
+
+def test_a_variable_of_the_values_takes_the_place_of_the_chart_s():
+    """Helm 4 applies on the server, which refuses two of one name; helm 3 warns, and the last one counts."""
+    own = ["HOME", "USER", "UCX_TLS", "HF_HUB_OFFLINE", "VLLM_HOST_IP", "VLLM_CACHE_ROOT", "VLLM_NO_USAGE_STATS"]
+    values = {
+        "model": {"name": "/models/m", "volume": {"type": "pvc", "claimName": "c"}},
+        "engine": {
+            "rdma": {"enabled": True},
+            "runAsRoot": False,
+            "extraEnv": [{"name": name, "value": "mine"} for name in own],
+        },
+        "router": {"extraEnv": [{"name": "PDRELAY_ROUTER", "value": "mine"}]},
+    }
+
+    for _, _, spec in pods(Chart().objects(values)):
+        variables = container({"spec": spec}).get("env", [])
+        names = [one["name"] for one in variables]
+        assert len(names) == len(set(names))
+        assert {one["value"] for one in variables if one["name"] in (*own, "PDRELAY_ROUTER")} <= {"mine"}
 
 
 def test_routers_may_all_be_replaced_at_once():

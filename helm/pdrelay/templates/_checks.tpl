@@ -391,7 +391,12 @@
 {{- end -}}
 {{- end -}}
 {{- range $who := list "router" "prefill" "decode" -}}
+{{- $names := list -}}
 {{- range (index $v $who).extraEnv -}}
+{{- if has .name $names -}}
+{{- fail (printf "%s.extraEnv has %s twice: write it once" $who .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
 {{- if and (hasKey . "value") (regexMatch "(KEY|TOKEN|SECRET|PASSWORD)$" .name) -}}
 {{- fail (printf "%s.extraEnv has %s with a value, which everybody can read who reads the release: write valueFrom with a secretKeyRef" $who .name) -}}
 {{- end -}}

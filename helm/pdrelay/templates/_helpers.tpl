@@ -80,6 +80,18 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* dict own extra: variables of a container, the chart's and those of the values, which take the place of the chart's: helm 4 refuses two of
+one name. */}}
+{{- define "pdrelay.env" -}}
+{{- $names := list -}}
+{{- range .extra -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $all := list -}}
+{{- range fromYamlArray .own -}}
+{{- if not (has .name $names) -}}{{- $all = append $all . -}}{{- end -}}
+{{- end -}}
+{{- concat $all (.extra | default list) | toYaml -}}
+{{- end -}}
+
 {{/* A number or a switch as an argument: YAML's numbers are floats here, and 1e+06 is no whole number to anybody. */}}
 {{- define "pdrelay.argument" -}}
 {{- if and (or (kindIs "float64" .) (kindIs "int64" .) (kindIs "int" .)) (eq (floor .) (float64 .)) -}}

@@ -183,6 +183,10 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- end -}}
 
 {{- define "pdrelay.pool.env" -}}
+{{- include "pdrelay.env" (dict "own" (include "pdrelay.pool.ownEnv" .) "extra" (index .root.Values .role).extraEnv) -}}
+{{- end -}}
+
+{{- define "pdrelay.pool.ownEnv" -}}
 {{- $v := .root.Values -}}
 {{- $p := index $v .role -}}
 - name: POD_IP
@@ -208,7 +212,6 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- /* An allowed host could send an engine anywhere else. */}}
 {{- $_ := set $defaults "VLLM_MEDIA_URL_ALLOW_REDIRECTS" "0" }}
 {{- end }}
-{{- range $p.extraEnv }}{{ $_ := unset $defaults .name }}{{ end }}
 {{- range $variable, $value := $defaults }}
 - name: {{ $variable }}
   value: {{ $value | quote }}
@@ -258,9 +261,6 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
   value: {{ ternary "/tmp" "/cache" (eq $v.cache.type "none") }}
 - name: USER # Python asks for a name of the user, who has none in the image
   value: pdrelay
-{{- end }}
-{{- with $p.extraEnv }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 

@@ -143,6 +143,10 @@
 {{- end -}}
 
 {{- define "pdrelay.router.env" -}}
+{{- include "pdrelay.env" (dict "own" (include "pdrelay.router.ownEnv" .) "extra" .Values.router.extraEnv) -}}
+{{- end -}}
+
+{{- define "pdrelay.router.ownEnv" -}}
 - name: PDRELAY_ROUTER # for `pdrelay instances` inside the pod
   value: {{ lower (include "pdrelay.scheme" .) }}://localhost:{{ int .Values.router.adminPort }}
 {{- if .Values.router.tls.secretName }}
@@ -164,9 +168,6 @@
 - name: PDRELAY_CACHE_SALT_SECRET
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
-{{- end }}
-{{- with .Values.router.extraEnv }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 

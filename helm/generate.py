@@ -1,5 +1,5 @@
 """Writes what follows from other files: tables in pdrelay/README.md and docs/options.md,
-pdrelay/values.schema.json.
+pdrelay/values.schema.json, pdrelay/files/empty.json.
 
 The chart's table comes from the comments "# --" of values.yaml; options and the settings in the
 schema come from the declarations of the router and of the connector, so the chart refuses what they
@@ -36,6 +36,7 @@ from pdrelay_proxy.declarations import ENDLESS, Kind  # noqa: E402
 from pdrelay_proxy.known_settings import DECLARED, OPTIONS, Setting  # noqa: E402
 
 CHART = HERE / "pdrelay"
+EMPTY = CHART / "files/empty.json"
 OPTIONS_PAGE = HERE.parent / "docs/options.md"
 VALUES_TABLE = "<!-- values: made by helm/generate.py -->", "<!-- end of values -->"
 OPTIONS_TABLES = "<!-- options: made by helm/generate.py -->", "<!-- end of options -->"
@@ -136,7 +137,71 @@ def schema(text: str) -> str:
         for field in dataclasses.fields(Settings)
         if field.name not in CONNECTOR_OWN
     }
+    found["definitions"]["needed"] = _needed(found, _values(), found["definitions"])
+    found["allOf"] = [{"$ref": "#/definitions/needed"}]
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def empty(text: str) -> dict[str, Any]:
+    """Return the values that may be empty, by a schema."""
+    found: Schema = json.loads(text)
+    return _empty(found, _values(), found["definitions"])
+
+
+def _needed(shape: Schema, values: Mapping[str, Any], definitions: Schema) -> Schema:
+    """Describe what no rendering can do without. Helm takes a default away for which somebody
+    writes null; what may be empty is empty then.
+    """
+    closed = _closed(shape, values, definitions)
+    names = [
+        key
+        for key, value in values.items()
+        if key in closed or _empty_one(value, shape["properties"][key]) is None
+    ]
+    inner = {key: _needed(kind, values[key], definitions) for key, kind in closed.items()}
+    return {"required": [key for key in names if values[key] is not None], "properties": inner}
+
+
+def _empty(shape: Schema, values: Mapping[str, Any], definitions: Schema) -> dict[str, Any]:
+    """Return what stands for null: the values that may be empty, and they are."""
+    closed = _closed(shape, values, definitions)
+    found = {
+        key: _empty(closed[key], value, definitions)
+        if key in closed
+        else _empty_one(value, shape["properties"][key])
+        for key, value in values.items()
+    }
+    return {
+        key: value
+        for key, value in found.items()
+        if value is not None and (value or key not in closed)
+    }
+
+
+def _empty_one(value: object, kind: Schema) -> object:
+    """Return a list, map or text without anything in it; None: nothing can stand for this value."""
+    if isinstance(value, list | dict) and not kind.get("minItems"):
+        return type(value)()
+    return "" if value == "" else None
+
+
+def _closed(shape: Schema, values: Mapping[str, Any], definitions: Schema) -> Schema:
+    """Return the objects among the values whose keys the chart knows, and what they look like."""
+    kinds = {
+        key: shape["properties"][key]
+        for key, value in values.items()
+        if isinstance(value, dict) and value
+    }
+    kinds = {
+        key: definitions[kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind
+        for key, kind in kinds.items()
+    }
+    free = definitions["resources"]  # Kubernetes' own, of which anything may go
+    return {
+        key: kind
+        for key, kind in kinds.items()
+        if kind.get("additionalProperties") is False and kind != free
+    }
 
 
 def _values() -> dict[str, Any]:
@@ -197,6 +262,7 @@ def made() -> Mapping[Path, str]:
     return {
         page: readme(page.read_text(), (CHART / "values.yaml").read_text()),
         shape: schema(shape.read_text()),
+        EMPTY: json.dumps(empty(shape.read_text()), indent=1) + "\n",
         OPTIONS_PAGE: options(OPTIONS_PAGE.read_text()),
     }
 

@@ -102,6 +102,16 @@ BAD = [
     ("tests.seconds", -1),
     ("tests.apiKey", "hunter2"),  # a secret, not its name
     ("fullnameOverride", "PDRelay"),
+    ("router.port", None),  # null takes the default away, and nothing can be in its place
+    ("router.tls", None),
+    ("ingress.hosts", None),
+    ("router.replicas", None),
+    ("connector.mode", None),
+    ("engine.kind", None),
+    ("engine.drain.shutdownSeconds", None),
+    ("prefill.sidePort", None),
+    ("decode.enabled", None),
+    ("networkPolicy.enabled", None),
     ("fullnameOverride", "7b"),  # a Service's name begins with a letter
     ("router.image.repository", "registry.example.com/pdrelay/router:0.1.0"),  # its tag is router.image.tag
     ("engine.image.repository", "https://registry.example.com/pdrelay/engine"),
@@ -587,6 +597,23 @@ def test_a_variable_of_the_values_takes_the_place_of_the_chart_s():
         assert {one["value"] for one in variables if one["name"] in (*own, "PDRELAY_ROUTER")} <= {"mine"}
 
 
+def empties(values, path=()):
+    """Yield the paths of defaults that are empty."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from empties(value, (*path, key))
+        elif value in ("", [], {}):
+            yield ".".join((*path, key))
+
+
+def test_null_is_the_same_as_empty():
+    """It is how helm takes a default away, and what a templating tool writes for a variable that is not set."""
+    least = ("router.image.repository", "engine.image.repository")
+    paths = [path for path in empties(yaml.safe_load((CHART / "values.yaml").read_text())) if path not in least]
+
+    assert Chart().objects(merged(dict.fromkeys(paths))) == list(default())
+
+
 def test_routers_may_all_be_replaced_at_once():
     """Kubernetes refuses Recreate beside rollingUpdate, which the chart's default has."""
     assert router(Chart().objects({"router": {"strategy": {"type": "Recreate"}}}))["spec"]["strategy"] == {
@@ -606,7 +633,9 @@ def test_a_router_asks_for_no_more_cpu_than_it_may_have():
 @pytest.mark.parametrize("case", CASES)
 def test_every_container_of_the_chart_has_limits_where_nobody_can_set_them(case):
     """A namespace whose quota counts limits refuses a pod with a container that has none."""
-    small = [c for _, _, spec in pods(default(case)) for c in spec.get("initContainers", ()) if c["name"] == "kv-events"]
+    small = [
+        c for _, _, spec in pods(default(case)) for c in spec.get("initContainers", ()) if c["name"] == "kv-events"
+    ]
     small += [container(o) for o in kind(default(case), "Pod")]
 
     assert [c["name"] for c in small if c["resources"]["limits"].keys() != {"cpu", "memory", "ephemeral-storage"}] == []

@@ -2,12 +2,25 @@
 helm's; they share the values, so it is done once: a null, which takes a value away, would be forgotten the second time. */}}
 {{- define "pdrelay.pools.values" -}}
 {{- if not (hasKey .Values "poolsHaveValues") -}}
+{{- include "pdrelay.fill" (dict "values" .Values "empty" (.Files.Get "files/empty.json" | fromJson)) -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := deepCopy $.Values.engine -}}
 {{- include "pdrelay.overlay" (dict "over" (index $.Values $role) "under" $values) -}}
 {{- $_ := set $.Values $role $values -}}
 {{- end -}}
 {{- $_ := set .Values "poolsHaveValues" true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict values empty: writes what is empty into values that lack it, for helm takes a default away for which null is written. */}}
+{{- define "pdrelay.fill" -}}
+{{- range $key, $empty := .empty -}}
+{{- $value := get $.values $key -}}
+{{- if and $empty $value -}}
+{{- include "pdrelay.fill" (dict "values" $value "empty" $empty) -}}
+{{- else if not (or $empty $value) -}}
+{{- $_ := set $.values $key $empty -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -1,7 +1,8 @@
-"""Values of flags, parsed and bounded: times, and URLs of servers."""
+"""Values of flags, parsed and bounded: times, whole numbers, and URLs of servers."""
 
 import argparse
 import urllib.parse
+from collections.abc import Callable
 from typing import Final
 
 from pdrelay_proxy.errors import ConfigError
@@ -27,6 +28,20 @@ def seconds_or_none(text: str) -> float:
             f"{text!r} is not a time: write seconds, from 0 to {_LONGEST_S:g}"
         )
     return value
+
+
+def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers within bounds; ``what`` an error calls such a number."""
+
+    def parse(text: str) -> int:
+        is_short = len(text) <= len(str(most))
+        if text.isascii() and text.isdigit() and is_short and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {what}: write one from {least} to {most:,}"
+        )
+
+    return parse
 
 
 def _number(text: str) -> float:

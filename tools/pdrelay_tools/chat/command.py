@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
-from pdrelay_proxy.console.flag_values import server_url
+from pdrelay_proxy.console.flag_values import server_url, whole_number
 from pdrelay_proxy.console.router_access import ROUTER_VARIABLE
 from pdrelay_proxy.console.router_client import CommandFailed
 from pdrelay_proxy.console.tables import in_lines, printable, shortened
@@ -39,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model to talk to (default: the first one that the router serves)",
     )
     help_text = "most tokens of an answer (default: %(default)s)"
-    add("--max-tokens", type=_tokens, default=_MAX_TOKENS, metavar="N", help=help_text)
+    add(
+        "--max-tokens",
+        type=whole_number("a number of tokens", 1, _MOST_TOKENS),
+        default=_MAX_TOKENS,
+        metavar="N",
+        help=help_text,
+    )
     add(
         "--system",
         metavar="TEXT",
@@ -51,14 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = f"{help_text}, Ctrl-D ends."
     parser.set_defaults(run=run)
-
-
-def _tokens(text: str) -> int:
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST_TOKENS:
-        return int(text)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a number of tokens: write one from 1 to {_MOST_TOKENS}"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

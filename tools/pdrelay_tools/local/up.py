@@ -7,12 +7,12 @@ import os
 import shlex
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_urlsafe
 from types import FrameType
 
+from pdrelay_proxy.console.flag_values import seconds, whole_number
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_tools.end_signals import on_end_signals
@@ -57,6 +57,7 @@ READY_TIMEOUT_S = 300.0
 MOST_TIMEOUTS = 12  # an engine that writes to its log for so many times that long is given up, too
 GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
+_MOST_ENGINES = 32  # of a role
 FAILED = 1
 INTERRUPTED = 130
 _CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role, count in (("prefill", _DEFAULT.prefill), ("decode", _DEFAULT.decode)):
         add(
             f"--{role}",
-            type=_count,
+            type=whole_number("a number of engines", 1, _MOST_ENGINES),
             default=count,
             metavar="N",
             help=f"number of {role} engines (default: %(default)s)",
@@ -156,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ready-timeout",
-        type=_timeout,
+        type=seconds,
         default=READY_TIMEOUT_S,
         metavar="S",
         help="seconds that an engine which starts may write nothing to its log (default: %(default)g)",
@@ -406,18 +407,3 @@ def _explain(error: LocalError, screen: Screen) -> None:
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise Interrupted
-
-
-def _timeout(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) <= 86_400:
-            return seconds
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a time: write seconds, above 0 and up to 86400"
-    )
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= 32:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of engines: write one from 1 to 32")

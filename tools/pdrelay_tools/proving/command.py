@@ -17,7 +17,7 @@ from random import SystemRandom
 from types import FrameType
 from typing import Final
 
-from pdrelay_proxy.console.flag_values import seconds, server_url
+from pdrelay_proxy.console.flag_values import seconds, server_url, whole_number
 from pdrelay_proxy.console.tables import printable, shortened
 from pdrelay_proxy.core.address import dns_name
 from pdrelay_proxy.core.admission.keys import outbound_key
@@ -54,7 +54,8 @@ _POLL_S: Final = 0.5
 _QUICK_S: Final = 10.0  # for health checks and lists of models
 _DEFAULT_BLOCK: Final = 16  # tokens; vLLM's own default, where engines do not say
 _GRACE_S: Final = 30.0
-_DIGITS: Final = 7  # of a block size, and of a process id: Linux has at most 2**22
+_MOST_BLOCK: Final = 1_000_000  # tokens
+_MOST_PID: Final = 2**22  # of Linux
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_list = partial(add, action="append", default=[])
     add_time = partial(add, type=seconds, metavar="S")
+    # signals to 0, -1 and -N go to many processes (kill(2)), and 1 is init
+    pid = whole_number("the number of an engine's process", 2, _MOST_PID)
     add_list("--prefill", metavar="URL", help="URL of a prefill engine; repeat it for each")
     add_list("--decode", metavar="URL", help="URL of a decode engine; repeat it for each")
     text = "router to send requests to (default: none; the suite routes itself)"
@@ -98,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             text = f"command to {deed} the first {role} engine"
             add(f"--{deed}-{role}", metavar="COMMAND", help=text)
         text = f"process id of the first {role} engine on this machine, for signals"
-        add(f"--{role}-pid", type=_pid, metavar="PID", help=text)
+        add(f"--{role}-pid", type=pid, metavar="PID", help=text)
     text = "seconds for the whole run (default: %(default)g)"
     add_time("--seconds", default=limits.seconds, help=text)
     text = "seconds for an answer (default: %(default)g)"
@@ -108,7 +111,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
     add_time("--lease-seconds", default=limits.lease_s, help=text)
     text = "--block-size of the engines (default: what their metrics say, else 16)"
-    add("--block-size", type=_block_size, metavar="TOKENS", help=text)
+    add(
+        "--block-size",
+        type=whole_number("a number of tokens", 1, _MOST_BLOCK),
+        metavar="TOKENS",
+        help=text,
+    )
     add("--seed", type=int, metavar="N", help="seed of the prompts (default: a new one each time)")
     text = "run only this check or group (see --list); repeat it for more"
     add_list("--only", metavar="NAME", help=text)
@@ -415,18 +423,3 @@ def _write(path: str, report: RunReport) -> None:
             file.write(_WRITERS[Path(path).suffix](report))
     except OSError as exc:
         raise ConfigError(f"--report {path} cannot be written: {exc.strerror}") from exc
-
-
-def _block_size(text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens: write one above 0")
-
-
-def _pid(text: str) -> int:
-    """Parse the id of one process: signals to 0, -1 and -N go to many (kill(2))."""
-    if text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text) > 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not the number of an engine's process: write one above 1"
-    )

@@ -10,6 +10,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pdrelay_proxy.console.flag_values import whole_number
 from pdrelay_proxy.features import FEATURES
 from pdrelay_tools.planning.engine_model import EngineModel, NoEngineModel, read_engine_model
 from pdrelay_tools.planning.replay import chart
@@ -26,6 +27,8 @@ _MOST_ENGINES: Final = 1000  # of a role
 _MOST_TURNS: Final = 1_000_000
 _MOST_MEAN: Final = 1_000_000  # tokens
 _DEFAULT_POLICIES: Final = ("round_robin", "prefix")
+_COUNT: Final = whole_number("a whole number", 1, _MOST_TURNS)
+_ENGINES: Final = whole_number("a whole number", 1, _MOST_ENGINES)
 _HEAD: Final = (
     *("", "TTFT p50", "p95", "p99", "later p50", "ITL p50", "p99"),
     *("hits P", "D", "of best", "computed/new", "good", "uneven P", "D"),
@@ -48,19 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(parser.add_argument_group("traffic").add_argument, type=_positive)
     add(
         "--sessions",
-        type=_count,
+        type=_COUNT,
         metavar="N",
         help="number of conversations to generate instead of reading a trace",
     )
     add(
         "--turns",
-        type=_count,
+        type=_COUNT,
         default=8,
         metavar="N",
         help="turns of a generated conversation (default: %(default)s)",
     )
     shared = "tokens at the beginning that all generated conversations share (default: %(default)s)"
-    add("--system-tokens", type=_count, default=1000, metavar="N", help=shared)
+    add("--system-tokens", type=_COUNT, default=1000, metavar="N", help=shared)
     add(
         "--prompt-tokens",
         default=500,
@@ -105,14 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument_group("engines").add_argument
     option(
         "--prefill",
-        type=_engines,
+        type=_ENGINES,
         default=4,
         metavar="N",
         help="number of prefill engines (default: %(default)s)",
     )
     option(
         "--decode",
-        type=_engines,
+        type=_ENGINES,
         default=4,
         metavar="N",
         help="number of decode engines (default: %(default)s)",
@@ -136,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same for the last prefill engine, if it differs",
     )
     help_text = "tokens of a block; Mooncake's traces have their own (default: %(default)s)"
-    option("--block-size", type=_count, default=16, metavar="N", help=help_text)
+    option("--block-size", type=_COUNT, default=16, metavar="N", help=help_text)
     option(
         "--kv-events",
         action="store_true",
@@ -319,13 +322,3 @@ def _phase(text: str) -> Phase:
     if max(prompt, output) > _MOST_MEAN:
         raise argparse.ArgumentTypeError(f"{text!r} has a mean of more than {_MOST_MEAN:,} tokens")
     return Phase(seconds, per_s, prompt, output)
-
-
-def _count(text: str, most: int = _MOST_TURNS) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,}")
-
-
-def _engines(text: str) -> int:
-    return _count(text, _MOST_ENGINES)

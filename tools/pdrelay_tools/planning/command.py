@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import gcd, isfinite
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Final
 
 from pdrelay_proxy.settings import PolicyName
 from pdrelay_tools.planning import sizing
+from pdrelay_tools.planning.columns import in_columns
 from pdrelay_tools.planning.engine_model import NoEngineModel, read_engine_model
 from pdrelay_tools.planning.queueing import Spread
 from pdrelay_tools.planning.sizing import NoPlan
@@ -218,11 +219,11 @@ def _as_text(plan: sizing.CapacityPlan, aims: sizing.Aims) -> str:
         f"prefill is decided by: {need.prefill_by}",
         f"decode is decided by:  {need.decode_by}",
         "",
-        *_table([("resource", "engines busy", "utilisation"), *use, batch]),
+        *in_columns([("resource", "engines busy", "utilisation"), *use, batch]),
         "",
-        *_table([("time to first token", "mean", "p95"), *_times(plan.outlook.ttft, aims)]),
+        *in_columns([("time to first token", "mean", "p95"), *_times(plan.outlook.ttft, aims)]),
         "",
-        *_table(
+        *in_columns(
             [("traffic", "needs", "with these: busiest", "TTFT p95"), *map(_swung, plan.swings)]
         ),
     ]
@@ -260,12 +261,3 @@ def _swung(swing: sizing.Swing) -> Sequence[str]:
 
 def _seconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if isfinite(value) and value < 1 else f"{value:.2f} s"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
-    return [
-        "  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True))
-        for row in rows
-    ]

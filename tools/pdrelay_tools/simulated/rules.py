@@ -51,9 +51,10 @@ _OF_ONE_LEG: Final = frozenset(
         "stream",
         "stream_options",
         "n",
-    }
-    | {"best_of", "store", "return_token_ids", "model"}
-    | {
+        "best_of",
+        "store",
+        "return_token_ids",
+        "model",
         "use_beam_search",
         "logprobs",
         "top_logprobs",
@@ -62,7 +63,6 @@ _OF_ONE_LEG: Final = frozenset(
         "kv_transfer_params",
     }
 )
-
 _PUSH_PARAMS: Final = {
     **dict.fromkeys(("remote_engine_id", "remote_host", "remote_request_id", "transfer_id"), str),
     **dict.fromkeys(("remote_port", "tp_size", "pp_size", "dcp_size"), int),

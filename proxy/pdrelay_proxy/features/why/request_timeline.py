@@ -119,7 +119,7 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
             move, at = cuts.pop(0)
             until(at, "stream", move.source)
             before = "move"
-        until(leg.sent_ms, before if leg.sent_ms > cursor else "", note="")
+        until(leg.sent_ms, before)
         end = total if leg.answered_ms is None else leg.answered_ms
         beside = (
             f"sent at {leg.sent_ms:.1f} ms, beside the other leg"

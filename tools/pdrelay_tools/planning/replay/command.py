@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from math import inf, isfinite
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdrelay_proxy.console.flag_values import whole_number
 from pdrelay_proxy.features import FEATURES
+from pdrelay_tools.planning.columns import in_columns
 from pdrelay_tools.planning.engine_model import EngineModel, NoEngineModel, read_engine_model
 from pdrelay_tools.planning.replay import chart
 from pdrelay_tools.planning.replay.routers import CHOICES
@@ -245,13 +246,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _as_text(rows: Sequence[Summary], title: str) -> str:
-    cells = [_HEAD, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
-    lines = [
-        "  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True))
-        for row in cells
-    ]
+    lines = in_columns([_HEAD, *map(_cells, rows)])
     return "\n".join([f"{title}, {rows[0].seconds:,.0f} s", "", *lines, ""])
 
 

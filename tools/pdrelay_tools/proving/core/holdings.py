@@ -72,8 +72,8 @@ def read_holdings(exposition: str) -> Holdings | None:
             continue
         if name == _USAGE:
             usage.append(value)
-        key = f"{name}|{label_values.get('source', '')}" if name == _BY_SOURCE else name
-        totals[key] = totals.get(key, 0.0) + value
+        if name != _BY_SOURCE or label_values.get("source") == "external_kv_transfer":
+            totals[name] = totals.get(name, 0.0) + value
     if not usage:
         return None
     tables = tuple((name, totals[name]) for name in _TABLES if totals.get(name, 0.0) > 0)
@@ -81,7 +81,7 @@ def read_holdings(exposition: str) -> Holdings | None:
         usage=max(usage),
         requests=sum(totals.get(name, 0.0) for name in _QUEUES),
         tables=tables,
-        loaded=totals.get(f"{_BY_SOURCE}|external_kv_transfer"),
+        loaded=totals.get(_BY_SOURCE),
         block_size=block_size,
         blocks=blocks,
     )

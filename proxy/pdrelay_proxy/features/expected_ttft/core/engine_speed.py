@@ -209,18 +209,17 @@ class EngineSpeed:
     """The measured speed of one engine, and its legs under way."""
 
     __slots__ = (
-        *(
-            "_legs",
-            "_recent",
-            "_recent_at",
-            "computing",
-            "entered",
-            "loading",
-            "prefill",
-            "running",
-            "step",
-        ),
-        *("tokens_mean", "transfer"),
+        "_legs",
+        "_recent",
+        "_recent_at",
+        "computing",
+        "entered",
+        "loading",
+        "prefill",
+        "running",
+        "step",
+        "tokens_mean",
+        "transfer",
     )
 
     def __init__(self) -> None:
